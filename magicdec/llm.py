@@ -1,9 +1,5 @@
-"""LLM: a model in this process that serves requests which come and go. This is the Python interface
-for programs; the drivers measure whole batches.
-
-Owns how an engine is built for that, the streams of tokens and of text, and what a request that has
-ended has become.
-"""
+"""LLM: the Python interface for programs, a model in this process that serves requests which come
+and go."""
 
 from __future__ import annotations
 
@@ -43,26 +39,25 @@ ENDED = (Status.FINISHED, Status.CANCELLED)
 
 
 class LLM:
-    """Loads `model` and decodes up to `max_concurrency` requests together, of at most `max_tokens`
-    tokens each, prompt included. Requests are admitted in the order in which they were submitted.
+    """A model that decodes up to `max_concurrency` requests together, of at most `max_tokens`
+    tokens each, prompt included, admitted in the order of submission.
 
     Args:
         model: the model, named as `--model` names it.
         draft: what proposes draft tokens, as `--draft` names it: "none", "self", "model:NAME",
             "ngram", "ngram+self" or "ngram+model:NAME".
-        gamma: draft tokens in each step, as `--gamma`; "auto" drafts as many as pay. Default: what
-            `--gamma` says of this draft.
-        kv: what a model that drafts reads of the KV cache.
+        gamma: draft tokens in each step, as `--gamma`, whose default for this draft holds; "auto"
+            drafts as many as pay.
+        kv: the entries of the KV cache that a drafting model reads.
         dtype: the dtype of activations and of the KV cache, as `--dtype`.
-        max_tokens: tokens of a request at most.
-        max_concurrency: requests that are decoded together at most.
-        cache_tokens: tokens of all requests together that the KV cache holds. Default: enough for
-            all of them at full length.
+        max_tokens: most tokens of a request.
+        max_concurrency: most requests that are decoded together.
+        cache_tokens: tokens that the KV cache holds of all requests. Default: all at full length.
         block_tokens: tokens of a block of the cache.
-        prefill_tokens: prompt tokens that a step prefills at most.
+        prefill_tokens: most prompt tokens that a step prefills.
         threads: CPU threads. Default: all cores.
-        max_new_tokens: new tokens that a request may ask for, which bounds what a KV policy copies.
-            Default: as many as fit in a row.
+        max_new_tokens: most new tokens that a request may ask for, which bounds what a KV policy
+            copies. Default: as many as fit in a row.
         draft_weights: the matrices that draft, as `--draft_weights`: "int8" or "int4".
 
     Raises:
@@ -128,8 +123,8 @@ class LLM:
         sampling: SamplingSection = SamplingSection(),
         ignore_eos: bool = False,
     ) -> Stream:
-        """Let a request wait for a place in the batch. Returns the stream of its tokens. Raises
-        ValueError if it can never be served."""
+        """Queue a request. Returns the stream of its tokens. Raises ValueError if it can never be
+        served."""
         ids = self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         wrong = next((i for i in ids if not 0 <= i < self.model.vocab_size), None)
         if wrong is not None or not ids:
@@ -151,8 +146,8 @@ class LLM:
         return stream
 
     def step(self) -> bool:
-        """Advance all requests by one step. False if there are none. Raises NotFinite if the logits
-        of a request are not finite, and from then on."""
+        """Advance all requests by one step; False without any. Raises NotFinite, then and later, if
+        the logits of a request are not finite."""
         if self._error is not None:
             raise self._error
         plan = self._engine.scheduler.schedule()
@@ -168,16 +163,13 @@ class LLM:
         return True
 
     def _cancel(self, request: Request) -> None:
-        """End a request. The next step frees its memory."""
         self._engine.scheduler.cancel(request)
         self._settle([request])
 
     def _observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
-        """As `Observer`."""
         self._verifications.observe(request_ids, output)
 
     def _settle(self, requests: Iterable[Request]) -> None:
-        """Give to the streams of those of `requests` that have ended what was observed of them."""
         for request in requests:
             number = request.request_id
             if request.status in ENDED and number in self._streams:
@@ -191,14 +183,13 @@ class LLM:
 
 
 def check_positive(**numbers: int | None) -> None:
-    """Raises ValueError for a number below 1; None is none."""
+    """Raises ValueError for a number below 1; None is allowed."""
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{name} is too small")
 
 
 def requests_of(plan: StepPlan) -> Iterator[Request]:
-    """The requests that a step may end."""
     if plan.decoding is not None:
         yield from plan.decoding.requests
     yield from (part.request for part in plan.parts)
@@ -227,8 +218,8 @@ def make_engine(
     block_tokens: int,
     cache_tokens: int | None,
 ) -> tuple[Engine, DecodingStrategy]:
-    """An engine of requests in flight with at most `max_tokens` tokens each, and its decoder. Loads
-    the models of `run` and allocates their caches."""
+    """The engine and decoder of requests of at most `max_tokens` tokens, with loaded models and
+    caches."""
     config = run.config
     torch.set_num_threads(config.parallel.threads)
     alone = Group((0,), 0)
@@ -255,8 +246,8 @@ def make_engine(
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """How long a request took and waited, in ms, and what it accepted of its drafts. The names are
-    those of `magicdec serve`, which has the same numbers as means over its requests."""
+    """The times of a request in ms, and the acceptance of its drafts, named as in `magicdec serve`,
+    which has means over its requests."""
 
     queue_ms: float | None
     """From its submission until it first got a row of the running batch; None if it never did."""
@@ -275,7 +266,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a request that has ended has become."""
+    """The output of an ended request."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
@@ -291,7 +282,7 @@ class RequestOutput:
 
 class Stream:
     """The tokens of one request. Iterating runs steps, which advance all requests, until this one
-    has another token id; a stream that nobody reads does not hold up the others."""
+    has another token id; an unread stream holds up no other."""
 
     def __init__(self, llm: LLM, request: Request) -> None:
         self._llm = llm
@@ -313,14 +304,14 @@ class Stream:
         return self._request.output_ids[self._num_read - 1]
 
     def read(self) -> list[int]:
-        """The tokens that were emitted since the last read, without running a step."""
+        """The tokens since the last read, without running a step."""
         first = self._num_read
         self._num_read = len(self._request.output_ids)
         return self._request.output_ids[first:]
 
     def pieces(self) -> Iterator[str]:
-        """The text of the request from its start on, in pieces that are whole characters, as its
-        tokens come. All of them joined are `text()`. What was read as ids is not left out."""
+        """The text of the request from its start, as its tokens come, in pieces of whole characters
+        that join to `text()`, also where ids were read."""
         detokenizer = Detokenizer(self._llm.tokenizer)
         num_taken = 0
         while True:
@@ -344,13 +335,13 @@ class Stream:
         return self._request.status in ENDED
 
     def text(self) -> str:
-        """Run steps until the request has ended, and return all of its tokens as text. An id that
-        the tokenizer does not have is shown as "<id 2050>"."""
+        """The whole text, after running steps to the request's end. An unknown id is shown as "<id
+        2050>"."""
         self._run()
         return self._llm.tokenizer.show(self._request.output_ids)
 
     def result(self) -> RequestOutput:
-        """Run steps until the request has ended, and return what it has become."""
+        """The output of the request, after running steps to its end."""
         text = self.text()
         request = self._request
         return RequestOutput(

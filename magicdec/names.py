@@ -1,7 +1,5 @@
-"""Name tables: what a flag accepts, and where it lives. Imports nothing of ours and no torch.
-
-A new strategy, policy, drafter or backend is a line here and a file there; the file is imported
-only when its name is chosen.
+"""Name tables: the values of flags, and where their code lives. Imports nothing of ours and no
+torch. A new strategy, policy, drafter or backend is a line here and a file, imported when chosen.
 """
 
 from __future__ import annotations
@@ -103,19 +101,17 @@ COLLECTIVES = ("gloo", "shared_memory", "nccl")
 
 
 def load_named(table: dict[str, str], name: str) -> Any:
-    """The object behind a name of one of the tables above. Raises ValueError for other names."""
+    """The object behind a name of a table above. Raises ValueError for other names."""
     if name not in table:
         raise ValueError(f"{name} is not known; choose from {', '.join(table)}")
     return load_object(table[name])
 
 
 def most_like(word: str, names: Iterable[str]) -> str:
-    """A hint at the name that is most like the word, or at all names."""
     close = difflib.get_close_matches(word, list(names), n=1)
     return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
 
 
 def load_object(place: str) -> Any:
-    """The object at `module:attribute`."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

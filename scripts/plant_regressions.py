@@ -98,22 +98,23 @@ def run(each: Regression, baseline: Path, copy: Path) -> None:
 def compared(each: Regression, baseline: Path) -> int:
     """Run the cases, print what the gate says of those that it does not pass, and return the
     code."""
-    from magicdec.bench.gate.cases import config_of, num_ranks
+    from magicdec.bench.gate.cases import Case as GateCase
+    from magicdec.bench.gate.cases import baselines_in, case_of, num_ranks
     from magicdec.bench.gate.measuring import measure, run_cases, with_threads
-    from magicdec.config.run_config import RunConfig
     from magicdec.records.comparison.compare import Comparison, case_failed, compare, exit_code
     from magicdec.records.comparison.conditions import describe
-    from magicdec.records.reading import load_records
-    from magicdec.records.record import RunRecord
+    from magicdec.records.reading import read_records
+    from magicdec.records.record import Record
 
-    records = {describe(record): record for record in load_records(baseline)}
+    baselines = baselines_in(read_records(baseline, Record))
+    records = {describe(record): record for record in baselines}
     names = {name for text in each.cases for name in names_with(text, list(records))}
     cases = [record for name, record in records.items() if name in names]
     if not cases:
         print("the baseline file has no case of it")
         return BROKEN
-    configs = [with_threads(config_of(case), 1) for case in cases]
-    of_one, of_several = list[tuple[int, RunConfig]](), list[int]()
+    configs = [with_threads(case_of(case), 1) for case in cases]
+    of_one, of_several = list[tuple[int, GateCase]](), list[int]()
     for number, config in enumerate(configs):
         if num_ranks(config) == 1:
             of_one.append((number, config))
@@ -126,7 +127,7 @@ def compared(each: Regression, baseline: Path) -> int:
     for number, case in enumerate(cases):
         result = found[number]
         of_case = case_failed(case, result) if isinstance(result, str) else None
-        if isinstance(result, RunRecord):
+        if not isinstance(result, str):
             (of_case,) = compare([result], cases)
         assert of_case is not None
         comparisons.append(of_case)
@@ -140,7 +141,8 @@ def names_with(text: str, names: Sequence[str]) -> list[str]:
     """The cases whose names end with the text or, if none does, those of greedy requests on one
     rank that hold it as whole words."""
     ending = [name for name in names if name.endswith(text)]
-    plain = [name for name in names if "--temperature" not in name and "--nproc" not in name]
+    others = ("--temperature", "--nproc", "--modes")
+    plain = [name for name in names if not any(flag in name for flag in others)]
     return ending or [name for name in plain if f"{text} " in f"{name} "]
 
 

@@ -1,11 +1,9 @@
-"""The backend for the flash-attn library. It calls `flash_attn_with_kvcache` of version 3 (module
-`flash_attn_interface`) if that is installed, otherwise of version 2 (module `flash_attn`). Version
-4 (`flash_attn.cute`) has no such function, and reads blocks through a table only on some GPUs, so
-alone it is refused. It needs CUDA and bfloat16.
+"""The backend for flash-attn (FlashAttention, arXiv 2205.14135), on CUDA in bfloat16:
+`flash_attn_with_kvcache` of version 3 (`flash_attn_interface`), else 2 (`flash_attn`). Version 4
+(`flash_attn.cute`) alone has none and is refused.
 
-Owns the calls to the library. A full view is read in place through the block table: version 2 needs
-blocks of 256 tokens, version 3 takes any block size. The keys of any other view are first copied
-into a buffer, because the library supports left padding and a window, but no sink tokens.
+Full views are read through the block table; version 2 needs blocks of 256 tokens. Keys of other
+views are copied, because the library knows no sink tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ BLOCK_SIZE = 256
 
 
 def missing_parts() -> str | None:
-    """A message if neither version 2 nor version 3 is installed, otherwise None."""
     if any(map(has_module, MODULES)):
         return None
     install = "pip install flash-attn (it is built with nvcc)"
@@ -44,8 +41,8 @@ def missing_parts() -> str | None:
 
 
 def has_module(name: str) -> bool:
-    """Whether a module of that name is installed. Version 4 leaves a namespace `flash_attn`, a
-    folder without a file of its own."""
+    """Whether a module is installed. Version 4 leaves a namespace `flash_attn`: a folder without
+    a file."""
     spec = find_spec(name)
     if spec is None:
         return False
@@ -88,8 +85,8 @@ class FlashAttnBackend(LibraryBackend):
 
 
 def find_function() -> tuple[Callable[..., Tensor], str]:
-    """`flash_attn_with_kvcache` of the newest installed version, and the name of its parameter for
-    the block table."""
+    """`flash_attn_with_kvcache` of the newest version, and its parameter name of the block
+    table."""
     module = next(filter(has_module, MODULES))
     function = importlib.import_module(module).flash_attn_with_kvcache
     parameters = inspect.signature(function).parameters

@@ -1,9 +1,8 @@
-"""The fast backend for any device: two batched matrix products around a softmax. The query heads of
-a KV head are packed into one matrix.
+"""The fast backend for any device: two batched matrix products around a softmax, with the query
+heads of a KV head packed into one matrix.
 
-If the visible tokens of a row are contiguous in memory (a full view or a sliding window), they are
-read in place. Otherwise (a view with a budget) they are copied into a small buffer. Long chunks
-(prefill) use torch's fused attention kernel, because their matrix of scores would be large.
+Visible tokens that are contiguous in memory (a full view or sliding window) are read in place,
+others copied. Long chunks use torch's fused attention, which stores no scores.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ FUSED_FROM = 32
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows `first` to `last` of a batch, which are read with one call. If `slots` is None, they are
-    read in place, beginning at key `first_key`."""
+    """Rows `first` to `last` - 1 of a batch, read with one call; in place from key `first_key`
+    if `slots` is None."""
 
     first: int
     last: int
@@ -41,8 +40,8 @@ class RowRange:
 
 
 class GroupedBackend(AttentionBackend):
-    """A block holds a whole row, so that the cache of a row is one strided matrix for the GEMM. The
-    keys of rows with several blocks (a rolling cache chooses its own block size) are copied."""
+    """The backend with a row as one block, one strided matrix for the GEMM. Keys of rows with
+    several blocks (rolling caches) are copied."""
 
     capabilities = Capabilities("grouped", can_be_recorded=False, rounds_scores=True)
 
@@ -52,7 +51,7 @@ class GroupedBackend(AttentionBackend):
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """The scores, and the weights in two dtypes; for torch's fused kernel the mask."""
+        """The scores, and weights in two dtypes; for the fused kernel the mask."""
         if size.T >= FUSED_FROM:
             return size.mask_bytes
         return size.B * size.num_heads * size.T * size.S * (2 * size.dtype_bytes + 4)
@@ -82,8 +81,6 @@ class GroupedBackend(AttentionBackend):
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """Sums the attention weights that `_attend` computes. The fused kernel never stores
-        them."""
         assert q.shape[1] <= MOST_WATCHED < FUSED_FROM, "refused before the run"
         outputs = []
         masses = []
@@ -94,15 +91,13 @@ class GroupedBackend(AttentionBackend):
         return torch.cat(outputs), torch.cat(masses)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, view: KVView) -> list[RowRange]:
-        """Append k and v to the cache, and return the runs that this layer reads."""
         assert self._new is not None, "plan before run"
         view.cache.write(layer, self._new, k, v)
         return [_gathered_run(layer, view)] if self._runs is None else self._runs
 
 
 def _dense_runs(view: KVView) -> Iterator[RowRange]:
-    """Group neighbouring rows of the batch whose blocks are also neighbours in the pool, so that
-    each group is read in place with one call."""
+    """Runs of neighbouring rows in neighbouring blocks."""
     blocks = [view.cache.blocks[row] for row in view.rows]
     first = 0
     for i in range(1, len(blocks) + 1):
@@ -120,8 +115,6 @@ def _dense_runs(view: KVView) -> Iterator[RowRange]:
 
 
 def _gathered_run(layer: int, view: KVView) -> RowRange:
-    """The visible keys of all rows, which are copied together. Shorter rows are padded, and the
-    padding is masked."""
     keys = view.key_positions(layer)  # [B, G or 1, N]
     least = min(view.num_visible)
     most = max(view.num_visible)
@@ -133,13 +126,10 @@ def _gathered_run(layer: int, view: KVView) -> RowRange:
 def _mask(
     view: KVView, first: int, last: int, keys: Tensor, least: int, most: int
 ) -> tuple[int, Tensor | None]:
-    """The number of leading keys that every new token sees, and the mask for the other keys.
+    """The number of leading keys that every new token sees, and the mask of the rest.
 
-    `least` and `most` are the numbers of old tokens that the new tokens of the shortest and of the
-    longest row see.
-    Without a sliding window, only the keys after the first `least` can be masked, and the mask is
-    the same for all heads, because all heads of a row see equally many keys. With a window, the
-    first keys can be masked too."""
+    `least` and `most` are the old tokens visible in the shortest and longest row. Only under a
+    window are keys before `least` masked, or masks different by head."""
     longest = max(view.lengths[first:last]) + view.num_new
     is_cut = view.window is not None and view.window < longest
     if view.num_new == 1 and least == most and not (is_cut and view.per_head):
@@ -150,7 +140,7 @@ def _mask(
 
 
 def _keys(layer: int, run: RowRange, view: KVView) -> tuple[Tensor, Tensor]:
-    """K and V of one run: [rows, G, num_keys, D] each."""
+    """K and V of a run: [rows, G, num_keys, D]."""
     cache = view.cache
     if run.slots is not None:
         return cache.read(layer, run.slots)
@@ -160,8 +150,8 @@ def _keys(layer: int, run: RowRange, view: KVView) -> tuple[Tensor, Tensor]:
 
 
 def _attend(layer: int, q: Tensor, run: RowRange, view: KVView) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of one run: q [rows, T, H, D] -> the output [rows, T, H, D] and the
-    attention weights, float32 [rows, G, H/G * T, num_keys]."""
+    """Attention over a run: q [rows, T, H, D] -> output [rows, T, H, D] and weights float32
+    [rows, G, H/G * T, num_keys]."""
     k, v = _keys(layer, run, view)
     rows, num_new, num_heads, size = q.shape
     groups = k.shape[1]
@@ -177,7 +167,6 @@ def _attend(layer: int, q: Tensor, run: RowRange, view: KVView) -> tuple[Tensor,
 
 
 def _fused(layer: int, q: Tensor, run: RowRange, view: KVView) -> Tensor:
-    """Call torch's scaled_dot_product_attention, with the mask padded to cover all keys."""
     k, v = _keys(layer, run, view)
     mask = run.mask
     if mask is not None:

@@ -1,14 +1,8 @@
-"""The base class of the backends that call an attention library for GPUs.
+"""The base class of backends that call an attention library for GPUs. A view is read in place, or
+its keys are copied.
 
-Owns the steps around the call: writing the new keys, deciding whether a view is read in place, and
-choosing and copying the keys of the views that are not. A subclass says whether the library is
-installed, which block size it needs, which views it reads in place and how it is called.
-
-Copied keys are plain sequences, for kernels that take only a length and a causal mask for the last
-tokens: keys are in ascending order of position and the new tokens come last, so a causal mask that
-is aligned at the end hides exactly what the view hides. Every pair of a row and a KV head becomes a
-sequence of its own, even if all heads see the same keys: there are S = B * G sequences of one KV
-head each.
+Copies are sequences for kernels with a length and a causal mask aligned at the end: keys ascend by
+position, new tokens last. Each pair of a row and a KV head is one: S = B * G.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from magicdec.kv.view import KVView
 
 @dataclass(frozen=True)
 class Chosen:
-    """The keys to copy: their slots [B, G, N], and how many of them are valid, int32 [S]."""
+    """The keys to copy: slots [B, G, N], and numbers of valid ones, int32 [S]."""
 
     slots: Tensor
     lengths: Tensor
@@ -42,21 +36,20 @@ def choose_keys(layer: int, view: KVView) -> Chosen:
 
 
 def gather_keys(layer: int, choice: Chosen, view: KVView) -> tuple[Tensor, Tensor]:
-    """Copies of K and V: [S, N, 1, D] each."""
+    """Copies of K and V: [S, N, 1, D]."""
     k, v = view.cache.read(layer, choice.slots)
     size = k.shape[3]
     return k.view(-1, k.shape[2], 1, size), v.view(-1, v.shape[2], 1, size)
 
 
 def split_heads(q: Tensor, num_kv_heads: int) -> Tensor:
-    """Arrange queries [B,T,H,D] by sequence: [S, T, H/G, D]."""
+    """Queries [B,T,H,D] by sequence: [S, T, H/G, D]."""
     rows, num_new, _, size = q.shape
     by_head = q.reshape(rows, num_new, num_kv_heads, -1, size).transpose(1, 2)
     return by_head.reshape(rows * num_kv_heads, num_new, -1, size)
 
 
 def join_heads(out: Tensor, rows: int) -> Tensor:
-    """Undo `split_heads` for the outputs: [S, T, H/G, D] to [B,T,H,D]."""
     _, num_new, _, size = out.shape
     by_row = out.reshape(rows, -1, num_new, out.shape[2], size).transpose(1, 2)
     return by_row.reshape(rows, num_new, -1, size)
@@ -65,8 +58,6 @@ def join_heads(out: Tensor, rows: int) -> Tensor:
 def library_capabilities(
     name: str, head_sizes: HeadSizes, missing_parts: Callable[[], str | None]
 ) -> Capabilities:
-    """The capabilities that all these libraries share: only CUDA and bfloat16, no sliding window,
-    no attention weights."""
     return Capabilities(
         name,
         devices=("cuda",),
@@ -79,8 +70,8 @@ def library_capabilities(
 
 
 class LibraryBackend(AttentionBackend, ABC):
-    """If the library can read a full view in place, each row is one sequence. In all other cases,
-    each pair of a row and a KV head is a sequence of its own."""
+    """A backend whose sequences are rows where a full view is read in place, else pairs of a row
+    and a KV head."""
 
     def __init__(self) -> None:
         """Raises ValueError if the library is not installed."""
@@ -93,7 +84,6 @@ class LibraryBackend(AttentionBackend, ABC):
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """The copies of K and V that are made for a view that is not full."""
         return size.kv_bytes
 
     @abstractmethod
@@ -101,16 +91,15 @@ class LibraryBackend(AttentionBackend, ABC):
 
     @abstractmethod
     def can_read_in_place(self, view: KVView) -> bool:
-        """Whether the library can read this full view directly from the blocks of the cache."""
+        """Whether the library reads this full view from the cache's blocks."""
 
     @abstractmethod
     def attend_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
-        """Attention of q [B,T,H,D] over all tokens of the rows, including the new ones:
-        [B,T,H,D]."""
+        """Attention of q [B,T,H,D] over all tokens of the rows: [B,T,H,D]."""
 
     @abstractmethod
     def attend_chosen(self, layer: int, q: Tensor, choice: Chosen, view: KVView) -> Tensor:
-        """Attention of q [S,T,H/G,D], each sequence over its own chosen keys: [S,T,H/G,D]."""
+        """Attention of q [S,T,H/G,D] over the chosen keys: [S,T,H/G,D]."""
 
     def plan(self, view: KVView) -> None:
         assert view.window is None, "a sliding window is refused before the run"
@@ -130,5 +119,5 @@ class LibraryBackend(AttentionBackend, ABC):
 
 
 def real_lengths(view: KVView) -> Tensor:
-    """The number of tokens in each row of a full view, including the new ones: int32 [B]."""
+    """Tokens in each row of a full view, new ones included: int32 [B]."""
     return (view.seq_lens + view.num_new).to(torch.int32)

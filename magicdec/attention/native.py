@@ -1,7 +1,4 @@
-"""The CPU backend: attention over the paged cache in one pass of a C++ kernel (`cpp/native.cpp`).
-
-Owns the calls to the compiled library.
-"""
+"""The CPU backend: attention over the paged cache in one pass of C++ (`cpp/native.cpp`)."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ Shape = ctypes.c_int64 * 17
 
 
 class NativeBackend(AttentionBackend):
-    """Stores K and V as float32 or bfloat16. Computes in float32."""
+    """A backend that stores float32 or bfloat16 and computes in float32."""
 
     capabilities = Capabilities(
         "native",
@@ -52,12 +49,11 @@ class NativeBackend(AttentionBackend):
     )
 
     def __init__(self, is_widened: bool = False) -> None:
-        """`is_widened`: bfloat16 is widened to float32 in registers, as on CPUs without
-        dot products for bfloat16, for tests and comparisons."""
+        """`is_widened`: widen bfloat16 to float32 in registers, as CPUs without dot products for
+        it do, for tests."""
         self._is_widened = is_widened
 
     def block_size(self, max_tokens: int) -> int:
-        """A block holds a whole row."""
         return -(-max_tokens // TILE) * TILE
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
@@ -73,8 +69,8 @@ class NativeBackend(AttentionBackend):
     def run_with_lse(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView, mass: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of `run`, and the log-sum-exp of the scores, float32 [B,T,H]. The
-        kernel fills `mass`, float32 [B, G, blocks], with attention weights in the same pass."""
+        """The output of `run`, and the log-sum-exp of scores, float32 [B,T,H]. Fills `mass`,
+        float32 [B, G, blocks], with attention weights."""
         cache = view.cache
         return attention(
             q,
@@ -101,8 +97,7 @@ class NativeBackend(AttentionBackend):
 
 @cache
 def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
-    """The library for one head size, compiled with `flags` in addition to the usual ones. Compiling
-    takes some seconds at first use; later runs load it from the user's cache."""
+    """The library for one head size, compiled at first use and then cached."""
     assert head_size % 16 == 0, "refused before the run"
     share_openmp()
     library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
@@ -116,7 +111,7 @@ def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
 
 
 def has_dot_products() -> bool:
-    """Whether this CPU's dot products multiply bfloat16, which is widened otherwise."""
+    """Whether this CPU multiplies bfloat16 without widening."""
     return bool(kernel(64).magicdec_has_dot_products())
 
 
@@ -134,12 +129,11 @@ def attention(
     is_widened: bool,
     mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Append k, v [B,T,G,D] to the pools [blocks, G, block_size, D] of one layer and compute
-    attention. Returns the output [B,T,H,D] and the log-sum-exp of the scores, float32 [B,T,H].
+    """Append k, v [B,T,G,D] to a layer's pools [blocks, G, block_size, D] and attend: [B,T,H,D]
+    and the log-sum-exp of scores, float32 [B,T,H].
 
-    `ranges` [B, G or 1, R, 2] holds the start and the end of each range of visible positions. A
-    token sees only the last `window` positions of them; 0 stands for all. If `mass`, float32
-    [B, G, blocks], is given, it is filled with the attention weights of each block."""
+    `ranges` [B, G or 1, R, 2] are visible positions, of which a token sees the last `window` (0:
+    all). `mass`, float32 [B, G, blocks], is filled with attention weights by block."""
     assert q.dtype in STORAGE, "computes in float32 or bfloat16"
     assert k_pool.dtype == q.dtype, "pools have the dtype of q"
     num_rows, num_new, num_heads, size = q.shape

@@ -1,5 +1,6 @@
-"""The reference backend, against which the other backends are tested. It copies the visible keys
-and calls torch's scaled_dot_product_attention with a mask."""
+"""The reference backend for tests of others: it copies visible keys and calls torch's
+scaled_dot_product_attention with a mask.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from magicdec.kv.view import KVView
 
 
 class SDPABackend(AttentionBackend):
-    """Copies the visible keys and values in every layer. Correct for any block size, row lengths,
-    KV policy and dtype."""
+    """A backend for any block size, row lengths, KV policy and dtype."""
 
     capabilities = Capabilities("sdpa")
 
@@ -25,12 +25,11 @@ class SDPABackend(AttentionBackend):
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """The copies of the keys and values, and the mask."""
         return size.kv_bytes + size.mask_bytes
 
     @staticmethod
     def weights_bytes(size: CallSize) -> int:
-        """The keys, scores and weights of the second softmax, in float32."""
+        """Keys, scores and weights of the second softmax, in float32."""
         scores = size.B * size.num_heads * size.T * size.S
         return 4 * (size.B * size.S * size.num_kv_heads * size.head_dim + 3 * scores)
 
@@ -56,7 +55,7 @@ class SDPABackend(AttentionBackend):
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """Computes the softmax a second time, in float32, because torch does not return it."""
+        """Computes the softmax again, in float32, because torch does not return it."""
         out = self.run(layer, q, k, v, view)
         positions, slots, mask = self._chosen or _choose(layer, view)
         keys = view.cache.read(layer, slots)[0].float()  # [B, G, N, D]
@@ -69,8 +68,8 @@ class SDPABackend(AttentionBackend):
 
 
 def _choose(layer: int, view: KVView) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys that a layer reads: their positions [B, G or 1, N], their slots [B, G, N] and their
-    mask [B, G or 1, T, N]."""
+    """The positions [B, G or 1, N], slots [B, G, N] and mask [B, G or 1, T, N] of a layer's
+    keys."""
     positions = view.key_positions(layer)
     slots = view.cache.slots(view.row_index, positions.clamp(min=0))
     return positions, slots, visible_mask(view, positions)

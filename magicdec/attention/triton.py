@@ -1,12 +1,9 @@
-"""The backend with our own GPU kernels, written in Triton. The query heads of a KV head are packed
-together. Keys are read in place from the paged cache; they are split among programs (split-KV), and
-the last program of a row merges the partial results by their log-sum-exp. So decoding and
-verification launch one kernel a layer.
+"""The backend with our own Triton kernels for GPUs, one launch a layer in decoding and
+verification.
 
-Owns how a forward is divided into programs. The same kernel serves prefill, decoding and
-verification; a long chunk has enough tiles of queries to fill the GPU, so its keys are not split.
-On a CPU the same kernels run in Triton's interpreter, which is correct but far slower and meant for
-tests.
+Keys of the paged cache are split among programs (split-KV), and the last program of a row merges
+results by log-sum-exp. Long chunks have enough tiles of queries without splits. Interpreted on a
+CPU, for tests.
 """
 
 from __future__ import annotations
@@ -37,15 +34,14 @@ STORAGE = (torch.float32, torch.bfloat16)
 
 
 def missing_parts() -> str | None:
-    """A message if Triton is not installed, otherwise None."""
     if find_spec("triton") is not None:
         return None
     return "triton is not installed; pip install triton"
 
 
 class TritonBackend(AttentionBackend):
-    """Stores K and V as float32 or bfloat16 and accumulates in float32. The buffers for merging
-    splits take a few megabytes and are not part of the estimate."""
+    """A backend that stores float32 or bfloat16 and accumulates in float32. Buffers for merging
+    splits, a few megabytes, are not estimated."""
 
     capabilities = Capabilities(
         "triton",
@@ -56,14 +52,12 @@ class TritonBackend(AttentionBackend):
 
     @staticmethod
     def load(device: str) -> None:
-        """On a CPU, load the kernels now: Triton decides to interpret kernels when it is first
-        imported."""
+        """On a CPU, load kernels now: Triton decides about interpretation when first imported."""
         if device == "cpu":
             load_kernels(device)
 
     def __init__(self, num_splits: int | None = None) -> None:
-        """`num_splits` is the number of splits of each row. By default it is chosen so that the
-        splits fill the device."""
+        """`num_splits`: splits of a row, by default as many as fill the device."""
         self._num_splits = num_splits
         self._kernels: ModuleType | None = None
         self._key_list: Tensor | None = None
@@ -85,14 +79,13 @@ class TritonBackend(AttentionBackend):
     def run_with_lse(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of `run`, and the log-sum-exp of the scores, float32 [B,T,H]."""
+        """The output of `run`, and the log-sum-exp of scores, float32 [B,T,H]."""
         return self._attend(self._call(layer, q, k, v, view))
 
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """Computes the weights in a second pass over the keys, from the log-sum-exp of the
-        first."""
+        """Computes weights in a second pass over the keys, from the log-sum-exp."""
         call = self._call(layer, q, k, v, view)
         out, lse = self._attend(call)
         return out, call.mass(lse)
@@ -116,8 +109,8 @@ class TritonBackend(AttentionBackend):
 
 
 class Call:
-    """The kernel arguments for one layer of one forward: q [B,T,H,D] and k, v [B,T,G,D]. `key_list`
-    is that of `list_keys`; None for a full view."""
+    """The kernel arguments for one layer: q [B,T,H,D] and k, v [B,T,G,D]; `key_list` of
+    `list_keys`, None for a full view."""
 
     def __init__(
         self,
@@ -161,22 +154,20 @@ class Call:
 
     @property
     def num_programs(self) -> int:
-        """The number of programs if the keys are not split."""
+        """The number of programs without splits."""
         return self.rows * self.num_kv_heads * self.num_tiles
 
     @property
     def num_keys(self) -> int:
-        """The most keys that a row may see."""
         return max(self.view.num_visible) + self.num_new
 
     def capacity(self, counters: Tensor) -> int:
-        """The number of programs of this call that the device runs at once."""
         _, _, args, options = self._arguments(2, counters)
         return count_resident(self.kernels.attend, args, options, self.q.device)
 
     def attend(self, num_splits: int, counters: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v, and compute the output [B,T,H,D] and the log-sum-exp, float32 [B,T,H].
-        `counters` are zeros, int32, at least `num_programs`, and are zeros again afterwards."""
+        """Append k and v, and compute output [B,T,H,D] and log-sum-exp, float32 [B,T,H].
+        `counters`, int32 [>= num_programs], are zeros before and after."""
         if self.num_tiles > 1:  # otherwise the programs that see new tokens write them
             self._append()
         out, lse, args, options = self._arguments(num_splits, counters)
@@ -185,7 +176,6 @@ class Call:
         return out, lse
 
     def _append(self) -> None:
-        """Write k and v to the pools, after the tokens that the rows already hold."""
         view = self.view
         strides = (*self.k.stride()[:2], *self.v.stride()[:2])
         self.kernels.append[(self.rows, self.num_kv_heads, -(-self.num_new // BLOCK_T))](
@@ -207,7 +197,6 @@ class Call:
     def _arguments(
         self, num_splits: int, counters: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:
-        """The output and the log-sum-exp, which `attend` writes, and its arguments and options."""
         q = self.q
         is_split = num_splits > 1
         appends = self.num_tiles == 1
@@ -250,8 +239,8 @@ class Call:
         return out, lse, args, options | self.tile
 
     def mass(self, lse: Tensor) -> Tensor:
-        """Attention weights summed by block, float32 [B, G, num_weight_blocks], for queries whose
-        log-sum-exp is `lse` [B,T,H]."""
+        """Attention weights by block, float32 [B, G, num_weight_blocks], from log-sum-exp `lse`
+        [B,T,H]."""
         num_blocks = self.view.num_weight_blocks
         shape = (self.rows, self.num_kv_heads, num_blocks)
         mass = torch.empty(shape, dtype=torch.float32, device=self.q.device)
@@ -273,8 +262,6 @@ class Call:
         return view.cache.block_table, view.row_index, view.seq_lens, self.ranges
 
     def _sizes(self) -> tuple[float, ...]:
-        """The scale of the scores, and the sizes and strides that both `attend` and `sum_mass`
-        take."""
         heads_differ = self.ranges.shape[1] > 1
         return (
             self.head["SIZE"] ** -0.5,
@@ -289,9 +276,8 @@ class Call:
 
 
 def list_keys(kernels: ModuleType, view: KVView) -> Tensor:
-    """Where the keys of each row lie: int32 [2, L, B, G, N], the slot that key i would have in the
-    first KV head, and its position. L and G are 1 if all layers and heads see the same. N is the
-    most keys of a row; what follows a row's last key is not set."""
+    """Slots in the first KV head, and positions, of each row's keys: int32 [2, L, B, G, N], with
+    L = G = 1 if all layers and heads see the same. Unset after a row's last key."""
     ranges = view.all_ranges.contiguous()
     cache = view.cache
     block_n = BLOCK_SIZE
@@ -322,12 +308,12 @@ def list_keys(kernels: ModuleType, view: KVView) -> Tensor:
 def choose_tile(
     dtype: torch.dtype, block_d: int, num_queries: int, interpreted: bool
 ) -> dict[str, int]:
-    """The sizes of a tile, BLOCK_M packed queries and BLOCK_N keys, and how it is compiled: such
-    that two tiles fit into shared memory and nothing is spilled, on GPUs since Ampere
-    (tests/oracle/test_triton.py). With at most 168 registers, three programs of four warps fit on a
-    processor; without a bound the compiler spills where it hopes for more programs. Float32 is
-    multiplied without tensor cores, to be exact. The compiler unrolls these products, so larger
-    tiles would take minutes to compile."""
+    """Tile sizes, BLOCK_M packed queries and BLOCK_N keys, and compiler options: two tiles fit
+    into shared memory and nothing spills, on GPUs since Ampere (tests/oracle/test_triton.py).
+
+    With at most 168 registers three programs of four warps fit on a processor. Float32 takes no
+    tensor cores, to be exact; its products are unrolled, so larger tiles would compile for
+    minutes."""
     block_m = max(16, min(64, next_power(num_queries)))
     if interpreted:
         return {"BLOCK_M": block_m, "BLOCK_N": 64, "IN_FLOAT32": True}
@@ -346,10 +332,8 @@ def choose_tile(
 
 
 def choose_splits(num_keys: int, block_n: int, num_programs: int, capacity: int) -> int:
-    """The number of splits of each row, which `attend` makes equal up to one tile of `block_n`
-    keys. `num_programs` is the number of programs without splitting, and the device runs
-    `capacity` programs at once: in waves, which take as long as a split and its part. Takes the
-    number with the shortest time, the smallest of these."""
+    """The number of splits of a row with the shortest time, equal up to one tile of `block_n`
+    keys. The device runs `capacity` programs at once, in waves."""
     most = min(MOST_SPLITS, num_keys // LEAST_SPLIT, MOST_WAVES * capacity // num_programs)
 
     def time(num_splits: int) -> int:
@@ -362,8 +346,8 @@ def choose_splits(num_keys: int, block_n: int, num_programs: int, capacity: int)
 def count_resident(
     kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device: torch.device
 ) -> int:
-    """The number of programs of a kernel that the device runs at once: as many on each processor
-    as its registers and its shared memory hold. Compiles the kernel."""
+    """The number of programs that the device runs at once by registers and shared memory.
+    Compiles the kernel."""
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
     properties = torch.cuda.get_device_properties(device)
@@ -379,12 +363,10 @@ def count_resident(
 
 
 def fit_programs(registers: int, shared: int, num_warps: int, processor_shared: int) -> int:
-    """The number of programs that a processor with `processor_shared` bytes of shared memory runs
-    at once. Each takes `registers` a thread and `shared` bytes."""
+    """The number of programs of `registers` a thread and `shared` bytes that fit on a processor."""
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * num_warps)
     return max(1, min(by_registers, processor_shared // (shared + SHARED_OVERHEAD)))
 
 
 def load_kernels(device: str) -> ModuleType:
-    """The kernels, which are compiled on CUDA and interpreted on a CPU."""
     return build.load_kernels("magicdec.attention.triton_kernels", "--attention triton", device)

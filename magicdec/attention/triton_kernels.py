@@ -1,18 +1,12 @@
-"""Triton kernels over the paged KV cache. They append new tokens, list the keys that rows
-see, compute attention over splits of the keys and merge them, and sum attention weights by block.
-
-Owns the arithmetic on the device. Import it only if Triton is installed. The kernels are compiled
-for the GPU, or interpreted if `TRITON_INTERPRET` was set when Triton was first imported.
+"""Triton kernels over the paged KV cache: append tokens, list visible keys, attend to splits of
+keys and merge them, sum weights by block. Import only where Triton is installed. They are
+interpreted if `TRITON_INTERPRET` was set before the first import of Triton.
 
 Names: B rows, T new tokens, H query heads, G KV heads, D head size. Tensors are contiguous unless
-strides are given. Pools belong to one layer: [num_blocks, G, block_size, D], and a slot is the
-place of a token and head in them. The visible positions of a row and head are given as ranges
-[start, stop); key i is the i-th visible position, counted along these ranges. The last T keys are
-the new tokens. The queries of a KV head are packed together, token by token: m = t * H/G + head.
-
-A tile is what attention reads in one step of its loop, BLOCK_N keys. Either all keys of a row are
-adjacent, and a tile lies in one block of the cache; or they are listed with their slots beforehand.
-Both let the compiler copy the next tile to shared memory while it computes with this one.
+strides are given. A layer's pool is [num_blocks, G, block_size, D]; a slot is a token and head in
+it. Key i is the i-th visible position along a row's ranges [start, stop); the last T keys are new.
+Queries of a KV head are packed: m = t * H/G + head. A tile is BLOCK_N keys, adjacent in one block
+or listed with slots, so that the compiler can copy the next tile during computation.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ WEIGHTS_BLOCK = tl.constexpr(16)  # keys whose weights are summed; equals `kv.vi
 
 @triton.jit
 def _count_keys(ranges, num_ranges, BLOCK_R: tl.constexpr):
-    """The number of keys in all ranges."""
     r = tl.arange(0, BLOCK_R)
     start = tl.load(ranges + 2 * r, mask=r < num_ranges, other=0)
     stop = tl.load(ranges + 2 * r + 1, mask=r < num_ranges, other=0)
@@ -35,7 +28,7 @@ def _count_keys(ranges, num_ranges, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def _load_tokens(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load the keys or values [N, D] at `slots` [N]; 0 where `valid` is false."""
+    """Keys or values [N, D] at `slots` [N]; 0 unless `valid`."""
     d = tl.arange(0, BLOCK_D)
     mask = valid[:, None] & (d < SIZE)[None, :]
     return tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
@@ -55,8 +48,8 @@ def _load_queries(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Load the packed queries [M, D] of a KV head, beginning at query `first`; 0 after the last
-    query. Also returns their tokens and query heads, [M] each."""
+    """Packed queries [M, D] of a KV head from `first` on, 0 after the last, with their tokens
+    and query heads [M]."""
     m = first + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     token = m // GROUP
@@ -68,7 +61,6 @@ def _load_queries(
 
 @triton.jit
 def _dot(a, b, IN_FLOAT32: tl.constexpr):
-    """a @ b, accumulated in float32."""
     if IN_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -86,8 +78,8 @@ def _is_seen(positions, valid, own_position, WINDOW: tl.constexpr):
 
 @triton.jit
 def _add_keys(scores, values, most, total, sums, IN_FLOAT32: tl.constexpr):
-    """One step of the online softmax: adds `scores` [M, N], in units of log 2, and `values` [N, D]
-    to each query's largest score [M], sum of weights [M] and weighted sum of values [M, D]."""
+    """A step of the online softmax: adds `scores` [M, N], in units of log 2, and `values` [N, D]
+    to largest scores [M], sums of weights [M] and weighted sums [M, D]."""
     new_most = tl.maximum(most, tl.max(scores, 1))
     shift = tl.where(new_most == float("-inf"), 0.0, new_most)  # no key so far: all weights are 0
     weights = tl.exp2(scores - shift[:, None])
@@ -101,7 +93,6 @@ def _add_keys(scores, values, most, total, sums, IN_FLOAT32: tl.constexpr):
 def _store_part(
     out, lse, place, is_query, most, total, sums, SIZE: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Store the normalised sums [M, D] and the log-sum-exp [M] at `place` [M]."""
     d = tl.arange(0, BLOCK_D)
     total = tl.where(total == 0.0, 1.0, total)  # no visible key: `sums` is 0 and `most` is -inf
     mask = is_query[:, None] & (d < SIZE)[None, :]
@@ -131,8 +122,7 @@ def _append(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Write the new tokens `token` [N] of a row and head to the pools where `is_new` [N] is true.
-    `table` is the block table of the row."""
+    """Write new tokens `token` [N] of a row and head to the pools where `is_new`."""
     d = tl.arange(0, BLOCK_D)
     mask = is_new[:, None] & (d < SIZE)[None, :]
     position = seq_len + token
@@ -167,8 +157,7 @@ def append(
     BLOCK_T: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Write k, v [B,T,G,D], whose heads are adjacent, to the pools. Programs: (B, G, BLOCK_T
-    tiles)."""
+    """Write k, v [B,T,G,D], heads adjacent, to the pools. Programs: (B, G, BLOCK_T tiles)."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -211,9 +200,8 @@ def list_keys(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Write the slot that each key would have in the first KV head, and its position, int32
-    [L,B,G,most_keys]. `ranges` is [L,B,G,R,2]; L and G are 1 if all layers and heads see the same.
-    What follows the last key is not written. Programs: (L * B * G, BLOCK_N tiles)."""
+    """Write each key's slot in the first KV head, and its position, int32 [L,B,G,most_keys], for
+    `ranges` [L,B,G,R,2]. Programs: (L * B * G, BLOCK_N tiles)."""
     which = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, BLOCK_R)
     key = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -235,8 +223,7 @@ def list_keys(
 
 @triton.jit
 def split_tiles(split, num_splits, num_tiles):
-    """The first tile of a split of `num_tiles` tiles and the one after its last: splits are equal
-    up to one tile."""
+    """The first tile of a split and the one after its last; splits are equal up to one tile."""
     return split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits
 
 
@@ -252,9 +239,8 @@ def _find_slots(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Where the tile of keys from `first` on lies; 0 unless `is_tile`. `places` is a list of slots
-    in the first KV head: returns those of `head`, int64 [N]. Or it is the block table of a row:
-    returns the slot of the first key, int64, which the others follow."""
+    """The tile of keys from `first` on; 0 unless `is_tile`. With listed `places` (slots in the
+    first KV head): slots of `head`, int64 [N]; with a block table: the first key's slot."""
     if IS_LISTED:
         key = first + tl.arange(0, BLOCK_N)
         mask = (key < last_key) & is_tile
@@ -290,9 +276,8 @@ def _attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
-    """Attention over tiles, of which tile 0 begins at key `origin`, as far as they lie between
-    `first_key` and `last_key`. Returns what `_add_keys` does. `places` is as in `_find_slots`, and
-    `positions` the list of the keys' positions, if there is one."""
+    """Attention over tiles, tile 0 from key `origin`, of keys from `first_key` to `last_key`, as
+    in `_add_keys`. `places`: see `_find_slots`; `positions`: those of listed keys."""
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # largest score, in units of log 2
     total = tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -338,8 +323,7 @@ def _attend_tiles(
 
 @triton.jit
 def _is_last(counter, num_programs):
-    """Whether all other of `num_programs` programs that share the counter have been here. The last
-    one sets it back to 0 for the next launch, and may read what the others have stored."""
+    """Whether all other programs of a counter have been here. The last resets it."""
     tl.debug_barrier()  # every thread has stored
     is_last = tl.atomic_add(counter, 1) == num_programs - 1
     if is_last:
@@ -360,8 +344,8 @@ def _merge_splits(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Merge the parts of one query, float32 [splits, queries, D], with weights from their
-    log-sum-exp. Other programs stored them, so they are not read from the caches of processors."""
+    """Merge a query's parts, float32 [splits, queries, D], stored by other programs, so past the
+    caches."""
     d = tl.arange(0, BLOCK_D)
     total = 0.0
     most = float("-inf")
@@ -434,12 +418,13 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
-    """Attention of one tile of packed queries over one split of its keys: out [B,T,H,D] and
-    log-sum-exp, float32 [B,T,H]. The last program of a row, head and tile merges their parts.
-    `IS_LISTED`: keys are found by `slots`, and `positions` if there is a window; else they are the
-    last tokens of a row. `APPENDS`: programs that see new tokens write them to the pools first; all
-    queries are one tile. A query sees its last `WINDOW` positions (0: all). `GROUP` is H/G.
-    Programs: (B, G * query tiles, splits)."""
+    """Attention of a tile of packed queries over a split of keys: out [B,T,H,D] and log-sum-exp,
+    float32 [B,T,H]. The last program of a row, head and tile merges.
+
+    `IS_LISTED`: keys are found by `slots`, and `positions` under a window; else they are a row's
+    last tokens. `APPENDS`: queries are one tile, and programs first write new tokens that they
+    see. `WINDOW`: positions that a query sees (0: all). `GROUP`: H/G. Programs: (B, G * query
+    tiles, splits)."""
     row = tl.program_id(0)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -564,9 +549,9 @@ def sum_mass(
     BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
-    """Writes mass, float32 [B, G, num_blocks]: attention weights of WEIGHTS_BLOCK positions, summed
-    over the queries of a KV head. `lse`, float32 [B,T,H], is each query's log-sum-exp. One program
-    sums a block alone, so additions have a fixed order. Programs: (B, G, BLOCK_N tiles)."""
+    """Writes mass, float32 [B, G, num_blocks]: weights of WEIGHTS_BLOCK positions, summed over a
+    KV head's queries, from `lse`, float32 [B,T,H]. One program a block fixes the order of
+    additions. Programs: (B, G, BLOCK_N tiles)."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     tile = tl.program_id(2)

@@ -1,5 +1,4 @@
-"""The commands by name, which `magicdec <command>` and the scripts in tests/ start. Imports no
-torch."""
+"""The commands by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -84,7 +83,6 @@ KNOWN = COMMANDS | OLD_SPELLINGS
 
 
 def function_of(command: str) -> Any:
-    """What runs the command."""
     return load_object(f"magicdec.cli.{KNOWN[command][1]}")
 
 
@@ -102,7 +100,7 @@ def parser_of(command: str) -> Parser:
 
 
 def start(name: str) -> None:
-    """Run that command with the arguments in `sys.argv`."""
+    """Runs the command with the arguments in `sys.argv`."""
     end_with_launcher()
     escape_what_has_no_code()
     with ending_at_signals():
@@ -111,9 +109,8 @@ def start(name: str) -> None:
 
 @contextmanager
 def ending_at_signals() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: it ends what it has started and keeps what is done.
-    The exit code is that of the signal, as a shell has it. A second SIGTERM ends it at once, and so
-    does the first one of a rank, whose launcher waits for it."""
+    """Lets SIGTERM end a command as Ctrl-C does, with the signal's exit code. A second SIGTERM ends
+    it at once, and so does the first one of a rank, whose launcher waits for it."""
     terminated: list[int] = []
 
     def interrupt(number: int, frame: object) -> NoReturn:
@@ -140,7 +137,7 @@ def ending_at_signals() -> Iterator[None]:
 
 
 def console() -> NoReturn:
-    """`magicdec <command>`: run the command that the first argument names."""
+    """`magicdec <command>`: runs the command of the first argument."""
     try:
         try:
             run_words(sys.argv[1:] or ["--help"])
@@ -153,7 +150,6 @@ def console() -> NoReturn:
 
 
 def run_words(words: Sequence[str]) -> None:
-    """Run the command that these arguments name, or print what they ask for."""
     is_action = " ".join(words[:2]) in KNOWN
     name = " ".join(words[: 1 + is_action])
     if name in ("-h", "--help", "--help_all"):
@@ -172,7 +168,6 @@ def run_words(words: Sequence[str]) -> None:
 
 
 def print_commands() -> None:
-    """The commands with a line each, on one rank."""
     if read_launch().rank != 0:
         return
     print("usage: magicdec COMMAND [flags]; magicdec COMMAND --help; magicdec --version\n")

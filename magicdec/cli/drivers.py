@@ -1,6 +1,5 @@
-"""The commands that make one run. `--draft` of `magicdec run` says what drafts; the drivers of the
-original suite decode in one way each, with the spellings that the suite has for their flags.
-Imports no torch.
+"""The commands that make one run: `magicdec run`, and the drivers of the original suite, which
+decode in one way each with the suite's spellings of flags. Imports no torch.
 
     magicdec run --model checkpoints/Llama-3.2-1B --prefix_len 8192
     magicdec run --model meta-llama/Llama-3.1-8B --draft model:meta-llama/Llama-3.2-1B --nproc 2
@@ -50,15 +49,14 @@ class StandaloneDraft(DraftSection):
 
 @dataclass(frozen=True)
 class Driver:
-    """A command, and the config that its flags start from. With `chooses_draft`, `--draft` says
-    what drafts."""
+    """A command, and the config that its flags start from. With `chooses_draft`, `--draft` names
+    the drafter."""
 
     description: str
     config: RunConfig
     chooses_draft: bool = False
 
     def __call__(self) -> NoReturn:
-        """Run it with the arguments in `sys.argv`."""
         start(self.read)
 
     def build_parser(self) -> Parser:
@@ -74,13 +72,11 @@ class Driver:
         return Parser(self.description, sections, aliases=ALIASES, everyday=EVERYDAY)
 
     def config_of(self, values: ParsedValues) -> RunConfig:
-        """The config with the values that were read."""
         config = config_of(values, self.config)
         return config.with_draft(values[DraftChoice].draft) if self.chooses_draft else config
 
     def read(self, words: Sequence[str]) -> RunConfig:
-        """The config that the command line asks for. Raises ValueError, one line naming the flag,
-        for what cannot be."""
+        """The config of a command line. Raises ValueError, one line naming the flag."""
         values = self.build_parser().read(words)
         config = self.config_of(values)
         refuse_ignored(config, values)

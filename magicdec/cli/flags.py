@@ -1,9 +1,9 @@
-"""How commands start and end: on this rank or on those of `--nproc`, with errors in one line and an
-exit code.
+"""The start and end of commands: on this rank or on those of `--nproc`, with errors in one line and
+an exit code.
 
 Exit codes: 0 when the run is done and correct; 1 when outputs diverged, a rate regressed or the run
-failed; 2 when the user can correct the error; 130 when interrupted, and 143 at SIGTERM, which is
-handled as Ctrl-C is (`commands.py`). Heavy imports happen after the flags are read.
+failed; 2 when the user can correct the error; 130 when interrupted, and 143 at SIGTERM
+(`commands.py`). Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -56,13 +56,11 @@ EVERYDAY = (
 
 
 def sections_of(config: RunConfig) -> dict[str, Any]:
-    """The sections of a config by name, without those that it lacks."""
     sections = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     return {name: section for name, section in sections.items() if section is not None}
 
 
 def config_of(values: ParsedValues, base: RunConfig) -> RunConfig:
-    """`base` with the sections that were read."""
     names = [each.name for each in dataclasses.fields(base) if each.name in values.sections]
     return dataclasses.replace(base, **{name: values.sections[name] for name in names})
 
@@ -70,8 +68,8 @@ def config_of(values: ParsedValues, base: RunConfig) -> RunConfig:
 def start(
     read: Callable[[Sequence[str]], RunConfig], argv: Sequence[str] | None = None
 ) -> NoReturn:
-    """Decode as `read` makes of the command line: on this rank, or on the ranks that `--nproc`
-    starts. If another rank ends while this one needs it, every rank that is left names it."""
+    """Runs the config that `read` makes of the command line, on this rank or the ranks of
+    `--nproc`. If a rank ends while others need it, these name it."""
     launch = read_launch()
     words = sys.argv[1:] if argv is None else argv
     with naming_lost(launch):
@@ -109,13 +107,12 @@ def start(
 
 
 def preparing(config: RunConfig) -> str:
-    """What a command does before it starts, for the user who waits."""
     return f"preparing {config.model.model} and prompts of {Path(config.workload.dataset).name}"
 
 
 def run_ranks(run: Callable[[Sequence[str], Launch], int]) -> NoReturn:
-    """Run a command on this rank: `run` gets the words of the command line and returns the exit
-    code. If another rank ends while this one needs it, every rank that is left names it."""
+    """Runs a command on this rank: `run` gets the words of the command line and returns the exit
+    code. If a rank ends while others need it, these name it."""
     launch = read_launch()
     try:
         with naming_lost(launch):
@@ -133,8 +130,8 @@ NO_RECORD = "no record was written"
 
 
 def say_interrupted(launch: Launch, kept: str) -> int:
-    """Tell the user, on the leading rank, what is kept of a command that Ctrl-C has ended. Returns
-    the exit code. Where `--nproc` started the ranks, their launcher says it."""
+    """Says on the leading rank what is kept after Ctrl-C, unless the launcher of `--nproc` does.
+    Returns the exit code."""
     stop_watching()  # a thread that still runs at the end of Python may abort it
     if launch.rank == 0 and os.environ.get(LAUNCHER, str(os.getpid())) == str(os.getpid()):
         print(f"interrupted; {kept}", file=sys.stderr, flush=True)
@@ -143,8 +140,8 @@ def say_interrupted(launch: Launch, kept: str) -> int:
 
 @contextmanager
 def ended_at_once(launch: Launch) -> Iterator[None]:
-    """While libraries are imported, Ctrl-C ends this process in its handler: some of them swallow
-    the exception, and go on without a part of themselves."""
+    """Lets Ctrl-C end the process in its handler during imports: some libraries swallow the
+    exception, and go on without a part of themselves."""
 
     def end(*_: object) -> NoReturn:
         os._exit(say_interrupted(launch, NO_RECORD))
@@ -163,9 +160,9 @@ def run_on_ranks(
     check: Callable[[int], None] | None = None,
     kept: str = NO_RECORD,
 ) -> None:
-    """If `--nproc` asks for ranks that do not run yet, start this command as these ranks and exit
-    with their exit code. Otherwise return. `kept` says what is kept if Ctrl-C ends them. `check`
-    refuses a number of ranks before they start, by raising ValueError."""
+    """Starts this command as the ranks of `--nproc`, unless they run, and exits with their exit
+    code. `kept` says what Ctrl-C leaves. `check` refuses a number of ranks by raising
+    ValueError."""
     if not is_other_start(nproc, launch):
         return
     name = sys.argv[0]
@@ -179,14 +176,13 @@ def run_on_ranks(
 
 
 def check_outputs(output: OutputSection) -> None:
-    """Raises ValueError if the files of the run cannot be written."""
     tokens = None if output.save_tokens is None else Path(output.save_tokens)
     check_files({"--out": Path(output.results), "--save_tokens": tokens})
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
-    """Tell the user when `auto` had to take slower kernels, steps or collectives, and when kernels
-    run in Triton's interpreter."""
+    """Says where `auto` had to take a slower choice, and where kernels run in Triton's
+    interpreter."""
     chosen = [
         ("--attention", config.attention.backend),
         ("--elementwise", config.model.elementwise),
@@ -204,8 +200,8 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
 
 
 def announce_unchecked(prepared: Prepared) -> None:
-    """Tell the user once of a checkpoint that was never compared with another implementation of
-    its model, and always of one that was found to differ."""
+    """Says once that a checkpoint was never compared with another implementation, and always that
+    one differs."""
     from magicdec.model.checkpoint.checked import DIFFERS, TOLD, is_exempt, outcome_of, remember
 
     if prepared.launch.rank != 0:
@@ -227,9 +223,9 @@ def announce_unchecked(prepared: Prepared) -> None:
 
 
 class LoneCommand:
-    """A command that runs on this rank alone. `run` does what the flags say and returns the exit
-    code; a ValueError is a refusal in one line. `kept` says what Ctrl-C leaves, unless the
-    KeyboardInterrupt does. The others are as in `Parser`."""
+    """A command that runs on this rank alone. `run` returns the exit code; its ValueError is a
+    refusal in one line. `kept` says what Ctrl-C leaves, unless the KeyboardInterrupt does. `Parser`
+    explains the other arguments."""
 
     def __init__(
         self,
@@ -244,7 +240,6 @@ class LoneCommand:
         self.build_parser = partial(Parser, description, sections, **options)
 
     def __call__(self) -> NoReturn:
-        """Run it with the arguments in `sys.argv`."""
         try:
             code = self.run(self.build_parser().read(sys.argv[1:]))
         except ValueError as error:
@@ -257,10 +252,9 @@ class LoneCommand:
 
 
 def refuse(error: ValueError | NotFinite, launch: Launch, code: int = WRONG) -> NoReturn:
-    """Say why on rank 0, in one line, and exit with this code. Under torchrun the line is left to
-    torchrun, which prints it at the end of what it says. The other ranks wait until they are ended,
-    so that the line appears once. A rank that is not ended was the only one to refuse (its host
-    lacks a file, say), so it reports its line itself."""
+    """Prints the reason once, on rank 0, and exits. Under torchrun the line is left to torchrun,
+    which prints it at the end. Other ranks wait to be ended; one that is not ended was the only one
+    to refuse (its host lacks a file, say), and reports its line itself."""
     stop_watching()
     if launch.rank != 0:
         time.sleep(LEADER_FIRST_S)

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.bench.gate.cases import (
+    Baseline,
+    Case,
     Places,
     Subject,
+    baselines_in,
+    case_of,
     check_case,
-    config_of,
     margin_of,
     name_of,
     num_ranks,
@@ -35,8 +38,8 @@ from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.writing import check_files, check_writable, write_text
 from magicdec.records.comparison.compare import case_failed, compare
 from magicdec.records.comparison.conditions import describe
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord, append_records
+from magicdec.records.reading import read_records
+from magicdec.records.record import Record, append_records
 
 COMMITTED = Path("results/baselines/acceptance.jsonl")
 PACKAGED = Path(__file__).parents[1] / "bench" / "gate" / "baselines" / COMMITTED.name
@@ -85,15 +88,17 @@ def run_gate(values: ParsedValues) -> int:
     baselines = _read(PACKAGED if is_packaged else args.baseline)
     check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
     cases = quick(baselines) if args.quick else baselines
-    configs = [places.moved(config_of(baseline)) for baseline in cases]
+    configs = [places.moved(case_of(baseline)) for baseline in cases]
     for config in configs:
         check_case(config, num_cores())
     if places != Places():
-        from magicdec.bench.gate.moved import with_names_here
+        from magicdec.bench.gate.moved import with_names_here, with_names_of
 
         cases = with_names_here(configs, cases)
     results = run(args.processes, configs)
-    records = [result for result in results if isinstance(result, RunRecord)]
+    if places != Places():
+        cases = list(map(with_names_of, cases, results))
+    records = [result for result in results if not isinstance(result, str)]
     if args.out is not None:
         append_records("--out", args.out, records)
     failed = [
@@ -110,25 +115,26 @@ def save_cases(values: ParsedValues) -> int:
     args = values[SaveSection]
     path = values[SaveSection].baseline
     check_writable("--baseline", path)
-    old: list[RunRecord] = []
+    old: list[Baseline] = []
     if path.exists() and not any(name.startswith("subject.") for name in values.given):
         old = _read(path)
-        configs = [config_of(b) for b in old]
+        configs = [case_of(b) for b in old]
         margins = [b.margin for b in old]
     else:
         subject = values[Subject]
         configs = standard_cases(subject)
         if subject.nproc > 1:
-            check_heads(configs[0], subject.nproc)
+            first = next(case for case in configs if isinstance(case, RunConfig))
+            check_heads(first, subject.nproc)
         margins = [margin_of(config) for config in configs]
     for config in configs:
         check_case(config, num_cores())
     if args.margin is not None:
         margins = [0.0 if margin == 0 else args.margin for margin in margins]
     results = run(args.processes, configs)
-    records: list[RunRecord] = []
+    records: list[Baseline] = []
     for config, margin, result in zip(configs, margins, results, strict=True):
-        if isinstance(result, RunRecord) and result.passed and result.metrics is not None:
+        if not isinstance(result, str) and result.passed and result.metrics is not None:
             records.append(dataclasses.replace(result, margin=margin))
         else:
             why = f"{name_of(config)}: {_describe(result)}"
@@ -143,7 +149,7 @@ def save_cases(values: ParsedValues) -> int:
     return 0
 
 
-def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
+def run(processes: int, configs: Sequence[Case]) -> list[Result]:
     """The result of each case. Prints a line for each that has ended. Raises ValueError if kernels
     would be compiled for another CPU."""
     from magicdec.kernels.build import check_cpu
@@ -162,7 +168,7 @@ def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
 
     shared = [with_threads(config, threads_of(config, processes)) for config in configs]
     results = measure(shared, processes, finished)
-    measured = [result.environment for result in results if isinstance(result, RunRecord)]
+    measured = [result.environment for result in results if not isinstance(result, str)]
     warn_of_load(measured, "cases")
     return results
 
@@ -171,7 +177,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def threads_of(config: RunConfig, processes: int) -> int:
+def threads_of(config: Case, processes: int) -> int:
     """The threads of each rank of a case, so that all that run side by side share the cores."""
     ranks = num_ranks(config)
     side_by_side = processes if ranks == 1 else ranks * groups_of(ranks, processes)
@@ -179,7 +185,7 @@ def threads_of(config: RunConfig, processes: int) -> int:
 
 
 def _describe(result: Result) -> str:
-    if not isinstance(result, RunRecord):
+    if isinstance(result, str):
         return f"failed: {result}"
     if result.error is not None:
         return f"{describe(result)}: failed: {result.error}"
@@ -187,9 +193,9 @@ def _describe(result: Result) -> str:
     return f"{describe(result)}: {result.status if rate is None else f'{rate:.4f}'}"
 
 
-def _read(path: Path) -> list[RunRecord]:
+def _read(path: Path) -> list[Baseline]:
     """Raises ValueError if there are no baselines."""
-    records = load_records(path, is_strict=True)
+    records = baselines_in(read_records(path, Record, is_strict=True))
     if not records:
         raise ValueError(
             f"{path} holds no records; make it with `magicdec gate save --baseline {path}`"

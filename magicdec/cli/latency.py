@@ -1,10 +1,8 @@
-"""`magicdec latency`: what one decode, verify or draft forward takes at a fixed cache length, over
-a grid of batch sizes, contexts, new tokens and KV budgets.
+"""`magicdec latency`: times of single decode, verify and draft forwards over a grid of batch sizes,
+contexts, new tokens and KV budgets.
 
     magicdec latency --B 1 4 --prefix_len 4096 16384 --T 1 2 4 8 --budget 65 257
-    magicdec latency --nproc 2 --out latency.jsonl
 
-`bench/latency/forwards.py` measures, and `bench/latency/record.py` has the record and its table.
 Heavy imports happen after the flags are read.
 """
 
@@ -91,7 +89,7 @@ class GridSection:
 
 
 def run(words: Sequence[str], launch: Launch) -> int:
-    """Measure on all ranks; the first prints the table and writes the files."""
+    """Measures on all ranks; the first prints the table and writes the files."""
     with ended_at_once(launch):
         asked, grid, args = parse(words)
     nproc = asked.parallel.nproc
@@ -131,8 +129,8 @@ def build_parser() -> Parser:
 
 
 def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
-    """What is measured, and the files. Raises ValueError, one line naming the flag, for what is
-    wrong whatever the model."""
+    """The config, grid and files of a command line. Raises ValueError, one line naming the flag,
+    for errors of any model."""
     values = build_parser().read(words)
     config = config_of(values, RunConfig())
     args = values[GridSection]
@@ -161,9 +159,8 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
 
 
 def largest_run(asked: RunConfig, grid: LatencyGrid) -> RunConfig:
-    """The run by which `auto` decides for the whole grid. It has the largest batch and context, the
-    longest verification, as many draft tokens, and the policy that asks most of an attention
-    backend (else the first)."""
+    """The run by which `auto` decides for the whole grid: largest batch and context, longest
+    verification, as many drafts, and the policy that asks most of an attention backend."""
     watching = [kv for kv in grid.drafts if policy_called(kv.policy).needs_weights]
     most = max(1, max(grid.new_tokens) - 1)
     return replace(
@@ -182,8 +179,8 @@ def largest_run(asked: RunConfig, grid: LatencyGrid) -> RunConfig:
 def prepare(
     asked: RunConfig, grid: LatencyGrid, launch: Launch
 ) -> tuple[ResolvedConfig, ModelSource, str]:
-    """Resolve the config, check the grid against the model and the memory; the last is the memory
-    plan in a line. Raises ValueError as `parse` does."""
+    """The resolved config, the model, and a line with the memory plan, checked. Raises ValueError
+    as `parse` does."""
     from magicdec.bench.latency.forwards import check_grid_memory
     from magicdec.setup.memory_check import check_together, free_device_memory
     from magicdec.setup.model_checks import (

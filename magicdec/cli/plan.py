@@ -1,6 +1,5 @@
-"""`magicdec plan`: predicts when speculation is faster, from the shape of the model, the bandwidth
-and speed of the machine and an acceptance rate. It runs no model, reads no weights and imports no
-torch. `predict/` does the arithmetic and makes the record and its tables.
+"""`magicdec plan`: predicts when speculation is faster, from the model's shape, the machine's rates
+and an acceptance (`predict/`). It runs no model and imports no torch.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
 
 @dataclass(frozen=True)
 class PlanSection(AcceptanceSection):
-    """The settings of a plan."""
-
     model: str = same(ModelSection, "model")
     draft: str = same(DraftChoice, "draft")
     dtype: str = same(ModelSection, "dtype", "bfloat16", choices=DTYPES)
@@ -137,14 +134,14 @@ class PlanSection(AcceptanceSection):
 
     @cached_property
     def records(self) -> list[RunRecord]:
-        """The records of the file of `--acceptance`, which is read once; none if it is no file.
-        Raises ValueError if it cannot be read."""
+        """The records of the file of `--acceptance`, read once; empty if it is no file. Raises
+        ValueError if it cannot be read."""
         source, *others = self.acceptance or ("",)
         return load_records(Path(source)) if is_file(source) and not others else []
 
     @property
     def drafter(self) -> str:
-        """That of a record."""
+        """The drafter, as in a record."""
         return SELF if self.draft == SELF else "model"
 
     @property
@@ -153,8 +150,8 @@ class PlanSection(AcceptanceSection):
 
     @property
     def machine_source(self) -> str:
-        """Where the rates come from. Ranks of a host share its memory, so that other numbers of
-        them have other rates."""
+        """The source of the rates, with its ranks: they share a host's memory, so that rates depend
+        on their number."""
         if self.machine is None:
             return "flags"
         of = load_machine(self.machine).description
@@ -165,7 +162,7 @@ class PlanSection(AcceptanceSection):
 
 
 def predict(values: ParsedValues) -> int:
-    """Predict what the flags ask for, keep it and print it."""
+    """Predicts, records and prints what the flags ask for."""
     args = values[PlanSection]
     refuse_idle(args, values)
     exports = args.exports
@@ -183,7 +180,7 @@ def predict(values: ParsedValues) -> int:
 
 
 def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:
-    """The predictions from one row and one token on, with the runs that `--acceptance` has."""
+    """The predictions from one row and one token on, with the runs of `--acceptance`."""
     draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
     name = PRESETS[draft].repo_id if draft in PRESETS else draft
     keys = {} if name is None else {"method": "draft_model", "model": name}
@@ -200,7 +197,7 @@ def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:
 
 
 def refuse_idle(args: PlanSection, values: ParsedValues) -> None:
-    """Raises ValueError for a flag that was given and would do nothing."""
+    """Raises ValueError for a given flag that would do nothing."""
     if args.acceptance is None or any(map(is_file, args.acceptance)):
         values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is a rate")
     if args.ranks_per_node == 1:
@@ -210,7 +207,7 @@ def refuse_idle(args: PlanSection, values: ParsedValues) -> None:
 
 
 def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deployment:
-    """The model on `--tp` ranks on `nodes` hosts."""
+    """The model on the `--tp` ranks of `nodes` hosts."""
     hardware = find_hardware(args, config.num_layers)
     weights = choose_weights("--target_dtype", args.target_dtype, args.dtype)
     low_bit = weights if weights in LOW_BIT else None
@@ -218,8 +215,7 @@ def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deploymen
 
 
 def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
-    """The speeds of the machine, from the file or from flags. If a flag gives a link or the
-    overhead, it replaces the value in the file."""
+    """The rates of the file or of flags. A flag's link or overhead replaces the file's."""
     if args.machine is not None and args.bandwidth is None and args.flops is None:
         machine = load_quiet_machine(args.machine, args.allow_busy_machine)
         hardware = machine.hardware(args.dtype)
@@ -235,8 +231,8 @@ def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
 
 
 def find_link(args: PlanSection, flag: str, measured: Link | None, is_needed: bool) -> Link | None:
-    """The link of that flag, which is `measured` unless flags give it. Raises ValueError if ranks
-    need one and there is none."""
+    """The link of flags, or the `measured` one. Raises ValueError if ranks need one and there is
+    none."""
     bandwidth = getattr(args, flag)
     latency = getattr(args, f"{flag}_latency_us")
     if (bandwidth is None) != (latency is None):
@@ -255,8 +251,8 @@ def find_link(args: PlanSection, flag: str, measured: Link | None, is_needed: bo
 
 
 def find_stored(flag: str, name: str) -> ModelConfig:
-    """The config that `name` stands for. Weights are looked at only where they decide whether the
-    head is the embedding, because reading them imports torch."""
+    """The config of a name. Reading weights imports torch, so only a tied head, which they decide,
+    looks at them."""
     config = find_config(flag, name)
     if not (config.tie_word_embeddings and Path(name).expanduser().exists()):
         return config
@@ -266,7 +262,7 @@ def find_stored(flag: str, name: str) -> ModelConfig:
 
 
 def find_model(args: PlanSection) -> ModelConfig:
-    """Raises ValueError unless its heads can be divided among `--tp` ranks."""
+    """The model's config. Raises ValueError unless `--tp` divides its heads."""
     config = find_stored("--model", args.model)
     heads = config.num_heads
     if heads % args.tp:
@@ -279,7 +275,7 @@ def find_model(args: PlanSection) -> ModelConfig:
 
 
 def make_plan(args: PlanSection) -> SpeculationPlan:
-    """Raises ValueError, one line naming the flag, for errors that a user can correct."""
+    """The plan of the flags. Raises ValueError, one line naming the flag."""
     if args.acceptance is None and args.conditional_acceptance is None:
         raise ValueError("give --acceptance or --conditional_acceptance")
     config = find_model(args)
@@ -318,8 +314,8 @@ def make_plan(args: PlanSection) -> SpeculationPlan:
 
 
 def find_choice(kv_policy: str, budget: int) -> SelectionCost:
-    """What the policy does before the first draft. The default policy does nothing, so that torch
-    is imported only for another one."""
+    """The policy's work before the first draft. The default policy does none, so that only others
+    import torch."""
     if kv_policy == DEFAULT_KV_POLICY:
         return SelectionCost()
     from magicdec.speculation.policies.policy import load_policy

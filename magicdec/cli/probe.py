@@ -1,12 +1,10 @@
-"""`magicdec probe`: measures the bandwidth and speed of this machine, and writes them to a file
-that `magicdec plan` reads; or which attention backend is the fastest in a run.
+"""`magicdec probe`: measures the rates of this machine into a file for `magicdec plan`, or finds
+the fastest attention backend of a run.
 
-    magicdec probe --out machine.json
     magicdec probe --nproc 2 --out machine.json
     magicdec probe --attention --model meta-llama/Llama-3.1-8B --B 8 --prefix_len 16384
 
-`predict/probe.py` and `predict/probe_attention.py` measure. Heavy imports happen after the flags
-are read.
+Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class ProbeSection(WrittenSection):
 
 
 def run(words: Sequence[str], launch: Launch) -> int:
-    """Measure on all ranks. Rank 0 writes the file and prints the results."""
+    """Measures on all ranks. Rank 0 writes the file and prints the results."""
     asked = parse(words)
     config = asked.config
     nproc = asked.config.parallel.nproc
@@ -111,8 +109,8 @@ def build_parser() -> Parser:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for. `config` is the run whose attention is measured, or has only
-    the ranks."""
+    """The parsed command line. `config` is the run whose attention is measured, or has only the
+    ranks."""
 
     out: Path
     config: RunConfig
@@ -120,8 +118,7 @@ class Asked:
 
 
 def parse(words: Sequence[str]) -> Asked:
-    """Raises ValueError for flags that do not exist or have an impossible value, and for those that
-    the measurement does not use."""
+    """The parsed command line. Raises ValueError for unknown, impossible and unused flags."""
     values = build_parser().read(words)
     section = values[ProbeSection]
     out = section.out or Path("machine.json")
@@ -140,7 +137,7 @@ def parse(words: Sequence[str]) -> Asked:
 
 
 def probe_attention(config: RunConfig, launch: Launch) -> int:
-    """Measure the backends on all ranks. Rank 0 prints the table and the flag to give. Raises
+    """Measures the backends on all ranks. Rank 0 prints the table and the flag to give. Raises
     ValueError as a run of `config` does."""
     from magicdec.predict.probe_attention import measure_backends
     from magicdec.setup.model_checks import check_draft, check_fits, check_interpreter

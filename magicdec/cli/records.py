@@ -1,6 +1,6 @@
-"""`magicdec table`, `report` and `export`: records of files as tables for people, as a page with
-figures, and as one flat table for other programs. Owns the command lines; `bench/report/` makes the
-rows, the table of runs and the page, and the other commands have tables of their own."""
+"""`magicdec table`, `report` and `export`: records as tables for people, as a page with figures,
+and as one flat table for other programs.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ON_PAGES = ("run", "serving")  # kinds of records that a report shows
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Without the search for cycles of objects, which would go through all that was read again and
-    again. Records have no cycles."""
+    """A context without garbage collection, which would go through all records again and again.
+    Records have no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -47,7 +47,7 @@ def no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordTableSection(RecordFilesSection):
-    """Which records are printed, and how."""
+    """The records to print, and their form."""
 
     kind: str | None = setting(
         None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="run in config"
@@ -78,8 +78,7 @@ class RecordTableSection(RecordFilesSection):
 
 @no_collection()
 def show(values: ParsedValues) -> int:
-    """Print the runs as one table, and then the records of each other command as the command itself
-    did."""
+    """Prints the runs as one table, then the records of each other command as that command did."""
     args = values[RecordTableSection]
     others: list[Record] = []
     kinds = (args.kind,) if args.kind else tuple(RECORDS)
@@ -116,8 +115,7 @@ def refuse_useless(args: RecordTableSection, has_runs: bool) -> None:
 def runs_of(
     args: RecordFilesSection, kinds: Sequence[str], others: list[Record]
 ) -> Iterator[RunRecord]:
-    """The records of runs in the files, one after the other. Those of other kinds are added to
-    `others` meanwhile."""
+    """Yields the records of runs in the files, and adds those of other kinds to `others`."""
     for path in args.files:
         for record in read_records(path, Record, args.strict):
             if record.kind in kinds and isinstance(record, RunRecord):
@@ -136,8 +134,6 @@ table = LoneCommand(
 
 @dataclass(frozen=True)
 class ReportSection(RecordFilesSection):
-    """The page, and what is on it."""
-
     out: Path = same(WrittenSection, "out", ..., metavar="DIR")
     no_figure_files: bool = setting(
         False, "Write no PNG and SVG files; the figures are in the page alone."

@@ -1,5 +1,6 @@
-"""Executes a prepared run and reports it: prints what runs and the table, saves the
-tokens, appends the record and returns the exit code."""
+"""Executes a prepared run and reports it: the table, the saved tokens, the record and the exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,8 @@ from magicdec.setup.prepare import Prepared
 
 
 def conclude(prepared: Prepared) -> int:
-    """Execute the run, report it and return the exit code. If the run raises an exception, the
-    leading rank writes a record of the failure, and the exception ends this rank. Ctrl-C leaves
-    none."""
+    """Executes and reports the run, and returns the exit code. If it raises an exception, the
+    leading rank records the failure, and the exception ends this rank. Ctrl-C leaves no record."""
     is_leader = prepared.launch.rank == 0
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.UTC)
@@ -51,8 +51,7 @@ def conclude(prepared: Prepared) -> int:
 
 
 def announce(prepared: Prepared) -> None:
-    """Print what is about to run: the model, the ranks and the memory in two lines, and with
-    `--verbose` every setting before them."""
+    """Prints model, ranks and memory in two lines, and with `--verbose` every setting before."""
     config = prepared.config
     launch = prepared.launch
     if config.output.verbose:
@@ -64,8 +63,8 @@ def announce(prepared: Prepared) -> None:
 
 
 def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
-    """Write the files of the run, then print its outcome. False if a file could not be written;
-    this costs neither the other file nor the table."""
+    """Writes the files of the run, then prints its outcome. Returns False if a file could not be
+    written, which costs neither the other file nor the table."""
     output = prepared.config.output
     # The record comes first, because a reader of the output, such as `head`, may end before it.
     said, is_kept = append(path, outcome.record)
@@ -86,7 +85,7 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
 
 
 def append(path: Path, record: RunRecord) -> tuple[str, bool]:
-    """Append the record. Returns what to tell the user, and whether it was kept."""
+    """Appends the record. Returns a line for the user, and whether the record was kept."""
     try:
         append_record(path, record)
     except OSError as error:
@@ -95,8 +94,8 @@ def append(path: Path, record: RunRecord) -> tuple[str, bool]:
 
 
 def save_tokens(path: Path, outcome: Outcome) -> None:
-    """Write one JSON line for each sequence, in the order of the prompts. Raises ValueError if they
-    cannot be written."""
+    """Writes one JSON line for each sequence, in the order of the prompts. Raises ValueError if
+    that fails."""
     lines = [
         json.dumps({"prompt_ids": list(r.prompt_ids), "output_ids": r.output_ids}) + "\n"
         for r in sorted(outcome.requests, key=lambda r: r.request_id)

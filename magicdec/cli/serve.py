@@ -1,11 +1,10 @@
-"""`magicdec serve`: the same requests, served in every mode that is named, in one table; and its
-short names `inflight`, `recurrent` and `pipeline`, which differ from it in their defaults alone.
+"""`magicdec serve`: the same requests in every named mode, in one table; and its short names
+`inflight`, `recurrent` and `pipeline`, which differ in their defaults alone.
 
     magicdec serve --nproc 3 --draft model:demo-draft --modes sequential inflight ring async
     torchrun --nproc_per_node 2 tests/pipeline_benchmark.py --layer_split 0,1.0/head
 
-Owns the flags, the steps of the command and how it ends: with which exit code, and with which line
-when it fails. Heavy imports happen after the flags are read.
+Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -109,9 +108,9 @@ class ServeFilesSection(PictureSection):
 
 @dataclass(frozen=True)
 class Command:
-    """A name of the command: what its help says, and its defaults. `modes` are those that it
-    compares, of which a number of ranks can have some; `drafting` are added with a draft. With
-    `ignore_eos` it always decodes to the full length."""
+    """A name of the command, with its help and defaults. It compares those of `modes` that the
+    ranks can have, and with a draft also `drafting`. With `ignore_eos` it decodes to the full
+    length."""
 
     description: str
     modes: tuple[str, ...]
@@ -134,11 +133,11 @@ class Command:
 
     @property
     def base(self) -> RunConfig:
-        """The config that the flags start from."""
         return RunConfig(draft=DraftSection(), decoding=DecodingSection(ignore_eos=self.ignore_eos))
 
     def parse(self, words: Sequence[str], launch: Launch) -> ServeCommand:
-        """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
+        """The experiment of a command line. Raises ValueError, one line naming the flag, for errors
+        of any model."""
         values = self.build_parser().read(words)
         options = values[ServeOptions]
         files = values[ServeFilesSection]
@@ -179,7 +178,7 @@ class Command:
     def passes(
         self, options: ServeOptions, draft: str, world_size: int, is_named: bool
     ) -> list[Pass]:
-        """The modes that were named, or those of this command that are possible."""
+        """The named modes, or the possible ones of this command."""
         has_draft = draft != NONE or options.emulate_acceptance is not None
         names = options.modes
         if names is None:
@@ -196,7 +195,6 @@ class Command:
         config: RunConfig,
         world_size: int,
     ) -> ServeOptions:
-        """The options with their requests."""
         dataset = config.workload.dataset
         has_trace = options.arrival.startswith(f"{TRACE}:")
         if is_prompt_set(dataset) and (has_trace or options.prefix_len.startswith(UNIFORM)):
@@ -220,7 +218,6 @@ def has_stages(each: Pass) -> bool:
 
 
 def drafts_ahead(each: Pass) -> bool:
-    """Whether a pass drafts in pipelined speculation."""
     return each.system == SPECULATIVE and each.is_drafting
 
 
@@ -261,7 +258,7 @@ def is_unused(setting_name: str, passes: Sequence[Pass]) -> bool:
 
 
 def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
-    """Raises ValueError for a flag that was given and that no mode uses."""
+    """Raises ValueError for a given flag that no mode uses."""
     modes = " ".join(each.name for each in passes)
     names = [name for name in sorted(values.given) if is_unused(name, passes)]
     if "serving.emulate_stage_ms" in values.given:  # every mode then takes the time of the stages
@@ -306,8 +303,8 @@ COMMANDS = {
 
 
 class RecordFile:
-    """The file, and how many records it got. A record that cannot be written is lost with a line
-    that says so, and the command goes on: what it measures next may still be printed."""
+    """A file of records with their number. One that cannot be written is lost with a message, and
+    the command goes on: later results may still be printed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -315,7 +312,6 @@ class RecordFile:
         self.records: list[ServingRecord] = []  # lost ones too
 
     def append(self, record: ServingRecord) -> None:
-        """Append the record, or say why it is lost."""
         self.records.append(record)
         try:
             append_line(self.path, to_json(record))
@@ -326,7 +322,7 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """What one command line asks for."""
+    """The parsed command line."""
 
     config: RunConfig
     options: ServeOptions
@@ -334,7 +330,7 @@ class ServeCommand:
     failures: list[str] = field(default_factory=list)  # files that could not be written
 
     def run(self, words: Sequence[str], launch: Launch) -> int:
-        """The whole command on this rank. Returns its exit code."""
+        """Runs the whole command on this rank. Returns its exit code."""
         config = with_local_models(self.config)
         out = Path(self.config.output.results)
         nproc = config.parallel.nproc
@@ -370,13 +366,12 @@ class ServeCommand:
         return FAILED if self.failures else code
 
     def measure(self, prepared: PreparedServing, record_file: RecordFile) -> MeasuredPasses:
-        """Serve the requests in every mode."""
         from magicdec.bench.serving.measure import measure
 
         return measure(prepared, record_file.append)
 
     def show(self, measured: MeasuredPasses) -> None:
-        """Print the tables and write the files that were asked for."""
+        """Prints the tables and writes the requested files."""
         from magicdec.bench.serving.showing import draw_timeline, tables, trace_events
 
         print_tables(tables(measured.records))
@@ -397,7 +392,7 @@ class ServeCommand:
 
 
 def announce(prepared: PreparedServing) -> None:
-    """Tell the user what was chosen, and what it needs of the memory."""
+    """Prints choices and their need of memory."""
     splits = [system.split for system in prepared.systems if system.split]
     messages = [
         system.transport.describe() for system in prepared.systems if system.transport is not None
@@ -411,7 +406,7 @@ def announce(prepared: PreparedServing) -> None:
 
 
 def conclude(record_file: RecordFile, records: Sequence[ServingRecord]) -> int:
-    """Say where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
+    """Says where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
     tokens."""
     warn_of_load([record.environment for record in records], "modes")
     noun = "record" if record_file.count == 1 else "records"
@@ -421,7 +416,6 @@ def conclude(record_file: RecordFile, records: Sequence[ServingRecord]) -> int:
 
 
 def run(name: str) -> NoReturn:
-    """The command of that name, on this rank."""
 
     def serve(words: Sequence[str], launch: Launch) -> int:
         with ended_at_once(launch):

@@ -1,6 +1,4 @@
-"""`magicdec simulate`: what decoding on a pipeline of stages would yield, in virtual time.
-`predict/simulator/` simulates, and makes the records and their tables.
-"""
+"""`magicdec simulate`: decoding on a pipeline of stages in virtual time (`predict/simulator/`)."""
 
 from __future__ import annotations
 
@@ -144,9 +142,8 @@ def simulate_all(
     args: SimulationSection,
     flags: dict[str, Any],
 ) -> Iterator[SimulationRecord]:
-    """The record of every mode on every machine, with the flags that the user gave. One machine
-    alone is drawn if that was asked for; of several, a few tokens of each request tell the speed of
-    modes without drafts."""
+    """Yields the record of every mode on every machine. One machine alone is drawn, if asked for;
+    of several, a few tokens of each request tell the speed of modes without drafts."""
     short = replace(work, gen_len=min(work.gen_len, STEADY_TOKENS))
     traces: dict[str, SimulationTrace] = {}
     modes = [mode for mode in MODES if args.modes is None or mode in args.modes]
@@ -166,7 +163,7 @@ def simulate_all(
 
 
 def make_machines(args: SimulationSection) -> list[tuple[int | None, SimulatedMachine]]:
-    """(nodes, machine) of everything that is to be simulated. Raises ValueError."""
+    """(nodes, machine) pairs to simulate. Raises ValueError."""
     base = SimulatedMachine(
         stage_s=(),
         row_cost=args.row_cost,
@@ -197,7 +194,7 @@ def make_machines(args: SimulationSection) -> list[tuple[int | None, SimulatedMa
 def _equal_stages(
     base: SimulatedMachine, count: int, times_ms: Sequence[float], layers: int
 ) -> SimulatedMachine:
-    """Stages with the same number of layers; one time stands for all of them."""
+    """A machine with equal layers a stage; one time stands for all stages."""
     if len(times_ms) not in (1, count):
         raise ValueError(
             f"--stage_ms has {len(times_ms)} values for {count} --stages; give one, or one for each"
@@ -209,7 +206,7 @@ def _equal_stages(
 
 
 def make_work(args: SimulationSection) -> Work:
-    """What is decoded. Raises ValueError for an acceptance that cannot be."""
+    """The work. Raises ValueError for an impossible acceptance."""
     gen_len = args.gen_len or DEFAULT_GEN_LEN
     if args.conditional_acceptance is not None:
         (rate,) = args.conditional_acceptance

@@ -1,12 +1,8 @@
 """`magicdec sweep`: many runs in one command, from a study file or from flags with several values.
+`bench/study/` runs them. Heavy imports happen after the flags are read.
 
-    magicdec sweep STUDY.toml
-    magicdec sweep run --draft self ngram --B 1 4 8 --prefix_len 4096 16384 --gamma 2 4 auto
     magicdec sweep STUDY.toml --nproc 2
-
-Owns the flags of the sweep itself and how those of a run become keys of a study;
-`magicdec/bench/study/` runs them.
-Heavy imports happen after the flags are read.
+    magicdec sweep run --draft self ngram --B 1 4 8 --prefix_len 4096 16384 --gamma 2 4 auto
 """
 
 from __future__ import annotations
@@ -39,15 +35,12 @@ OF_ONE_RUN = ("save_tokens", "printoutput", "verbose", "out", "nproc", "config")
 
 
 class Flags:
-    """The flags of the driver of that name."""
-
     def __init__(self, driver: str) -> None:
         self.driver = DRIVERS[driver]
         self.parser = self.driver.build_parser()
         self.names = self.parser.names
 
     def name_of(self, where: str, key: str) -> str:
-        """The name of the setting of a flag."""
         if key in OF_ONE_RUN:
             raise ValueError(f"{where}: {key} is for one run, not for the runs of a study")
         if key not in self.names:
@@ -56,9 +49,9 @@ class Flags:
         return self.names[key]
 
     def configs(self, grid: FlagGrid, world_size: int) -> Iterator[RunConfig]:
-        """The config of each cell. A flag that does nothing in a cell keeps its default there, so
-        that cells which differ in nothing else are one. Raises ValueError, naming the grid, for a
-        flag that does nothing in any cell, and for what is wrong for every model."""
+        """The config of each cell. A flag that does nothing in a cell keeps its default, so that
+        cells which differ in nothing else are one. Raises ValueError, naming the grid, for a flag
+        that does nothing in any cell, and for errors of any model."""
         names = [self.name_of(grid.place_of(key), key) for key in grid.axes]
         useless: dict[str, str] | None = None
         for values in grid.combinations():
@@ -75,8 +68,8 @@ class Flags:
                 raise ValueError(f"{grid.place_of(key)}: {key} does nothing here: {useless[name]}")
 
     def config(self, values: dict[str, Any]) -> tuple[RunConfig, dict[str, str]]:
-        """The config with these values, and the settings among them that it ignores, with the
-        reasons. Raises ValueError as the driver does."""
+        """The config with these values, and reasons for those that it ignores. Raises ValueError as
+        the driver does."""
         used = dict(values)
         config = self.driver.config_of(self.parser.read([], used))
         ignored = {}
@@ -92,7 +85,7 @@ class Flags:
 
 
 def main() -> NoReturn:
-    """Run what is left of the study on all ranks; the first prints and writes."""
+    """Runs what is left of the study on all ranks; the first prints and writes."""
     launch = read_launch()
     try:
         with ended_at_once(launch):
@@ -126,7 +119,7 @@ def main() -> NoReturn:
 
 
 def choose(configs: list[RunConfig], names: Sequence[str]) -> list[RunConfig]:
-    """The runs of these names; without a name, all. Raises ValueError for a name without a run."""
+    """The runs of these names, or all. Raises ValueError for a name without a run."""
     from magicdec.bench.study.cells import name_of
 
     by_name = {name_of(config): config for config in configs} if names else {}
@@ -137,7 +130,7 @@ def choose(configs: list[RunConfig], names: Sequence[str]) -> list[RunConfig]:
 
 
 def run_jobs(flags: SweepFlags, study: Study, configs: list[RunConfig]) -> int:
-    """Run the study in jobs, or print their script; returns the exit code. Raises ValueError for
+    """Runs the study in jobs, or prints their script; returns the exit code. Raises ValueError for
     what the user can correct."""
     if is_launched():
         raise ValueError(
@@ -156,8 +149,6 @@ def run_jobs(flags: SweepFlags, study: Study, configs: list[RunConfig]) -> int:
 
 @dataclass(frozen=True)
 class SweepFlags(Settings):
-    """The flags of the sweep itself."""
-
     study: tuple[str, ...] = setting(
         (),
         f"A study file, or drivers ({', '.join(NAMES)}) followed by their flags with one or more "
@@ -225,8 +216,8 @@ def parse(argv: Sequence[str]) -> tuple[SweepFlags, Study]:
 
 
 def split(argv: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The words of the sweep's own flags and its first arguments, and the values of each other
-    flag by its name without dashes."""
+    """The words of the sweep's own flags and first arguments, and the values of other flags by
+    their names without dashes."""
     own_words: list[str] = []
     axes: dict[str, list[str]] = {}
     words = own_words
@@ -264,7 +255,6 @@ def inline_grid(driver: str, axes: dict[str, list[str]]) -> FlagGrid:
 
 
 def make_configs(study: Study, world_size: int) -> Iterator[RunConfig]:
-    """The config of every cell. Raises ValueError, naming the grid, for what is wrong for every
-    model."""
+    """The config of every cell. Raises ValueError, naming the grid, for errors of any model."""
     for grid in study.grids:
         yield from Flags(grid.driver).configs(grid, world_size)

@@ -1,8 +1,5 @@
-"""What implementations declare of themselves, by their names: where an attention backend, or an
-implementation of the elementwise operations, can run, what it needs and what it supports; and what
-a KV policy is like. Each implementation declares its own, in its own file. Imports no torch itself,
-but asking for one imports its file, which does.
-"""
+"""The declarations of implementations by name: needs and features of attention backends and
+elementwise operations, and traits of KV policies. Imports no torch, but looking a name up does."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ def nothing_missing() -> None:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What an implementation needs of the machine and of the run. `name` is its name in
-    `magicdec.names`; `missing_parts` says what is not installed, or None, and loads no library."""
+    """The needs of an implementation, named as in `magicdec.names`. `missing_parts` says what is
+    not installed, or None, without loading a library."""
 
     name: str
     devices: tuple[str, ...] = DEVICES
@@ -42,8 +39,7 @@ class Requirements:
     def unmet(
         self, machine: Machine, device: str, dtype: str, subject: str | None = None
     ) -> str | None:
-        """Why it cannot run; None if it can. The sentence begins with `subject`, by default its
-        name."""
+        """The reason why it cannot run, about `subject` (default: its name), or None."""
         it = subject or self.name
         obstacles = {
             f"{it} is for --device {self.devices[0]}": device not in self.devices,
@@ -58,8 +54,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The head sizes that a kernel supports. `name` completes the sentence "head size 72 is not
-    ..."."""
+    """The head sizes of a kernel. `name` completes "head size 72 is not ..."."""
 
     name: str
     sizes: Sequence[int]
@@ -67,7 +62,7 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class Capabilities(Requirements):
-    """What an attention backend supports (`AttentionBackend.capabilities`)."""
+    """The features of an attention backend (`AttentionBackend.capabilities`)."""
 
     head_sizes: HeadSizes | None = None  # None: all
     keeps_window: bool = True  # it supports the sliding window of a model
@@ -77,7 +72,7 @@ class Capabilities(Requirements):
     rounds_scores: bool = False  # to the dtype of the run: too coarse for ALiBi in bfloat16
 
     def obstacle(self, machine: Machine, device: str, head_dim: int, dtype: str) -> str | None:
-        """Why it cannot serve a model with heads of this size on this machine; None if it can."""
+        """The reason why it cannot serve such heads on this machine, or None."""
         unmet = self.unmet(machine, device, dtype)
         if unmet or self.head_sizes is None or head_dim in self.head_sizes.sizes:
             return unmet
@@ -85,26 +80,24 @@ class Capabilities(Requirements):
 
 
 def capabilities_of(name: str) -> Capabilities:
-    """The capabilities of the attention backend of that name. Imports its file, which imports
-    torch."""
+    """The capabilities of an attention backend. Imports torch."""
     capabilities: Capabilities = load_named(ATTENTION_BACKENDS, name).capabilities
     return capabilities
 
 
 def requirements_of(name: str) -> Requirements:
-    """The requirements of the implementation of the elementwise operations of that name. Imports
-    its file, which imports torch."""
+    """The requirements of an implementation of the elementwise operations. Imports torch."""
     requirements: Requirements = load_named(ELEMENTWISE, name).requirements
     return requirements
 
 
 def list_backends(fits: Callable[[Capabilities], Any]) -> list[str]:
-    """The names of the attention backends that `fits` accepts, in the order of the name table."""
+    """Fitting attention backends, in the order of the name table."""
     return [name for name in ATTENTION_BACKENDS if fits(capabilities_of(name))]
 
 
 class DescribedPolicy(Protocol):
-    """The members of `drafting.policies.policy.KVPolicy` that need no torch."""
+    """The members of `KVPolicy` that need no torch."""
 
     settings: tuple[str, ...]
     needs_weights: bool
@@ -116,18 +109,18 @@ class DescribedPolicy(Protocol):
 
 
 def policy_called(name: str) -> DescribedPolicy:
-    """The policy class of that name. Imports its file, which imports torch."""
+    """The policy class of that name. Imports torch."""
     policy: DescribedPolicy = load_named(KV_POLICIES, name)
     return policy
 
 
 def policy_name(policy: str, budget: int) -> str:
-    """A budget of -1 is the original suite's spelling of the full cache."""
+    """The policy; a budget of -1 is the original suite's full cache."""
     return FULL_KV_POLICY if budget == -1 else policy
 
 
 def list_policies(fits: Callable[[DescribedPolicy], bool]) -> str:
-    """The names of the KV policies that `fits` accepts, in the order of the name table."""
+    """Fitting KV policies, in the order of the name table."""
     return ", ".join(name for name in KV_POLICIES if fits(policy_called(name)))
 
 
@@ -135,7 +128,8 @@ MOST_WATCHED = 31  # new tokens of a forward whose attention weights every backe
 
 
 def check_standalone(policy: str) -> None:
-    """A policy that chooses by verifications serves only self-speculation."""
+    """Raises ValueError for a policy that chooses by verifications, which a standalone draft never
+    has."""
     if policy_called(policy).needs_verification:
         fitting = list_policies(lambda p: not p.needs_verification)
         raise ValueError(

@@ -1,6 +1,4 @@
-"""URLs and commands as they may be shown and kept: without the secrets that a URL can hold, a user
-with a password before its host, or a key in its query.
-"""
+"""URLs and commands without secrets (a user with password, a query), for messages and records."""
 
 from __future__ import annotations
 
@@ -18,5 +16,4 @@ def masked(text: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command, for its record."""
     return [masked(word) for word in words]

@@ -1,6 +1,5 @@
-"""Resolves a config: every `auto`, and every None that means a default, becomes a value. Imports no
-torch itself, but reading the capabilities of an attention backend does.
-"""
+"""Resolves a config: every `auto`, and every None that means a default, becomes a value. Reading
+backend capabilities imports torch."""
 
 from __future__ import annotations
 
@@ -41,9 +40,8 @@ from magicdec.config.sections import SELF
 
 @dataclass(frozen=True)
 class Placement:
-    """How ranks hold the models, where the way to serve requests says it. `is_staged`: the ranks
-    are stages of a pipeline, whose steps are not captured, and one rank has the draft. `is_alone`:
-    a rank computes the target, or its layers of it, without other ranks, and the draft too."""
+    """The placement of models. `is_staged`: ranks are stages, whose steps are not captured, and one
+    rank drafts. `is_alone`: a rank computes its layers and the draft without others."""
 
     is_staged: bool = False
     is_alone: bool = False
@@ -56,10 +54,8 @@ def resolve(
     draft: ModelTraits = ModelTraits(),
     placement: Placement = Placement(),
 ) -> ResolvedConfig:
-    """The config that runs on `machine`: everything that `auto` can mean is decided here, and
-    nothing decides it again. `target` and `draft` are what has to be known of the models.
-    Raises ValueError if the machine lacks something that the user asked for, such as a device or a
-    compiler."""
+    """The config that runs on `machine`, with every `auto` decided. Raises ValueError if the
+    machine lacks what the user asked for, such as a device or a compiler."""
     device = choose_device(config.parallel.device, machine)
     dtype = choose_dtype(config, device, machine)
     is_staged = placement.is_staged
@@ -128,8 +124,8 @@ def resolve_model(
     collectives: str | None,
     traits: ModelTraits,
 ) -> ResolvedModel:
-    """The target. Its linear layers are of the kind that a standalone draft has too. `collectives`
-    are those between the ranks that share a forward; None: one rank computes it."""
+    """The resolved target. A standalone draft has the same kind of linear layers. `collectives` are
+    between the ranks that share a forward, None for one rank."""
     asked = config.model
     device = parallel.device
     weights = choose_weights("--target_dtype", asked.target_dtype, dtype)
@@ -144,7 +140,7 @@ def resolve_model(
 
 
 def choose_device(value: str, machine: Machine) -> str:
-    """Raises ValueError if the user asked for CUDA and there is none that serves."""
+    """The device. Raises ValueError if the user asked for CUDA and none serves."""
     if value == "cuda" and not machine.has_cuda:
         obstacle = machine.gpu_obstacle or "no CUDA device here"
         raise ValueError(f"--device cuda: {obstacle}; choose from auto, cpu")
@@ -154,9 +150,8 @@ def choose_device(value: str, machine: Machine) -> str:
 
 
 def choose_threads(value: int | None, machine: Machine) -> int:
-    """By default the ranks of a host share its cores. Raises ValueError, naming the flag, if the
-    ranks of this host would have more threads than it has cores. One thread for each rank is always
-    allowed. Ranks of other hosts do not count."""
+    """Threads of a rank; by default the ranks of a host share its cores. Raises ValueError, naming
+    the flag, for more threads than cores; one per rank is always allowed."""
     num_ranks = len(machine.local_ranks)
     cores = machine.num_cpus
     most = max(1, cores // num_ranks)

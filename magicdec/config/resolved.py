@@ -1,9 +1,5 @@
-"""ResolvedConfig: the config that runs. No `auto` is left, and no None that means a default.
-Imports no torch.
-
-`config.resolve` makes the resolved sections from what the user wrote (`RunConfig`). A section that
-has no `auto` is that of the user.
-"""
+"""ResolvedConfig: the config that runs, without `auto` or a None that means a default. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -39,8 +35,6 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class ResolvedDraft:
-    """A standalone draft and the ranks that hold it."""
-
     model: str
     rank_group: tuple[int, ...]
     backend: Choice
@@ -64,15 +58,14 @@ class ResolvedAttention:
 
 @dataclass(frozen=True)
 class ResolvedDecoding(DecodingSection):
-    """`gamma` may stay `auto`, which is a way to decode."""
+    """The decoding section. `gamma` may stay `auto`, which is a way to decode."""
 
     cuda_graphs: Choice = Choice("off")
 
 
 @dataclass(frozen=True)
 class ResolvedWorkload(WorkloadSection):
-    """`gen_len` is the generated length, whichever of its two flags the user gave. `num_batches`
-    are those that were asked for, and of a run whose prompts are known (`Prepared`) those that it
+    """The workload section. `gen_len` is by either flag; `num_batches` what a `Prepared` run
     has."""
 
     gen_len: int = DEFAULT_GEN_LEN
@@ -81,15 +74,14 @@ class ResolvedWorkload(WorkloadSection):
 
 
 def tokens_of_rows(workload: WorkloadSection, decoding: DecodingSection) -> int:
-    """Cached tokens of a row at most. The newest token is never cached, but a verification caches
-    its draft tokens too."""
+    """The most cached tokens of a row: not the newest token, but drafts."""
     max_gamma = 0 if decoding.strategy == BASELINE else decoding.max_gamma
     return workload.prefix_len + workload.num_new_tokens + max_gamma
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The resolved sections. `run_config` is what the user wrote, for messages that name a flag."""
+    """The resolved sections, and `run_config`, the user's, for messages."""
 
     run_config: RunConfig
     model: ResolvedModel
@@ -104,17 +96,14 @@ class ResolvedConfig:
 
     @property
     def low_bit(self) -> str | None:
-        """The kind of matrices that self-speculation drafts with, beside the model's own; None if
-        it drafts with these, or not at all."""
+        """The kind of the low-bit matrices that self-speculation drafts with; None without."""
         return self.decoding.draft_weights if self.decoding.model_drafter == SELF else None
 
     def on_ranks(self, ranks: Sequence[int]) -> ResolvedConfig:
-        """The config of ranks that share a model, or the layers of a stage."""
         parallel = dataclasses.replace(self.parallel, rank_group=tuple(ranks))
         return dataclasses.replace(self, parallel=parallel)
 
     def without_drafts(self) -> ResolvedConfig:
-        """The config of a pass that drafts nothing."""
         decoding = dataclasses.replace(self.decoding, strategy=BASELINE, drafter=None)
         return dataclasses.replace(self, decoding=decoding, draft=None)
 
@@ -129,7 +118,7 @@ class ResolvedConfig:
 
 
 def _section(values: Any) -> Any:
-    """The fields of a section in their order. A choice is two entries: its name and its reason."""
+    """The fields of a section in order. A choice is two entries: its name and its reason."""
     if values is None:
         return None
     entries: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""RunConfig: what the user wrote, and the checks of it that need no model and no machine."""
+"""RunConfig: the user's settings, and the checks that need no model and no machine."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class RunConfig:
     output: OutputSection = OutputSection()
 
     def with_draft(self, draft: str, choices: Sequence[str] = DRAFTS) -> RunConfig:
-        """This config with what `--draft` names. A draft model has the settings of `self.draft`.
-        Raises ValueError for another text than the `choices`."""
+        """The config with what `--draft` names, with the settings of `self.draft`. Raises
+        ValueError outside `choices`."""
         before, prefix, name = draft.partition(MODEL_PREFIX)
         is_named = bool(prefix and name)
         if (f"{before}{MODEL}" if is_named else draft) not in choices:
@@ -61,7 +61,8 @@ class RunConfig:
         return replace(self, draft=section, decoding=decoding)
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError, one line naming the flag, for values that are wrong for every model."""
+        """Raises ValueError, one line naming the flag, for values that are wrong for every
+        model."""
         w = self.workload
         kv = self.kv
         d = self.decoding
@@ -81,7 +82,7 @@ class RunConfig:
             check_standalone(policy)
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        """What settings must not do together: whether they do, and what to say then."""
+        """Settings that exclude each other: whether they do here, and the refusal."""
         d = self.decoding
         drafter = self.decoding.drafter
         has_draft = self.draft is not None
@@ -119,7 +120,7 @@ class RunConfig:
 
 
 def check_filters_act(values: SamplingSection) -> None:
-    """Filters are refused with greedy decoding, which would ignore them."""
+    """Raises ValueError for filters of greedy decoding, which would ignore them."""
     for flag, value, off in (
         ("--top_k", values.top_k, 0),
         ("--top_p", values.top_p, 1),
@@ -133,7 +134,7 @@ def check_filters_act(values: SamplingSection) -> None:
 
 
 def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> None:
-    """The two flags for the generated length must agree, and it must be at least 1."""
+    """Raises ValueError if the two flags for the generated length disagree or give less than 1."""
     if gen_len is not None and max_len is not None and prefix_len + gen_len != max_len:
         raise ValueError(
             f"--max_len {max_len} is not --prefix_len {prefix_len} + "
@@ -148,8 +149,7 @@ def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> 
 def check_rank_group(
     flag: str, ranks: tuple[int, ...] | None, world_size: int, is_target: bool
 ) -> None:
-    """A group names launched ranks, each once, in any order. The target's group names all of them.
-    None is the default group."""
+    """Raises ValueError unless a group names launched ranks once; the target's names all."""
     if ranks is None:
         return
     launched = set(range(world_size))

@@ -1,6 +1,5 @@
-"""The sections of a run's config: each setting with its default, bounds, flag and meaning. Imports
-no torch itself. A component gets only its own section.
-"""
+"""The sections of a run's config: settings with default, bounds, flag and meaning. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -115,19 +114,16 @@ class KVSection:
 
     @property
     def num_recent_tokens(self) -> int:
-        """The size of the recent window, also if the user did not give it."""
         if self.recent_window is not None:
             return self.recent_window
         return max(1, (self.budget - self.num_sink_tokens) // 4)
 
     def check(self, gamma: int, flag: str | None = None) -> None:
-        """Raises ValueError if the policy cannot have this budget or these settings. `flag` is the
-        budget's flag; by default it is that of the drivers."""
+        """Raises ValueError if the policy refuses the settings, naming `flag` for the budget."""
         policy_called(policy_name(self.policy, self.budget)).check(self, gamma, flag)
 
     def resolve(self) -> KVSection:
-        """The policy is `full` for a budget of -1, which in the original suite means the whole
-        cache."""
+        """The section with the policy `full` for a budget of -1, as in the original suite."""
         policy = policy_name(self.policy, self.budget)
         window = self.recent_window
         if "recent_window" in policy_called(policy).settings:
@@ -209,24 +205,23 @@ class DecodingSection:
 
     @property
     def model_drafter(self) -> str | None:
-        """Which model drafts, also beside prompt lookup: self or model; None: none does."""
+        """The model that drafts, also beside prompt lookup: self, model, or None."""
         name = (self.drafter or "").removeprefix(NGRAM_AND)
         return None if name in ("", NGRAM) else name
 
     @property
     def max_draft_forwards(self) -> int:
-        """The largest number of draft forwards in a step, and of draft tokens that a row accepts
-        in it."""
+        """The most draft forwards in a step, and draft tokens that a row accepts in it."""
         return self._longest_chain(self.looks_up and self.model_drafter is None)
 
     @property
     def max_gamma(self) -> int:
-        """The largest number of tokens that a step may draft for a row, and append to it."""
+        """The most tokens that a step may draft for a row, and append to it."""
         return self._longest_chain(self.looks_up)
 
     @property
     def gamma_or_default(self) -> int | str:
-        """`gamma`, or its default for this drafter if the user did not give it."""
+        """`gamma`, or its default for this drafter."""
         if self.gamma is not None:
             return self.gamma
         if not self.looks_up:
@@ -342,14 +337,14 @@ class WorkloadSection:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens to generate in each sequence, whichever of the two flags the user gave."""
+        """Tokens to generate in each sequence, by either of the two flags."""
         if self.max_len is not None:
             return self.max_len - self.prefix_len
         return DEFAULT_GEN_LEN if self.gen_len is None else self.gen_len
 
     @property
     def most_batches(self) -> int:
-        """The batches of a run, unless the text holds fewer and the user gave no number."""
+        """The batches of a run, unless the text holds fewer."""
         return DEFAULT_BATCHES if self.num_batches is None else self.num_batches
 
     @property
@@ -359,8 +354,6 @@ class WorkloadSection:
 
 @dataclass(frozen=True)
 class DraftSection:
-    """The model that drafts in a run with a standalone draft, and the ranks that hold it."""
-
     model: str = setting(
         "demo-draft",
         "The draft, named as --target names the target.",
@@ -375,8 +368,6 @@ class DraftSection:
 
 @dataclass(frozen=True)
 class OutputSection:
-    """What a run writes, and where."""
-
     results: str = setting(
         "results/runs.jsonl",
         "The file that records are appended to, one JSON line for each run or pass.",
@@ -402,8 +393,6 @@ class OutputSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The model of a run, and how it is stored and computed."""
-
     model: str = setting(
         "demo",
         "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on "
@@ -447,7 +436,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """What drafts, in one word; `RunConfig.with_draft` makes a drafter and a draft of it."""
+    """The drafter in one word, from which `RunConfig.with_draft` makes a drafter and a draft."""
 
     draft: str = setting(
         "self",
@@ -464,8 +453,8 @@ class DraftChoice:
 
 @dataclass(frozen=True)
 class StagesSection:
-    """How a model is divided by its layers, and what may be emulated in place of stages and links.
-    None stands for stages that compute, and for links as fast as they are."""
+    """The division of a model by layers, and emulated stages and links; None stands for real
+    ones."""
 
     layer_split: str | None = setting(
         None,
@@ -495,7 +484,7 @@ class StagesSection:
 
 @dataclass(frozen=True)
 class ClusterSection:
-    """The hosts and stages of what is predicted."""
+    """The hosts and stages of a prediction."""
 
     nodes: tuple[int, ...] | None = setting(
         None,
@@ -512,8 +501,6 @@ class ClusterSection:
 
 @dataclass(frozen=True)
 class PictureSection:
-    """The picture that a command draws."""
-
     plot: Path | None = setting(
         None,
         "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time.",
@@ -528,7 +515,7 @@ class PictureSection:
 
 @dataclass(frozen=True)
 class WrittenSection:
-    """What a command writes that appends no records."""
+    """The output of a command that appends no records."""
 
     out: Path | None = setting(
         None,

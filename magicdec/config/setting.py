@@ -1,10 +1,6 @@
-"""Settings: what a user can set. A setting is declared once, as a field of a dataclass; from its
-type, default, bounds, choices, spelling and meaning follow the flag, the key of a TOML or study
-file, the refusal of a value, and the page of flags. Imports no torch.
-
-pydantic makes values of texts and checks them; this module only words what it says. It is imported
-with the first value.
-"""
+"""Settings, declared once as dataclass fields, from which flag, key of a TOML or study file,
+refusal, and page of flags follow. Imports no torch. pydantic, imported late, checks values; this
+module words its messages."""
 
 from __future__ import annotations
 
@@ -38,16 +34,17 @@ REASONS = {  # by pydantic's kinds of errors, with what it says of them
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting, whatever its type and default are in a section.
+    """The declaration of a setting, without the type and default of its field.
 
-    `flags` are its spellings; without one, it is `--` and the name of the field, and a spelling
-    without dashes is an argument. `choices` are all values of a text, `words` the texts that a
-    number may also be, such as auto. `least`, `above`, `most` and `below` bound numbers. `parse`
-    makes a value of a text, where the type alone does not say how; it raises ValueError.
-    `other_defaults` names the commands in which the default is another one. `synonyms` are what
-    other programs call it, without dashes: a user who writes one is told the flag.
-    A list that `can_be_empty` may be given without a value; one that `is_set` or has choices names
-    no value twice. A text that `is_joined` may be given as several, which commas join."""
+    `flags` are its spellings (default: `--` and the field's name; without dashes, an argument).
+    `choices` are all values of a text, `words` texts beside a number, such as auto. `least`,
+    `above`, `most` and `below` bound numbers. `parse` makes a value of a text and raises
+    ValueError.
+
+    `other_defaults` names commands with another default, `synonyms` other programs' names, answered
+    with the flag. A list that `can_be_empty` needs no value; one that `is_set` or has choices has
+    none twice. Several texts of one that `is_joined` are joined by commas.
+    """
 
     help: str
     flags: tuple[str, ...] = ()
@@ -67,16 +64,15 @@ class Setting:
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
-    """A dataclass field that declares a setting; `more` are further fields of `Setting`. A default
-    of `...` has to be given by the user."""
+    """A dataclass field that declares a setting; `more` are fields of `Setting`. The default `...`
+    means required."""
     return _field(default, Setting(help, flags, **more))
 
 
 def same(
     section: type, name: str, default: Any = None, is_default: bool = False, **more: Any
 ) -> Any:
-    """A dataclass field with the setting of another section, in another type or with a default that
-    `other_defaults` tells of. Without `default`, it is that of the other section."""
+    """A field with another section's setting, in another type or with another `default`."""
     field = next(each for each in dataclasses.fields(section) if each.name == name)
     declared = dataclasses.replace(field.metadata[KEY], **more)
     return _field(field.default if default is None and not is_default else default, declared)
@@ -124,8 +120,7 @@ class Declared:
         return "|".join([METAVARS.get(kind, "N"), *self.setting.words])
 
     def read(self, value: Any) -> Any:
-        """The value that a user gave as a text, a list of texts or a value of TOML. Raises
-        ValueError, one line with the flag, the value and what it can be."""
+        """The value of a text, a list of texts or a TOML value. Raises ValueError, one line."""
         from pydantic import ValidationError
 
         for text in value if isinstance(value, list) else [value]:
@@ -155,14 +150,13 @@ class Declared:
             raise ValueError(f"{self.flag} {error}") from None
 
     def _joined(self, values: list[Any]) -> str:
-        """Several texts as one. A text that has a comma itself can only be given alone."""
         texts = [str(each) for each in values]
         if with_comma := next((each for each in texts if "," in each and len(texts) > 1), None):
             self._refuse(with_comma, "has a comma, with which several are joined; give it alone")
         return ",".join(texts)
 
     def _refuse(self, value: Any, reason: str) -> NoReturn:
-        """Bytes of a name that are not UTF-8 are shown in hexadecimal digits."""
+        """Raises ValueError, showing bytes that are not UTF-8 in hexadecimal digits."""
         shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         if len(shown) > MOST_SHOWN:
             shown = f"{shown[:MOST_SHOWN]}..."
@@ -172,7 +166,6 @@ class Declared:
         raise ValueError(f"{self.flag} {shown}".rstrip() + f"{joint}{reason}")
 
     def _reason(self, error: Any) -> str:
-        """What is wrong with a value, after the value."""
         kind = error["type"]
         if len(self.setting.choices) > MANY_CHOICES:
             return f"is not known; {most_like(str(error['input']), self.setting.choices)}"
@@ -188,7 +181,7 @@ class Declared:
 
 @cache
 def declared(section: type) -> dict[str, Declared]:
-    """The settings of a section by the names of their fields, in order."""
+    """The settings of a section by field name, in order."""
     hints = typing.get_type_hints(section)
     return {
         field.name: Declared(
@@ -200,15 +193,14 @@ def declared(section: type) -> dict[str, Declared]:
 
 
 def flag_of(section: Any, name: str) -> str:
-    """The first spelling of the flag of that field of a section, for messages."""
+    """The first spelling of a section field's flag, for messages."""
     kind: type = type(section)
     return declared(kind)[name].flag
 
 
 def check_values(values: Any, section: type | None = None) -> None:
-    """Raises ValueError, as `Declared.read` does, for a number that a user could not have given: a
-    program may have made the section. `section` declares the fields of `values`; by default it is
-    their type. Choices are left to what resolves them, which also takes what `auto` became."""
+    """Raises ValueError, as `Declared.read`, for numbers that a program set wrongly. `section`
+    declares the fields. Choices are left to their resolution."""
     kind: type = section or type(values)
     for name, each in declared(kind).items():
         value = getattr(values, name)
@@ -226,7 +218,6 @@ def _without_none(hint: Any) -> Any:
 
 @cache
 def _adapter(kind: Any, declared: Setting) -> Any:
-    """What makes a value of this type and in these bounds."""
     from annotated_types import Ge, Gt, Le, Lt
     from pydantic import ConfigDict, TypeAdapter
 

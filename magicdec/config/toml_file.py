@@ -1,5 +1,4 @@
-"""TOML files that a user writes, which know the line of each key for messages, and flat values as
-such a file. Imports no torch."""
+"""TOML files of a user, with line numbers for messages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from magicdec.output.files import read_text
 
 
 class TomlFile:
-    """The keys and values of a file that `flag` names; empty for a file that is an argument. Raises
-    ValueError if it is not a TOML file."""
+    """The keys and values of a file that `flag` names. Raises ValueError for another format."""
 
     def __init__(self, flag: str, path: Path) -> None:
         self.name = f"{flag} {path}".strip()
@@ -30,8 +28,8 @@ class TomlFile:
             raise ValueError(f"{self.name} is not a TOML file: {error}") from None
 
     def place_of(self, key: str, table: int | None = None) -> str:
-        """The file and the line of a key or of a table, which is the first one with that name, or
-        that in the array of tables of that number, from 1 on."""
+        """The file and line of the first key or table of that name, or of the one in array table
+        `table`, from 1 on."""
         written = re.compile(rf"\s*\[*[\"']?{re.escape(key)}[\"']?\s*[=\].]")
         count = 0
         for number, line in enumerate(self._text.splitlines(), 1):
@@ -42,6 +40,5 @@ class TomlFile:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Flat keys with numbers, texts, booleans and lists of numbers, as TOML. JSON writes these
-    values in the same way."""
+    """Flat keys and values as TOML, which JSON writes alike."""
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())

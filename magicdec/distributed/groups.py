@@ -1,8 +1,5 @@
-"""ParallelGroups: this rank and its groups, passed explicitly. Also the only reader of torchrun's
-environment variables, and the only writer.
-
-Imports torch only when a group is made, so that a wrong command line is refused without delay.
-"""
+"""ParallelGroups: this rank and its groups. Also the only reader and writer of torchrun's
+environment variables. Imports torch only to make a group, so that refusals are immediate."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's ranks as set by torchrun. Without torchrun it is rank 0 of 1."""
+    """This process's ranks as set by torchrun; rank 0 of 1 without it."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,7 +33,6 @@ class Launch:
 
     @property
     def local_ranks(self) -> range:
-        """The ranks of this host, which torchrun numbers one after the other."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
 
@@ -52,8 +48,7 @@ def read_launch() -> Launch:
 
 
 def set_launch(launch: Launch, address: str, port: int) -> None:
-    """Make this process that rank, whose rendezvous store another process or another part of this
-    one serves at the address and port, as torchrun would say it."""
+    """Make this process that rank, with that rendezvous store, as torchrun would."""
     os.environ |= {
         "RANK": str(launch.rank),
         "WORLD_SIZE": str(launch.world_size),
@@ -67,14 +62,14 @@ def set_launch(launch: Launch, address: str, port: int) -> None:
 
 
 def first_refusal(launch: Launch, refusal: str, topic: str) -> str:
-    """The error message of the lowest rank that has one, returned on every rank; empty if no rank
-    has one. `refusal` is this rank's message, or empty. All ranks must call it."""
+    """The refusal of the lowest rank that has one, or an empty text, on every rank. All ranks must
+    call it."""
     return next((text for text in exchange_texts(launch, refusal, topic) if text), "")
 
 
 def check_equal(launch: Launch, facts: Mapping[str, object], topic: str) -> None:
-    """Raises ValueError, on every rank, if a rank has another fact than rank 0. Facts are values by
-    what they are called in the message, compared as JSON or as text. All ranks must call it."""
+    """Raises ValueError, on every rank, naming a fact in which a rank differs from rank 0 (as JSON
+    or text). All ranks must call it."""
     texts = exchange_texts(launch, json.dumps(facts, default=str), topic)
     first = json.loads(texts[0])
     for rank, theirs in enumerate(map(json.loads, texts)):
@@ -84,17 +79,15 @@ def check_equal(launch: Launch, facts: Mapping[str, object], topic: str) -> None
 
 
 def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[str]:
-    """Every rank's text, on every rank.
-
-    Works before any process group exists, through the store of torch's rendezvous. All ranks must
-    call it equally often for each topic."""
+    """Every rank's text, on every rank, through torch's rendezvous store, before any process group.
+    All ranks must call it equally often for each topic."""
     if launch.world_size == 1:
         return [text]
     return exchange_in(rendezvous_store(launch), next_name(launch, topic), launch, text)
 
 
 def exchange_in(shared: Store, name: str, launch: Launch, text: str) -> list[str]:
-    """As `exchange_texts`, in a store that all ranks share, under a name that they use once."""
+    """As `exchange_texts`, in a shared store under a new name."""
     from torch.distributed import PrefixStore
 
     store = PrefixStore(name, shared)
@@ -108,16 +101,14 @@ def exchange_in(shared: Store, name: str, launch: Launch, text: str) -> list[str
 
 
 def next_name(launch: Launch, topic: str) -> str:
-    """The topic with the number of times that this rank has asked for it. All ranks get the same
-    name when they ask equally often."""
+    """The topic with a number, equal on all ranks that call equally often."""
     return f"{topic} {rendezvous_store(launch).add(f'{topic}, rank {launch.rank}', 1)}"
 
 
 @cache
 def rendezvous_store(launch: Launch) -> Store:
-    """The store shared by all ranks. It is cached, because without torchrun its server runs in rank
-    0 and is needed again to make the process groups. Raises ValueError, on every rank, if a rank
-    runs another command: it would use other keys, and all would wait for each other."""
+    """The store of all ranks, cached because its server may run in rank 0. Raises ValueError, on
+    every rank, if a rank runs another command, whose keys would differ."""
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
@@ -127,7 +118,6 @@ def rendezvous_store(launch: Launch) -> Store:
 
 
 def check_commands(launch: Launch, store: Store, command: str) -> None:
-    """Raises ValueError, on every rank, if a rank has another command than rank 0."""
     first, *others = exchange_in(store, "command", launch, command)
     for rank, other in enumerate(others, 1):
         if other != first:
@@ -146,8 +136,8 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share a model by tensor parallelism. `ranks` is in shard order; `index` is this
-    rank's position in it. `handle` is None for a group of one rank."""
+    """Ranks that share a model by tensor parallelism, in shard order; `index` is this rank's place.
+    `handle` is None for one rank."""
 
     ranks: tuple[int, ...]
     index: int
@@ -169,8 +159,7 @@ class Group:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x, stacked: [size, ...]. The order is the same on all ranks and in all
-        calls, but it need not be shard order."""
+        """Every rank's x, stacked: [size, ...], in a fixed order, not always shard order."""
         if self.exchange is not None:
             return self.exchange.all_gather(x)
         if self.handle is None:
@@ -185,16 +174,14 @@ class Group:
     def all_gather_range(
         self, span: tuple[int, int], device: torch.device
     ) -> list[tuple[int, int]]:
-        """Every rank's `span`, in the order of `all_gather`, as Python numbers (synchronises with
-        the device)."""
+        """Every rank's `span`, in the order of `all_gather`. Synchronises with the device."""
         import torch
 
         spans = self.all_gather(torch.tensor(span, device=device)).tolist()
         return [(first, last) for first, last in spans]
 
     def broadcast(self, x: Tensor, index: int) -> Tensor:
-        """The x of the group's rank `index`, on every rank. The other ranks pass a tensor of the
-        same shape and dtype."""
+        """The x of rank `index` of the group. The others pass one of equal shape and dtype."""
         if self.exchange is not None:
             return self.exchange.all_gather(x)[index]
         if self.handle is not None:
@@ -205,7 +192,6 @@ class Group:
         return x
 
     def all_gather_values(self, value: T, kind: type[T]) -> list[T]:
-        """Every rank's value, of that kind (`values.all_gather_values`). It should be small."""
         if self.handle is None:
             return [value]
         from magicdec.distributed.values import all_gather_values
@@ -221,9 +207,8 @@ class Group:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank and its groups: the target model's, and the standalone draft's. `draft` is None if
-    there is no draft model or this rank has no shard of it. In a pipeline, `grid` has the stages,
-    and `target` is the group that shares the layers of this rank's stage."""
+    """This rank's group for the target (in a pipeline, its stage) and for a standalone draft (None
+    without a shard). `grid` has the stages."""
 
     rank: int
     world_size: int

@@ -1,8 +1,4 @@
-"""`--layer_split`: which layers each stage of a pipeline owns. Imports nothing of this package and
-no torch.
-
-Owns the rules that turn counts, shares, names and times into whole layers.
-"""
+"""The layers of each stage by `--layer_split`. Imports nothing of this package and no torch."""
 
 from __future__ import annotations
 
@@ -36,11 +32,9 @@ def split_layers(
     num_layers: int,
     times: Sequence[StageTimes] | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each stage. `text` has a layer count for each stage (10,12), shares of all
-    layers, which contain a point (0.25,0.75), or is `auto`, which minimises the slowest stage by
-    `times`, which only it needs. None stands for `num_stages` equal shares. Raises ValueError,
-    naming the flag.
-    """
+    """The layers of each stage. `text` has layer counts (10,12), shares (0.25,0.75), or is `auto`,
+    which minimises the slowest stage by `times`; None: equal shares. Raises ValueError, naming the
+    flag."""
     if (text is None or is_auto(text)) and num_stages > num_layers:
         flag_text = "" if text is None else f"{FLAG} {text}: "
         raise ValueError(
@@ -61,13 +55,11 @@ def split_layers(
 
 
 def is_auto(text: str | None) -> bool:
-    """Whether the split follows from times."""
     return text is not None and NAMED.fullmatch(text) is not None
 
 
 def count_stages(text: str | None, world_size: int) -> int:
-    """The number of stages that `text` names. Without it, and with `auto` that is not followed by a
-    number (auto:2), every rank is a stage."""
+    """The number of stages; without `text` and with plain `auto` every rank is one."""
     if text is None:
         return world_size
     rule = NAMED.fullmatch(text)
@@ -77,12 +69,8 @@ def count_stages(text: str | None, world_size: int) -> int:
 
 
 def read_counts(text: str, num_layers: int) -> list[int]:
-    """Layers of each stage from counts or shares.
-
-    A stage gets the whole layers of its share. The layers that are left go, one each, to the stages
-    with the largest remainders; of equal ones, to the later stage, because the first stage computes
-    the embedding and the head too.
-    """
+    """Layers of each stage from counts or shares, by largest remainders; of equal ones the later
+    stage, because the first computes the embedding and the head too."""
     words = text.split(",")
     if len(words) > num_layers:
         raise ValueError(f"{FLAG} {text} names {len(words)} stages for {num_layers} layers")
@@ -117,13 +105,9 @@ def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 def balance(times: Sequence[StageTimes], num_layers: int) -> list[int]:
-    """The layers of each stage with which the slowest stage is as fast as it can be; each stage has
-    at least one. `num_layers` are all layers.
-
-    Each layer goes to the stage that is fastest with it; of equal ones, to the later stage. No
-    other split has a faster slowest stage, since a stage's time only grows with its layers. The
-    links have no part in the choice: they carry the same hidden states with every split.
-    """
+    """Layer counts, at least one per stage, that make the slowest stage fastest. Each layer goes to
+    the stage that is fastest with it, of equal ones the later: optimal, since times grow with
+    layers."""
     counts = [1] * len(times)
     for _ in range(num_layers - len(times)):
         fastest = min(
@@ -134,8 +118,8 @@ def balance(times: Sequence[StageTimes], num_layers: int) -> list[int]:
 
 
 def round_seconds(stages_s: Sequence[float], links_s: Sequence[float], num_lanes: int) -> float:
-    """Seconds until each of `num_lanes` lanes has gained a token. Either the slowest stage never
-    waits, or a lane finds every stage free and its round takes the sum of all stages and links."""
+    """Seconds until each of `num_lanes` lanes has gained a token: the slowest stage never waits, or
+    a lane finds every stage free."""
     return max(num_lanes * max(stages_s), sum(stages_s) + sum(links_s))
 
 

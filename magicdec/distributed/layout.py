@@ -1,5 +1,5 @@
-"""What each rank does in a ring of stages and in pipelined speculation, as `--layer_split` says it.
-Imports no torch.
+"""The roles of ranks in a ring of stages and in pipelined speculation, by `--layer_split`. Imports
+no torch.
 
     0.1,0.4,0.5/1.0    three stages, and the draft on a rank of its own, which is the last
     0.5,0.5/0.5,0.5    two stages, and the draft on the last two ranks, which share its layers
@@ -7,9 +7,9 @@ Imports no torch.
     0,1.0/head         the head has no layers: it schedules and drafts; one stage
     auto/1.0           all ranks but the last are stages, whose layers follow from times
 
-Rank 0 is the head and, unless its share is 0, of the first stage. If more ranks are started than
-the split names, each stage has several, which share its layers by tensor parallelism and follow
-each other. A ring has no head without layers.
+Rank 0 is the head and, unless its share is 0, in the first stage. With more ranks than the split
+names, each stage has several consecutive ranks, which share its layers by tensor parallelism. A
+ring has no head without layers.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class StageGrid:
         return tuple(range(first, first + self.tensor_parallel))
 
     def edges(self) -> list[tuple[int, int]]:
-        """The pairs (sender, receiver) of a ring, in the same order on every rank; none for one
-        stage. Rank i of a stage sends to rank i of the next stage, since all ranks of a stage have
-        the same hidden states after its last all-reduce."""
+        """The pairs (sender, receiver) of a ring, in the same order on every rank. Rank i of a
+        stage sends to rank i of the next, since all ranks of a stage have the same hidden states.
+        """
         if self.num_stages == 1:
             return []
         size = self.world_size
@@ -64,8 +64,8 @@ class StageGrid:
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Of pipelined speculation. `layers` are those of each rank; a rank without layers is a head
-    that only schedules, or the draft's. Drafts, if there are any, are made on `draft_rank`."""
+    """The roles of ranks in pipelined speculation. A rank without layers only schedules or
+    drafts."""
 
     layers: tuple[range, ...]
     draft_rank: int
@@ -82,16 +82,15 @@ class PipelineLayout:
 
     @property
     def stages(self) -> list[int]:
-        """The first rank of each stage in order, to which messages go."""
+        """The first rank of each stage, to which messages go."""
         return self.grid.leaders
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share the layers of this rank's stage. A rank without layers is alone."""
+        """The ranks that share this rank's layers; a rank without layers is alone."""
         grid = self.grid
         return grid.ranks_of(grid.stage_of(rank)) if len(self.layers[rank]) else (rank,)
 
     def with_layers(self, layers: Sequence[range]) -> PipelineLayout:
-        """The same with other layers of the stages, in their order."""
         of_stages = dict(zip(self.stages, layers, strict=True))
         firsts = (self.group_of(rank)[0] for rank in range(self.world_size))
         return replace(self, layers=tuple(of_stages.get(first, range(0)) for first in firsts))
@@ -109,9 +108,8 @@ class PipelineLayout:
 
 @dataclass(frozen=True)
 class SplitText:
-    """The parts of `--layer_split`: the share 0 of a head without layers (`0,`, or empty), what
-    `split_layers` takes for the stages, and the place of the draft behind the slash (None: there is
-    no slash)."""
+    """The parts of `--layer_split`: a head without layers (`0,`, or empty), the text for
+    `split_layers`, and the draft's place behind the slash (None without)."""
 
     head: str
     stages: str | None
@@ -122,8 +120,7 @@ class SplitText:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the draft has a rank of its own. Raises ValueError, naming the flag, for another
-        place behind the slash."""
+        """Whether the draft has a rank of its own. Raises ValueError, naming the flag."""
         if self.draft not in (None, ON_HEAD, *APART):
             raise ValueError(
                 f"{FLAG} {self}: behind the slash is {ON_HEAD}, or {APART[0]} for a rank of the "
@@ -132,7 +129,7 @@ class SplitText:
         return self.draft in APART
 
     def num_stages(self, world_size: int) -> int:
-        """The number of stages on so many ranks. Raises ValueError as `is_apart` does."""
+        """The number of stages on `world_size` ranks. Raises ValueError as `is_apart`."""
         return count_stages(self.stages, world_size - self.is_apart - bool(self.head))
 
 
@@ -147,9 +144,8 @@ def read_split(text: str | None) -> SplitText:
 
 
 def make_grid(flag_text: str, num_stages: int, num_ranks: int, num_others: int = 0) -> StageGrid:
-    """The stages of `num_ranks` ranks, beside `num_others` that have none. `flag_text` is what the
-    user wrote, such as `--layer_split 10,12`. Raises ValueError if the ranks cannot be divided
-    among the stages."""
+    """The stages of `num_ranks` ranks, beside `num_others` without one. Raises ValueError, which
+    begins with `flag_text`, if they cannot be divided."""
     if num_ranks < num_stages or num_ranks % num_stages:
         raise ValueError(
             f"{flag_text} names {num_stages + num_others} ranks, but {num_ranks + num_others} were "
@@ -159,8 +155,8 @@ def make_grid(flag_text: str, num_stages: int, num_ranks: int, num_others: int =
 
 
 def make_stage_grid(text: str | None, world_size: int) -> StageGrid:
-    """The stages of pipelined speculation, from rank 0 on if the head has layers, else from rank 1.
-    `text` as in `make_layout`. Raises ValueError, naming the flag."""
+    """The stages of pipelined speculation, from rank 1 on after a head without layers. Raises
+    ValueError, naming the flag."""
     split = read_split(text)
     num_headless = int(split.head != "")
     num_others = int(split.is_apart) + num_headless
@@ -170,9 +166,8 @@ def make_stage_grid(text: str | None, world_size: int) -> StageGrid:
 
 
 def make_layout(text: str | None, world_size: int, num_layers: int) -> PipelineLayout:
-    """`text` as the user wrote it; None stands for equal shares of all ranks, with the draft on the
-    head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
-    them. Raises ValueError, naming the flag."""
+    """The layout by the flag's `text`; None: equal shares, the draft on the head. `auto` gives
+    equal shares until `with_layers`. Raises ValueError, naming the flag."""
     split = read_split(text)
     grid = make_stage_grid(text, world_size)
     num_headless = grid.first_rank

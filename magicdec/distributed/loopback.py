@@ -1,8 +1,5 @@
-"""The store of ranks that all run on this host.
-
-It answers whoever connects to it. This one listens on the loopback address alone, where torch by
-itself listens on all interfaces of the host. Imports torch only when a store is made.
-"""
+"""A rendezvous store on the loopback address, since torch's own listens on all interfaces. Imports
+torch only to make a store."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ PATIENCE = timedelta(seconds=300)  # torch's own
 
 
 def listen() -> socket.socket:
-    """Where a store may be served to this host alone: at LOOPBACK and a port that is free."""
+    """A socket at LOOPBACK and a free port."""
     return socket.create_server((LOOPBACK, 0))
 
 
 def serve_store(listening: socket.socket | None = None) -> TCPStore:
-    """A store that this process serves at LOOPBACK and its `port`, to this host alone. `listening`
-    is what `listen` gave, which the store takes over; by default it listens itself."""
+    """A store that this process serves at LOOPBACK, on `listening` if given."""
     from torch.distributed import TCPStore
 
     listening = listening or listen()

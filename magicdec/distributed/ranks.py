@@ -1,9 +1,5 @@
-"""Starts the ranks of a command on this host, as torchrun does, and ends a rank whose launcher has
-ended; and runs a command in a process of its own, whose output is kept.
-
-Owns what passes between a rank and its launcher beside the ranks' numbers (`groups.read_launch`).
-Imports torch only to start ranks.
-"""
+"""Starts a command's ranks on this host, ends ranks whose launcher has ended, and runs commands in
+processes of their own. Imports torch only to start ranks."""
 
 from __future__ import annotations
 
@@ -33,13 +29,11 @@ def is_launched() -> bool:
 
 
 def find_world_size(nproc: int | None, launch: Launch) -> int:
-    """The number of ranks that the command will have."""
     return launch.world_size if nproc is None or is_launched() else nproc
 
 
 def is_other_start(nproc: int | None, launch: Launch) -> bool:
-    """Whether the `nproc` ranks that the user asked for have to be started. Raises ValueError if a
-    launcher started another number of them."""
+    """Whether `nproc` ranks have to be started. Raises ValueError if others were."""
     if nproc is None or nproc == launch.world_size:
         return False
     if is_launched():
@@ -51,9 +45,8 @@ def is_other_start(nproc: int | None, launch: Launch) -> bool:
 
 
 def package_command() -> list[str]:
-    """The words that start `magicdec` in another process, with the package of this one. A folder
-    named `magicdec` in the current directory, such as a clone, cannot take its place, as it would
-    under `python -m magicdec`, where that directory comes first."""
+    """The words that start `magicdec` from this process's package, not from a folder `magicdec` in
+    the current directory."""
     home = str(Path(__file__).parents[2])
     inherited = sys.path if sys.flags.safe_path else sys.path[1:]
     words = [sys.executable, "-P", "-m", "magicdec"]
@@ -65,9 +58,8 @@ def package_command() -> list[str]:
 
 @contextmanager
 def interrupting_no_child() -> Iterator[None]:
-    """Processes that are started in this context never get Ctrl-C, which is this process's alone.
-    If it comes meanwhile, it takes effect at the end of the context, when the caller knows all
-    processes that it has started."""
+    """A context whose child processes never get Ctrl-C; this process gets it at the end, when the
+    caller knows all its children."""
     came = list[int]()
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     # A child has the mask of the thread that starts it, and the signal's default action.
@@ -82,10 +74,8 @@ def interrupting_no_child() -> Iterator[None]:
 
 
 def start_ranks(nproc: int, words: Sequence[str]) -> int:
-    """Run the command WORDS as `nproc` ranks on this host, through torch's own launcher. If the
-    rank that failed first reported an error, it is the last line that is printed; a rank that a
-    signal has ended is named. Returns the exit code of that rank, or 0; if a signal has ended this
-    process, that of the signal."""
+    """Run the command WORDS as `nproc` ranks on this host, through torch's launcher. Returns the
+    exit code of the rank that failed first, after printing its error, or 0; or that of a signal."""
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -129,15 +119,14 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
 
 
 def has_lost_launcher() -> bool:
-    """Whether `start_ranks` started this rank, and has ended."""
+    """Whether the `start_ranks` that started this rank has ended."""
     launcher = int(os.environ.get(LAUNCHER, 0))
     return launcher != 0 and is_launched() and os.getppid() != launcher
 
 
 def end_with_launcher() -> None:
-    """If `start_ranks` started this rank, or `run_command` this command, end it when what started
-    it ends without a word, as on SIGKILL. Each rank has a session of its own, so that it would run
-    on without it."""
+    """End this rank or command when the process that started it ends without a word, as on SIGKILL.
+    In a session of its own it would run on."""
     starter = os.environ.pop(STARTER, None)  # which is not that of processes that this one starts
     if starter is not None:
         end_with_parent(int(starter))
@@ -148,8 +137,7 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """End this process with that signal when its parent, the process `parent`, ends without a
-    word."""
+    """End this process by signal `number` when process `parent` ends without a word."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(SET_DEATH_SIGNAL, number) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -159,22 +147,19 @@ def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """The exit code of a command, and what it said on stderr."""
-
     code: int
     stderr: str
 
     @property
     def error(self) -> str:
-        """Its last line without the name of the command, which is the error if it failed."""
+        """The last line without the name of the command: the error if it failed."""
         last = (self.stderr.strip().splitlines() or [f"it ended with {self.code}"])[-1]
         name, colon, rest = last.partition(": ")
         return rest if colon and name.startswith("magicdec") else last
 
 
 def run_command(words: Sequence[object]) -> Ended:
-    """Run `magicdec WORDS` and wait for its end; it does not outlive this process. What it prints
-    on stdout is dropped."""
+    """Run `magicdec WORDS` to its end, without stdout. It does not outlive this process."""
     command = [*package_command(), *map(str, words)]
     process = subprocess.run(
         command,

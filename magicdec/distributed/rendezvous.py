@@ -1,6 +1,4 @@
-"""The rendezvous of torch's launcher where it starts all ranks on this host: its store is one that
-other hosts do not reach.
-"""
+"""The rendezvous of torch's launcher for ranks of one host, unreachable for others."""
 
 from __future__ import annotations
 
@@ -19,8 +17,6 @@ BACKEND = "magicdec-loopback"  # its name for torch's launcher
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of the one launcher of one host. Its ranks use the launcher's store."""
-
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.store = serve_store()
@@ -57,6 +53,5 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register_rendezvous() -> str:
-    """Let torch's launcher know this rendezvous. Returns its name."""
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     return BACKEND

@@ -1,8 +1,5 @@
-"""Collectives between the CPU ranks of one host through shared memory (`shared_memory.cpp`).
-
-Owns the shared memory segment. One rank creates it, and all ranks map it. It never has a name that
-could be left behind, however the ranks end. A message larger than a slot is sent in parts.
-"""
+"""Collectives between the CPU ranks of one host through shared memory (`shared_memory.cpp`). The
+segment never has a name that could be left behind. Large messages are sent in parts."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ SUMS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfl
 
 
 class SharedMemoryExchange:
-    """One rank's collectives, which is number `index` of `ranks`. All these ranks, which share
-    `handle`, must create it together, on one host."""
+    """The collectives of rank number `index` of `ranks`, which must create it together."""
 
     def __init__(self, handle: ProcessGroup, ranks: Sequence[int], index: int) -> None:
         self.index = index
@@ -56,7 +52,7 @@ class SharedMemoryExchange:
         self.segment = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, in place. The result is the same to the bit on each rank."""
+        """Sum x over the ranks, in place: equal to the bit on each rank."""
         flat = x.view(-1)
         assert x.is_contiguous() and x.dtype in SUMS
         add = getattr(self._library, f"magicdec_sum_{SUMS[x.dtype]}")
@@ -101,16 +97,15 @@ class SharedMemoryExchange:
             self.check_alive(missing)
 
     def check_alive(self, rank: int) -> None:
-        """Raise RuntimeError if the process of a rank of the group has ended."""
+        """Raises RuntimeError if the process of a rank of the group has ended."""
         if not is_alive(self.pids[rank]):
             raise RuntimeError(f"rank {rank} of the group has ended (process {self.pids[rank]})")
 
 
 class Segment:
-    """A new file of `num_bytes` in shared memory, which has no name any more: it is gone with the
-    processes that hold it, however they end. Other processes of this user open it by the number of
-    this process and that of the file in it, `place`, until it is closed. Raises OSError if there is
-    no room for it."""
+    """A new nameless file in shared memory, which ends with the processes that hold it. Others of
+    this user open it by `place` (process, file descriptor) until it is closed. Raises OSError
+    without room."""
 
     def __init__(self, num_bytes: int) -> None:
         self._file, path = tempfile.mkstemp(prefix=PREFIX, dir=DIRECTORY)
@@ -123,12 +118,12 @@ class Segment:
             raise
 
     def close(self) -> None:
-        """All have mapped it."""
+        """Close the file, once all have mapped it."""
         os.close(self._file)
 
 
 def make_segment(num_bytes: int) -> tuple[Segment | None, tuple[int, int]]:
-    """A new segment and its place; without room for it none, and the number of the error."""
+    """A new segment and its place, or None and the number of the error."""
     try:
         segment = Segment(num_bytes)
     except OSError as error:
@@ -137,8 +132,7 @@ def make_segment(num_bytes: int) -> tuple[Segment | None, tuple[int, int]]:
 
 
 def open_segment(process: int, file: int, num_bytes: int) -> mmap.mmap:
-    """Map the segment at this place of another process. Only such a segment is opened, whatever the
-    other rank has sent."""
+    """Map another process's segment. Opens nothing else, whatever the rank has sent."""
     path = Path(f"/proc/{process}/fd/{file}")
     target = str(path.readlink())
     assert target.startswith(f"{DIRECTORY}/{PREFIX}"), f"{path} is {target}, no segment of a rank"
@@ -149,9 +143,9 @@ def open_segment(process: int, file: int, num_bytes: int) -> mmap.mmap:
 def map_segment(
     num_bytes: int, peer: int, handle: ProcessGroup | None, is_owner: bool
 ) -> mmap.mmap:
-    """A new segment of shared memory that one rank owns and makes, and the others of the group map,
-    for which it is the `peer`. All must call it together. No `handle` stands for all ranks. Raises
-    ValueError on all of them if there is no room for it."""
+    """A new segment that one rank makes and the others, for which it is `peer`, map. All of the
+    group (`handle` None: all ranks) must call it together. Raises ValueError on all without room.
+    """
     segment, place = make_segment(num_bytes) if is_owner else (None, (0, 0))
     told = torch.tensor(place)
     dist.broadcast(told, dist.get_rank() if is_owner else peer, group=handle)

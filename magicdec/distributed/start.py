@@ -1,10 +1,8 @@
-"""Starts torch.distributed, makes the groups of this rank, and shuts it down.
+"""Starts torch.distributed, makes this rank's groups, and shuts down. Imports torch only to make a
+group.
 
-Owns which backend a process group has, and on which network interface it listens. By itself gloo
-listens on the address that this host's name stands for: one that other hosts reach though no rank
-is there, or, as on many machines, a loopback address though ranks are. With `GLOO_SOCKET_IFNAME`
-set it listens on that interface instead.
-Imports torch only when a group is made.
+By itself gloo listens on the address of the host's name: reachable without need, or loopback
+although ranks are elsewhere. `GLOO_SOCKET_IFNAME` names another interface.
 """
 
 from __future__ import annotations
@@ -42,16 +40,15 @@ ANY_PORT = 9
 
 
 def use_interface_towards(host: str) -> None:
-    """Let gloo listen where the other ranks can reach this one, and no other host if all run here:
-    on the interface that leads to `host`, the first rank's. A name that the user has set stays."""
+    """Let gloo listen on the interface towards `host`, the first rank's, unless the user has set
+    one."""
     name = interface_towards(host)
     if name is not None:
         os.environ.setdefault(VARIABLE, name)
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface over which this host sends to `host` (a name or an IPv4 address; nothing is
-    sent). None if `host` cannot be resolved or reached, or is reached over no named interface."""
+    """The interface towards `host` (a name or an IPv4 address; nothing is sent), or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, ANY_PORT))
@@ -63,7 +60,6 @@ def interface_towards(host: str) -> str | None:
 
 
 def _address_of(name: str, any_socket: socket.socket) -> str | None:
-    """The IPv4 address of an interface, or None if it has none."""
     request = struct.pack(f"{REQUEST_BYTES}s", name.encode())
     try:
         answer = fcntl.ioctl(any_socket.fileno(), GET_ADDRESS, request)
@@ -73,8 +69,8 @@ def _address_of(name: str, any_socket: socket.socket) -> str | None:
 
 
 def start_process_group(launch: Launch, device: torch.device) -> None:
-    """Initialize torch.distributed if there are several ranks. The default group is for tensors on
-    the host, because ranks may share a GPU, which NCCL does not allow."""
+    """Initialize torch.distributed if there are several ranks. The default group is for host
+    tensors: NCCL does not let ranks share a GPU."""
     _start(launch, device, "gloo")
 
 
@@ -85,9 +81,8 @@ def make_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
-    """Initialize torch.distributed if there are several ranks, and make the groups in the same
-    order on every rank. The default group, of all ranks, is for tensors on `device`. `collectives`
-    is a resolved name of `names.COLLECTIVES`, or None for one rank."""
+    """Initialize torch.distributed, and make the groups in the same order on every rank. The
+    default group is for tensors on `device`; `collectives` is resolved."""
     _start(launch, device, backend_of(device))
     return _make_parallel_groups(
         launch, StageGrid(1), [rank_group], device, collectives, draft_ranks
@@ -101,9 +96,8 @@ def make_stage_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
-    """Make the groups of the ranks of a pipeline: each stage has a group of its own. A rank that is
-    in no stage is alone in its group. The default group is for tensors on the host, because ranks
-    may share a GPU, which NCCL does not allow."""
+    """Make a group for each stage; a rank in no stage is alone. The default group is for host
+    tensors."""
     assert launch.world_size >= grid.world_size, "the grid was made for the launched ranks"
     _start(launch, device, "gloo")
     stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
@@ -118,7 +112,6 @@ def _make_parallel_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None,
 ) -> ParallelGroups:
-    """Every rank makes the groups of all stages, and then that of the draft."""
     groups = [_make_group(launch, ranks, device, collectives) for ranks in ranks_of_stages]
     alone = Group((launch.rank,), 0)
     target = next((group for group in groups if group is not None), alone)
@@ -129,7 +122,6 @@ def _make_parallel_groups(
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of process groups for tensors on `device`."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -137,7 +129,7 @@ def backend_of(device: torch.device) -> str:
 def stage_groups_before_run(
     launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
 ) -> Iterator[ParallelGroups]:
-    """The groups of `make_stage_groups` for a measurement that must be over before the run starts
+    """The groups of `make_stage_groups` for a measurement before the run starts
     torch.distributed."""
     import torch.distributed as dist
 
@@ -150,8 +142,8 @@ def stage_groups_before_run(
 
 
 def _start(launch: Launch, device: torch.device, backend: str, store: Store | None = None) -> None:
-    """Initialize torch.distributed if there are several ranks, which watch each other from then on.
-    `backend` is that of the default group. Without `store`, the ranks meet as torchrun says."""
+    """Initialize torch.distributed with the default group's `backend`, and begin to watch the other
+    ranks. Without `store`, they meet as torchrun says."""
     if launch.world_size == 1:
         return
     import torch.distributed as dist
@@ -175,8 +167,8 @@ def _start(launch: Launch, device: torch.device, backend: str, store: Store | No
 def _make_group(
     launch: Launch, ranks: tuple[int, ...], device: torch.device, collectives: str | None
 ) -> Group | None:
-    """The group of `ranks`; None on other ranks. All ranks must call it with the same `ranks`. An
-    all-reduce checks the size, so that a mistake fails here instead of causing a deadlock later."""
+    """The group of `ranks`, None on other ranks. All ranks must call it alike, which an all-reduce
+    checks."""
     if len(ranks) == 1:
         return Group(ranks, 0) if launch.rank in ranks else None
     import torch
@@ -202,8 +194,7 @@ def _make_group(
 
 
 def close_groups() -> None:
-    """Shut down torch.distributed if it was initialized. All ranks must call it, and need no other
-    rank afterwards."""
+    """Shut down torch.distributed. All ranks must call it, and need no other afterwards."""
     import torch.distributed as dist
 
     leave_ranks()

@@ -1,8 +1,5 @@
-"""The shards of tensor parallelism: which heads, MLP units and vocabulary rows a rank holds.
-
-Owns the rule for splitting. Source: Megatron-LM (Shoeybi et al. 2019), section 3, extended by
-uneven shards and replicated KV heads.
-"""
+"""The heads, MLP units and vocabulary rows of a rank (Megatron-LM, Shoeybi et al. 2019, section 3),
+with uneven shards and replicated KV heads."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from dataclasses import dataclass
 
 
 def split_evenly(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Half-open range of part `index` when `total` is split into `parts`. If it does not divide
-    evenly, the first parts are one longer."""
+    """The half-open range of part `index` of `parts`; the first parts are one longer if needed."""
     base, remainder = divmod(total, parts)
     start = index * base + min(index, remainder)
     return start, start + base + (index < remainder)
@@ -19,18 +15,14 @@ def split_evenly(total: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """The shard of rank `rank` in a tensor-parallel group of `size` ranks. `Shard()` is the whole
-    model."""
+    """Rank `rank`'s shard of `size`. `Shard()` is the whole model."""
 
     rank: int = 0
     size: int = 1
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Half-open ranges (query heads, KV heads). With more ranks than KV heads, several ranks
-        hold the same KV head and split its query heads.
-
-        Raises ValueError when there are more ranks than query heads.
-        """
+        """Half-open ranges (query heads, KV heads). If ranks outnumber KV heads, several split
+        one's query heads. Raises ValueError for more ranks than query heads."""
         if self.size > num_heads:
             raise ValueError(
                 f"{self.size} ranks cannot share {num_heads} attention heads; "

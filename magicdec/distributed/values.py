@@ -1,8 +1,5 @@
-"""Values of Python that ranks exchange: as JSON in tensors, read by their type.
-
-Nothing is pickled. A pickle runs what its sender likes, and gloo takes connections from whoever can
-reach the address of a rank.
-"""
+"""Python values that ranks exchange as JSON in tensors. Nothing is pickled: a pickle runs its
+sender's code, and gloo takes connections from anyone."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ T = TypeVar("T")
 def all_gather_values(
     value: T, kind: type[T], size: int, handle: ProcessGroup | None = None
 ) -> list[T]:
-    """The value of each of the `size` ranks of a group, on every rank of it. `kind` is what it is
-    made of: numbers, texts, lists, tuples and dataclasses. No `handle` stands for all ranks. Raises
-    ValueError (pydantic's) if a rank has sent another kind."""
+    """The value of each of `size` ranks. `kind` is made of numbers, texts, lists, tuples and
+    dataclasses; `handle` None stands for all ranks. Raises ValueError for another kind."""
     if size == 1:
         return [value]
     hashable: Any = kind
@@ -49,13 +45,12 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
 
 
 def gather(x: Tensor, size: int, handle: ProcessGroup | None) -> Tensor:
-    """Every rank's x, in the order of the ranks: [size, ...]."""
+    """Every rank's x, in rank order: [size, ...]."""
     out = torch.empty(size, *x.shape, dtype=x.dtype, device=x.device)
     dist.all_gather(list(out.unbind(0)), x, group=handle)
     return out
 
 
 def device_of(handle: ProcessGroup | None) -> torch.device:
-    """Where the tensors of a group are."""
     is_on_gpu = dist.get_backend(handle) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")

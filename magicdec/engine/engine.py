@@ -1,11 +1,7 @@
-"""Engine: repeats schedule, execute and commit until no request is left.
+"""Engine: schedules, executes and commits steps until no request is left.
 
-Owns this loop. Must not know how a strategy decodes or what is measured: the strategy is an
-argument, and the time is read around each step.
-
-A batch that is prefilled at once and decoded to its end (`prefill`, `begin`, `decode`) and requests
-that join a running batch (`serve`) are steps of the same kind. In the first case rows keep their
-memory until the next batch, so that another strategy can decode the same prompts.
+A batch decoded to its end (`prefill`, `begin`, `decode`) keeps its rows' memory, so that another
+strategy can decode the same prompts. With `serve`, requests join a running batch.
 """
 
 from __future__ import annotations
@@ -35,8 +31,8 @@ from magicdec.speculation.steps.strategy import DecodingStrategy
 
 
 class Engine:
-    """With `limits`, requests may join a running batch, and a row is free again when its request
-    has ended."""
+    """The loop of steps. With `limits`, requests may join a running batch and rows are used
+    again."""
 
     def __init__(
         self,
@@ -57,8 +53,8 @@ class Engine:
     def prefill(
         self, requests: Sequence[Request], progress: Callable[[int], None] = lambda n: None
     ) -> list[Request]:
-        """Admit `requests`, prefill their prompts and emit their first tokens. Returns the state to
-        which `rewind` can go back."""
+        """Admit `requests`, prefill their prompts and emit first tokens. Returns the state for
+        `rewind`."""
         assert len(requests) <= self.runner.num_rows and not self.scheduler.running
         for row in range(self.runner.num_rows):
             self.runner.cache.release(row)
@@ -70,7 +66,7 @@ class Engine:
         return [request.snapshot() for request in self.requests]
 
     def begin(self, strategy: DecodingStrategy) -> None:
-        """Let `strategy` prepare for the requests that were just prefilled."""
+        """Let `strategy` prepare for the requests just prefilled."""
         running = tuple(self.scheduler.running)
         self.num_steps = 0
         if running:
@@ -89,10 +85,12 @@ class Engine:
         observe: Observer = ignore_step,
         watch: StepObserver = lambda plan: None,
     ) -> None:
-        """Serve `requests`, each from its `arrived_s` on, until all have ended. A request that may
-        not wait yet, because too many do, is submitted later. Raises ValueError, before the first
-        step, if one of them can never be served. `observe` is called after every decode step. On
-        several ranks, all must have the same requests; the clock of the first rank counts."""
+        """Serve `requests` from their `arrived_s` on until all have ended. `observe` is called
+        after every decode step. All ranks need the same requests; the first rank's clock counts.
+
+        Raises:
+            ValueError: before the first step, if a request can never be served.
+        """
         for request in requests:
             self.scheduler.limits.check(request)
         arrivals = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
@@ -104,8 +102,8 @@ class Engine:
     def execute(
         self, plan: StepPlan, strategy: DecodingStrategy, observe: Observer = ignore_step
     ) -> None:
-        """One step. What a strategy measures when requests are admitted appends tokens to all rows,
-        so it comes before the decoding, for which the rows have room."""
+        """Execute a step. Admission comes before decoding: its measurements append tokens to all
+        rows, and rows have room only then."""
         try:
             if plan.preempted or plan.cancelled:
                 self._free([row for _, row in (*plan.preempted, *plan.cancelled)], strategy)
@@ -124,8 +122,7 @@ class Engine:
             self.runner.deferred.clear()  # of a step that has failed
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
-        """Go back to the state just after prefill, so that another strategy can decode the same
-        prompts without a second prefill."""
+        """Go back to just after prefill, for another strategy on the same prompts."""
         self.requests = [snapshot.snapshot() for snapshot in snapshots]
         self.scheduler.rewind(self.requests)
         for runner in (self.runner, self.runner.drafting):
@@ -135,8 +132,8 @@ class Engine:
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
 
     def _next(self, arrivals: deque[Request]) -> StepPlan | None:
-        """The next step, after a wait for the next request if there is nothing to do now. All ranks
-        decide alike, because they let the same requests wait and emit the same tokens."""
+        """The next step, after a wait for a request if there is none now. All ranks decide
+        alike."""
         while True:
             for _ in range(self._count_arrived(arrivals)):
                 request = arrivals.popleft()
@@ -148,8 +145,8 @@ class Engine:
                 self.clock.wait_until(arrivals[0].arrived_s)
 
     def _count_arrived(self, arrivals: deque[Request]) -> int:
-        """How many of `arrivals` may wait for a row from now on, by the clock of the first rank.
-        Raises RuntimeError on a rank whose running batch is not that of the first."""
+        """The number of `arrivals` that may wait for a row now, by the first rank's clock.
+        Raises RuntimeError if this rank's running batch differs from the first's."""
         now = self.clock.now()
         count = len(list(takewhile(lambda request: request.arrived_s <= now, arrivals)))
         if self.is_alone:
@@ -183,7 +180,6 @@ class Engine:
     def _prefill(
         self, parts: Sequence[PrefillChunk], progress: Callable[[int], None] = lambda n: None
     ) -> list[Request]:
-        """Prefill `parts`. Returns the requests whose texts are complete now."""
         complete = [part.request for part in parts if part.is_last]
         with naming("prefill"):
             output = prefill(self.runner, parts, self.prefill_chunk, progress)
@@ -193,8 +189,7 @@ class Engine:
         return complete
 
     def _reserve(self, plan: StepPlan) -> None:
-        """Give rows the blocks that they need for a step. Without a limit of blocks, a row gets all
-        that it can need at once."""
+        """Give rows the blocks for a step, or for the whole request if blocks are not limited."""
         if self.scheduler.limits.num_blocks is None:
             for _, row in plan.admitted:
                 self.runner.allocate(row)

@@ -1,12 +1,9 @@
-"""Scheduler: decides what each step does, and counts the blocks of the KV cache that each row holds
-(`RowBlocks`; the cache itself gives the blocks). No other code changes the state of a request.
-What it decides depends on no clock; `StepCounts` counts it. Imports no torch.
+"""Scheduler: decides each step, alone changes the state of requests, and counts the KV blocks of
+rows (`RowBlocks`). It depends on no clock. Imports no torch.
 
-Requests join the running batch at the boundary between two steps, when a row and enough blocks of
-the KV cache are free, and leave it when they have ended (Orca, Yu et al. 2022). Where all requests
-are added at once and each has a row, this is static batching. Blocks are taken as tokens come. When
-none is free, the youngest request is preempted: its blocks are freed, and its text is prefilled
-again later (PagedAttention, Kwon et al. 2023, section 4.5).
+Requests join between two steps, when a row and enough blocks are free, and leave when they have
+ended (Orca, Yu et al. 2022). Blocks are taken as tokens come; when none is free the youngest
+request is preempted, and prefilled again later (PagedAttention, arXiv 2309.06180, section 4.5).
 """
 
 from __future__ import annotations
@@ -25,9 +22,8 @@ from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
 
 
 class Scheduler:
-    """Admits waiting requests to rows of the KV cache, and appends the tokens that steps emit. A
-    step costs the scheduler a constant time for each request that runs, and none for those that
-    wait."""
+    """The admission of waiting requests to rows, and the commit of emitted tokens. A step costs
+    constant time for each running request, none for waiting ones."""
 
     def __init__(
         self,
@@ -35,8 +31,7 @@ class Scheduler:
         limits: BatchLimits = BatchLimits(),
         waiting: list[Request] | None = None,
     ) -> None:
-        """`waiting` is an empty list that several schedulers share, each with rows of its own. By
-        default it is this scheduler's."""
+        """`waiting` is an empty list that several schedulers may share."""
         self.num_rows = num_rows
         self.limits = limits
         self.waiting: list[Request] = [] if waiting is None else waiting  # in order of admission
@@ -48,12 +43,11 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        """The requests that have a row, in row order."""
         return [request for request in self.rows if request is not None]
 
     def add(self, requests: Sequence[Request], now: float) -> None:
-        """Let `requests`, which arrived at `now`, wait for rows. Raises ValueError if one of them
-        can never be served."""
+        """Let `requests` that arrived at `now` wait for rows. Raises ValueError if one can never
+        be served."""
         for request in requests:
             self.limits.check(request)
         for request in requests:
@@ -70,7 +64,7 @@ class Scheduler:
             self._repeated = None
 
     def schedule(self) -> StepPlan | None:
-        """The next step, which is taken to happen. None if no request waits or runs."""
+        """The next step, taken to happen. None if no request waits or runs."""
         may_admit = self.waiting and None in self.rows
         if self._repeated is not None and not self.blocks.short and not may_admit:
             return self._repeated
@@ -107,8 +101,8 @@ class Scheduler:
                 del self._prefilled[part.request]
 
     def commit(self, batch: Batch, output: StepOutput, now: float) -> StepOutput:
-        """Append the emitted tokens to each request, up to its own end token or length limit.
-        Returns the output with the tokens that were appended."""
+        """Append emitted tokens to requests, up to their end. Returns the output with the
+        appended tokens."""
         appended = []
         times = output.emitted_s or [now] * len(batch.requests)
         for request, tokens, at in zip(batch.requests, output.token_ids, times, strict=True):
@@ -123,7 +117,7 @@ class Scheduler:
         return replace(output, token_ids=appended)
 
     def rewind(self, requests: Sequence[Request]) -> None:
-        """Go on with `requests`, which have rows. Nothing else waits or runs."""
+        """Go on with `requests`, which have rows, alone."""
         self.waiting.clear()
         self._prefilled.clear()
         self.rows = [None] * self.num_rows
@@ -133,7 +127,7 @@ class Scheduler:
         self._repeated = None
 
     def digest(self) -> int:
-        """A hash of the running batch and its tokens. It is equal on all ranks."""
+        """A hash of the running batch and its tokens, equal on all ranks."""
         state = [
             (r.request_id, len(r.output_ids), r.output_ids[-1] if r.output_ids else 0, num_blocks)
             for r, num_blocks in zip(self.rows, self.blocks.held, strict=True)
@@ -142,7 +136,7 @@ class Scheduler:
         return zlib.crc32(array("q", [number for of_row in state for number in of_row]).tobytes())
 
     def _wait(self, request: Request) -> None:
-        """First come, first served; of requests that arrived at once, the smallest id is first."""
+        """First come, first served; ties by smallest id."""
         insort(self.waiting, request, key=lambda r: (r.arrived_s, r.request_id))
 
     def _leave(self, row: int) -> None:
@@ -172,8 +166,8 @@ class Scheduler:
         )
 
     def _grow(self, cancelled: Sequence[Request]) -> tuple[list[Request], dict[int, int]]:
-        """The requests to preempt, the youngest first, and the tokens for which rows that decode
-        must have room in the next step, where these need more blocks."""
+        """The requests to preempt, youngest first, and by row the tokens for which decoding rows
+        need more blocks."""
         blocks = self.blocks
         preempted = list[Request]()
         reserved = dict[int, int]()
@@ -201,9 +195,8 @@ class Scheduler:
     def _admit(
         self, leaving: Sequence[Request], reserved: dict[int, int]
     ) -> list[tuple[Request, int]]:
-        """The requests that get a row in the next step, in the order of admission; none overtakes
-        one that has no room yet. A request needs blocks for its text so far and for one step, which
-        are added to `reserved`."""
+        """The requests that get a row in the next step, in order; none overtakes one without
+        room. Blocks for the text and one step are added to `reserved`."""
         limits = self.limits
         blocks = self.blocks
         admitted = list[tuple[Request, int]]()
@@ -227,8 +220,6 @@ class Scheduler:
     def _prefill(
         self, leaving: Sequence[Request], admitted: Sequence[tuple[Request, int]]
     ) -> tuple[PrefillChunk, ...]:
-        """The parts of texts that the next step prefills, as many tokens as a step may: first those
-        of the requests that were admitted first."""
         room = self.limits.prefill_tokens
         parts = []
         unfinished = [
@@ -245,8 +236,7 @@ class Scheduler:
 
 @dataclass
 class StepCounts:
-    """What is counted of the steps while requests are served. `now` is the clock of their
-    arrivals."""
+    """Counts of the steps of serving. `now` is the clock of arrivals."""
 
     now: Callable[[], float] = field(default=lambda: time.perf_counter(), compare=False)
     num_steps: int = 0
@@ -255,7 +245,7 @@ class StepCounts:
     moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
 
     def watch(self, plan: StepPlan) -> None:
-        """Count one step, which begins now. A request is either prefilled or decoded in it."""
+        """Count a step that begins now. A request is prefilled or decoded in it."""
         now = self.now()
         decoding = () if plan.decoding is None else plan.decoding.requests
         self.num_steps += 1
@@ -268,8 +258,8 @@ class StepCounts:
 
 
 class RowBlocks:
-    """The blocks that each row holds, and which rows need more. Without `BatchLimits.num_blocks`
-    every row has room for its whole request, and nothing is counted."""
+    """The blocks of each row, and the rows that need more. Nothing is counted without
+    `BatchLimits.num_blocks`."""
 
     def __init__(self, num_rows: int, limits: BatchLimits) -> None:
         self.limits = limits
@@ -280,27 +270,24 @@ class RowBlocks:
         self.short: dict[int, int] = {}  # row: the tokens that it must have room for; it has not
 
     def free(self, leaving: Collection[int] = ()) -> int:
-        """The blocks that no row holds when the rows that are `leaving` have given theirs back."""
+        """Blocks that no row holds once the rows that are `leaving` return theirs."""
         assert self.limits.num_blocks is not None, "asked only if blocks are limited"
         return self.limits.num_blocks - sum(self.held) + sum(self.held[row] for row in leaving)
 
     def lacking(self, row: int, num_tokens: int) -> int:
-        """The blocks that a row lacks for `num_tokens` tokens."""
         return self.limits.num_blocks_of(num_tokens) - self.held[row]
 
     def grow(self, row: int, num_cached: int) -> None:
-        """A row holds `num_cached` tokens before its next step."""
+        """Note that a row holds `num_cached` tokens before its next step."""
         if num_cached > self._enough[row]:
             self.short[row] = num_cached + self.limits.step_tokens
 
     def reserve(self, row: int, num_tokens: int) -> None:
-        """The row gets the blocks that `num_tokens` tokens take."""
         self.held[row] = num_blocks = self.limits.num_blocks_of(num_tokens)
         self._enough[row] = num_blocks * self.limits.block_size - self.limits.step_tokens
         self.short.pop(row, None)
 
     def release(self, row: int) -> None:
-        """The row gives all its blocks back."""
         self.held[row] = 0
         self.short.pop(row, None)
 
@@ -310,5 +297,4 @@ def _rows_of(requests: Sequence[Request]) -> list[int]:
 
 
 def _with_rows(requests: Sequence[Request]) -> tuple[tuple[Request, int], ...]:
-    """The requests with their rows, in row order."""
     return tuple(sorted(zip(requests, _rows_of(requests), strict=True), key=lambda p: p[1]))

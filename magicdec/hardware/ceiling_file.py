@@ -1,9 +1,6 @@
-"""The hardware ceilings that the cost model uses, and the machine file that `magicdec probe` writes
-and `magicdec plan` reads. Imports no torch.
-
-Every rate is per rank, measured while all ranks ran, because the ranks of a host share its memory
-bandwidth.
-"""
+"""The hardware ceilings of the cost model, and the machine file between `magicdec probe` and
+`magicdec plan`. Imports no torch. Rates are per rank while all ranks run, which share a host's
+bandwidth."""
 
 from __future__ import annotations
 
@@ -34,15 +31,14 @@ class Link:
     bytes_per_s: Rate
 
     def all_reduce_s(self, num_bytes: float, num_ends: int) -> float:
-        """Seconds of a ring all-reduce. Each of the `num_ends` sends and receives nearly twice the
-        message."""
+        """Seconds of a ring all-reduce: `num_ends` ranks send nearly twice the message."""
         return self.latency_s + 2 * (num_ends - 1) / num_ends * num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Ceilings of one rank in one dtype. `link` connects the ranks of a node and `node_link`
-    connects nodes; None if unknown."""
+    """The ceilings of one rank in one dtype. `link` connects the ranks of a node, `node_link`
+    nodes; None if unknown."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -54,7 +50,7 @@ class Hardware:
     token_overhead_s: float = 0.0  # cost of a layer per new token after the first
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
-        """Seconds of an all-reduce over `num_ranks`, first within each node, then between nodes."""
+        """Seconds of an all-reduce over `num_ranks`, first within nodes, then between them."""
         per_node = num_ranks // num_nodes
         seconds = 0.0
         if per_node > 1:
@@ -85,7 +81,7 @@ class MachineFile:
     kind: Literal["machine"] = "machine"
 
     def hardware(self, dtype: str) -> Hardware:
-        """The ceilings in `dtype`. Raises ValueError if the probe did not measure that dtype."""
+        """The ceilings in `dtype`. Raises ValueError for a dtype that was not measured."""
         if any(dtype not in getattr(self, name) for name in BY_DTYPE):
             choices = ", ".join(self.flops_per_s)
             raise ValueError(f"--dtype {dtype} is not in the machine file; choose from {choices}")
@@ -94,12 +90,12 @@ class MachineFile:
 
     @property
     def busy(self) -> str:
-        """That the host was busy during the probe; empty if it was not, or if that is unknown."""
+        """The other load during the probe, or an empty text."""
         taken = self.description.get("cores_taken")
         return f"another load took {taken:.0%} of the cores meanwhile" if is_busy(taken) else ""
 
     def save(self, path: Path, flag: str = "--out") -> None:
-        """Raises ValueError, naming the flag, where the file cannot be written."""
+        """Write the file. Raises ValueError, naming the flag, if that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -121,8 +117,8 @@ def load_machine(path: Path) -> MachineFile:
 
 
 def load_quiet_machine(path: Path, allows_busy: bool) -> MachineFile:
-    """As `load_machine`. Raises ValueError for a file that was probed on a busy host, unless that
-    is allowed: what a plan says would be of another machine."""
+    """As `load_machine`. Raises ValueError for a file probed on a busy host, unless allowed: a plan
+    would be of another machine."""
     machine = load_machine(path)
     if machine.busy and not allows_busy:
         raise ValueError(

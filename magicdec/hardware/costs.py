@@ -1,11 +1,9 @@
-"""The predicted cost of a forward, from a ModelConfig and the hardware's ceilings. Pure arithmetic:
-imports no torch, runs nothing.
+"""The predicted cost of a forward, from a ModelConfig and the hardware's ceilings (MagicDec, arXiv
+2408.11049, section 3). Pure arithmetic; imports no torch.
 
-The time of a forward is the sum of its linear layers, its attention, its all-reduces and an
-overhead per layer. Linear layers and attention each take the longer of their memory time and their
-compute time. They run one after the other, so the two times are added. The overhead has a fixed
-part and a part per new token (norms, activations, RoPE). Scheduling and all sampling except the
-argmax are left out. Source: MagicDec (Chen et al. 2024), section 3.
+Time is the sum of linear layers, attention, all-reduces and an overhead per layer (fixed, and per
+new token). Linear layers and attention each take the longer of memory and compute time. Scheduling
+and sampling but the argmax are left out.
 
 B rows, T new tokens per row, S visible tokens per row before the forward. Bytes and FLOPs are per
 rank; `roofline.py` counts the same bytes from a loaded model.
@@ -40,7 +38,7 @@ class ForwardCost:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on hardware, with tensor parallelism over `tp` ranks, spread evenly over `nodes`."""
+    """A model with tensor parallelism over `tp` ranks, spread evenly over `nodes`."""
 
     config: ModelConfig
     hardware: Hardware
@@ -50,8 +48,8 @@ class Deployment:
     low_bit: str | None = None  # int8 or int4 weights
 
     def forward(self, B: int, T: int, S: int, num_logits: int | None = None) -> ForwardCost:
-        """The cost on the rank with the most query heads, for which the other ranks wait.
-        `num_logits` of the new tokens of a row get logits; None: all."""
+        """The cost on the rank with the most query heads, for which the others wait. `num_logits`
+        of a row's new tokens get logits; None: all."""
         c = self.config
         shard = slowest_shard(self.config, self.tp)
         num_visible = S if c.sliding_window is None else min(S, c.sliding_window - 1)
@@ -68,7 +66,6 @@ class Deployment:
         )
 
     def seconds(self, B: int, T: int, S: int, num_logits: int | None = None) -> float:
-        """Seconds of one forward."""
         cost = self.forward(B, T, S, num_logits)
         h = self.hardware
         linear = max(cost.weight_bytes / h.read_bytes_per_s, cost.linear_flops / h.flops_per_s)
@@ -81,7 +78,7 @@ class Deployment:
 
 
 def slowest_shard(config: ModelConfig, size: int) -> Shard:
-    """The shard with the most query heads. Raises ValueError if there are more ranks than heads."""
+    """The shard with the most query heads. Raises ValueError for more ranks than heads."""
 
     def num_heads(shard: Shard) -> int:
         first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
@@ -108,13 +105,13 @@ def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
 
 
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:
-    """Number of weights in this rank's linear layers, including the head."""
+    """The number of weights in this rank's linear layers, head included."""
     return sum(outputs * inputs for outputs, inputs in matrices(config, shard))
 
 
 def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
-    """Bytes of this rank's matrices, the head included. int8 has a float32 scale for each output
-    channel besides."""
+    """Bytes of this rank's matrices, head included; int8 adds a float32 scale per output
+    channel."""
     weights = int(linear_parameters(config, shard) * OF_LOW_BIT[low_bit])
     outputs = sum(outputs for outputs, _ in matrices(config, shard))
     return weights + (outputs * SCALE_BYTES if low_bit == "int8" else 0)
@@ -124,7 +121,7 @@ def weight_bytes(
     config: ModelConfig, shard: Shard, dtype_bytes: int, low_bit: str | None = None
 ) -> int:
     """Bytes of this rank's weights that one forward reads, with matrices in `low_bit`, int8 or
-    int4. The few rows read from the embedding are counted as 0."""
+    int4. Embedding rows count as 0."""
     q, kv, ffn, head = _widths(config, shard)
     hidden = config.hidden_size
     up = (2 if config.gated_mlp else 1) * ffn
@@ -148,9 +145,9 @@ def stored_bytes(
     has_embedding: bool = True,
     has_head: bool = True,
 ) -> int:
-    """All weights of one rank, or those of a part without the embedding or without the last norm
-    and the head. The embedding is whole on every rank. A tied head is a part of it, unless packing
-    or low-bit weights make a copy of the head."""
+    """Bytes of one rank's weights, possibly without the embedding, or without last norm and head.
+    The embedding is whole on every rank; a tied head is part of it, unless packing or low-bit
+    weights copy it."""
     c = model
     is_tied = model.tie_word_embeddings
     first, last = shard.split(c.vocab_size)

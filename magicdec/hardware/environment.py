@@ -1,8 +1,5 @@
-"""The machine and the software as a record describes them, without host names; the facts that
-decide what `auto` means; a rank's device: which one it is, when its work is done, and its unused
-memory; and the GPU's clock frequency during a run with the reasons for lower clocks, read from NVML
-if `nvidia-ml-py` is installed, between measured passes and never during one.
-"""
+"""The machine and the software for records, without host names; the facts behind `auto`; a rank's
+device; and the GPU's clocks, from NVML (`nvidia-ml-py`) between measured passes."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ LEAST_CAPABILITY = (8, 0)  # of GPUs that multiply bfloat16, for which our kerne
 
 def probe_machine(launch: Launch) -> Machine:
     """The facts that decide what `auto` means on this machine. Raises ValueError if MAGICDEC_MARCH
-    names a CPU that this one is not."""
+    names a CPU whose code this one cannot execute."""
     check_cpu()
     flags = cpu_features()
     if (refusal := refused_compilers()) and launch.rank == 0:
@@ -79,7 +76,7 @@ def probe_machine(launch: Launch) -> Machine:
 
 
 def shared_memory_obstacle(folder: Path) -> str | None:
-    """Why no file can be made in `folder`, that of the host's shared memory, or None."""
+    """The reason why no file can be made in `folder`, the host's shared memory, or None."""
     if not folder.is_dir():
         return f"no {folder}"
     try:
@@ -90,7 +87,7 @@ def shared_memory_obstacle(folder: Path) -> str | None:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """The bytes that files in `folder` may still take; None if no limit is known."""
+    """The bytes that files in `folder` may still take; None without a known limit."""
     try:
         space = os.statvfs(folder)
     except OSError:
@@ -99,7 +96,6 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def gpu_obstacle() -> str | None:
-    """Why a GPU of this host cannot serve, or None."""
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         if capability < LEAST_CAPABILITY:
@@ -110,14 +106,14 @@ def gpu_obstacle() -> str | None:
 
 
 def missing_backends(names: Sequence[str]) -> dict[str, str]:
-    """What is missing on this machine for these attention backends, by name. Backends that can run
-    are left out. Imports none of their libraries."""
+    """The missing parts, by name, of attention backends that cannot run. Imports no library of
+    theirs."""
     obstacles = {name: capabilities_of(name).missing_parts() for name in names}
     return {name: obstacle for name, obstacle in obstacles.items() if obstacle}
 
 
 def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> Environment:
-    """The environment without what a run measures: the clocks of the GPU and the read bandwidth."""
+    """The environment, without what a run measures."""
     return Environment(
         time_utc=started.isoformat(timespec="seconds"),
         argv=[Path(sys.argv[0]).name, *masked_words(sys.argv[1:])],
@@ -140,8 +136,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
 
 
 def flash_attn_versions() -> list[str]:
-    """The installed versions of flash-attn. Its major versions 2, 3 and 4 are packages of their
-    own, which can stand side by side."""
+    """The installed versions of flash-attn, whose major versions are separate packages."""
     versions = []
     for name in ("flash-attn", "flash-attn-3", "flash-attn-4"):
         try:
@@ -152,8 +147,7 @@ def flash_attn_versions() -> list[str]:
 
 
 def find_revision() -> str | None:
-    """The git commit of the checkout that this package is in. None if it is in none, or without
-    git: an installed package may lie in somebody else's repository."""
+    """The git commit of this package's own checkout, or None."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -166,21 +160,20 @@ def find_revision() -> str | None:
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
-    """`kind` is cpu or cuda. Ranks of a host that has fewer GPUs share them in turn."""
+    """A rank's device, `kind` cpu or cuda. Ranks share fewer GPUs in turn."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, local_rank % max(1, torch.cuda.device_count()))
 
 
 def use_device(device: torch.device) -> None:
-    """Let this thread's kernels run on `device`. Every thread has a current device of its own."""
+    """Make `device` the current device of this thread, since threads have their own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Free models that are parts of reference cycles, and give the unused memory of a GPU back,
-    which other ranks on it may need."""
+    """Free models in reference cycles, and the unused memory of a GPU for other ranks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -199,8 +192,8 @@ SLOWDOWNS = {
 
 @dataclass
 class GpuState:
-    """Readings of one device; empty without NVML or without a GPU. The driver may refuse any of
-    them: the record then has null, and one line on stderr says why."""
+    """Readings of one device, empty without NVML or GPU. A refusal gives null, and one line on
+    stderr."""
 
     nvml: Any = None
     handle: Any = None
@@ -209,7 +202,6 @@ class GpuState:
     refusal: str | None = None  # the first one
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What this function of NVML returns, or None if the driver refuses."""
         try:
             return getattr(self.nvml, name)(*arguments)
         except self.nvml.NVMLError as error:
@@ -219,7 +211,6 @@ class GpuState:
             return None
 
     def read(self) -> None:
-        """Read the clock and the reasons once."""
         if self.handle is None:
             return
         mhz = self.call("nvmlDeviceGetClockInfo", self.handle, self.nvml.NVML_CLOCK_SM)
@@ -228,7 +219,6 @@ class GpuState:
         self.reasons += [] if reasons is None else [reasons]
 
     def add_to(self, environment: Environment) -> Environment:
-        """`environment` with the readings; unchanged if nothing was read."""
         clocks = None
         most = None
         slowed = None
@@ -242,8 +232,7 @@ class GpuState:
 
 
 def watch_gpu(device: torch.device) -> GpuState:
-    """A GpuState for `device`, which is found by its UUID: NVML's indices include GPUs that are
-    hidden from CUDA."""
+    """A GpuState for `device`, found by its UUID: NVML's indices include GPUs hidden from CUDA."""
     if device.type != "cuda" or find_spec("pynvml") is None:
         return GpuState()
     import pynvml

@@ -1,10 +1,8 @@
-"""How much of the cores another load had while something was measured: from what /proc counts
-before and after it. Imports no torch.
+"""The share of the cores that another load took during a measurement, from /proc. Imports no torch.
 
-The run itself may use all cores, with many threads and ranks, and wait for itself. A core counts as
-taken only where both is true: other programs computed (what all cores did, without the CPU time of
-the run's own processes), and threads of the run were ready and waited in the run queue. What a
-hypervisor gives to other machines (steal) is taken from whoever runs.
+A core counts as taken only if both hold: other programs computed (all CPU time without the run's),
+and ready threads of the run waited. The run may wait for itself. Steal, which a hypervisor gives to
+other machines, is taken from whoever runs.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ GUESTS = 8
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds that the kernel has counted until `at_s`. `waited_s`, by thread, is None where the
-    kernel does not count it."""
+    """Seconds that the kernel has counted until `at_s`; `waited_s` by thread, None if uncounted."""
 
     at_s: float
     computed_s: float  # by anyone, on the CPUs that this process may use
@@ -47,7 +44,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class OtherLoad:
-    """What others did meanwhile, as fields of `Environment`; all are None if it is unknown."""
+    """The other load, as fields of `Environment`; None if unknown."""
 
     cores_others: float | None = None
     cores_stolen: float | None = None
@@ -76,8 +73,7 @@ class OtherLoad:
 
 
 class LoadWatch:
-    """Watches from `begin` to `end`. Where `is_watching` is false it reads nothing: the first rank
-    watches for all ranks of its host."""
+    """The measurement of other load from `begin` to `end`, by the first rank of a host."""
 
     def __init__(self, is_watching: bool = True, root: Path = PROC) -> None:
         self.is_watching = is_watching
@@ -93,15 +89,14 @@ class LoadWatch:
         self.found = OtherLoad.between(self._before, after)
 
     def add_to(self, environment: Environment) -> Environment:
-        """`environment` with what was found."""
         return replace(environment, **vars(self.found))
 
 
 def read_cores(
     root: Path = PROC, top: int | None = None, cpus: Collection[int] | None = None
 ) -> Reading | None:
-    """A reading now. `top` is the process under which all of the command run, `cpus` are those that
-    it may use. None where the kernel does not count."""
+    """A reading now, None where the kernel does not count. `top` is the process above all of the
+    command, `cpus` those that it may use."""
     cpus = os.sched_getaffinity(0) if cpus is None else cpus
     names = {f"cpu{cpu}" for cpu in cpus}
     try:
@@ -127,15 +122,13 @@ def read_cores(
 
 
 def _top() -> int:
-    """The process under which all processes of this command run: a rank has others beside it, and
-    so has a process that a gate has started."""
+    """The process above all of this command: ranks and a gate's processes have siblings."""
     has_siblings = is_launched() or multiprocessing.parent_process() is not None
     return os.getppid() if has_siblings else os.getpid()
 
 
 def _family(root: Path, top: int) -> Iterator[tuple[int, float]]:
-    """Each process from `top` on down, with the CPU seconds of itself and of those of its children
-    that have ended."""
+    """The processes from `top` down, with CPU seconds including ended children."""
     children = defaultdict[int, list[int]](list)
     seconds = dict[int, float]()
     for path in root.iterdir():
@@ -163,13 +156,11 @@ def _waits(root: Path, pids: Collection[int]) -> dict[int, float] | None:
 
 
 def is_busy(cores_taken: Any) -> bool:
-    """Whether another load had so much that what was measured meanwhile may be off."""
     return isinstance(cores_taken, float | int) and cores_taken >= BUSY
 
 
 def warn_of_load(environments: Sequence[Environment], what: str) -> None:
-    """Tell the user in one line if another load took cores while one of these was measured. `what`
-    says what they are, such as `runs`."""
+    """Warn in one line if another load took cores. `what` names the measurements."""
     taken = [e.cores_taken for e in environments if e.cores_taken is not None]
     busy = [share for share in taken if is_busy(share)]
     if not busy:

@@ -1,6 +1,5 @@
-"""The CPU threads that ranks compute with: setting their number, and measuring it where a pass
-computes, so that passes that are compared have the same resources.
-"""
+"""The CPU threads of ranks: their number is set, and measured in passes, so that compared passes
+have the same resources."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from magicdec.kernels.build import share_openmp
 
 @contextmanager
 def use_threads(number: int) -> Iterator[None]:
-    """Compute with so many threads; afterwards their number is what it was."""
+    """Compute with so many threads, and restore their number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -27,8 +26,7 @@ def use_threads(number: int) -> Iterator[None]:
 
 
 class RankThreads(NamedTuple):
-    """The threads of one rank in one pass: what its config says, and the fewest and the most that
-    were measured. All are 0 if the rank waits."""
+    """The threads of one rank in one pass: configured, fewest and most; all 0 if it waits."""
 
     rank: int
     expected: int
@@ -37,8 +35,8 @@ class RankThreads(NamedTuple):
 
 
 class ThreadCount:
-    """Measures the threads of this rank in one pass, where it computes. A rank may compute in
-    several threads of Python; each of them has a number of its own in OpenMP."""
+    """The measured threads of this rank in one pass; Python threads have their own numbers in
+    OpenMP."""
 
     def __init__(self) -> None:
         self.measured: list[int] = []
@@ -48,7 +46,7 @@ class ThreadCount:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Measure at the begin and at the end of something that computes."""
+        """Measure at the begin and at the end of a computation."""
         self.note()
         yield
         self.note()
@@ -60,14 +58,14 @@ class ThreadCount:
 
 
 def num_threads() -> tuple[int, int]:
-    """The number that native code takes from OpenMP, then PyTorch's. PyTorch sets that of OpenMP
-    when a thread of Python asks it first; before, it is that of the environment."""
+    """OpenMP's number, for native code, then PyTorch's, which sets OpenMP's when a thread first
+    asks."""
     return openmp_threads()(), torch.get_num_threads()
 
 
 @cache
 def openmp_threads() -> Callable[[], int]:
-    """OpenMP's function, or PyTorch's where no runtime of OpenMP is loaded."""
+    """OpenMP's function, or PyTorch's without an OpenMP runtime."""
     share_openmp()
     function: Callable[[], int] = getattr(
         ctypes.CDLL(None), "omp_get_max_threads", torch.get_num_threads
@@ -76,8 +74,8 @@ def openmp_threads() -> Callable[[], int]:
 
 
 def check_threads(name: str, ranks: Iterable[RankThreads]) -> list[int]:
-    """The measured threads in the pass of that name, in the order of ranks. Raises AssertionError,
-    naming the pass, the rank and the numbers, if they are not what the rank's config says."""
+    """The measured threads by rank. Raises AssertionError, naming pass and rank, if they differ
+    from its config."""
     threads = []
     for rank, expected, fewest, most in sorted(ranks):
         if not fewest == expected == most:

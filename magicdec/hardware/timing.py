@@ -1,6 +1,4 @@
-"""Times, peak memory and read bandwidth of a run, and the clock that tells when requests arrive and
-tokens are emitted.
-"""
+"""Times, peak memory and read bandwidth of a run, and the clocks of arrivals and tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +21,8 @@ GPU_SUMS = 20  # of the buffer in one measurement: a single one takes half a mil
 
 
 class PhaseTimer:
-    """Seconds spent in each named phase. Used as a context manager: `with timer("draft"): ...`.
-
-    On CUDA a phase is timed by two events on the stream, and nothing waits for the device until
-    `seconds` is read.
-    """
+    """Seconds by named phase: `with timer("draft"): ...`. On CUDA by events; nothing waits until
+    `seconds` is read."""
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
         self.device = device
@@ -52,7 +47,6 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """Seconds by phase, in order of time."""
         for name, first, last in self._events:
             last.synchronize()
             self._seconds[name].append(first.elapsed_time(last) / 1e3)
@@ -66,8 +60,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Seconds that the device takes for what `call` starts: the mean of so many calls in a row. On
-    CUDA events on the stream tell, so that the host's wait for the end does not count."""
+    """Mean device seconds of `times` calls in a row, on CUDA by events."""
     synchronize(device)
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
@@ -84,7 +77,7 @@ def seconds_of(call: Callable[[], object], device: torch.device, times: int = 1)
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Reset the peak; False if the system does not let a process reset its own."""
+    """Reset the peak; False if the system does not allow it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -109,8 +102,8 @@ def read_bandwidth(group: Group, device: torch.device, repeats: int = 7) -> floa
 
 
 def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> list[float]:
-    """Bytes per second that all ranks of the group read together, at the same time, in each of
-    `repeats` measurements: a sum over a buffer larger than any cache, on CUDA many sums."""
+    """Bytes per second that all ranks read together, in each of `repeats` sums over a buffer larger
+    than any cache."""
     share = BANDWIDTH_BYTES // group.size
     sums = 1
     if device.type == "cuda":
@@ -126,8 +119,7 @@ def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> lis
 
 
 class Clock(Protocol):
-    """Tells when requests arrive and tokens are emitted, and waits for a time. Tests have a virtual
-    one, on which a schedule is the same in every run."""
+    """A clock of arrivals and tokens. Tests have a virtual one, which repeats schedules."""
 
     def now(self) -> float:
         """Seconds since a fixed point in time."""
@@ -136,7 +128,7 @@ class Clock(Protocol):
         """Return when it is `at` or later."""
 
     def after_step(self) -> None:
-        """A step of the engine has ended."""
+        """Note that a step of the engine has ended."""
 
 
 class RealClock:
@@ -150,12 +142,12 @@ class RealClock:
         DUE.reach(None)  # what is emulated next begins by the real clock
 
     def after_step(self) -> None:
-        """The time has passed by itself."""
+        """Time passes by itself."""
 
 
 @dataclass(frozen=True)
 class GroupClock:
-    """`clock` is that of this rank. All ranks of the group must call `now` equally often."""
+    """The clock of a group, by its first rank. All ranks must call `now` equally often."""
 
     clock: Clock
     group: Group
@@ -170,7 +162,7 @@ class GroupClock:
         return float(self.group.broadcast(sent, 0).item())
 
     def wait_until(self, at: float) -> None:
-        """Only the first rank waits. The others wait for it when they need its time or its plan."""
+        """Let the first rank wait; the others wait for its time or its plan."""
         if self.group.index == 0:
             self.clock.wait_until(at)
 

@@ -1,11 +1,9 @@
-"""Builds the project's C++ sources with the system's compiler at first use, loads modules of Triton
-kernels, and asks for large pages for what kernels read front to back: the KV cache and packed
-weights. Imports no other module of the project but `cpu.py`.
+"""Builds the project's C++ sources at first use, loads Triton kernels, and asks for large pages for
+the KV cache and packed weights. Imports no other module of the project but `cpu.py`.
 
-Owns the cache of built libraries, `~/.cache/magicdec`, keyed by source, flags, compiler and CPU.
-When several ranks start at once, one builds and the others wait for it. Different libraries can be
-built side by side. Triton kernels are compiled for CUDA and interpreted on a CPU; Triton chooses
-between the two when it is first imported, so a process can use only one of them.
+Libraries are cached in `~/.cache/magicdec`, keyed by source, flags, compiler and CPU; of several
+ranks one builds. Triton kernels are compiled for CUDA or interpreted on a CPU, which Triton decides
+at its first import.
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ def find_compiler() -> str | None:
 
 
 def refused_compilers() -> str | None:
-    """Why none of the compilers that are there compiles the kernels; None if one does, or if there
-    is none."""
+    """The reasons why the present compilers refuse the kernels; None if one does not."""
     compilers = _compilers()
     if not compilers or find_compiler() is not None:
         return None
@@ -74,15 +71,13 @@ def refused_compilers() -> str | None:
 
 
 def _compilers() -> list[tuple[str, str]]:
-    """The compilers, and why each refuses the kernels' flags: empty if it takes them."""
     paths = [path for name in COMPILERS if (path := shutil.which(name))]
     return [(path, _refusal(path, Path(path).resolve().stat().st_mtime_ns)) for path in paths]
 
 
 @cache
 def _refusal(path: str, version_ns: int) -> str:
-    """The first error of a trial, whose result is kept beside the libraries. `version_ns` is when
-    the compiler was installed."""
+    """The first error of a trial, kept beside the libraries."""
     command = [path, *FLAGS, MARCH, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
     key = "\n".join([*command, TRIAL, str(version_ns), *cpu_features()])
     result = library_folder() / f"compiler-{hashlib.sha256(key.encode()).hexdigest()[:20]}.txt"
@@ -96,8 +91,8 @@ def _refusal(path: str, version_ns: int) -> str:
 
 
 def check_cpu() -> None:
-    """Raise ValueError if MAGICDEC_MARCH names a CPU whose instructions this one cannot execute, or
-    one that no compiler here knows."""
+    """Raises ValueError if MAGICDEC_MARCH names a CPU that this one cannot execute, or no compiler
+    knows."""
     compiler = find_compiler()
     try:
         if compiler is not None:
@@ -110,8 +105,8 @@ def check_cpu() -> None:
 
 
 def is_compiled_for(macro: str) -> bool:
-    """Whether libraries use a feature of this CPU, by the macro that says so to the compiler. They
-    use all that it has unless MAGICDEC_MARCH names a CPU without it."""
+    """Whether libraries use a feature, by the compiler's macro, since MAGICDEC_MARCH may exclude
+    it."""
     compiler = find_compiler()
     if not CPU or compiler is None:
         return True
@@ -120,7 +115,7 @@ def is_compiled_for(macro: str) -> bool:
 
 @cache
 def compiler_version() -> str | None:
-    """What the compiler of the kernels says of itself; None if there is none."""
+    """The compiler's own description; None without a compiler."""
     compiler = find_compiler()
     if compiler is None:
         return None
@@ -129,13 +124,11 @@ def compiler_version() -> str | None:
 
 
 def used_instructions() -> list[str] | None:
-    """The instructions that the kernels of this machine may use; None without a compiler."""
     compiler = find_compiler()
     return None if compiler is None else used_features(compiler_macros(compiler, (MARCH,)) or "")
 
 
 def library_folder() -> Path:
-    """Where what is built is kept."""
     folder = Path.home() / ".cache" / "magicdec"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -145,11 +138,9 @@ def library_folder() -> Path:
 def load_library(
     source: Path, flags: tuple[str, ...] = (), headers: tuple[Path, ...] = ()
 ) -> ctypes.CDLL:
-    """The library built from `source`, which includes `headers`; from the cache if it is there.
-
-    Raises ValueError if there is no compiler, RuntimeError with its output if it fails, and
-    CannotExecute, after building, if this CPU lacks instructions that the library may hold.
-    """
+    """The library built from `source` and `headers`, or its cached build. Raises ValueError without
+    a compiler, RuntimeError with its output if it fails, and CannotExecute if this CPU lacks
+    instructions."""
     compiler = find_compiler()
     if compiler is None:
         raise ValueError(f"{source.name} needs a C++ compiler; on Debian: apt install g++")
@@ -177,7 +168,7 @@ def _build(command: list[str], path: Path) -> None:
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make the file, which appears at `path` when it is complete."""
+    """Let `write` make the file, which appears at `path` when complete."""
     descriptor, name = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
     os.close(descriptor)
     try:
@@ -189,17 +180,16 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def share_openmp() -> None:
-    """Make libraries use torch's OpenMP runtime, because two runtimes would run two sets of threads
-    on the same cores. Call before `load_library` with -fopenmp."""
+    """Make libraries use torch's OpenMP runtime, not a second set of threads. Call before
+    `load_library` with -fopenmp."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     for path in {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
 def use_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux to back a fresh CPU tensor with 2 MiB pages: reading it front to back then misses
-    the TLB, and stops the hardware prefetcher, 512 times less often. It is no error if the system
-    refuses."""
+    """Ask Linux for 2 MiB pages of a fresh CPU tensor: reading it front to back then stops the
+    prefetcher 512 times less often. A refusal is no error."""
     if tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
         return
     page = mmap.PAGESIZE
@@ -210,8 +200,8 @@ def use_huge_pages(tensor: Tensor) -> None:
 
 
 def load_kernels(module: str, flag: str, device: str) -> ModuleType:
-    """The kernels in `module` for a device of type `device`. Raises ValueError naming `flag`, the
-    user's option, if Triton was imported in the other mode, or cannot interpret here."""
+    """The kernels in `module`. Raises ValueError naming `flag` if Triton was imported in the other
+    mode, or cannot interpret here."""
     interpret = device == "cpu"
     if interpret and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -229,9 +219,8 @@ def load_kernels(module: str, flag: str, device: str) -> ModuleType:
 
 
 def check_interpreter(flag: str, triton: str, numpy: str) -> None:
-    """Raise ValueError if that version of Triton cannot interpret kernels with that version of
-    numpy: before 3.7 the bound of a loop is an array of one element, which numpy 2.4 does not take
-    as a number."""
+    """Raises ValueError if this Triton cannot interpret with this numpy: before 3.7 a loop's bound
+    is an array, which numpy 2.4 refuses as a number."""
     old, new = (tuple(map(int, text.split(".")[:2])) for text in (triton, numpy))
     if old < (3, 7) and new >= (2, 4):
         raise ValueError(

@@ -1,6 +1,5 @@
-"""This CPU, as /proc/cpuinfo describes it, and whether it can execute what the compiler makes.
-
-Imports no other module of the project."""
+"""The features of this CPU, and whether it can execute the compiler's code. Imports no other module
+of the project."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ ARM_NAMES = {
 
 
 class CannotExecute(ValueError):
-    """A library was compiled for a CPU whose instructions this one lacks: calling it would end the
-    process."""
+    """A library with instructions that this CPU lacks; calling it would end the process."""
 
 
 def cpu_field(name: str) -> str:
@@ -41,17 +39,14 @@ def cpu_field(name: str) -> str:
 
 
 def cpu_features() -> list[str]:
-    """The features of the first CPU by their names in /proc/cpuinfo: `flags` on x86, `Features` on
-    ARM."""
+    """The features of the first CPU by their names in /proc/cpuinfo (`flags` on x86, `Features` on
+    ARM)."""
     return (cpu_field("flags") or cpu_field("Features")).split()
 
 
 def check_executable(compiler: str, flags: Iterable[str]) -> None:
-    """Raise CannotExecute if code that is compiled with `flags` may hold instructions that this CPU
-    lacks, or if the compiler does not know the CPU that they name.
-
-    Without a flag that names a CPU (`-march=native` included), code is for this CPU.
-    """
+    """Raises CannotExecute if code compiled with `flags` may need instructions that this CPU lacks,
+    or names a CPU unknown to the compiler. Without a named CPU, code is for this one."""
     for_machine = tuple(flag for flag in flags if flag.startswith("-m"))
     named = [flag for flag in for_machine if flag.startswith(("-march=", "-mcpu="))]
     if not named or named[-1].endswith("=native"):
@@ -64,8 +59,8 @@ def check_executable(compiler: str, flags: Iterable[str]) -> None:
 
 
 def missing_features(macros: str, features: Iterable[str]) -> list[str]:
-    """What code needs that was compiled where the compiler defines `macros` (the lines of `-dM -E`)
-    and that is not among `features`, by its names in /proc/cpuinfo."""
+    """The features that code compiled under `macros` (lines of `-dM -E`) needs beyond `features`,
+    named as in /proc/cpuinfo."""
     present = {_plain(feature) for feature in features}
     needed = [(name, X86_NAMES) for name in X86_FEATURE.findall(macros)]
     needed += [(name, ARM_NAMES) for name in ARM_FEATURE.findall(macros)]
@@ -80,14 +75,13 @@ def missing_features(macros: str, features: Iterable[str]) -> list[str]:
 
 
 def used_features(macros: str) -> list[str]:
-    """The instructions that code may use which was compiled where the compiler defines `macros`, by
-    the compiler's names, such as AVX2."""
+    """The instructions of code compiled under `macros`, such as AVX2."""
     return sorted({*X86_FEATURE.findall(macros), *ARM_FEATURE.findall(macros)})
 
 
 @cache
 def compiler_macros(compiler: str, flags: tuple[str, ...]) -> str | None:
-    """What the compiler defines with these flags; None if it refuses them."""
+    """The compiler's macros with these flags; None if it refuses them."""
     command = [compiler, *flags, "-dM", "-E", "-x", "c++", "/dev/null"]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else None

@@ -1,9 +1,5 @@
-"""KVCache: the rows of the KV cache: their blocks, and how many tokens they hold, on the device and
-as far as the host knows it.
-
-Owns the block table and the lengths; `advance` and `truncate` are all that changes them in a
-step. Must not know who reads the cache (a policy says what is visible, a backend reads it) nor why.
-Source: PagedAttention (Kwon et al. 2023), section 4.
+"""KVCache: the rows of the KV cache, their blocks and their lengths, on the device and as the host
+knows them. Source: PagedAttention, arXiv 2309.06180, section 4.
 """
 
 from __future__ import annotations
@@ -21,8 +17,8 @@ EVICTED = -1  # in `KVCache.blocks`: the row gave this block back; tokens after 
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of the host's numbers. On CUDA the copy goes through pinned memory, because a copy
-    from pageable memory would wait for all earlier work of the device."""
+    """A tensor of host numbers. On CUDA it goes through pinned memory, because a copy from
+    pageable memory would wait for the device."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
@@ -30,14 +26,11 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) 
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The rows of the cache that a forward appends to, as tensors on the device.
+    """The rows of the cache that a forward appends to, as device tensors.
 
-    `max_tail` is None for a forward that the host starts: the host then knows every length before
-    the forward. If the step is captured and replayed (CUDA graphs), the host knows no length, only
-    that a row never holds more than `max_tail` uncommitted tokens before a forward. A captured
-    batch keeps the rows that have ended: they are computed too, but they read nothing of their
-    context and keep their length (`active` is 0).
-    """
+    `max_tail` is None if the host knows all lengths. In a captured step it knows only that rows
+    have at most `max_tail` uncommitted tokens before a forward. Ended rows of a captured batch
+    (`active` 0) are computed, but read no context and keep their length."""
 
     numbers: tuple[int, ...]
     index: Tensor  # int64 [B], the same numbers
@@ -53,7 +46,6 @@ class BatchRows:
 
     @classmethod
     def of(cls, rows: Rows, device: torch.device, max_tail: int | None = None) -> BatchRows:
-        """The rows with these numbers. A `BatchRows` is returned as it is."""
         if isinstance(rows, BatchRows):
             return rows
         index = upload(list(rows), device)
@@ -65,9 +57,8 @@ Rows = BatchRows | Sequence[int]
 
 @dataclass(frozen=True)
 class Lengths:
-    """A number of tokens for each row: on the device, and upper bounds of it on the host. The
-    bounds are exact if the host starts the work itself (see `BatchRows`), except between a
-    verification and the moment when its result is read."""
+    """Token counts by row on the device, with upper bounds on the host, exact unless captured or
+    between a verification and the reading of its result."""
 
     tensor: Tensor  # int64 [B]
     bounds: tuple[int, ...]
@@ -84,7 +75,7 @@ class Lengths:
 
 
 class KVCache(KVPool):
-    """Rows own blocks of the pool through `block_table`."""
+    """A pool whose blocks belong to rows through `block_table`."""
 
     def __init__(
         self,
@@ -103,13 +94,12 @@ class KVCache(KVPool):
 
     @property
     def tokens_per_row(self) -> int:
-        """The number of positions that the block table of a row addresses."""
+        """Positions that a row's block table addresses."""
         return self.block_table.shape[1] * self.shape.block_size
 
     def allocate(self, row: int, num_tokens: int) -> None:
-        """Give `row` enough blocks for `num_tokens`. New ones hold zeros: a kernel may read masked
-        slots, and what another request has left there may be NaN, which 0 * NaN is, too. Raises
-        ValueError when the pool is exhausted."""
+        """Give `row` blocks for `num_tokens`, filled with zeros: kernels may read masked slots,
+        and 0 * NaN is NaN. Raises ValueError when the pool is exhausted."""
         num_blocks = -(-num_tokens // self.shape.block_size) - len(self.blocks[row])
         if num_blocks > len(self._free):
             raise ValueError(
@@ -126,14 +116,13 @@ class KVCache(KVPool):
                 pool.index_fill_(1, index, 0)
 
     def release(self, row: int) -> None:
-        """Return all blocks of `row` to the pool."""
         self._free.extend(block for block in reversed(self.blocks[row]) if block != EVICTED)
         self.blocks[row].clear()
         self.truncate([row], [0])
 
     def evict(self, row: int, first: int, last: int) -> None:
-        """Return blocks `first` to `last` - 1 of `row`, in the order of its tokens, to the pool.
-        The tokens in them keep their positions and may not be read again."""
+        """Return blocks `first` to `last` - 1 of `row` to the pool. Their tokens keep their
+        positions, and may not be read again."""
         blocks = self.blocks[row]
         assert EVICTED not in blocks[first:last] and last <= len(blocks), "a block goes back once"
         self._free.extend(reversed(blocks[first:last]))
@@ -141,8 +130,8 @@ class KVCache(KVPool):
         self.block_table[row, first:last] = 0  # a valid address, because a kernel may prefetch
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
-        """Remove the tokens of `rows` after the first `lengths` tokens. This moves no data. A row
-        that holds fewer tokens stays as it is."""
+        """Remove tokens after the first `lengths`. This moves no data; shorter rows stay as they
+        are."""
         rows = BatchRows.of(rows, self.seq_lens.device)
         if not isinstance(lengths, Lengths):
             held_lengths = [self.lengths[row] for row in rows.numbers]
@@ -156,7 +145,7 @@ class KVCache(KVPool):
                 self.lengths[row] = min(self.lengths[row], bound)
 
     def advance(self, rows: Rows, num_tokens: int) -> None:
-        """Add `num_tokens`, which were just written, to the length of each of `rows`."""
+        """Add `num_tokens`, just written, to the lengths of `rows`."""
         rows = BatchRows.of(rows, self.seq_lens.device)
         self.seq_lens.index_add_(0, rows.index, rows.active, alpha=num_tokens)
         if not rows.is_captured:
@@ -164,24 +153,21 @@ class KVCache(KVPool):
                 self.lengths[row] += num_tokens
 
     def lengths_of(self, rows: Rows) -> Lengths:
-        """The number of tokens that each of `rows` holds now."""
         rows = BatchRows.of(rows, self.seq_lens.device)
         return Lengths(self.seq_lens[rows.index], self.bounds_of(rows))
 
     def bounds_of(self, rows: BatchRows) -> tuple[int, ...]:
-        """Their upper bounds on the host."""
         if rows.is_captured:
             return (self.tokens_per_row,) * len(rows)
         return tuple(self.lengths[row] for row in rows.numbers)
 
     def set_host_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set the host's copy to lengths that were read from the device."""
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The slots of token positions [B, N], or [B, G or 1, N] by KV head, of `rows` [B]: int64
-        [B, G, N]."""
+        """Slots int64 [B, G, N] of positions [B, N] or, by KV head, [B, G or 1, N] in `rows`
+        [B]."""
         if positions.ndim == 2:
             positions = positions.unsqueeze(1)
         size = self.shape.block_size
@@ -191,8 +177,7 @@ class KVCache(KVPool):
         return (blocks * heads + head) * size + positions % size
 
     def first_keys(self, layer: int, rows: Tensor, num_tokens: int) -> Tensor:
-        """A copy of a layer's K of the first `num_tokens` tokens of rows [B]: [B, G, num_tokens,
-        D]."""
+        """A copy of a layer's first `num_tokens` keys of rows [B]: [B, G, num_tokens, D]."""
         size = self.shape.block_size
         read_blocks = self.shape.layout.read_key_blocks
         table = self.block_table[rows, : -(-num_tokens // size)]  # [B, blocks]

@@ -1,9 +1,9 @@
-"""DraftLog: which tokens the draft forwards of a step read, and which tokens were drafted, for each
-row as a short digest, by which two runs are compared step by step (docs/statistics.md).
+"""DraftLog: a short digest by row of the tokens that a step's drafts read and proposed, to compare
+runs step by step (docs/statistics.md). Only runs made for their counts keep one, because it costs
+time.
 
-What counts is the view that the kernels get, not what a policy says of itself. A set of positions
-has one hash, however it is cut into ranges and wherever its K and V are kept. Must not know what
-drafts. Only runs that are made for their counts keep a log, because it costs time.
+It hashes the views that kernels get: a set of positions has one hash, however cut into ranges and
+wherever cached.
 
 Shapes: L layers, B rows, G KV heads, R ranges, N tokens.
 """
@@ -25,7 +25,7 @@ Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 LogPlaces = np.ndarray[Any, np.dtype[np.int64]]
 
 Digest = tuple[str, int]
-"""The hash of what was drafted, followed by that of what was read, and the number of keys read."""
+"""The hash of drafted tokens, then that of read positions, and the number of keys read."""
 
 MASK = (1 << 64) - 1
 NEXT_FORWARD = 0x9E3779B97F4A7C15  # odd: by which the hash of the forwards before is multiplied
@@ -33,7 +33,7 @@ DIGITS = 4  # hexadecimal digits of each of the two hashes of a digest
 
 
 def mixed(numbers: LogPlaces) -> Numbers:
-    """A fixed number of 64 bits for each of these numbers that looks random (splitmix64)."""
+    """A fixed random-looking number of 64 bits for each number (splitmix64)."""
     mix = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(NEXT_FORWARD)
     mix = (mix ^ (mix >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mix = (mix ^ (mix >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -41,20 +41,20 @@ def mixed(numbers: LogPlaces) -> Numbers:
 
 
 def sums_before(numbers: LogPlaces) -> Numbers:
-    """[..., N + 1] sums modulo 2^64 of the mixed first 0, 1, ..., N of the numbers [..., N]."""
+    """Sums modulo 2^64 of the mixed first 0, 1, ..., N of numbers [..., N]: [..., N + 1]."""
     sums = mixed(numbers).cumsum(axis=-1, dtype=np.uint64)
     return np.concatenate([np.zeros_like(sums[..., :1]), sums], axis=-1)
 
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """The first entries of a row of a cache that are a selection of its text."""
+    """The first entries of a cache row that are a selection of its text."""
 
     sums: Numbers  # [L, G, N + 1] of their positions, as `sums_before`
 
     def sums_at(self, cells: LogPlaces, of_text: Numbers, offset: int) -> Numbers:
-        """The sums of the positions of the entries before `cells` [L, G, R]. An entry that was not
-        chosen lies `offset` cells before its position."""
+        """Sums of the positions of entries before `cells` [L, G, R]. Later entries lie `offset`
+        cells before their position."""
         num_chosen = self.sums.shape[-1] - 1
         chosen = np.take_along_axis(self.sums, np.minimum(cells, num_chosen), axis=-1)
         later = np.maximum(cells, num_chosen) + offset
@@ -63,8 +63,6 @@ class ChosenTokens:
 
 @dataclass
 class RowLog:
-    """What the draft forwards of a step have read in a row, and what was drafted there."""
-
     reads: int = 0
     num_read: int = 0
     drafted: tuple[int, ...] = ()
@@ -76,16 +74,14 @@ class RowLog:
 
 
 def digest_of_ranks(digests: Sequence[Digest]) -> Digest:
-    """What all ranks of a run have logged of one row in one step: of hashes that are not the same
-    on all ranks, one that follows from all of them. The number of keys is that of a rank that
-    drafts; one that holds no part of a draft model reads none."""
+    """One digest of all ranks' digests of a row and step: hashes that differ are hashed
+    together. The number of keys is that of a drafting rank."""
     texts, numbers = zip(*digests, strict=True)
     parts = zip(*((text[:DIGITS], text[DIGITS:]) for text in texts), strict=True)
     return "".join(map(_common, parts)), max(numbers)
 
 
 def _common(hashes: Sequence[str]) -> str:
-    """The hash of all ranks."""
     if len(set(hashes)) == 1:
         return hashes[0]
     return hashlib.blake2b(" ".join(hashes).encode()).hexdigest()[:DIGITS]
@@ -93,9 +89,8 @@ def _common(hashes: Sequence[str]) -> str:
 
 @dataclass
 class DraftLog:
-    """The log of one pass, for the step that runs. `begin` is called before a step, and `digests`
-    after it. Of forwards that are captured and replayed nothing is known: then there are no
-    digests."""
+    """The log of a pass, for the running step between `begin` and `digests`. With captured
+    forwards there are no digests."""
 
     is_complete: bool = True
     _rows: dict[int, RowLog] = field(default_factory=dict)
@@ -106,14 +101,13 @@ class DraftLog:
         self._rows.clear()
 
     def digests(self, rows: Sequence[int]) -> list[Digest] | None:
-        """What the step has drafted and read in each of these rows."""
         if not self.is_complete:
             return None
         return [self._rows.get(row, RowLog()).digest() for row in rows]
 
     def chose(self, cache: KVCache, rows: Sequence[int], positions: Sequence[Tensor]) -> None:
-        """The first entries of `rows` of that cache are now tokens at these positions, [B, G, N] in
-        each layer; without any, nothing is chosen."""
+        """Note that the first entries of `rows` of a cache are now tokens at `positions`, [B, G,
+        N] by layer; empty: no choice."""
         for place, row in enumerate(rows):
             self._chosen.pop((id(cache), row), None)
             if positions:
@@ -121,13 +115,13 @@ class DraftLog:
                 self._chosen[id(cache), row] = ChosenTokens(sums_before(chosen))
 
     def drafted(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
-        """The tokens ids [B, K] were drafted in `rows`, so many in each without padding."""
+        """Note draft ids [B, K], of which `counts` are no padding."""
         for row, tokens, count in zip(rows, ids.tolist(), counts, strict=True):
             self._rows.setdefault(row, RowLog()).drafted = tuple(tokens[:count])
 
     def read(self, view: KVView, offsets: Tensor | None, num_forwards: int = 1) -> None:
-        """A draft forward reads what `view` shows, and so do those of the chain that follows it, in
-        which the tail has one token more each time. `offsets` are those of the runner."""
+        """Note that draft forwards read `view`, with a tail that grows by one token each.
+        `offsets` are the runner's."""
         if not self.is_complete:
             return
         ranges = _ranges_of(view)
@@ -142,8 +136,6 @@ class DraftLog:
             ranges[..., -1, 1] += 1
 
     def _hash(self, cache: KVCache, row: int, ranges: LogPlaces, offset: int) -> int:
-        """The hash of what each layer and head reads. It is the same where these are given for each
-        of them as where they are given once."""
         shape = cache.shape
         size = shape.num_layers, shape.num_kv_heads
         chosen = self._chosen.get((id(cache), row))
@@ -161,14 +153,13 @@ class DraftLog:
         return int((weights * of_heads).sum(dtype=np.uint64))
 
     def _sums_of_text(self, most: int) -> Numbers:
-        """The sums of the positions of a text, up to `most` tokens at least."""
         if most >= len(self._of_text):
             self._of_text = sums_before(np.arange(2 * most))
         return self._of_text
 
 
 def _ranges_of(view: KVView) -> LogPlaces:
-    """[L or 1, B, G or 1, R, 2] all ranges that a forward reads; the last one is the tail."""
+    """[L or 1, B, G or 1, R, 2]: all ranges that a forward reads, the tail last."""
     ranges: LogPlaces = view.all_ranges.cpu().numpy().copy()
     ranges[..., 1] = np.maximum(ranges[..., 0], ranges[..., 1])
     return ranges

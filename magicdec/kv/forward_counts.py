@@ -1,7 +1,4 @@
-"""ForwardCounts: what the forwards of a model have read so far.
-
-Owns the counts that the roofline is computed from, on the host and on the device.
-"""
+"""ForwardCounts: the reads of a model's forwards, from which the roofline is computed."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from torch import Tensor
 
 @dataclass
 class ForwardCounts:
-    """The number of forwards so far and what they read, for the model of this rank. The roofline is
-    computed from these counts."""
+    """The forwards of this rank's model so far, and their reads."""
 
     num_forwards: int = 0
     num_tokens: int = 0
@@ -27,8 +23,8 @@ class ForwardCounts:
     on_device: Tensor | None = field(default=None, compare=False)
 
     def count(self, num_forwards: int, num_tokens: int, keys: int, draft_rows: int) -> None:
-        """Add forwards that read `keys` keys, which the host knows, each with its value.
-        `draft_rows` are the rows of draft forwards; 0: these were none."""
+        """Add forwards that read `keys` keys with values. `draft_rows` is 0 unless they were
+        drafts."""
         self.num_forwards += num_forwards
         self.num_tokens += num_tokens
         self.kv_tokens_read += keys
@@ -46,12 +42,10 @@ class ForwardCounts:
         return replace(self, on_device=None)
 
     def go_back(self, other: ForwardCounts) -> None:
-        """Set the counts back to an earlier copy."""
         self.copy()  # sets the counts on the device to 0
         vars(self).update(vars(other) | {"on_device": self.on_device})
 
     def minus(self, other: ForwardCounts) -> ForwardCounts:
-        """The difference between the current counts and an earlier copy."""
         self.copy()
         return ForwardCounts(*(getattr(self, name) - getattr(other, name) for name in COUNTS))
 

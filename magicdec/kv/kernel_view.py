@@ -1,8 +1,6 @@
-"""KernelView: a view whose tensors one Triton kernel computes, in place of up to 17 of torch's
-operators (`kv.view`), each of which would be a launch of its own beside a forward's layers.
-
-Owns the launch. Grid and allocations follow from shapes alone, so that a CUDA graph can hold it. On
-a CPU the kernel runs in Triton's interpreter, for tests.
+"""KernelView: a view computed by one Triton kernel in place of up to 17 launches of torch operators
+(`kv.view`). Grid and allocations follow from shapes, so that a CUDA graph can hold it. Interpreted
+on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def kernels(device: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class ViewTensors:
-    """What the kernel writes: int64 tensors, as the members of `KVView` of these names."""
+    """The int64 outputs of the kernel, named as members of `KVView`."""
 
     seq_lens: Tensor  # [B]
     all_ranges: Tensor  # [L or 1, B, G or 1, R+1, 2]
@@ -70,7 +68,7 @@ def make_kernel_view(
     window: int | None = None,
     offsets: Tensor | None = None,
 ) -> KVView:
-    """As `make_view`, to which rules that the kernel does not know are left."""
+    """`make_view` by the kernel, except for rules that it does not know."""
     if not isinstance(visible, FullView | SinksAndWindow | ChosenRanges):
         return make_view(cache, rows, visible, num_new, committed, window, offsets)
     device = cache.seq_lens.device
@@ -109,7 +107,6 @@ def compute(
     window: int | None,
     offsets: Tensor | None,
 ) -> ViewTensors:
-    """Launch the kernel."""
     num_rows = len(rows)
     device = cache.seq_lens.device
     chosen = None

@@ -1,10 +1,7 @@
-"""Layouts of a KV pool: the order in memory of the numbers of a block.
+"""Layouts of a KV pool: the memory order of a block's numbers, chosen by the backend that reads it.
 
-Owns the layouts, and reading and writing tokens. A backend chooses the layout that its kernel reads
-fastest (`AttentionBackend.layout`). No other code depends on the choice.
-
-Shapes: N slots, D head size. A pool is K or V, [layers, blocks, G, block_size, D]. A slot is the
-address of one token of one head (`pool.py`).
+Shapes: N slots, D head size. A pool is K or V, [layers, blocks, G, block_size, D]; a slot is the
+address of one token of one head.
 """
 
 from __future__ import annotations
@@ -18,18 +15,18 @@ TILE = 64  # tokens of a tile (TILE of attention/cpp/native_problem.h)
 
 
 class KVLayout(Protocol):
-    """The block size of a pool in this layout is a multiple of `block_multiple`."""
+    """A memory order of pools whose block size is a multiple of `block_multiple`."""
 
     block_multiple: int
 
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
-        """A copy of the keys at `slots` [N] in all layers of the pool: [layers, N, D]."""
+        """A copy of the keys at `slots` [N] in all layers: [layers, N, D]."""
 
     def read_values(self, pool: Tensor, slots: Tensor) -> Tensor: ...
 
     def read_key_blocks(self, layer: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
-        """A copy of the first `num_tokens` tokens' K of blocks [N] of one layer of the pool: [N, G,
-        num_tokens, D]. Much faster than reading as many slots."""
+        """A copy of the first `num_tokens` keys of blocks [N] of a layer: [N, G, num_tokens, D].
+        Much faster than by slots."""
 
     def write_keys(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None:
         """Replace the keys at `slots` [N] by `entries` [layers, N, D]."""
@@ -38,7 +35,7 @@ class KVLayout(Protocol):
 
 
 class Plain(KVLayout):
-    """The D numbers of a token are adjacent: [blocks, G, block_size, D]."""
+    """The layout with a token's D numbers adjacent: [blocks, G, block_size, D]."""
 
     block_multiple = 1
 
@@ -56,10 +53,8 @@ class Plain(KVLayout):
 
 
 class Tiled(KVLayout):
-    """Tiles of TILE tokens for dot products of pairs of 16-bit numbers. A tile of K is
-    [D / 2, TILE, 2]: the last index is one of two adjacent dimensions. A tile of V is
-    [TILE / 2, D, 2]: the last index is one of two adjacent tokens. The products then need no
-    shuffle. The size is that of the plain layout."""
+    """The layout of tiles of TILE tokens for dot products of pairs of 16-bit numbers, without
+    shuffles: K tiles [D / 2, TILE, 2] pair dimensions, V tiles [TILE / 2, D, 2] pair tokens."""
 
     block_multiple = TILE
 

@@ -1,10 +1,7 @@
-"""KVPool: the memory of a KV cache: blocks of K and V for each layer, in a backend's layout.
+"""KVPool: the memory of a KV cache, blocks of K and V by layer in a backend's layout.
 
-Owns this memory and the reading and writing of single slots.
-
-Shapes: B rows of a forward, T new tokens, N tokens, G KV heads on this rank, D head size. A *slot*
-is an index into the pool seen as [num_blocks * G * block_size, D]: the address of one token of one
-head.
+Shapes: B rows, T new tokens, N tokens, G KV heads on this rank, D head size. A *slot* is an index
+into [num_blocks * G * block_size, D]: one token of one head.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from magicdec.kv.layout import PLAIN, KVLayout
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of a rank's cache. `block_size` and `layout` are the attention backend's choice."""
+    """Sizes of a rank's cache. The attention backend chooses `block_size` and `layout`."""
 
     num_layers: int
     num_kv_heads: int
@@ -31,7 +28,7 @@ class CacheShape:
 
 
 class KVPool:
-    """The tensors `k` and `v` [layers, num_blocks, G, block_size, D], ordered by `shape.layout`."""
+    """The tensors `k` and `v` [layers, num_blocks, G, block_size, D] in `shape.layout`."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -56,7 +53,7 @@ class KVPool:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of one token's K and V in all layers and heads of this rank."""
+        """Bytes of a token's K and V in all layers and heads of this rank."""
         return self.num_bytes // (self.shape.num_blocks * self.shape.block_size)
 
     def read_keys(self, slots: Tensor) -> Tensor:
@@ -79,9 +76,8 @@ class KVPool:
         layout.write_values(self.v[one], flat, v.reshape(tokens))
 
     def copy_from(self, other: KVPool, source: Tensor, target: Tensor) -> None:
-        """Copy K and V of all layers from `other`'s slots `source` to this pool's slots `target`,
-        of one shape. `other` may be this pool: all slots are read before any is written. Where a
-        target occurs twice, its sources must be equal."""
+        """Copy all layers' K and V from slots `source` of `other`, maybe this pool, to slots
+        `target`. All are read before any is written. Sources of a repeated target must be equal."""
         source_layout = other.shape.layout
         layout = self.shape.layout
         source = source.flatten()

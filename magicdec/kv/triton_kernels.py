@@ -1,7 +1,5 @@
-"""The Triton kernel that computes what a forward has to know of its rows: how long they are, and
-which tokens of them attention reads. `kv.view` has the same in torch's operators.
-
-Owns the arithmetic on the device. Import it only if Triton is installed.
+"""The Triton kernel of `kv.kernel_view`: row lengths and visible ranges of a forward. Import it
+only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -30,12 +28,11 @@ def describe_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Writes int64 `lengths` [B], `ranges` [L,B,G,R+1,2], `positions` [B,T] and `reads` [B,2], as
-    `KVView.seq_lens`, `all_ranges`, `positions` and `reads`. Takes the lengths, and the `offsets`
-    of positions (None: 0), of all rows of the cache, and the `rows` [B]. `committed` [B] is None
-    for all tokens of a row. The ranges before the tail are `chosen` [L,B,G,R,2]; if that is None, L
-    and G are 1, and they are sinks and a window of `budget` tokens together, or a window alone.
-    `window` is the model's. Programs: (B, L, G)."""
+    """Writes int64 `lengths` [B], `ranges` [L,B,G,R+1,2], `positions` [B,T] and `reads` [B,2] of
+    `KVView`, from lengths and `offsets` (or 0) of all cache rows. `committed` [B] is None for
+    all tokens. Ranges are `chosen` [L,B,G,R,2], or sinks and a window of `budget` tokens
+    together, or a window (L = G = 1), then the tail. `window` is the model's. Programs: (B, L,
+    G)."""
     b = tl.program_id(0)
     layer = tl.program_id(1)
     head = tl.program_id(2)

@@ -1,12 +1,10 @@
-"""KVView: what attention reads in one forward.
+"""KVView: the keys that attention reads in a forward.
 
-A rule (`Visible`) names a few half-open ranges of the committed context, from the lengths alone.
-The uncommitted tail (draft tokens and the forward's own tokens) is always visible as well. Tokens
-outside the ranges are not read at all; they are not masked.
+A rule (`Visible`) names half-open ranges of the committed context by lengths. The uncommitted tail
+(drafts and new tokens) is always visible. Other tokens are not read at all.
 
-The sliding window of a model limits every rule: with a window of W tokens, a token at position p
-sees only positions p - W + 1 to p. Keys that no token of a forward sees are not read either. Where
-some of its tokens see a key and others do not, the backend masks (`attention.backend`).
+Under a sliding window of W tokens, position p sees only p - W + 1 to p. Keys that no token sees are
+not read; backends mask those that only some see.
 """
 
 from __future__ import annotations
@@ -23,16 +21,15 @@ from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 
 
 class Visible(Protocol):
-    """Which committed tokens a forward reads: a policy, or a choice that a policy has made."""
+    """A rule for the committed tokens that a forward reads."""
 
     def ranges(self, committed: Tensor) -> Tensor:
-        """Visible token ranges (start, stop) of rows with `committed` [B] tokens: [B, R, 2], or
-        [L, B, G, R, 2] where each layer and KV head has its own. They are disjoint and ascending
-        and may be empty. Every layer and head of a row sees the same number of tokens."""
+        """Visible ranges (start, stop) of rows with `committed` [B] tokens: [B, R, 2], or [L, B,
+        G, R, 2] by layer and KV head; disjoint, ascending, maybe empty. All layers and heads of
+        a row see equally many tokens."""
 
     def num_visible(self, committed: int) -> int:
-        """The number of tokens in the ranges of a row with `committed` tokens, computed on the
-        host."""
+        """Tokens in the ranges of a row, on the host."""
 
     def most_visible(self, committed: int) -> int:
         """An upper bound of `num_visible` for rows of at most `committed` tokens."""
@@ -41,8 +38,7 @@ class Visible(Protocol):
 
 @dataclass(frozen=True)
 class SinksAndWindow(Visible):
-    """The first `num_sink_tokens` tokens and the newest ones are visible, at most `budget` in
-    all."""
+    """A rule that shows `num_sink_tokens` sinks and the newest tokens, at most `budget` in all."""
 
     num_sink_tokens: int
     budget: int
@@ -60,15 +56,14 @@ class SinksAndWindow(Visible):
 def num_within(
     visible: Visible, committed: Sequence[int], first_keys: Sequence[int]
 ) -> tuple[int, ...]:
-    """As `Visible.num_visible` for each row, but counts only tokens from `first_keys` on."""
+    """`Visible.num_visible` by row, of tokens from `first_keys` on."""
     ranges = visible.ranges(torch.tensor(committed))  # on the CPU: the host reads the result
     ranges = ranges.clamp(min=torch.tensor(first_keys).view(-1, 1, 1))
     return tuple((ranges[..., 1] - ranges[..., 0]).sum(dim=1).tolist())
 
 
 def list_positions(ranges: Tensor, size: int) -> Tensor:
-    """The first `size` positions in the ranges [B, G or 1, R, 2] of each row: [B, G or 1, size].
-    Padded with -1."""
+    """The first `size` positions in ranges [B, G or 1, R, 2]: [B, G or 1, size], padded with -1."""
     stops = (ranges[..., 1] - ranges[..., 0]).cumsum(2)  # where each range ends among the keys
     index = torch.arange(size, device=stops.device).expand(*stops.shape[:2], size).contiguous()
     which = torch.searchsorted(stops, index, right=True)  # the range that key i falls in
@@ -84,7 +79,7 @@ WEIGHTS_BLOCK = 16  # keys of a block whose attention weights are summed
 
 @dataclass(frozen=True)
 class FullView(Visible):
-    """Every committed token is visible, as for the target itself."""
+    """A rule that shows every committed token."""
 
     def ranges(self, committed: Tensor) -> Tensor:
         return torch.stack([torch.zeros_like(committed), committed], dim=1).unsqueeze(1)
@@ -97,7 +92,7 @@ FULL = FullView()
 
 
 class ChosenRanges(Visible):
-    """What each layer and KV head sees of one batch is chosen already, whatever the lengths."""
+    """A rule of ranges already chosen for one batch."""
 
     key_ranges: Tensor  # [L, B, G, R, 2]
 
@@ -107,15 +102,11 @@ class ChosenRanges(Visible):
 
 @dataclass(frozen=True)
 class KVView:
-    """What attention reads for one forward of T new tokens over `rows`.
+    """The keys of one forward of T new tokens over `rows`.
 
-    Rows hold `seq_lens` tokens before the forward, of which the first `committed` are committed.
-    New token t of a row has position seq_lens + t. It sees the ranges and every tail token up to
-    itself, but only the last `window` positions of these.
-
-    `lengths` and `num_visible` are the host's numbers. They are exact, except for captured rows,
-    where they are upper bounds.
-    """
+    Rows hold `seq_lens` tokens, the first `committed` of them committed. New token t has
+    position seq_lens + t and sees the ranges and the tail up to itself, within its last `window`
+    positions. `lengths` and `num_visible` are the host's; upper bounds for captured rows."""
 
     cache: KVCache
     rows: tuple[int, ...]
@@ -132,24 +123,21 @@ class KVView:
 
     @property
     def first_keys(self) -> tuple[int, ...]:
-        """The first position of each row that its new tokens may see, on the host."""
+        """The first position that new tokens of a row may see, on the host."""
         return tuple(first_key(length, self.window) for length in self.lengths)
 
     @property
     def per_head(self) -> bool:
-        """Whether each layer and KV head has ranges of its own."""
         return self.ranges.ndim == 5
 
     @property
     def num_weight_blocks(self) -> int:
-        """The number of blocks of WEIGHTS_BLOCK positions that the longest row has, its new tokens
-        included."""
+        """Blocks of WEIGHTS_BLOCK positions in the longest row with its new tokens."""
         return -(-(max(self.lengths) + self.num_new) // WEIGHTS_BLOCK)
 
     @cached_property
     def all_ranges(self) -> Tensor:
-        """The ranges, with the tail and the new tokens as the last one: [L or 1, B, G or 1, R+1,
-        2]."""
+        """The ranges, then the tail with the new tokens: [L or 1, B, G or 1, R+1, 2]."""
         ranges = self.ranges if self.per_head else self.ranges[None, :, None]
         start = self.committed
         if self.window is not None:
@@ -159,35 +147,31 @@ class KVView:
         return torch.cat([ranges, tail], dim=3)
 
     def layer_ranges(self, layer: int) -> Tensor:
-        """The ranges that a layer sees, with the tail and the new tokens: [B, G, R+1, 2], or
-        [B, 1, R+1, 2] if all heads see the same."""
         return self.all_ranges[layer if self.per_head else 0]
 
     def count_keys(self) -> Tensor:
-        """The number of visible keys of each row, its new tokens included: int64 [B]."""
+        """Visible keys of each row, new tokens included: int64 [B]."""
         first_head = self.layer_ranges(0)[:, 0]  # every head sees the same number
         return (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
 
     def reads(self, rows: BatchRows) -> Tensor:
-        """What is counted of a captured forward, int64 [B, 2]: the keys that each row reads, and 1;
-        two zeros for rows that have ended."""
+        """Counts of a captured forward, int64 [B, 2]: a row's keys, and 1; zeros for ended rows."""
         return torch.stack([self.count_keys() * rows.active, rows.active], dim=1)
 
     def positions(self) -> Tensor:
-        """Positions of the new tokens in their text, [B, T]. They differ by `offsets` from those in
-        the cache if it holds only selected tokens."""
+        """Positions of new tokens in their text, [B, T]: those in the cache plus `offsets`."""
         positions = self.query_positions()
         if self.offsets is None:
             return positions
         return positions + self.offsets[self.row_index].unsqueeze(1)
 
     def query_positions(self) -> Tensor:
-        """Positions of the new tokens in the cache, [B, T]."""
+        """Positions of new tokens in the cache, [B, T]."""
         return self.seq_lens.unsqueeze(1) + torch.arange(self.num_new, device=self.seq_lens.device)
 
     def key_positions(self, layer: int = 0) -> Tensor:
-        """The positions in the cache of all visible keys, new tokens included, in ascending order:
-        [B, G, N], or [B, 1, N] if all heads see the same. Padded with -1 to the longest row."""
+        """Ascending cache positions of visible keys, new tokens included: [B, G or 1, N], padded
+        with -1."""
         return list_positions(self.layer_ranges(layer), max(self.num_visible) + self.num_new)
 
 
@@ -200,8 +184,8 @@ def make_view(
     window: int | None = None,
     offsets: Tensor | None = None,
 ) -> KVView:
-    """The view of `rows` under a rule. `committed` defaults to all tokens that the rows hold. A
-    rule whose heads have ranges of their own must keep them within the `window` itself."""
+    """The view of `rows` under a rule. `committed` defaults to all tokens. Ranges by head must
+    lie within the `window` already."""
     device = cache.seq_lens.device
     rows = BatchRows.of(rows, device)
     before = cache.lengths_of(rows)
@@ -246,7 +230,6 @@ def host_numbers(
     window: int | None,
     per_head: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """`lengths`, `num_visible` and `is_full` of a view of rows that hold `before` tokens."""
     if rows.is_captured:
         lengths = (cache.tokens_per_row - num_new,) * len(rows)
         seen, is_full = _captured_bounds(lengths, rows, visible, committed is None, window)
@@ -264,8 +247,6 @@ def _exact_bounds(
     per_head: bool,
     window: int | None,
 ) -> tuple[tuple[int, ...], bool]:
-    """The number of tokens that each row of these lengths sees, and whether these are all in its
-    window."""
     first_keys = tuple(first_key(length, window) for length in lengths)
     is_cut = any(first_keys)
     if is_cut and not per_head:
@@ -287,7 +268,7 @@ def _captured_bounds(
     is_committed: bool,
     window: int | None,
 ) -> tuple[tuple[int, ...], bool]:
-    """The same for captured rows, whose lengths are at most these."""
+    """Bounds for captured rows of at most `lengths` tokens."""
     assert rows.max_tail is not None, "the rows are captured"
     longest = max(lengths)
     most = visible.most_visible(longest)

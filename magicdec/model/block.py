@@ -1,9 +1,5 @@
-"""Block: one decoder layer, of attention and an MLP, each behind a norm, on a tensor-parallel
-shard.
-
-Must not know of caches, policies or attention backends: the caller passes attention as a callable.
-The result for a row does not depend on the other rows of the batch. RMS norm: Zhang & Sennrich
-2019.
+"""Block: a decoder layer of attention and an MLP, each behind a norm, on a tensor-parallel shard. A
+row's result does not depend on other rows. RMS norm: Zhang & Sennrich 2019.
 
 Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head size.
 """
@@ -31,9 +27,6 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """The projections and the activation between the norm and the residual addition, gated or not,
-    with the all-reduce over ranks."""
-
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         first, last = shard.split(config.intermediate_size)
@@ -48,7 +41,7 @@ class MLP(nn.Module):
         return row_parallel(self.hidden(x), self.down, reduce)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """The input of the down projection, [B, T, this rank's share of intermediate_size]."""
+        """The down projection's input, [B, T, this rank's share of intermediate_size]."""
         both = self.gate_up(x)
         if not self.is_gated:
             return self.activate(both)
@@ -70,13 +63,11 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
-    """RMS norm, or layer norm with a bias."""
     kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
     return kind(config.hidden_size, config.norm_eps)
 
 
 def add_norm(norm: RMSNorm | nn.LayerNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(x + y, norm(x + y))."""
     if isinstance(norm, RMSNorm):
         return norm.elementwise.add_rms_norm(x, y, norm.weight, norm.eps)
     total = x + y
@@ -114,7 +105,7 @@ class Attention(nn.Module):
         return row_parallel(self.mix(x, layer, encode, attend), self.output, reduce)
 
     def mix(self, x: Tensor, layer: int, encode: PositionEncoding, attend: Attend) -> Tensor:
-        """The input of the output projection, [B, T, H * D]."""
+        """The output projection's input, [B, T, H * D]."""
         rows, num_tokens, _ = x.shape
         heads = self.qkv(x).view(rows, num_tokens, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -146,8 +137,8 @@ class Block(nn.Module):
         attend: Attend,
         reduce: Reduce,
     ) -> tuple[Tensor, Tensor]:
-        """The layer of the hidden states x + y, or x, [B, T, hidden]. Returns two summands as well:
-        the next layer's norm adds them, which saves a pass over them."""
+        """The layer of hidden states x + y, or x, [B, T, hidden]. It returns two summands too:
+        the next norm adds them, which saves a pass."""
         if y is None:
             normed = self.attention_norm(x)
         else:

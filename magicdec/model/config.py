@@ -1,6 +1,5 @@
-"""ModelConfig: the architecture of a decoder. Imports no torch.
-
-Owns the meaning of every architecture field; `families/hf_config.py` reads the files.
+"""ModelConfig: the architecture of a decoder, read from files by `families/hf_config.py`. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ MOST_THETA = 1e30  # of which float32 still holds all powers that the rotation n
 
 
 def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
-    """Raises ValueError, naming the field of config.json, unless `above` < value <= most. NaN and
-    infinity never are."""
+    """Raise ValueError for a config field unless `above` < value <= most, and finite."""
     if not (math.isfinite(value) and above < value <= most):
         limit = "" if math.isinf(most) else f" and at most {most:g}"
         raise ValueError(f"{name} {value} must be a finite number above {above:g}{limit}")
@@ -35,10 +33,9 @@ class RopeConfig:
     """Rotary position embedding: base and frequency scaling (RoFormer; Llama-3.1 model card for
     `llama3`; Peng et al. 2023 for `yarn`).
 
-    The first `rotary_dim` dimensions of each head are rotated (None: all). A pair of dimensions
-    lies half of `rotary_dim` apart, or side by side if `interleaved`. `dynamic` uses the unscaled
-    table and is limited to the trained length. `attention_factor` multiplies the rotated
-    dimensions of q and k."""
+    The first `rotary_dim` dimensions of a head are rotated (None: all), in pairs half of that
+    apart, or adjacent if `interleaved`. `dynamic` uses the unscaled table up to the trained
+    length. `attention_factor` multiplies rotated dimensions of q and k."""
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -71,14 +68,12 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder; the defaults are Llama's. Sizes are those of the whole model;
-    `distributed.tensor_parallel.Shard` computes a rank's share.
+    """A decoder, Llama by default, with sizes of the whole model (`Shard` computes a rank's).
 
-    `norm`: RMS norm, or layer norm with a bias. `positions`: rope, learned position embeddings, or
-    ALiBi (Press et al. 2022). `residual`: in a sequential block the MLP follows attention; in a
-    parallel block both read the block's input, through two norms (parallel) or through one
-    (parallel_shared_norm). `gated_mlp`: the MLP has a gate and an up projection instead of an up
-    projection alone. `qk_norm`: an RMS norm on every head of q and k."""
+    `norm`: RMS, or layer norm with a bias. `positions`: rope, learned, or ALiBi (Press et al.
+    2022). `residual`: the MLP follows attention (sequential), or both read the block's input,
+    through two norms (parallel) or one (parallel_shared_norm). `qk_norm`: an RMS norm on every
+    head of q and k."""
 
     name: str
     vocab_size: int
@@ -130,13 +125,12 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def cached_head_dim(self) -> int:
-        """Head size in attention and in the KV cache. With ALiBi a key holds its position in extra
-        dimensions, and the sum is rounded up to a head size that the CPU kernel supports."""
+        """Head size in attention and the KV cache. ALiBi keys hold positions in extra
+        dimensions, rounded up to a size that the CPU kernel supports."""
         if self.positions != "alibi":
             return self.head_dim
         return -(-(self.head_dim + ALIBI_DIMS) // KERNEL_DIMS) * KERNEL_DIMS
@@ -151,12 +145,11 @@ class ModelConfig:
 
     @property
     def num_reduces(self) -> int:
-        """All-reduces per layer. A parallel block sums both of its outputs in one all-reduce."""
         return 2 if self.residual == "sequential" else 1
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of all norms except the embedding's. Every rank holds all of them."""
+        """Parameters of all norms except the embedding's, on every rank."""
         each = self.hidden_size * (2 if self.norm == "layer" else 1)
         of_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
         return self.num_layers * (of_layer + 2 * self.head_dim * self.qk_norm) + each

@@ -1,11 +1,8 @@
-"""Detokenizer: the text of tokens that come one after the other, in pieces that are never taken
-back.
+"""Detokenizer: the text of successive tokens, in pieces that are never taken back.
 
-A token need not be text by itself. It may be a part of a character, or stand for a blank only after
-other text. So a piece is the difference of two texts: that of a few tokens before, and that of the
-same tokens with the new ones behind them. Decoding a few tokens again instead of all of them keeps
-the time of a long output proportional to its length. vLLM and Hugging Face's `DecodeStream` do the
-same.
+A token may be part of a character, or a blank only after other text. So a piece is the difference
+between the texts of a few tokens with and without the newest, as in vLLM and Hugging Face's
+`DecodeStream`, in linear time.
 """
 
 from __future__ import annotations
@@ -16,20 +13,18 @@ from magicdec.model.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not yet
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""The piece of a token that is one byte of a character. Decoders look at a whole run of them: one
-byte that does not fit makes all of the run unreadable."""
+"""The piece of a token that is one byte of a character. One byte that does not fit makes its whole
+run of bytes unreadable."""
 
 
 class Detokenizer:
-    """The pieces of text of one request. `add` takes its next token, `finish` ends the text. All
-    pieces joined are `Tokenizer.show` of all tokens."""
+    """The text pieces of a request: joined, they are `Tokenizer.show` of all tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a text. `show` decodes what follows a token without piece as a text of its own."""
         self._ids: list[int] = []
         self._num_chars = 0  # of the text of `_ids`, returned so far
         self._num_done = 0  # tokens whose text was returned
@@ -38,7 +33,7 @@ class Detokenizer:
         self._before = ""  # the text of the tokens from `_first` to `_num_done`
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token, and was not before; often none."""
+        """The text that is certain only with this token; often none."""
         if token not in self._tokenizer.pieces:
             rest = self.finish()
             return f"{rest}<id {token}>"
@@ -61,8 +56,8 @@ class Detokenizer:
         return rest
 
     def _is_within_bytes(self, token: int) -> bool:
-        """Whether a byte may still follow the newest ones: only text ends their run, special tokens
-        do not."""
+        """Whether a byte may follow the newest ones: only text ends their run, special tokens do
+        not."""
         if BYTE.fullmatch(self._tokenizer.pieces[token]):
             self._has_open_bytes = True
         elif self._has_open_bytes:
@@ -70,9 +65,8 @@ class Detokenizer:
         return self._has_open_bytes
 
     def _advance(self, text: str) -> None:
-        """All tokens have given their text; `text` is that from `_first` on. The newest ones alone
-        will do as those before the next, unless they have no text: a decoder drops the blank that a
-        text begins with."""
+        """Take `text` as given. The newest tokens alone are decoded before the next, unless they
+        have no text: a decoder drops a text's first blank."""
         newest = self._decode(self._num_done)
         if newest:
             self._first = self._num_done

@@ -1,8 +1,5 @@
-"""EmulatedModel: stands in for a model, or for a part of one, on a machine that is not there. A
-forward sleeps in place of computing, and token p + 1 follows position p.
-
-It has the shapes and the interface of a `Transformer`, so that caches, batches, rings and pipelined
-speculation serve it as they serve a model, and all of them emit the same tokens.
+"""EmulatedModel: a stand-in for a model, or a part of one, on a machine that is not there. A
+forward sleeps, and token p + 1 follows position p, through any system that serves a `Transformer`.
 """
 
 from __future__ import annotations
@@ -23,10 +20,9 @@ BASE = 256  # integers up to it are exact in bfloat16
 
 
 class EmulatedModel(Transformer):
-    """Takes `seconds` for a forward of any size, in equal shares for each of its layers. It counts
-    from when the message was due that it answers, or the forward before was due to end (`Due`), so
-    that what the rank does between is a part of its time. What leaves its last layer names the
-    position of a token."""
+    """A model whose forward takes `seconds` at any size, in equal shares by layer, counted from
+    when its message, or the end of the last forward, was due (`Due`). Its last layer puts out a
+    token's position."""
 
     def __init__(
         self,
@@ -37,7 +33,7 @@ class EmulatedModel(Transformer):
         seconds: float,
         like: Tensor,
     ) -> None:
-        """`like` has the dtype and the device of the weights that there would be."""
+        """`like` has the dtype and device of the missing weights."""
         nn.Module.__init__(self)
         self.set_part(config, shard, layers, has_ends)
         self.elementwise = Elementwise()
@@ -56,7 +52,6 @@ class EmulatedModel(Transformer):
         num_outputs: int | None = None,
         before_layer: BeforeLayer = lambda layer: None,
     ) -> Tensor:
-        """As `Transformer.forward`."""
         DUE.begin()
         for layer in self.layers:
             before_layer(layer)
@@ -71,7 +66,7 @@ class EmulatedModel(Transformer):
         return self.logits(hidden) if self.has_head else hidden
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's logits [B, T, V]: 1 for the token that follows, 0 for all others."""
+        """This rank's logits [B, T, V]: 1 for the following token, else 0."""
         places = torch.tensor([BASE**i for i in range(DIGITS)], device=x.device)
         positions = (x[..., :DIGITS].long() * places).sum(dim=-1)
         first, last = self.head_rows
@@ -81,5 +76,4 @@ class EmulatedModel(Transformer):
 
 
 def following_tokens(prompt_len: int, count: int, vocab_size: int) -> list[int]:
-    """The output of a request, by an emulated model."""
     return [(prompt_len + i) % vocab_size for i in range(count)]

@@ -1,17 +1,12 @@
-"""Position encodings in attention: RoPE, ALiBi, or none if positions were added to the embedding.
+"""Position encodings in attention: RoPE, ALiBi, or none after learned ones. A `PositionEncoding` is
+made once a forward and called by every layer.
 
-Owns what is done to q, k and v between their projection and attention, and RoPE's float32 tables of
-cos and sin, which `elementwise.operators.apply_rope` applies. A `PositionEncoding` is made once per
-forward and called by every layer.
-
-Frequencies of RoPE: default: no scaling; linear: Chen et al. 2023, position interpolation; llama3:
-Llama-3.1 release; yarn: Peng et al. 2023, section 3.2. `dynamic` would change the frequencies once
-the context exceeds the trained length, but cached keys are rotated already. `dynamic` therefore
-uses the unscaled table, and `setup.prepare` refuses longer contexts before the run. YaRN's
-attention temperature is not part of the table: `rotate` applies it.
+RoPE frequencies: linear: Chen et al. 2023, position interpolation; llama3: Llama-3.1 release; yarn:
+Peng et al. 2023, section 3.2. `dynamic` uses the unscaled table, because cached keys are rotated
+already, and `setup.prepare` refuses longer contexts. `rotate` applies YaRN's attention temperature.
 
 Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head size, R rotated
-dimensions of a head, D or less.
+dimensions of a head.
 """
 
 from __future__ import annotations
@@ -36,8 +31,7 @@ DIGIT = 256  # a position below 256^2 is stored as two digits, both exact in bfl
 def rotate(
     rows: Tensor, rope: RopeConfig, elementwise: Elementwise | None = None
 ) -> PositionEncoding:
-    """RoPE with the rows [B, T, 2, R/2] of the table at the tokens' positions. `elementwise`
-    rotates, perhaps in place."""
+    """RoPE with the table's rows [B, T, 2, R/2] at the tokens' positions, maybe in place."""
     elementwise = elementwise or Elementwise()
 
     def encode(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,8 +46,8 @@ def rotate(
 
 
 def _scale_queries(q: Tensor, rows: Tensor, rope: RopeConfig) -> Tensor:
-    """q [B,T,H,D] with the rotated dimensions multiplied by YaRN's attention factor squared: once
-    for q and once for k."""
+    """q [B,T,H,D] with rotated dimensions times YaRN's attention factor squared: for q and for
+    k."""
     size = 2 * rows.shape[-1]
     scale = rope.attention_factor**2
     if size == q.shape[-1]:
@@ -62,7 +56,6 @@ def _scale_queries(q: Tensor, rows: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def split_heads(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """No position encoding in attention: heads are only split into q, k and v."""
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     return q, k, v
 
@@ -70,10 +63,10 @@ def split_heads(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tenso
 def alibi(positions: Tensor, slopes: Tensor, size: int) -> PositionEncoding:
     """ALiBi without an attention bias: `slopes` [H] of this rank, heads padded to `size` = D'.
 
-    ALiBi adds slope * (key position - query position) to each score. The query's term is the same
-    for all keys, so the softmax cancels it. The key's term is computed in extra dimensions: k holds
-    its position as two digits, q holds the slope times each digit's weight. Attention divides
-    scores by sqrt(D'), so q is multiplied by sqrt(D' / D) and the slopes by sqrt(D')."""
+    ALiBi adds slope * (key position - query position) to scores. The softmax cancels the query's
+    term. The key's term lies in extra dimensions: k holds its position as two digits, q the
+    slope times each digit's weight. Scores are divided by sqrt(D'), so q is multiplied by
+    sqrt(D' / D), slopes by sqrt(D')."""
 
     weights = torch.stack([slopes * DIGIT, slopes], dim=1) * math.sqrt(size)  # [H, 2]
     digits = torch.stack([positions // DIGIT, positions % DIGIT], dim=-1).unsqueeze(2)
@@ -94,9 +87,8 @@ def alibi(positions: Tensor, slopes: Tensor, size: int) -> PositionEncoding:
 
 
 def alibi_slopes(config: ModelConfig) -> Tensor:
-    """Slopes of all n query heads, float32 [n]: 2^(-8 i / n), i = 1 .. n, if n is a power of two.
-    Otherwise the slopes for the next lower power of two, followed by every other slope for the next
-    higher one, until there are n."""
+    """Slopes of all n query heads, float32 [n]: 2^(-8 i / n), i = 1 .. n, for powers of two;
+    else those of the next lower power, then every other of the next higher one."""
     num_heads = config.num_heads
     power = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -119,7 +111,6 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Keep high frequencies, divide low ones by `factor`, interpolate between the thresholds."""
     old_length = config.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     blend = (old_length / wavelengths - config.low_freq_factor) / (
@@ -130,9 +121,8 @@ def _llama3_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Keep the frequency of pairs that rotate more than `beta_fast` times within the trained
-    length, divide it by `factor` for pairs that rotate fewer than `beta_slow` times, and
-    interpolate by the pair's index in between."""
+    """Keep the frequency of pairs that rotate over `beta_fast` times within the trained length,
+    divide it by `factor` under `beta_slow`, interpolate by index between."""
     size = 2 * len(frequencies)
 
     def pair_that_turns(times: float) -> float:
@@ -152,6 +142,6 @@ def _yarn_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def rope_table(config: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
-    """cos and sin of every position and pair, float32 [max_positions, 2, R/2]."""
+    """cos and sin by position and pair, float32 [max_positions, 2, R/2]."""
     angles = torch.outer(torch.arange(max_positions).float(), rope_frequencies(config, head_dim))
     return torch.stack([angles.cos(), angles.sin()], dim=1)

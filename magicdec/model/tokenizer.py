@@ -1,8 +1,5 @@
-"""Tokenizers: text to token ids and back, for both file formats that a checkpoint may have.
-
-Owns the choice of the format from the files in a directory. Both behave alike: the text is
-encoded as plain text and no special tokens are added. A tokenizer library is imported only when a
-file of its format is opened.
+"""Tokenizers for both file formats of a checkpoint. Text is encoded as plain text, without special
+tokens. A library is imported only for a file of its format.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The vocabulary of a file, and a library that encodes and decodes by it. Special tokens are
-    ids only: no text encodes to one."""
+    """A vocabulary, and functions that encode and decode by it. No text encodes to special
+    tokens."""
 
     path: Path
     pieces: dict[int, str]
@@ -32,17 +29,17 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id (a model's own vocabulary may be padded beyond it)."""
+        """One more than the largest id (a model may pad beyond it)."""
         return max(self.pieces, default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the whole text, without BOS or EOS; a special token's name is plain text."""
+        """Ids of the whole text, without BOS or EOS; special tokens' names are plain text."""
         with _refusing(self.path, "the text cannot be encoded"):
             return list(self.encode_plain(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens give none. Raises ValueError for an id that has no piece:
-        one of the libraries would skip it, the other raise."""
+        """Text of the ids; special tokens give none. Raises ValueError for an id without piece,
+        which one library would skip."""
         last = self.vocab_size - 1
         for i in ids:
             if not 0 <= i <= last:
@@ -50,8 +47,8 @@ class Tokenizer:
         return self.decode_known(list(ids))
 
     def show(self, ids: Sequence[int]) -> str:
-        """Text of the ids for people to read. An id that has no piece, such as the padding of a
-        model's vocabulary, is shown as "<id 2050>"."""
+        """Text of the ids for people. An id without piece, such as vocabulary padding, is shown
+        as "<id 2050>"."""
         shown = ""
         known = list[int]()
         for i in ids:
@@ -63,16 +60,16 @@ class Tokenizer:
         return shown + (self.decode_known(known) if known else "")
 
     def vocabulary_hash(self) -> str:
-        """sha256 (hex) of the id -> piece map: equal for two formats of one vocabulary."""
+        """sha256 (hex) of the id -> piece map, equal for both formats of a vocabulary."""
         listing = json.dumps(sorted(self.pieces.items()), separators=(",", ":"))
         return hashlib.sha256(listing.encode("ascii")).hexdigest()
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, from the first file of LOADERS that it holds.
+    """The tokenizer of a checkpoint directory, from the first file of LOADERS in it.
 
-    Raises ValueError when the directory holds none of them, or when the first one found cannot be
-    read or is corrupt. The next file is not tried, because it might hold another vocabulary.
+    Raises:
+        ValueError: there is none, or the first is corrupt. The next might hold another vocabulary.
     """
     for name, load in LOADERS.items():
         path = directory / name
@@ -88,9 +85,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 @contextmanager
 def _refusing(path: Path, what: str) -> Iterator[None]:
-    """Raises ValueError, naming the file and what is wrong, for any error of a library, which
-    raises nothing narrower. A panic of Rust code, such as one of a pattern that takes for ever, is
-    no `Exception`."""
+    """Raise ValueError, with file and reason, for any error of a library; panics of Rust are no
+    `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -101,7 +97,6 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
 
 
 def load_json(path: Path, data: bytes) -> Tokenizer:
-    """A `tokenizer.json`, run by the `tokenizers` library."""
     import tokenizers
 
     with _refusing(path, "is not a `tokenizers` file"):

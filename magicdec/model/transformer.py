@@ -1,8 +1,5 @@
-"""The decoder: a transformer for any contiguous range of layers and any tensor-parallel shard.
-
-Owns the computation from token ids to logits. It must not know of model families or checkpoints
-(`weight_map` does), nor of caches, policies or attention backends: the caller passes attention as a
-callable, `attend(layer, q, k, v) -> output`.
+"""The decoder, from token ids to logits: a transformer for any contiguous range of layers and any
+tensor-parallel shard. The caller passes attention: `attend(layer, q, k, v) -> output`.
 
 Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head size, V vocabulary
 rows on this rank.
@@ -46,9 +43,8 @@ forward."""
 
 
 class Embedding(nn.Embedding):
-    """An embedding without random initialization on the meta device. There is nothing to
-    initialize there, but `normal_` would import torch's compiler: 130 MB and a second per
-    process."""
+    """An embedding without initialization on the meta device, where `normal_` would import
+    torch's compiler: 130 MB and a second per process."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -56,12 +52,11 @@ class Embedding(nn.Embedding):
 
 
 class Transformer(nn.Module):
-    """Layers `layers` of the model, with the embedding if they include the first layer, and with
-    the final norm and the head if they include the last.
+    """Layers `layers` of the model, with the embedding before the first, and the final norm and
+    head after the last.
 
-    `has_ends` changes that for the stages of a ring, whose first stage reads the token ids and
-    computes the logits: True gives these layers the embedding, the norm and the head; False gives
-    them none of these."""
+    `has_ends` overrides that for stages of a ring: True gives these layers embedding, norm and
+    head; False none."""
 
     rope: Tensor
     slopes: Tensor
@@ -98,7 +93,6 @@ class Transformer(nn.Module):
     def set_part(
         self, config: ModelConfig, shard: Shard, layers: range | None, has_ends: bool | None
     ) -> None:
-        """Which part of the model this is."""
         self.config = config
         self.shard = shard
         self.layers = range(config.num_layers) if layers is None else layers
@@ -111,8 +105,8 @@ class Transformer(nn.Module):
         self.head_rows = shard.split(config.vocab_size)
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
-        """Prepare the position encoding on `device`: ALiBi's slopes, or a rotary table for at least
-        the positions 0 .. max_positions - 1."""
+        """Prepare ALiBi's slopes, or a rotary table for at least positions 0 .. max_positions -
+        1."""
         config = self.config
         if config.positions == "alibi":
             first, last = self.shard.heads(config.num_heads, config.num_kv_heads)[0]
@@ -131,12 +125,9 @@ class Transformer(nn.Module):
         num_outputs: int | None = None,
         before_layer: BeforeLayer = lambda layer: None,
     ) -> Tensor:
-        """Token ids [B,T], or hidden states [B,T,hidden] unless this part has the embedding, to
-        this rank's logits [B,T,V], or to hidden states unless this part has the last layer and the
-        head.
-
-        After the last layer, only the last `num_outputs` positions are kept, by default all.
-        """
+        """Token ids [B,T], or hidden states [B,T,hidden] without the embedding, to this rank's
+        logits [B,T,V], or hidden states without last layer and head. After the last layer only
+        the last `num_outputs` positions are kept, by default all."""
         if self.has_embedding:
             x = self._embed(x, positions)
         encode = self._position_encoding(positions)
@@ -155,7 +146,7 @@ class Transformer(nn.Module):
 
     @property
     def width_out(self) -> int:
-        """The last size of what `forward` returns: this rank's vocabulary, or the hidden size."""
+        """The last size of `forward`'s result: this rank's vocabulary, or the hidden size."""
         first, last = self.head_rows
         return last - first if self.is_last and self.has_head else self.config.hidden_size
 
@@ -185,32 +176,30 @@ class Transformer(nn.Module):
 
     @property
     def tied_head(self) -> Tensor:
-        """[V, hidden]: this rank's rows of the embedding, which are also the head's weights."""
+        """[V, hidden]: this rank's rows of the embedding, as weights of the head."""
         return self.embedding.weight[self.head_rows[0] : self.head_rows[1]]
 
     def to_int8(self) -> None:
-        """Replace all linear layers by int8 ones with empty weights and scales, which the loader
-        fills."""
         assert self.head is not None if self.has_head else True, "int8 models have a head"
         exchange(self, to_int8)
 
     def use(self, elementwise: Elementwise) -> None:
-        """Compute RMS norms, rotary embedding and SiLU gates with `elementwise`. Layer norms and
-        other activations are always torch's operators."""
+        """Compute RMS norms, rotary embedding and SiLU gates with `elementwise`. Other norms and
+        activations are torch's."""
         for part in self.modules():
             if isinstance(part, RMSNorm | MLP | Transformer):
                 part.elementwise = elementwise
 
     def pack(self) -> None:
-        """Pack the weights of all linear layers for the kernels of `packed.cpp`. Raises ValueError
-        unless they are bfloat16 or int8."""
+        """Pack the weights of all linear layers for `packed.cpp`. Raises ValueError unless
+        bfloat16, float32 or int8."""
         exchange(self, pack)
         if self.has_head and self.head is None:
             self.head = PackedLinear(self.tied_head)
 
     def with_linears(self, make: Callable[[Linear], Linear]) -> Transformer:
-        """A model that shares everything with this one but its linear layers, which `make` makes of
-        this one's. A tied head becomes a layer of its own."""
+        """A model that shares all but its linear layers, which `make` makes. A tied head becomes
+        a layer of its own."""
         memo: dict[int, Any] = {id(each): each for each in self.parameters()}
         layers = [m for m in self.modules() if isinstance(m, nn.Linear | PackedLinear | Int8Linear)]
         memo |= {id(layer): make(layer) for layer in layers}

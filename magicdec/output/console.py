@@ -1,9 +1,5 @@
-"""What the user sees while a command runs and when it ends: the console that prints tables, and
-progress on stderr. Progress comes from the leading rank only: a bar on a terminal, a plain line
-every ten seconds elsewhere.
-
-Imports rich only when something is printed.
-"""
+"""The console that prints tables, and progress on stderr of the leading rank: a bar on a terminal,
+lines elsewhere. Imports rich only to print."""
 
 from __future__ import annotations
 
@@ -35,21 +31,20 @@ ACTING = {
 
 
 def printable(text: str) -> str:
-    """A text of a file as it can be shown: what a terminal would act on is escaped."""
+    """A text in which control characters for a terminal are escaped."""
     return text.translate(ACTING)
 
 
 def escape_what_has_no_code() -> None:
-    """Let standard output and errors show a character that their encoding lacks, such as an umlaut
-    where it is ASCII, as an escape, instead of ending the program."""
+    """Let standard streams escape characters that their encoding lacks, instead of ending the
+    program."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def make_console(to_stderr: bool = False) -> Console:
-    """The console for tables. Text is printed as it is, because a path or an error message may hold
-    [brackets] and :colons:. In a file or a pipe, lines are wide enough that no number is cut."""
+    """The console for tables. Text is printed as it is; in a file or a pipe, numbers stay whole."""
     from rich.console import Console
 
     is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
@@ -58,13 +53,10 @@ def make_console(to_stderr: bool = False) -> Console:
 
 
 def labelled(label: str, text: str, indent: int = 11) -> str:
-    """A label and a text beside it."""
     return f"{label:<{indent - 1}} {text}"
 
 
 def spinner(text: str, is_leader: bool) -> AbstractContextManager[object]:
-    """Shows that the program is busy: a spinner on the leading rank's terminal, nothing
-    elsewhere."""
     if is_leader and sys.stderr.isatty():
         return make_console(to_stderr=True).status(text)
     return nullcontext()
@@ -86,8 +78,7 @@ class Silent:
 
 
 class Lines:
-    """For logs: a line after the first ten seconds of a task, and one every ten seconds after
-    that."""
+    """Progress for logs: a line every ten seconds."""
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
@@ -101,8 +92,8 @@ class Lines:
 
 
 class ProgressBar:
-    """A rich bar. It is drawn only when the task advances: a thread that refreshes it would compete
-    with what is timed."""
+    """A rich bar, drawn only when the task advances: a refreshing thread would compete with what is
+    timed."""
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
@@ -114,7 +105,6 @@ class ProgressBar:
             )
 
     def _bar(self) -> RichProgress:
-        """In a line of the terminal: of a long name, the end is cut."""
         from rich import progress
         from rich.table import Column
 
@@ -132,7 +122,7 @@ class ProgressBar:
 
 
 def telling(tell: Callable[[int], None], every_s: float) -> Advance:
-    """Calls `tell` with what is done so far, at most once in so many seconds."""
+    """An `Advance` that calls `tell` with the progress, at most once in `every_s`."""
     last = time.monotonic()
     done = 0
 

@@ -1,7 +1,5 @@
-"""How figures look and how they are written: colours that colour-blind readers can tell apart
-(Okabe and Ito 2008), each with a marker, a line style and a hatch of its own, so that
-figures can be read in grey print too. Imports matplotlib only when something is drawn.
-"""
+"""The style and writing of figures: colours for colour-blind readers (Okabe and Ito 2008), with
+markers, lines and hatches for grey print. Imports matplotlib only to draw."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_picture(flag: str, path: Path) -> None:
-    """Raises ValueError, naming the flag, if the name of `path` says no format of pictures."""
+    """Raises ValueError, naming the flag, if `path` ends in no format of pictures."""
     if path.suffix not in FORMATS:
         raise ValueError(f"{flag} {path}: the name must end in {' or '.join(FORMATS)}")
 
@@ -62,8 +60,8 @@ def look(index: int) -> SeriesStyle:
 
 @contextmanager
 def styled(salt: str = "magicdec") -> Iterator[None]:
-    """The settings of every figure, while it is drawn and saved. The same figure with the same
-    `salt` makes the same SVG."""
+    """The settings of every figure while it is drawn and saved. Equal figures with equal `salt`
+    make equal SVGs."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": salt}, STYLE):
@@ -74,10 +72,9 @@ def styled(salt: str = "magicdec") -> Iterator[None]:
 def saved_figure(
     flag: str, path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1, **more: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yields a figure of `size` (width and height in inches) and its panels, row by row, to draw
-    on. When the block ends, the figure is written in the format that the name of `path` ends in.
-    `more` goes to `Figure.subplots`. Raises ValueError, naming the flag, if the file cannot be
-    written."""
+    """A figure of `size` (width and height in inches) and its panels, row by row, written at the
+    end in the format of `path`. `more` goes to `Figure.subplots`. Raises ValueError, naming the
+    flag."""
     from matplotlib.figure import Figure
 
     with styled():

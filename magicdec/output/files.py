@@ -1,11 +1,8 @@
-"""Files. Opens what a user names or what lies in a directory that he names: regular files alone, of
-which no more is read than is needed. A pipe or a device, which may never end, is refused before it
-is read; text, lines and JSON have a largest size. An error in reading is an OSError or a ValueError
-that says in a few words what is wrong; the caller names the flag and the path.
+"""Reads and writes files. Imports nothing of this package.
 
-Writes files that are complete or absent: a full disk or Ctrl-C leaves no unfinished file, and an
-error names the file that the user asked for. Also checksums of files, and what is wrong in the
-content of one. Imports nothing of this package.
+Only regular files within a largest size are read: a pipe or a device may never end. Errors are
+OSError or ValueError with a short reason; the caller names flag and path. Written files are
+complete or absent, also on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ KINDS = {
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a name on the command line or in a folder was UTF-8. Python stands for a byte that
-    was not by half a surrogate pair."""
+    """Whether a name was UTF-8; Python writes other bytes as half a surrogate pair."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -47,7 +43,7 @@ def is_utf8(name: str) -> bool:
 
 
 def exists(path: Path | str) -> bool:
-    """Whether there is anything of that name, which need not be one that a file can have."""
+    """Whether the path exists; it need not be a valid name."""
     try:
         return path != "" and Path(path).exists()
     except OSError:  # such as a name that is too long
@@ -59,14 +55,13 @@ def is_folder(path: Path | str) -> bool:
 
 
 def check_regular(path: Path | str) -> None:
-    """Raises OSError for a path that is missing or no regular file, for libraries that open it
-    themselves. Does not open it."""
+    """Raises OSError unless the path is a regular file, for libraries that open it themselves."""
     _check_mode(Path(path).stat().st_mode)
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """The file, opened for reading bytes. Raises OSError if it is missing or no regular file; never
-    waits for a writer of a pipe."""
+    """The file, opened for reading bytes. Raises OSError unless it is regular; never waits for a
+    pipe."""
     check_regular(path)  # opening some devices has an effect
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -78,7 +73,7 @@ def open_regular(path: Path | str) -> BinaryIO:
 
 
 def read_bytes(path: Path | str, most: int = MOST_JSON_BYTES) -> bytes:
-    """All of a file. Raises OSError as `open_regular` does, and for more than `most` bytes."""
+    """All of a file. Raises OSError as `open_regular`, and for more than `most` bytes."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -87,14 +82,14 @@ def read_bytes(path: Path | str, most: int = MOST_JSON_BYTES) -> bytes:
 
 
 def read_text(path: Path | str, most: int = MOST_JSON_BYTES) -> str:
-    """All of a file as text, without a byte-order mark. Raises OSError as `read_bytes` does, and
-    UnicodeDecodeError, a ValueError, for what is not UTF-8."""
+    """All of a file as text, without a byte-order mark. Raises OSError as `read_bytes`, and
+    UnicodeDecodeError, a ValueError."""
     return read_bytes(path, most).decode("utf-8-sig")
 
 
 def lines_of(file: IO[AnyStr], most: int = MOST_LINE_BYTES) -> Iterator[tuple[int, AnyStr]]:
-    """The lines of an open file that are not empty, counted from 1. Raises OSError for a line of
-    more than `most` bytes, or characters of text, of which no more is read."""
+    """The non-empty lines of an open file, counted from 1. Raises OSError for a line of more than
+    `most` bytes or characters."""
     number = 0
     while line := file.readline(most + 1):
         number += 1
@@ -105,8 +100,8 @@ def lines_of(file: IO[AnyStr], most: int = MOST_LINE_BYTES) -> Iterator[tuple[in
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, one line, for what is not JSON, what is nested
-    too deeply, and a whole number of more digits than Python reads."""
+    """The value of a JSON text. Raises ValueError, one line, also for deep nesting and too many
+    digits."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -114,14 +109,13 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def load_json(path: Path | str, most: int = MOST_JSON_BYTES) -> Any:
-    """The value of a JSON file. Raises OSError as `read_bytes` does and ValueError as `parse_json`
-    does."""
+    """The value of a JSON file. Raises OSError as `read_bytes` and ValueError as `parse_json`."""
     return parse_json(read_text(path, most))
 
 
 def load_object(path: Path | str, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object of a file, whose whole numbers, at any depth, are of 64 bits. Raises OSError
-    as `read_bytes` does, and ValueError for what is no such object."""
+    """The JSON object of a file, with numbers of 64 bits. Raises OSError as `read_bytes`, or
+    ValueError."""
     try:
         value = load_json(path, most)
     except ValueError as error:
@@ -134,7 +128,7 @@ def load_object(path: Path | str, most: int = MOST_JSON_BYTES) -> dict[str, Any]
 
 
 def check_integers(key: str, value: Any) -> None:
-    """Raises ValueError, naming the key, for a whole number that no count or length is."""
+    """Raises ValueError, naming the key, for a whole number, at any depth, that exceeds 64 bits."""
     if isinstance(value, int) and not -MOST_INTEGER <= value < MOST_INTEGER:
         raise ValueError(f"{key} is a whole number of {len(str(abs(value)))} digits")
     if isinstance(value, list | dict):
@@ -156,9 +150,9 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def complete_file(flag: str, path: Path) -> Iterator[Path]:
-    """Yields the path of a partial file beside `path`, which takes the place of `path` when the
-    block ends. Links and devices are written to directly. Makes the directory. Raises ValueError,
-    naming the flag and `path`, if the file cannot be written; no partial file is left then."""
+    """The path of a partial file, which replaces `path` at the end of the block. Makes the
+    directory; writes to links and devices directly. Raises ValueError, naming the flag and `path`,
+    and leaves no partial file."""
     is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
     partial = path.with_name(f"{path.stem}.partial{path.suffix}") if is_plain else path
     try:
@@ -179,8 +173,8 @@ def complete_file(flag: str, path: Path) -> Iterator[Path]:
 
 
 def nearest(path: Path) -> Path | None:
-    """What a user may have meant by a path that does not exist: a similar name in the same
-    directory or in one with a similar name, or the same name here. None if nothing is like it."""
+    """An existing path like a missing one: a similar name in the same or a similar directory, or
+    the same name here; or None."""
     for parent in (path.parent, nearest(path.parent) if path.parent.name else None):
         names = list[str]()
         with suppress(OSError):
@@ -192,21 +186,19 @@ def nearest(path: Path) -> Path | None:
 
 
 def no_such(path: Path, kind: str) -> str:
-    """That nothing of this kind is at `path`, and what is."""
     close = nearest(path)
     return f"no such {kind}" + ("" if close is None else f"; did you mean {close}?")
 
 
 def make_new(path: Path) -> None:
-    """Makes an empty file in the place of what there was. If that was a link, what it leads to
-    stays as it is. Raises OSError."""
+    """Make an empty file, replacing a file or a link, whose target stays. Raises OSError."""
     path.unlink(missing_ok=True)
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     os.close(os.open(path, flags, 0o666))
 
 
 def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
-    """The checksum of a file in hexadecimal digits: its sha256, or what `digest` makes of it."""
+    """The checksum of a file in hexadecimal digits: its sha256, or that of `digest`."""
     digest = digest or hashlib.sha256()
     with open_regular(path) as handle:
         while data := handle.read(READ_BYTES):
@@ -215,7 +207,7 @@ def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
 
 
 def first_error(error: ValidationError) -> str:
-    """The first key of a file that is wrong, and why."""
+    """The first wrong key of a file, and why."""
     first = error.errors()[0]
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     key = "".join(parts).strip(".") or "it"

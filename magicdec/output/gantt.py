@@ -1,7 +1,4 @@
-"""Gantt charts: what happened when, with a bar for each span of time.
-
-Imports matplotlib only when something is drawn.
-"""
+"""Gantt charts, with a bar for each span of time. Imports matplotlib only to draw."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
 
 @dataclass(frozen=True)
 class BarStyle:
-    """How bars of one kind look. `height` is a share of the row."""
+    """The look of bars of one kind. `height` is a share of the row."""
 
     colour: str
     height: float = 0.84
@@ -34,7 +31,7 @@ class BarStyle:
 
 @dataclass(frozen=True)
 class GanttBar:
-    """`text` is written on the bar if there is room for it."""
+    """A bar of a row. `text` is written on it if there is room."""
 
     row: int
     begin_s: float
@@ -45,8 +42,8 @@ class GanttBar:
 
 @dataclass(frozen=True)
 class Panel:
-    """`rows` are the names of the rows, first the one at the top. The time goes from `begin_s` to
-    `end_s`. `marks_s` are times with an upright line. Each row is `row_inches` high."""
+    """A panel of `rows` (names from the top, `row_inches` high), with upright lines at
+    `marks_s`."""
 
     title: str
     rows: Sequence[str]
@@ -64,9 +61,8 @@ def draw(
     legend: Mapping[str, BarStyle],
     until_s: float | None = None,
 ) -> None:
-    """Write a picture with the panels below each other, up to a time, in the format that the name
-    of `path` ends in. Raises ValueError, naming the flag, if a panel has too many rows or the file
-    cannot be written."""
+    """Write a picture of the panels, up to `until_s`, in the format of `path`. Raises ValueError,
+    naming the flag, for too many rows in a panel, or if writing fails."""
     from matplotlib.patches import Patch
 
     most = max(sum(map(bool, panel.rows)) for panel in panels)
@@ -121,7 +117,7 @@ def _draw_panel(ax: Axes, panel: Panel, until_s: float | None) -> None:
 
 
 def _together(bars: Sequence[GanttBar], end_s: float) -> dict[tuple[BarStyle, int], list[Any]]:
-    """(begin, length) in ms of the bars that begin before the end, by their look and their row."""
+    """(begin, length) in ms of the bars that begin before the end, by look and row."""
     spans: dict[tuple[BarStyle, int], list[Any]] = {}
     for bar in bars:
         if bar.end_s > bar.begin_s and bar.begin_s < end_s:

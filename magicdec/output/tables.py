@@ -1,6 +1,4 @@
-"""Tables: what a command shows in rows and columns, printed for people or written as Markdown,
-LaTeX or CSV. Imports rich only when a table is printed.
-"""
+"""Tables, printed for people or written as Markdown, LaTeX or CSV. Imports rich only to print."""
 
 from __future__ import annotations
 
@@ -20,30 +18,27 @@ TEXT_WIDTH = 8  # characters that a column of text keeps, in which long words ar
 
 
 class Shown(NamedTuple):
-    """A cell with another text than that of its value. CSV has the value."""
+    """A cell with another text than its value, which CSV has."""
 
     text: str
     value: object
 
 
 class Heading(NamedTuple):
-    """The first cell of a row that heads the rows below it; the others are None. CSV has no such
+    """The first cell of a row that heads the rows below it; the others are None. CSV lacks the
     row."""
 
     text: str
 
 
 class Line(NamedTuple):
-    """A line above a table, in a style of rich."""
-
     text: str
     style: str = ""
 
 
 @dataclass(frozen=True)
 class Column:
-    """`key` heads the column in CSV, in place of the label. Text is broken where the terminal is
-    narrow; a number stands at the right and stays whole."""
+    """A column, headed in CSV by `key`. Text is broken on a narrow terminal; numbers stay whole."""
 
     label: str
     is_text: bool = False
@@ -56,10 +51,8 @@ RULE = ()
 
 @dataclass(frozen=True)
 class Table:
-    """A string in `columns` stands for a column of numbers with that label. A cell of a row is
-    None, which is empty, a `Shown`, or what is shown as `str` does. `above` and `below` are lines
-    of text around the table; the title stands between the first and the table. A table without
-    columns is these lines alone."""
+    """A table with lines `above` and `below`, or these alone. A string in `columns` is a column of
+    numbers with that label. A cell is None (empty), a `Shown`, or shown by `str`."""
 
     columns: Sequence[Column | str] = ()
     rows: Sequence[Sequence[object]] = ()
@@ -74,26 +67,22 @@ class Table:
 
     @property
     def lead(self) -> list[Line]:
-        """The lines before the table, the title last."""
         lines = [*self.above, *([Line(self.title, "italic")] if self.title else [])]
         styled = [Line(each) if isinstance(each, str) else each for each in lines]
         return [Line(printable(text), style) for text, style in styled]
 
     @property
     def tail(self) -> list[str]:
-        """The lines after the table."""
         return list(map(printable, self.below))
 
     @property
     def body(self) -> list[list[str]]:
-        """The texts of the cells; a row without cells is a rule."""
         return [[text_of(cell) for cell in row] for row in self.rows]
 
     def print(self, width: int | None = None) -> None:
-        """Print the table for people, in the width of the terminal. In a file or a pipe it has at
-        most `width` columns, or as many as it needs if its numbers would be broken; without a
-        `width`, lines of text stay whole there. A table that is too wide has no frame, and nothing
-        of it is cut."""
+        """Print the table in the width of the terminal; one that is too wide loses its frame, not
+        its content. In a file or a pipe it has at most `width` columns, or more if numbers would be
+        broken; without `width`, lines of text stay whole."""
         console = make_console()
         if width is not None and not console.is_terminal:
             console.width = width if self._least_width() <= width else 10 * FILE_WIDTH
@@ -106,7 +95,6 @@ class Table:
             console.print(text, soft_wrap=is_whole)
 
     def _print_columns(self, console: Any) -> None:
-        """Print headings and rows, as wide as the console at most: in a frame if that fits."""
         labels = [column.label for column in self.headings]
         body = self.body
         is_text = [column.is_text for column in self.headings]
@@ -124,7 +112,6 @@ class Table:
             console.out("\n".join(block), highlight=False)
 
     def _framed(self, body: Sequence[Sequence[str]]) -> Any:
-        """The table of rich."""
         from rich.table import Table as RichTable
 
         table = RichTable()
@@ -141,7 +128,7 @@ class Table:
         return table
 
     def _least_width(self) -> int:
-        """Characters that the table takes without a frame, its numbers in one line each."""
+        """Characters of the table without a frame, its numbers in one line each."""
         lines = [[column.label for column in self.headings], *filter(None, self.body)]
         return sum(
             GAP + min(TEXT_WIDTH if column.is_text else FILE_WIDTH, width)
@@ -149,7 +136,6 @@ class Table:
         )
 
     def markdown(self) -> str:
-        """The title and the lines around the table are paragraphs."""
         before = [f"{line.text}\n\n" for line in self.lead]
         after = [f"\n{_sentence(text)}\n" for text in self.tail]
         if not self.columns:
@@ -172,7 +158,7 @@ class Table:
         return "".join(f"{line}\n" for line in lines)
 
     def csv(self) -> str:
-        """The keys of the columns and unrounded values, for programs, without any text around."""
+        """The keys of the columns and unrounded values, without any text around."""
         if not self.columns:
             return ""
         values = (
@@ -191,7 +177,7 @@ FORMATS: Mapping[str, Callable[[Table], str]] = {
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Rows of values as CSV; None is an empty field. Texts are as in `csv_cell`."""
+    """Rows of values as CSV; None is an empty field, texts are as in `csv_cell`."""
     text = io.StringIO()
     cells = ([csv_cell(value) for value in row] for row in rows)
     csv.writer(text, lineterminator="\n").writerows(cells)
@@ -201,8 +187,7 @@ def csv_text(rows: Iterable[Sequence[object]]) -> str:
 def write_csv_columns(
     file: TextIO, headings: Iterable[str], columns: Iterable[Sequence[object]]
 ) -> None:
-    """Write columns as CSV, as `csv_text` writes rows. A column without texts, as most are, is
-    written as it is."""
+    """Write columns as CSV, as `csv_text` writes rows; columns without texts unchanged."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(map(csv_cell, headings))
     safe = [
@@ -212,8 +197,7 @@ def write_csv_columns(
 
 
 def csv_cell(value: Any) -> Any:
-    """A value for CSV. A text that a spreadsheet would take for a formula gets a quote before it;
-    numbers stay as they are."""
+    """A value for CSV, with a quote before a text that a spreadsheet would take for a formula."""
     return _csv_text(value) if isinstance(value, str) else value
 
 
@@ -230,8 +214,7 @@ def _csv_text(value: str) -> str:
 
 
 def print_tables(tables: Iterable[Table], form: str = "text", width: int | None = None) -> None:
-    """Print tables one after the other: as text, as `Table.print` does, or in one of `FORMATS` with
-    a blank line between."""
+    """Print tables in turn: as text, or in one of `FORMATS` with a blank line between."""
     if form == "text":
         for table in tables:
             table.print(width)
@@ -240,7 +223,6 @@ def print_tables(tables: Iterable[Table], form: str = "text", width: int | None 
 
 
 def text_of(cell: object) -> str:
-    """What a table shows for a cell."""
     if cell is None:
         return ""
     return printable(cell.text if isinstance(cell, Shown | Heading) else str(cell))
@@ -272,7 +254,7 @@ def _escape_latex(text: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """How many columns of a terminal the longest line of a text takes."""
+    """Terminal columns of the longest line of a text."""
     if text.isascii() and text.isprintable():
         return len(text)
     from rich.cells import cell_len
@@ -281,13 +263,12 @@ def width_of(text: str) -> int:
 
 
 def widest_cells(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The width of each column of rows of equal length, if nothing is broken."""
     return [max(map(width_of, set(cells))) for cells in zip(*rows, strict=True)]
 
 
 def narrowed(widths: Sequence[int], may_break: Sequence[bool], room: int) -> list[int]:
-    """The widths with which columns fit into `room` with the gaps between them: the widest of those
-    that may break give way first."""
+    """Widths of columns that fit into `room` with the gaps; the widest that may break give way
+    first."""
     taken = [width + GAP for width in widths[:-1]] + [*widths[-1:]]
     while (excess := sum(taken) - room) > 0:
         widest = max((t for t, may in zip(taken, may_break, strict=True) if may), default=0)
@@ -305,9 +286,8 @@ def narrowed(widths: Sequence[int], may_break: Sequence[bool], room: int) -> lis
 def row_lines(
     row: Sequence[str], is_text: Sequence[bool], widths: Sequence[int], is_heading: bool = False
 ) -> list[str]:
-    """The lines of a row with columns of these widths: as many as the cell with the most needs.
-    Text stands at the left, and numbers at the right; in headings, the others stand at the
-    bottom."""
+    """The lines of a row in columns of these widths: text at the left, numbers at the right,
+    headings at the bottom."""
     cells = [_broken(text, width) for text, width in zip(row, widths, strict=True)]
     if is_heading:
         most = max(map(len, cells))
@@ -327,7 +307,6 @@ def _placed(text: str, width: int, is_text: bool) -> str:
 
 @lru_cache(maxsize=10_000)
 def _broken(text: str, width: int) -> list[str]:
-    """The lines of a cell, each at most `width` wide. A word that is longer is broken."""
     if text.isprintable() and width_of(text) <= width:
         return [text.rstrip()]
     from rich.console import Console

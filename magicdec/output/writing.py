@@ -1,6 +1,5 @@
-"""Writes the results of the commands: JSON lines that are appended, and whole files. NaN and
-infinity are refused. Imports no torch. Must not know the content of a record.
-"""
+"""Writes results: appended JSON lines and whole files, without NaN and infinity. Imports no torch,
+and knows no record's content."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ from magicdec.output.files import complete_file
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """A dataclass or plain JSON values as JSON text. Half a surrogate pair, by which Python stands
-    for a byte of a file name that is not UTF-8 and which no reader of JSON takes, is escaped once
-    more. Raises ValueError for NaN and infinity."""
+    """A dataclass or JSON values as JSON text. Raises ValueError for NaN and infinity. Half a
+    surrogate pair (a byte that is not UTF-8) is escaped again, since no JSON reader takes it."""
     is_typed = is_dataclass(content) and not isinstance(content, type)
     values = asdict(content) if is_typed else content
     text = json.dumps(values, allow_nan=False, indent=indent)
@@ -46,7 +44,6 @@ def with_seal(line: str, seal: str) -> str:
 
 
 def is_intact(line: str) -> bool:
-    """Whether a line with a seal is as it was when it was sealed."""
     found = SEAL.search(line)
     return found is not None and found[1] == seal_of(line[: found.start()] + NO_SEAL)
 
@@ -68,15 +65,14 @@ def write_text(flag: str, path: Path, text: str) -> None:
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:
-    """As `check_writable` for the files of several flags; a flag without a file is left out."""
+    """As `check_writable`, for the files of several flags; None is left out."""
     for flag, path in files.items():
         if path is not None:
             check_writable(flag, path)
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raises ValueError, naming the flag, if `path` is a file that cannot be written, or if it
-    cannot be made. Changes nothing."""
+    """Raises ValueError, naming the flag, if `path` cannot be written or made. Changes nothing."""
     try:
         if path.exists():
             # Without O_NONBLOCK, opening a pipe would wait for a reader.
@@ -95,9 +91,8 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line and wait until it is on disk. The file is locked meanwhile, so that two
-    programs may append to it at once. If its last line has no line end because of a crash, one is
-    written first. Raises OSError if not all of the line could be written."""
+    """Append a line under a lock, on disk when it returns, after a line end lost in a crash. Raises
+    OSError if it was not written whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:  # whose end gives the lock back
         with suppress(OSError):  # a file system without locks: one write is the best there is
@@ -109,8 +104,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def append_file(flag: str, lines: Path, path: Path) -> None:
-    """Append every line of the file `lines`, if it exists, as `append_line` does. Raises
-    ValueError, naming the flag, if that fails."""
+    """Append the lines of the file `lines`, if it exists. Raises ValueError, naming the flag."""
     try:
         for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ():
             append_line(path, line)
@@ -119,7 +113,6 @@ def append_file(flag: str, lines: Path, path: Path) -> None:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the last line of the file has no line end."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

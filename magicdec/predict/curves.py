@@ -1,11 +1,10 @@
-"""Acceptance as the cost model uses it: the number of tokens that a step yields, and the flags
-`--acceptance` (a rate or a file of records) and `--conditional_acceptance` of
-`magicdec plan`. Imports no torch. Source: Leviathan et al. 2023, section 3.1 and equation 1.
+"""Acceptance for the cost model, from `--acceptance` or `--conditional_acceptance` of `magicdec
+plan` ([Leviathan et al.](https://arxiv.org/abs/2211.17192), section 3.1). Imports no torch.
 
-A record's *acceptance rate* is accepted / drafted tokens. The *conditional rate* is the probability
-that a draft token is accepted if all before it in the step were; it is larger, because drafts after
-a rejected one are drafted too, but never accepted. Acceptance depends on the KV budget and hardly
-on the context length. So there is one curve per budget, which is used for all context lengths.
+A record's *acceptance rate* is accepted / drafted tokens. The *conditional rate*, the probability
+that a draft token is accepted if all before it in the step were, is larger, because tokens after a
+rejected one are drafted too. All contexts share one curve per KV budget, as acceptance hardly
+depends on them.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ PRECISION = 1e-9  # of a converted rate
 
 
 def conditional_rate(acceptance_rate: float, gamma: int) -> float:
-    """The conditional rate, the same at every position, with which steps of `gamma` draft tokens
-    have this acceptance rate: the mean of its first `gamma` powers."""
+    """The conditional rate whose first `gamma` powers have the acceptance rate as their mean."""
     low = 0.0
     high = 1.0
     while high - low > PRECISION:
@@ -41,7 +39,6 @@ def conditional_rate(acceptance_rate: float, gamma: int) -> float:
 
 
 def survival(acceptance: AcceptanceCurve, position: int) -> float:
-    """Probability that at least `position` (1, 2, ...) draft tokens of a step are accepted."""
     if isinstance(acceptance, tuple):
         assert 1 <= position <= len(acceptance), "gamma is at most the curve's length"
         return acceptance[position - 1]
@@ -49,7 +46,7 @@ def survival(acceptance: AcceptanceCurve, position: int) -> float:
 
 
 def expected_tokens(acceptance: AcceptanceCurve, gamma: int) -> float:
-    """Expected tokens per row and verification, including the bonus token: 1 to gamma + 1."""
+    """Expected tokens per row and verification with the bonus token: 1 to gamma + 1."""
     return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
 
 
@@ -60,8 +57,8 @@ CHOICES = "a rate such as 0.8, and in a plan a file of records"
 
 @dataclass(frozen=True)
 class AcceptanceSection:
-    """How many draft tokens are accepted. One of the first two is given; a plan needs one of them,
-    and a simulation takes a rate of 0.8 by default."""
+    """The acceptance, by one of the first two settings. A plan needs it; a simulation takes a rate
+    of 0.8 by default."""
 
     acceptance: tuple[str, ...] | None = setting(
         None,
@@ -96,13 +93,12 @@ def find_curves(
     weights: str | None = None,
     records: Sequence[RunRecord] | None = None,
 ) -> tuple[dict[int, AcceptanceCurve], str]:
-    """Returns budget -> acceptance, and a text that says where the acceptance comes from.
+    """Returns budget -> acceptance, and a text that names the source.
 
-    `values` of `--acceptance` are one value for all budgets, one value per budget, or one file. Of
-    a file, records with this `drafter` (`self` or `model`), these draft `weights` and this KV
-    policy (None: the default) are used; `records` are those of the file if it was read before. A
-    rate was measured with `gamma` draft tokens. `budgets` None: all budgets in the file, or the
-    default budget. Raises ValueError for anything else.
+    `values` are one for all budgets, one per budget, or one file, whose records (`records`, if
+    already read) count if they have this `drafter` (`self` or `model`), draft `weights` and KV
+    policy (None: the default). A rate was measured with `gamma` draft tokens. `budgets` None stands
+    for all in the file, or the default. Raises ValueError for other values.
     """
     if len(values) == 1 and is_file(values[0]):
         path = Path(values[0])
@@ -116,14 +112,12 @@ def find_curves(
 def find_conditional(
     rates: Sequence[float], budgets: Sequence[int] | None
 ) -> tuple[dict[int, AcceptanceCurve], str]:
-    """`find_curves` for the values of `--conditional_acceptance`."""
     return _spread("--conditional_acceptance", list(rates), budgets), "given"
 
 
 def _spread(
     flag: str, values: Sequence[AcceptanceCurve], budgets: Sequence[int] | None
 ) -> dict[int, AcceptanceCurve]:
-    """One value for all budgets, or one for each."""
     budgets = (DEFAULT_BUDGET,) if budgets is None else budgets
     if len(values) not in (1, len(budgets)):
         raise ValueError(
@@ -135,7 +129,6 @@ def _spread(
 
 
 def parse_acceptance(text: str) -> float:
-    """An acceptance rate: accepted / drafted tokens."""
     try:
         rate = float(text)
     except ValueError:
@@ -146,12 +139,11 @@ def parse_acceptance(text: str) -> float:
 
 
 def longest(curves: dict[int, AcceptanceCurve]) -> int | None:
-    """The largest gamma for which all curves have a value; None if all are rates."""
+    """The largest gamma that all curves reach; None if all are rates."""
     return min((len(c) for c in curves.values() if isinstance(c, tuple)), default=None)
 
 
 def is_file(text: str) -> bool:
-    """Whether this value of `--acceptance` is a file of records."""
     return Path(text).suffix == ".jsonl" or Path(text).is_file()
 
 
@@ -160,9 +152,8 @@ Drafting = tuple[str, str, str | None]
 
 
 def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
-    """How a run with this config of a record drafted, if a plan predicts the like: None for
-    chains that end early (`--pa`), at whose positions more is accepted than in others, and for
-    chains whose lengths were chosen by a given cost, as in a case of the gate."""
+    """Drafter, policy and weights in a record's config. None for chains unlike those of a plan,
+    which end early (`--pa`) or whose lengths a given cost chose."""
     decoding = config["decoding"]
     if any(decoding.get(name) is not None for name in ("pa", "step_cost")):
         return None
@@ -170,18 +161,20 @@ def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
 
 
 def is_plain(config: Mapping[str, Any]) -> bool:
-    """Whether requests were greedy, and their policy chose once."""
+    """Whether requests were greedy, and the policy chose once."""
     return sampling(config) == "greedy" and not config["kv"].get("reselect_every")
 
 
 def _from_records(
     path: Path, records: Sequence[RunRecord], budgets: Sequence[int] | None, like: Drafting
 ) -> tuple[dict[int, AcceptanceCurve], str]:
-    """The longest curve of each budget; among curves of equal length the newest. Of records that
+    """The longest curve of each budget; among curves of equal length that of most verifications,
+    and the newest of these. Of records that
     drafted as `like` says, and of those the greedy ones that chose once, if there are any."""
     drafter, policy, weights = like
     curves: dict[int, tuple[float, ...]] = {}
     places: dict[int, str] = {}
+    weights_of: dict[int, tuple[int, int]] = {}
     likes = [record for record in records if drafting_of(record.config) == like]
     plain = [record for record in likes if is_plain(record.config)]
     for record in plain or likes:
@@ -189,7 +182,11 @@ def _from_records(
         metrics = record.metrics
         budget = config["kv"]["budget"]
         curve = metrics and metrics.acceptance_per_position
-        if budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
+        if metrics is None or budget <= 0 or not curve:
+            continue
+        weight = len(curve), (metrics.judged_per_position or [0])[0]
+        if weight >= weights_of.get(budget, (0, 0)):
+            weights_of[budget] = weight
             place = f"{config['model']['model']} at {config['workload']['prefix_len']} tokens"
             curves[budget] = tuple(curve)
             places[budget] = place

@@ -1,13 +1,10 @@
-"""Draft lengths by batch size and context as other programs take them: the configuration of vLLM's
-dynamic speculative decoding, and CSV for people. Imports no torch.
+"""Draft lengths by batch size and context: the configuration of vLLM's dynamic speculative
+decoding, and CSV. Imports no torch.
 
-An entry of vLLM is `[bs_lo, bs_hi, ctx_lo, ctx_hi, K]` (its pull request 48944), or
-`[bs_lo, bs_hi, K]` where no contexts are told apart, as its releases have it. Bounds are inclusive.
-The entries are a grid: all ranges of batch sizes have the same ranges of contexts. Both kinds of
-ranges begin at 1 and have neither gaps nor overlaps. Beyond the last range vLLM keeps its K.
-
-What is predicted for a batch size and a context holds up to the next one, as more context seldom
-makes speculation worse. So the first of both is 1.
+An entry of vLLM is `[bs_lo, bs_hi, ctx_lo, ctx_hi, K]` (its pull request 48944), or `[bs_lo, bs_hi,
+K]` in its releases. Bounds are inclusive. Entries form a grid of ranges from 1, without gaps or
+overlaps; beyond the last vLLM keeps its K. A prediction holds up to the next batch size and
+context, as more context seldom makes speculation worse.
 """
 
 from __future__ import annotations
@@ -33,9 +30,8 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class DraftTable:
-    """`cells` predict every batch size with every context, in rising order of both; the model
-    supports contexts of `max_length`. `draft` are the keys with which vLLM names the draft, and
-    `measured` has the fastest run at a batch size and a context."""
+    """A grid of `cells`, in rising order of batch size and context, up to `max_length` tokens.
+    `draft` has vLLM's keys for the draft, `measured` the fastest run of each place."""
 
     cells: Sequence[PlanCell]
     max_length: int
@@ -43,7 +39,7 @@ class DraftTable:
     measured: Mapping[tuple[int, int], LookupRun] = field(default_factory=dict)
 
     def ranges(self) -> list[tuple[int, ...]]:
-        """`bs_lo`, `bs_hi`, `ctx_lo` and `ctx_hi` of each cell."""
+        """`bs_lo`, `bs_hi`, `ctx_lo` and `ctx_hi` by cell."""
         rows = defaultdict[int, list[int]](list)
         columns = defaultdict[int, list[int]](list)
         for cell in self.cells:
@@ -66,7 +62,6 @@ class DraftTable:
         return json.dumps(config) + "\n"
 
     def csv(self) -> str:
-        """A line for each cell: the ranges in which it lies, the prediction and the measurement."""
         rows: list[Sequence[object]] = [COLUMNS]
         for cell, bounds in zip(self.cells, self.ranges(), strict=True):
             place = cell.batch_size, cell.prefix_len
@@ -79,8 +74,8 @@ FORMATS = {"vllm": DraftTable.vllm, "csv": DraftTable.csv}
 
 
 def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int, int]]:
-    """The range of each value of one axis, from its draft lengths along the other axis. Neighbours
-    with equal draft lengths share a range. The last range goes up to `end` at least."""
+    """The range of each value of an axis. Neighbours with equal draft lengths along the other axis
+    share one; the last goes up to `end` at least."""
     groups = [list(group) for _, group in groupby(gammas, key=gammas.__getitem__)]
     highs = [*(group[0] - 1 for group in groups[1:]), max(end, groups[-1][-1])]
     bounds = [(group[0], high) for group, high in zip(groups, highs, strict=True)]
@@ -90,9 +85,8 @@ def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int,
 def fastest_runs(
     records: Sequence[RunRecord], target: Mapping[str, str], draft: str | None, like: Drafting
 ) -> dict[tuple[int, int], LookupRun]:
-    """Of the runs among `records` with these settings of the model, the fastest at each batch size
-    and context, if they drafted as `like` says, with the standalone draft of that name, if any, and
-    always as many tokens."""
+    """The fastest run at each batch size and context, of records with this target and standalone
+    draft, drafting as `like` with a constant gamma."""
     runs: dict[tuple[int, int], LookupRun] = {}
     for record in records:
         config = record.config

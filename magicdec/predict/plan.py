@@ -1,7 +1,5 @@
-"""SpeculationPlan: the checked arguments of `magicdec plan`, and the predictions for them; and
-PlanRecord, with its tables. Everything is predicted from shapes and rates. Nothing has run, so the
-record has no environment. Imports no torch. docs/plan.md documents the schema and is made from
-these classes.
+"""SpeculationPlan: the checked arguments of `magicdec plan` and their predictions from shapes and
+rates; and PlanRecord with its tables. docs/plan.md is made from these classes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from magicdec.records.record import Record
 
 @dataclass(frozen=True)
 class SpeculationPlan:
-    """Models, hardware and acceptance, and the batch sizes and prefix lengths to predict."""
+    """The models, hardware, acceptance and places of a prediction."""
 
     target: Deployment
     draft: Deployment  # the target itself in self-speculation
@@ -58,11 +56,10 @@ class SpeculationPlan:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a context that both models have positions for."""
+        """The longest context, in tokens, of both models."""
         return min(self.target.config.max_length, self.draft.config.max_length)
 
     def break_even(self, batch_size: int) -> int | None:
-        """Within the longest context."""
         return break_even_context(self.candidates(), batch_size, self.max_gamma, self.longest)
 
 
@@ -72,8 +69,6 @@ PREDICTED = "predicted, not measured: no kernel reaches its ceiling everywhere"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCell(RecordPart):
-    """The prediction for one batch size and context."""
-
     batch_size: int = recorded("rows of the batch")
     prefix_len: int = recorded("cached tokens of a row", "tokens")
     decode_ms: float = recorded("an autoregressive step", "ms", label="decode, ms", digits=2)
@@ -108,8 +103,6 @@ class PlanCell(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord(Record):
-    """A prediction for each batch size and context."""
-
     kind: Literal["plan"] = recorded("`plan`", default="plan")
     status: Literal["predicted"] = recorded("`predicted`: nothing has run", default="predicted")
     config: dict[str, Any] = recorded(
@@ -126,7 +119,6 @@ class PlanRecord(Record):
 
 
 def make_record(plan: SpeculationPlan) -> PlanRecord:
-    """The record of all predictions of a plan."""
     inputs = {
         "model": describe_model(plan.target, plan.dtype),
         "draft": None if plan.is_self_speculation else describe_model(plan.draft, plan.dtype),
@@ -148,7 +140,6 @@ def make_record(plan: SpeculationPlan) -> PlanRecord:
 
 
 def describe_model(model: Deployment, dtype: str) -> dict[str, Any]:
-    """The section of a record for a model."""
     return {
         "model": model.config.name,
         "num_layers": model.config.num_layers,
@@ -161,7 +152,6 @@ def describe_model(model: Deployment, dtype: str) -> dict[str, Any]:
 
 
 def describe_ranks(model: Deployment, machine_source: str) -> dict[str, Any]:
-    """The section of a record for the machine: the rates of one rank, and where they are from."""
     return {"machine": machine_source, "hardware": asdict(model.hardware)}
 
 
@@ -183,8 +173,7 @@ def _cell(batch_size: int, prefix_len: int, gen_len: int, p: Prediction) -> Plan
 
 
 def tables(records: Sequence[PlanRecord]) -> list[Table]:
-    """Of each record the inputs, with a line for each batch size and prefix, and a map of the
-    speedups."""
+    """For each record a table with a line per batch size and prefix, and a map of speedups."""
     return [table for record in records for table in (_cells(record), _map(record))]
 
 
@@ -236,7 +225,6 @@ def _drafting(record: PlanRecord) -> str:
 
 
 def describe_machine(ranks: dict[str, Any]) -> str:
-    """The rates of one rank in a line."""
     rates = ranks["hardware"]
     kv_rate = rates["kv_bytes_per_s"] or rates["read_bytes_per_s"]
     return (

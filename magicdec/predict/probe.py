@@ -1,7 +1,6 @@
-"""Measures the ceilings of a machine on all ranks together, for a machine file: memory bandwidth,
-GEMM rate, all-reduce, attention over a long KV cache, and the overhead of a forward. All ranks
-measure at the same time, as they work in a run. A probe that was interrupted keeps the dtypes that
-are done.
+"""Measures a machine file's ceilings on all ranks at once, as they work in a run: memory bandwidth,
+GEMM rate, all-reduce, attention over a long KV cache, and the overhead of a forward. An interrupted
+probe keeps its finished dtypes.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ FEW, SEVERAL = (ModelConfig("small", 64, layers, 64, 64, 1, 1, 64, 64) for layer
 
 
 class Spreads(dict[str, float]):
-    """How far the repetitions of each measurement lie apart, by its name: slowest over fastest,
-    minus 1, without the first repetition, which warms up."""
+    """The spread of each measurement's repetitions by its name: slowest / fastest - 1, without the
+    first, which warms up."""
 
     def note(self, name: str, values: Sequence[float]) -> None:
-        """`values` are times or rates; the spread is the same."""
+        """Adds the spread of `values`, times or rates."""
         later = values[1:] or values
         self[name] = max(later) / min(later) - 1
 
@@ -64,21 +63,20 @@ class Spreads(dict[str, float]):
 def measure_hardware(
     group: Group, device: torch.device, dtype: str, bandwidth: float, spreads: Spreads
 ) -> Hardware:
-    """Bandwidth and GEMM rate of the slowest rank in `dtype`; `measure_forwards` adds the rest."""
+    """Bandwidth and GEMM rate of the slowest rank; `measure_forwards` adds the rest."""
     rates = gemm_rates(getattr(torch, dtype), device)
     spreads.note(f"flops_per_s {dtype}", rates)
     return Hardware(bandwidth, min(group.all_gather_values(max(rates), float)))
 
 
 def gemm_rates(dtype: torch.dtype, device: torch.device, size: int | None = None) -> list[float]:
-    """FLOP/s of several square GEMMs."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
     return [2 * size**3 / seconds_of(lambda: a @ b, device) for _ in range(8)]
 
 
 def measure_link(group: Group, device: torch.device, spreads: Spreads) -> Link | None:
-    """Latency from a small all-reduce, and bandwidth from the additional time of a large one. None
+    """The latency of a small all-reduce, and the bandwidth from a large one's additional time. None
     for one rank."""
     if group.size == 1:
         return None
@@ -92,9 +90,9 @@ def measure_link(group: Group, device: torch.device, spreads: Spreads) -> Link |
 
 
 def stretch_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> list[float]:
-    """Seconds of a call in each of several stretches: the median of several rounds on the slowest
-    rank. Their minimum is used, because other load on the host rarely slows all stretches. A first
-    call warms up, a second one says how many make a stretch; all ranks make equally many."""
+    """Seconds of a call in each of several stretches: the median of its rounds on the slowest rank.
+    Callers take the minimum, as other load rarely slows all stretches. A second call after the
+    warm-up determines the number of rounds, equal on all ranks."""
     call()
     once = max(group.all_gather_values(seconds_of(call, device), float))
     rounds = min(ROUNDS, max(FEWEST_ROUNDS, int(STRETCH_S / once)))
@@ -113,11 +111,9 @@ def measure_forwards(
     backend: str,
     spreads: Spreads,
 ) -> Hardware:
-    """`hardware` with attention's rates of reading and computing over a long KV cache and the
-    overheads of a layer. The rates are measured in forwards of the demo model. Its own overheads
-    cannot be: where a cache of the processor holds its weights, its forwards take less time than
-    the memory takes to read these. They are the time that `SEVERAL` takes longer than `FEW`. All
-    models are whole on each rank."""
+    """`hardware` with rates of attention over a long KV cache, from forwards of the demo model, and
+    overheads of a layer, by which `SEVERAL` takes longer than `FEW`: the demo's weights may lie in
+    a processor's cache, which outruns the memory. All models are whole on each rank."""
     num_rows = 32 if device.type == "cuda" else 4  # their KV exceeds the last-level cache
     place = group, device, kinds, backend
     demo = load_runner(*place, find_model("--model", "demo"), num_rows, CONTEXT + MANY)
@@ -129,7 +125,7 @@ def measure_forwards(
     size = demo.cache.k.element_size()
 
     def fastest(name: str, runner: ModelRunner, num_rows: int, cached: int, num_new: int) -> float:
-        """The fastest stretch of these forwards; its spread is noted under a name that is given."""
+        """The fastest stretch; its spread is noted under `name`, if any."""
         stretches = forward_stretches(runner, range(num_rows), cached, num_new, group)
         if name:
             spreads.note(f"{name} {kinds.dtype}", stretches)
@@ -171,7 +167,7 @@ def load_runner(
     num_rows: int,
     max_tokens: int,
 ) -> ModelRunner:
-    """A model, whole on this rank, whose cache is full of equal numbers."""
+    """A whole model on this rank, with a cache full of equal numbers."""
     model = load_kind(source, Shard(), kinds, device)
     alone = Group((group.ranks[group.index],), 0)
     runner = ModelRunner(
@@ -192,8 +188,8 @@ def load_runner(
 def forward_stretches(
     runner: ModelRunner, rows: Sequence[int], cached: int, num_new: int, group: Group
 ) -> list[float]:
-    """`stretch_seconds` of a forward of `num_new` tokens for each of `rows`, which hold `cached`
-    tokens, including greedy sampling."""
+    """`stretch_seconds` of a forward with greedy sampling: `num_new` tokens for each of `rows`,
+    which hold `cached` tokens."""
     runner.truncate(rows, [0] * len(rows))
     runner.cache.advance(rows, cached)
     new = torch.ones(len(rows), num_new, dtype=torch.long, device=runner.device)
@@ -207,13 +203,13 @@ def forward_stretches(
 
 
 def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> MachineFile:
-    """Measure all ceilings. All ranks must go through this together."""
+    """Measures all ceilings. All ranks must call this together."""
     with RankSession(launch, config.parallel) as session:
         return measure_in(session, config, machine)
 
 
 def measure_in(session: RankSession, config: ResolvedConfig, machine: Machine) -> MachineFile:
-    """As `measure`, in a session that is open."""
+    """`measure` in an open session."""
     spreads = Spreads()
     by_dtype = dict[str, Hardware]()
     group = session.groups.target

@@ -1,10 +1,8 @@
-"""Measures attention for `magicdec probe --attention`: every backend that can serve a run, over
-what a step of it reads (its drafts and its verification, or its decode forward), in one layer, on
-random keys and values.
+"""Measures attention for `magicdec probe --attention`: every backend that can serve a run, over the
+reads of one step (drafts and verification, or decode forward), in one layer, on random K and V, on
+all ranks at once.
 
-A run itself measures nothing of this: what `--attention auto` means is a table
-(`config/choices/backend.py`), and a user who measures it names the fastest. All ranks measure at
-the same time, as they work in a run.
+A run measures none of this: `--attention auto` is a table (`config/choices/backend.py`).
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ MOST_BYTES = 1 << 30  # of keys and values that a measurement makes
 
 @dataclass(frozen=True)
 class Read:
-    """Forwards of a step that are alike: `times` a step, `num_new` tokens a row attend to what
-    `policy` shows of `context` tokens, and to those of the sliding `window`, if there is one."""
+    """Equal forwards of a step: `times` a step, `num_new` tokens a row attend to what `policy`
+    shows of `context` tokens, within the sliding `window`, if any."""
 
     times: int
     num_new: int
@@ -54,7 +52,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Step:
-    """`reads` of `rows` by one rank's heads; `name` says what they are."""
+    """A step of `rows` with one rank's heads."""
 
     name: str
     reads: tuple[Read, ...]
@@ -68,8 +66,8 @@ class Step:
 
 
 def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
-    """The step of the run's own strategy. The baseline of a speculative run goes by the same
-    backend, which may not be the fastest for that baseline."""
+    """The step of the run's own strategy. Its baseline uses the same backend, which may not be its
+    fastest."""
     d = config.decoding
     context = config.workload.prefix_len
     window = _window(config, model, context)
@@ -90,15 +88,14 @@ def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
 
 
 def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
-    """The step of a standalone draft, which has heads and ranks of its own."""
     assert config.draft is not None
     name, drafts = _drafts(config, model)
     return _make_step(name, (drafts,), config, model, len(config.draft.rank_group))
 
 
 def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
-    """The draft forwards of a step, and their name. Each is counted as the first; the few tokens
-    that later ones see more are left out."""
+    """The draft forwards of a step, and their name. All count as the first, which sees a few tokens
+    fewer."""
     kv = config.kv
     times = config.decoding.max_draft_forwards
     policy = make_policy(config.kv)
@@ -111,8 +108,7 @@ def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
 
 
 def _window(config: ResolvedConfig, model: ModelConfig, num_cached: int) -> int | None:
-    """The model's sliding window, if rows that hold so many tokens after the prompt grow past
-    it."""
+    """The model's sliding window, if rows grow past it."""
     longest = num_cached + max_tokens(config) - config.workload.prefix_len
     window = model.sliding_window
     return None if window is None or window >= longest else window
@@ -121,7 +117,7 @@ def _window(config: ResolvedConfig, model: ModelConfig, num_cached: int) -> int 
 def _make_step(
     name: str, reads: tuple[Read, ...], config: ResolvedConfig, model: ModelConfig, num_ranks: int
 ) -> Step:
-    """A step of the run's own batch, with fewer rows where they would take too much memory."""
+    """A step of the run's batch, with fewer rows where memory is short."""
     dtype = getattr(torch, config.model.dtype)
     size = model.cached_head_dim
     heads = Shard(0, num_ranks).heads(model.num_heads, model.num_kv_heads)
@@ -142,7 +138,7 @@ Random = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class MeasuredAttention:
-    """`seconds` of a layer's attention in a step; `outputs`, one for each of the step's reads."""
+    """Seconds of a layer's attention in a step, and an output for each of its reads."""
 
     seconds: float
     outputs: tuple[Tensor, ...]
@@ -151,9 +147,8 @@ class MeasuredAttention:
 def measure(
     name: str, step: Step, device: torch.device, recorder: Recorder = Eager()
 ) -> MeasuredAttention:
-    """Time a backend over each read of a step, replayed if the run records its steps and the
-    backend lets it. Keys, queries and what is chosen of them are random, and the same for every
-    backend."""
+    """Times a backend over a step, replayed if the run records its steps and the backend can be
+    recorded. Random keys, queries and choices are the same for all backends."""
     recorder = recorder if capabilities_of(name).can_be_recorded else Eager()
     seconds = 0.0
     outputs = []
@@ -185,7 +180,7 @@ def measure_read(
     view = _make_view(cache, read, visible, recorder.captures)
 
     def forward() -> Tensor:
-        """A plan and so many layers, all over the cache's only one."""
+        """A plan and `num_layers` layers, all over the cache's only one."""
         backend.plan(view)
         output = q
         for _ in range(num_layers):
@@ -209,7 +204,6 @@ def measure_read(
 
 
 def _make_view(cache: KVCache, read: Read, visible: Visible, is_captured: bool) -> KVView:
-    """The view that a forward of the run would have."""
     tail = read.times + 1 if is_captured else None
     rows = BatchRows.of(range(len(cache.lengths)), cache.seq_lens.device, tail)
     # The tail of a draft is bounded too, where it is captured.
@@ -218,7 +212,7 @@ def _make_view(cache: KVCache, read: Read, visible: Visible, is_captured: bool) 
 
 
 def _choose(read: Read, cache: KVCache, random: Random) -> Visible:
-    """What the rows of `cache` show; blocks as if each head had scored them otherwise."""
+    """The visible part of the rows; blocks as if heads had scored them at random."""
     policy = read.policy
     if not isinstance(policy, BlockSelection):
         return policy
@@ -232,7 +226,7 @@ def _choose(read: Read, cache: KVCache, random: Random) -> Visible:
 def _filled_cache(
     backend: AttentionBackend, read: Read, step: Step, device: torch.device, random: Random
 ) -> KVCache:
-    """One layer whose rows hold the context."""
+    """A cache of one layer whose rows hold the context."""
     longest = read.context + step.room
     block = backend.block_size(longest)
     per_row = -(-longest // block)
@@ -255,8 +249,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest output
 
 @dataclass(frozen=True)
 class BackendTime:
-    """What a backend was found to take: seconds of a layer in each step, or the `obstacle` for
-    which it has none."""
+    """Seconds of a layer in each step, or the obstacle that prevented them."""
 
     name: str
     seconds: tuple[float, ...] = ()
@@ -264,7 +257,6 @@ class BackendTime:
 
 
 def steps_of(run: ResolvedRun) -> list[tuple[ModelConfig, Step]]:
-    """The models of a run with the step of each: the target, and a standalone draft."""
     models = run.models
     config = run.config
     steps = [(models.target, target_step(config, models.target))]
@@ -274,9 +266,9 @@ def steps_of(run: ResolvedRun) -> list[tuple[ModelConfig, Step]]:
 
 
 def measure_backends(run: ResolvedRun, group: Group, device: torch.device) -> Iterator[BackendTime]:
-    """The times of every backend for this device, the reference's first. A backend that cannot
-    serve, fails or computes other outputs has its obstacle instead. Every rank of `group` calls
-    this; a time is that of the slowest rank."""
+    """The times of every backend for this device, on the slowest rank, the reference first. A
+    backend that cannot serve, fails or computes other outputs has its obstacle instead. Every rank
+    of `group` calls this."""
     recorder = make_recorder(run.config.decoding, device)
     steps = [step for _, step in steps_of(run)]
 
@@ -301,7 +293,7 @@ def time_backend(
     measure_one: Callable[[str], Sequence[MeasuredAttention]],
     reference: Sequence[MeasuredAttention],
 ) -> BackendTime:
-    """The times of a backend on this rank, whose outputs must be those of the reference."""
+    """The times of a backend on this rank. Its outputs must be the reference's."""
     if name == REFERENCE_BACKEND:
         return BackendTime(name, tuple(each.seconds for each in reference))
     try:
@@ -315,7 +307,7 @@ def time_backend(
 
 
 def list_candidates(run: ResolvedRun) -> tuple[list[str], dict[str, str]]:
-    """(names to measure, why others are left out). Backends for other devices are in neither."""
+    """(names to measure, obstacles of the others), among backends for this device."""
     config = run.config
     models = run.models
     policy = config.kv.policy if config.decoding.model_drafter == SELF else None
@@ -337,27 +329,24 @@ def list_candidates(run: ResolvedRun) -> tuple[list[str], dict[str, str]]:
 
 
 def case_of(config: ResolvedConfig, model: ModelConfig, policy: str | None) -> AttentionCase:
-    """What the run asks of the attention of one model; `policy` as in `AttentionCase`."""
     device = config.parallel.device
     dtype = config.model.dtype
     return AttentionCase(device, dtype, traits_of(model), max_tokens(config), policy)
 
 
 def _keeps_from_graphs(capabilities: Capabilities, config: ResolvedConfig) -> str | None:
-    """Why the steps of the run could not be captured with this backend, if they are to be."""
+    """The obstacle to capturing the run's steps with this backend, if any."""
     if capabilities.can_be_recorded or config.decoding.cuda_graphs == "off":
         return None
     return f"{capabilities.name} needs lengths on the host; --cuda_graphs off measures it"
 
 
 def fastest_of(times: Sequence[BackendTime], num_layers: Sequence[int]) -> BackendTime:
-    """The backend whose attention takes the least time in a step, over the layers of all models."""
     served = [each for each in times if each.seconds]
     return min(served, key=lambda each: step_seconds(each, num_layers))
 
 
 def step_seconds(time: BackendTime, num_layers: Sequence[int]) -> float:
-    """Seconds of attention in a step, over so many layers of each model."""
     return sum(n * seconds for n, seconds in zip(num_layers, time.seconds, strict=True))
 
 

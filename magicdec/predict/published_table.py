@@ -1,11 +1,11 @@
-"""The published tables of MagicDec that are reproduced: CSV files of published numbers, with the
-columns `predicted`, `measured`, `interval` and `exists`, which `magicdec reproduce` fills in. For
-each line: the command that measures it, the same line at the size of the packaged models, and what
-the cost model predicts for it. Commands run one after the other, each in a process of its own.
+"""MagicDec's published tables ([paper](https://arxiv.org/abs/2408.11049); numbers from its project
+page), in which `magicdec reproduce` fills the columns `predicted`, `measured`, `interval` and
+`exists`, for published lines and for the same at the size of the packaged models. The table is
+saved after each command, so that a failure or Ctrl-C loses nothing.
 
-A line is a `PublishedRow`: its texts by column, empty where nothing is published. A new table is a
-line in `TABLES` and a file in `results/paper/`. Source: MagicDec's project page. A table is saved
-after each command, so that a command that fails or Ctrl-C loses nothing that was measured before.
+A `PublishedRow` has texts by column, empty where nothing is published. A new table is a
+line in `TABLES` and
+a file in `results/paper/`.
 """
 
 from __future__ import annotations
@@ -59,18 +59,17 @@ OVERHEAD_S = 160e-6 / 32
 
 
 def file_of(folder: Path, table: str) -> Path:
-    """The file of a table in the folder, or the packaged one where the folder has none."""
     path = folder / f"{table}.csv"
     return path if path.exists() else PACKAGED / path.name
 
 
 class Missing(Exception):
-    """A number does not exist. The message says why."""
+    """The reason why a number does not exist."""
 
 
 def at_demo_size(row: PublishedRow) -> PublishedRow:
-    """The setting of the line for the packaged models on one rank without a GPU: shorter prefixes
-    and smaller batches."""
+    """The line's setting for the packaged models on one CPU rank, with shorter prefixes and smaller
+    batches."""
     return {name: row[name] for name in COLUMNS} | {
         "model": DEMO,
         "draft": row["draft"] if row["draft"] in OWN_CACHE else DEMO_DRAFT,
@@ -96,18 +95,17 @@ def command_of(row: PublishedRow) -> str:
 
 
 def gamma_of(row: PublishedRow) -> int:
-    """Draft tokens of a step of the command of a line."""
     return int(row["gamma"] or 4)
 
 
 def hub_name(model: str) -> str:
-    """What a published model is called on the hub; others keep their names."""
+    """The hub's name of a published model."""
     return PRESETS[model].repo_id if model in PRESETS else model
 
 
 def read_measured(row: PublishedRow, records: Path) -> tuple[str, str]:
-    """The number of a line in the file that its command wrote, and its 95 % interval, empty if it
-    has none. Raises Missing if the records do not have the number."""
+    """The number in the records of a line, and its 95 % interval or an empty text. Raises Missing
+    without it."""
     from magicdec.predict.curves import conditional_rate
     from magicdec.records.performance import SUFFIX as INTERVAL
 
@@ -125,8 +123,8 @@ def read_measured(row: PublishedRow, records: Path) -> tuple[str, str]:
 
 
 def predict(row: PublishedRow, folder: Path) -> str:
-    """The prediction of `magicdec plan`, with the tables in `folder`. The published acceptance is
-    taken as a conditional rate, as in the formula of the paper. Raises Missing if there is none."""
+    """The prediction of `magicdec plan`. The published acceptance is a conditional rate, as in the
+    paper's formula. Raises Missing if there is none."""
     from magicdec.hardware.ceiling_file import Hardware, Link
     from magicdec.hardware.costs import Deployment
     from magicdec.predict.speculation import SpeculationCost
@@ -161,10 +159,8 @@ SHORT = {"prefix_len": "prefix", "batch_size": "B"}
 
 
 class PublishedTable:
-    """The table `name` of the folder. Its rows have `COLUMNS`, which say what was measured, and
-    those of `FILLED`: a number that does not exist is empty, `exists` says why, and `interval` is
-    the 95 % interval of what was measured. Raises ValueError if its file cannot be read, or has
-    other columns."""
+    """A table with `COLUMNS`, its settings, and `FILLED`: a missing number is empty, and `exists`
+    says why. Raises ValueError if its file cannot be read or has other columns."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -182,17 +178,16 @@ class PublishedTable:
             raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")
 
     def part(self, is_demo: bool) -> list[PublishedRow]:
-        """The lines at demo size, or those that were published."""
+        """The lines at demo size, or the published ones."""
         return [row for row in self.rows if (row["source"] == DEMO_SIZE) == is_demo]
 
     def predict(self) -> None:
-        """Predict every published line anew."""
         for row in self.part(is_demo=False):
             self.refresh(row)
 
     def make_demo(self) -> None:
-        """Make the lines at demo size from the published ones. Lines that become equal are one;
-        what was measured before stays until it is measured again."""
+        """Makes the lines at demo size from the published ones, without repetitions, keeping
+        measurements."""
         published = self.part(is_demo=False)
         old_rows = self.part(is_demo=True)
         demo: list[PublishedRow] = []
@@ -205,8 +200,8 @@ class PublishedTable:
         self.rows = [*published, *demo]
 
     def refresh(self, row: PublishedRow, unmeasured: str = "") -> None:
-        """Predict a line anew, and write into `exists` which numbers it has and why it lacks
-        others; `unmeasured` says why its command measured nothing."""
+        """Predicts a line anew, and says in `exists` why numbers are missing; `unmeasured` is the
+        reason if its command measured nothing."""
         is_demo = row["source"] == DEMO_SIZE
         needs = "a run" if is_demo else f"{row['ranks']} {row['hardware']} GPUs".lstrip()
         reasons = {
@@ -225,12 +220,11 @@ class PublishedTable:
         row["exists"] = "; ".join(filter(None, [existing, *missing]))
 
     def commands(self, is_demo: bool) -> list[str]:
-        """The words after `magicdec` that measure that part; lines may share a run."""
         return list(dict.fromkeys(command_of(row) for row in self.part(is_demo)))
 
     def measure(self, is_demo: bool, out: Path) -> int:
-        """Measure one part of the table and save it. Every record is appended to `out`. Returns how
-        many commands failed. Raises ValueError if a file cannot be written."""
+        """Measures one part, saves it and appends every record to `out`. Returns the number of
+        failed commands. Raises ValueError if a file cannot be written."""
         commands = self.commands(is_demo)
         num_failed = 0
         for number, command in enumerate(commands, start=1):
@@ -250,7 +244,6 @@ class PublishedTable:
         return num_failed
 
     def enter(self, row: PublishedRow, records: Path, error: str) -> None:
-        """Fill in what the command of a line measured: the file that it wrote, or why it failed."""
         row["measured"] = row["interval"] = ""
         try:
             if not error:
@@ -265,7 +258,6 @@ class PublishedTable:
         write_text(FLAG, self.path, csv_text([ALL_COLUMNS, *rows]))
 
     def print(self) -> None:
-        """What was published, and below it what was measured with the packaged models."""
         print(f"{self.name}: {self.about}")
         for is_demo in (False, True):
             if rows := self.part(is_demo):
@@ -273,8 +265,8 @@ class PublishedTable:
                 self._as_table("the packaged models" if is_demo else "published size", rows).print()
 
     def _as_table(self, what: str, rows: list[PublishedRow]) -> Table:
-        """The settings that differ between the lines, and the numbers; the settings that have one
-        value in all lines stand in the title, such as `: ranks 8`."""
+        """A table of the settings that differ between lines and of the numbers; shared settings are
+        in the title."""
         values = {name: {row[name] for row in rows} for name in ALL_COLUMNS}
         shared = [name for name in COLUMNS if len(values[name]) == 1]
         settings_of_all = ", ".join(f"{name} {rows[0][name]}" for name in shared if rows[0][name])
@@ -289,8 +281,8 @@ class PublishedTable:
 
 
 def print_tables(folder: Path) -> None:
-    """Two lines for each table: what it shows, and how many of its lines have which numbers.
-    Raises ValueError if one cannot be read."""
+    """Prints what each table shows, and counts of its numbers. Raises ValueError if one cannot be
+    read."""
     for name in TABLES:
         table = PublishedTable(name, folder)
         published = table.part(is_demo=False)

@@ -1,10 +1,8 @@
-"""The predicted speedup of speculative decoding, from the costs of forwards and an acceptance.
-Imports no torch.
+"""The predicted speedup of speculative decoding, from costs of forwards and an acceptance
+([MagicDec](https://arxiv.org/abs/2408.11049), section 3). Imports no torch.
 
-Two speedups: of decode steps, and net, from the end of prefill to the last token. What lies between
-the two is the choice of a KV policy and a standalone draft's own prefill; allocation, top-k and
-softmax are left out.
-Source: MagicDec (Chen et al. 2024), section 3.
+The net speedup also counts the choice of a KV policy and a standalone draft's prefill; allocation,
+top-k and softmax are left out.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ CHUNK = 512  # prompt tokens of a prefill forward, the default of `--prefill_chu
 
 @dataclass(frozen=True)
 class SelectionCost:
-    """What a KV policy does before the first draft. It scores all keys of a prompt by the queries
-    of its newest `observed_tokens`, which prefill has kept; `is_copied`: it copies K and V of as
-    many tokens as the budget. It runs the newest `rerun_tokens` once more."""
+    """The work of a KV policy before the first draft: it scores all keys by the queries of the
+    prompt's newest `observed_tokens`, copies as many K and V as the budget if `is_copied`, and runs
+    the newest `rerun_tokens` once more."""
 
     observed_tokens: int = 0
     is_copied: bool = False
     rerun_tokens: int = 0
 
     def seconds(self, model: Deployment, budget: int, B: int, S: int) -> float:
-        """The time of the choice for a draft by `model` that reads `budget` tokens of a row."""
+        """Seconds for drafts that read `budget` tokens a row."""
         rerun = min(self.rerun_tokens, S)
         observed = min(self.observed_tokens, S)
         total = model.seconds(B, rerun, S - rerun) if rerun else 0.0
@@ -50,17 +48,15 @@ class SelectionCost:
 
 
 def prefill_seconds(model: Deployment, B: int, S: int) -> float:
-    """The time to take B prompts into the cache, one after the other and in chunks. Only the last
-    token of a chunk has logits."""
+    """Seconds of prefill, prompt by prompt in chunks. Only a chunk's last token has logits."""
     chunks = ((start, min(CHUNK, S - start)) for start in range(0, S, CHUNK))
     return B * sum(model.seconds(1, size, start, num_logits=1) for start, size in chunks)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted times in seconds: of one step, and of what comes before the first one (`begin_s`).
-    `draft_s` is the sum of all gamma draft forwards. For gamma 0, fields that do not apply are
-    None."""
+    """Predicted seconds of one step, and before the first (`begin_s`). `draft_s` is the sum of
+    gamma forwards. Inapplicable fields are None for gamma 0."""
 
     gamma: int
     budget: int | None
@@ -72,23 +68,22 @@ class Prediction:
     begin_s: float = 0.0
 
     def net_speedup(self, gen_len: int) -> float:
-        """The speedup from the end of prefill to the last token of an output of `gen_len` tokens,
-        the first of which prefill emits."""
+        """The speedup from the end of prefill to the last of `gen_len` tokens, the first of which
+        prefill emits."""
         baseline = (gen_len - 1) * self.decode_s
         return baseline / (self.begin_s + baseline / self.speedup) if baseline else 1.0
 
     @property
     def break_even_gen_len(self) -> int | None:
-        """The smallest output length for which the net speedup is above 1; None if there is
-        none."""
+        """The smallest output length with a net speedup above 1, or None."""
         saved = self.decode_s - self.decode_s / self.speedup  # for each token after the first
         return None if saved <= 0 else math.floor(self.begin_s / saved) + 2
 
 
 @dataclass(frozen=True)
 class SpeculationCost:
-    """Speculative decoding with one KV budget. The draft (in self-speculation the target itself)
-    reads at most `budget` committed tokens per row. The acceptance is the same at every context."""
+    """Speculative decoding with one KV budget: the draft (in self-speculation the target) reads at
+    most `budget` committed tokens per row."""
 
     target: Deployment
     draft: Deployment
@@ -97,18 +92,17 @@ class SpeculationCost:
     choice: SelectionCost = SelectionCost()
 
     def begin_s(self, B: int, S: int) -> float:
-        """The time between prefill and the first step."""
         is_self = self.draft.config is self.target.config
         own = 0.0 if is_self else prefill_seconds(self.draft, B, S)
         return own + self.choice.seconds(self.draft, self.budget, B, S)
 
     def predict(self, B: int, S: int, gamma: int) -> Prediction:
-        """Decoding of B rows with S cached tokens each; gamma 0 is autoregressive decoding."""
+        """Decoding of B rows with S cached tokens; gamma 0 is autoregressive."""
         step = self.predict_step(B, S, gamma)
         return replace(step, begin_s=self.begin_s(B, S)) if gamma else step
 
     def predict_step(self, B: int, S: int, gamma: int) -> Prediction:
-        """`predict` without what comes before the first step."""
+        """`predict` without the time before the first step."""
         decode = self.target.seconds(B, 1, S)
         if gamma == 0:
             return Prediction(0, None, decode, None, None, 1.0, 1.0)
@@ -122,7 +116,7 @@ class SpeculationCost:
 
 def best_gamma(candidates: Sequence[SpeculationCost], B: int, S: int, max_gamma: int) -> Prediction:
     """The prediction with the fastest steps, over `candidates` (one per KV budget) and gamma 0 to
-    `max_gamma`. Gamma is 0 if speculation is not faster than autoregressive decoding."""
+    `max_gamma`."""
     ways = [(candidates[0], 0)]
     ways += [(way, gamma) for way in candidates for gamma in range(1, max_gamma + 1)]
     way, gamma = max(ways, key=lambda w: w[0].predict_step(B, S, w[1]).speedup)
@@ -132,9 +126,9 @@ def best_gamma(candidates: Sequence[SpeculationCost], B: int, S: int, max_gamma:
 def break_even_context(
     candidates: Sequence[SpeculationCost], B: int, max_gamma: int, limit: int = 1 << 20
 ) -> int | None:
-    """The fewest cached tokens per row from which on speculation is faster than autoregressive
-    decoding; None if it is not at `limit`. It may be faster with fewer tokens too, below a range in
-    which it is not: a low-bit draft gains least where it reads all of a full budget."""
+    """The fewest cached tokens per row from which on speculation is faster; None if it is not at
+    `limit`. It may also pay below a range in which it does not: a low-bit draft gains least where
+    it reads all of a full budget."""
 
     def pays(S: int) -> bool:
         gammas = range(1, max_gamma + 1)

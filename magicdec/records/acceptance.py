@@ -1,19 +1,15 @@
-"""What a pass accepted of its drafts, by request: the counts, the acceptance metrics and their
-intervals over the requests. The only definition of acceptance: every record of a pass that drafts
-has it from here, whatever system has served the requests. Imports no torch.
+"""The only definition of acceptance, by request, for every record of a pass that drafts.
 
-A verification judges the draft tokens of one request in one step. The acceptance rate is accepted
-tokens / draft tokens. The acceptance length is 1 + accepted tokens / verifications. Both are
-[vLLM's](https://docs.vllm.ai/en/latest/features/spec_decode.html) `draft_acceptance_rate` and
-`mean_acceptance_length`. Drafts that were accepted past a request's end count; padding of rows with
-fewer drafts than others does not, and neither do drafts that were cancelled before the target
-judged the first of them. The acceptance of position k is the share of verifications that accepted
-at least k drafts, as in vLLM. If steps draft different numbers of tokens, it is a product over the
-positions up to k: the share of the steps that accepted this position among those that drafted it
-and accepted all before it.
+A verification judges the drafts of one request in one step. The acceptance rate is accepted / draft
+tokens, and the acceptance length 1 + accepted tokens / verifications, as `draft_acceptance_rate`
+and `mean_acceptance_length` of [vLLM](https://docs.vllm.ai/en/latest/features/spec_decode.html).
+Drafts accepted past a request's end count; padding, and drafts cancelled before the target judged
+the first of them, do not.
 
-Requests are what the statistics resample, because the verifications of one request resemble each
-other.
+The acceptance of position k is the share of verifications that accepted at least k drafts. Where
+draft lengths differ, it is the product, over the positions up to k, of accepted / judged.
+
+Statistics resample requests, because the verifications of one request resemble each other.
 """
 
 from __future__ import annotations
@@ -40,15 +36,14 @@ of_drafts = partial(recorded, null=NOT_DRAFTED, by_chance=True)
 
 
 def interval_of(metric: str, unit: str) -> Any:
-    """The field of the interval of a metric over the requests."""
     meaning = f"lower and upper end of the 95 % interval of `{metric}`"
     return recorded(meaning, unit, null=FEW_PROMPTS, by_chance=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceMetrics(RecordPart):
-    """What a pass accepted of its drafts, in the terms of vLLM. None of it has a meaning with
-    random weights, with which a draft and its target agree only by chance."""
+    """The acceptance of a pass, in vLLM's terms. With random weights draft and target agree only by
+    chance."""
 
     # fmt: off
     draft_acceptance_rate: float | None = of_drafts(
@@ -103,24 +98,25 @@ class AcceptanceMetrics(RecordPart):
 
 @dataclass(frozen=True)
 class Verification:
-    """What one verification judged of one request."""
+    """The counts of one verification."""
 
     drafted: int  # draft tokens, without padding
     accepted: int  # of them
     emitted: int  # tokens that it appended to the output
+    digest: tuple[str, int] | None = None  # of what was drafted and read (`kv.draft_log`), if known
 
 
 @dataclass
 class Verifications:
-    """The verifications of a pass, by the id of the request, in their order."""
+    """The verifications of a pass by request id, in their order."""
 
     by_request: dict[int, list[Verification]] = field(default_factory=lambda: defaultdict(list))
     num_cancelled: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     @classmethod
     def of(cls, samples: PassSamples) -> Verifications:
-        """Those of the samples of a run, whose requests are its prompts in order. A step has counts
-        for the rows that still run, in order; a row runs until it has emitted all of its tokens."""
+        """The verifications of a run, whose request ids are the indices of its prompts. A step has
+        counts for the rows that have not yet emitted all of their tokens, in order."""
         found = cls()
         first = 0
         unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.padded_gamma]
@@ -145,7 +141,6 @@ class Verifications:
 
     @property
     def every(self) -> list[Verification]:
-        """Those of all requests."""
         return [each for of_request in self.by_request.values() for each in of_request]
 
     @property
@@ -157,7 +152,7 @@ class Verifications:
         return sum(each.accepted for each in self.every)
 
     def take(self, request_id: int) -> Verifications:
-        """What was observed of one request, as that of a request 0. It is forgotten here."""
+        """Removes one request's verifications and returns them as those of request 0."""
         taken = Verifications()
         if request_id in self.by_request:
             taken.by_request[0] = self.by_request.pop(request_id)
@@ -166,27 +161,35 @@ class Verifications:
         return taken
 
     def observe(self, request_ids: Sequence[int], output: StepOutput) -> None:
-        """A step has emitted `output` for these requests."""
         for request_id, cancelled in zip(request_ids, output.num_cancelled or (), strict=False):
             self.num_cancelled[request_id] += cancelled
         if output.num_accepted is None:
             return
         drafted = output.num_drafted or [output.padded_gamma] * len(request_ids)
         emitted = map(len, output.token_ids)
-        for counts in zip(request_ids, drafted, output.num_accepted, emitted, strict=True):
+        digests: Sequence[tuple[str, int] | None] = output.digests or [None] * len(request_ids)
+        columns = request_ids, drafted, output.num_accepted, emitted, digests
+        for counts in zip(*columns, strict=True):
             self.add(*counts)
 
-    def add(self, request_id: int, drafted: int, accepted: int, emitted: int) -> None:
+    def add(
+        self,
+        request_id: int,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        digest: tuple[str, int] | None = None,
+    ) -> None:
         """A verification. A row without drafts has none."""
         if drafted:
-            verification = Verification(drafted, min(accepted, drafted), emitted)
+            verification = Verification(drafted, min(accepted, drafted), emitted, digest)
             self.by_request[request_id].append(verification)
 
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """Counts over the verifications of each prompt, P prompts and K draft positions. A position is
-    judged by a verification that drafted it and accepted all drafts before it."""
+    """Counts over the verifications of P prompts at K draft positions. A position is judged if it
+    was drafted and all drafts before it were accepted."""
 
     drafted: Array  # [P] draft tokens
     verifications: Array  # [P]
@@ -196,7 +199,6 @@ class PromptCounts:
 
     @classmethod
     def of(cls, by_request: Mapping[int, Sequence[Verification]], num_prompts: int) -> PromptCounts:
-        """Those of the requests 0 to `num_prompts` - 1."""
         prompts, drafted, accepted, emitted = columns_of(by_request, num_prompts)
         positions = np.arange(drafted.max(initial=0))
 
@@ -219,17 +221,15 @@ class PromptCounts:
 
     @property
     def rates(self) -> Array:
-        """[P] the acceptance rate of each prompt; NaN of one without drafts."""
+        """[P] acceptance rates; NaN for a prompt without drafts."""
         with np.errstate(divide="ignore", invalid="ignore"):
             rates: Array = self.accepted.sum(axis=1) / self.drafted
         return rates
 
     def equals(self, other: PromptCounts) -> bool:
-        """Whether all counts of all prompts are equal."""
         return all(map(np.array_equal, vars(self).values(), vars(other).values()))
 
     def with_verifications(self) -> PromptCounts:
-        """Without the prompts that have no verification, which say nothing about acceptance."""
         return PromptCounts(*(counts[self.verifications > 0] for counts in vars(self).values()))
 
 
@@ -246,8 +246,8 @@ class Estimates:
 def columns_of(
     by_request: Mapping[int, Sequence[Verification]], num_prompts: int
 ) -> tuple[Any, Any, Any, Any]:
-    """[V] each: the request, the draft tokens, the accepted and the emitted ones of every
-    verification of the requests 0 to `num_prompts` - 1."""
+    """Four columns [V] over the verifications of the requests 0 to `num_prompts` - 1: request,
+    drafted, accepted and emitted tokens."""
     rows = [
         (request, each.drafted, each.accepted, each.emitted)
         for request in range(num_prompts)
@@ -258,13 +258,13 @@ def columns_of(
 
 
 def count_by_prompt(samples: PassSamples) -> PromptCounts:
-    """The counts of each prompt of a run, in the order of the prompts."""
     num_prompts = sum(map(len, samples.sequence_tokens))
     return PromptCounts.of(Verifications.of(samples).by_request, num_prompts)
 
 
 def estimates_of(counts: PromptCounts) -> Estimates:
-    """A number without a prompt is not finite if no other prompt has a verification."""
+    """The metrics of these counts. A value without a prompt is not finite if no other prompt has a
+    verification."""
     drafted, verified, emitted, judged, accepted = map(with_each_left_out, vars(counts).values())
     num_accepted = accepted.sum(axis=1)  # each token counts once, at its position
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -278,8 +278,8 @@ def estimates_of(counts: PromptCounts) -> Estimates:
 
 
 def acceptance_metrics(verifications: Verifications, num_requests: int) -> dict[str, Any]:
-    """The fields of `AcceptanceMetrics`, with their intervals, of the requests 0 to `num_requests`
-    - 1; none if nothing was drafted."""
+    """The fields of `AcceptanceMetrics` for the requests 0 to `num_requests` - 1; empty if nothing
+    was drafted."""
     counts = PromptCounts.of(verifications.by_request, num_requests).with_verifications()
     if not counts.num_prompts:
         return {}
@@ -308,6 +308,5 @@ def acceptance_metrics(verifications: Verifications, num_requests: int) -> dict[
 
 
 def acceptance_of(samples: PassSamples) -> dict[str, Any]:
-    """As `acceptance_metrics`, of the samples of a run."""
     num_prompts = sum(map(len, samples.sequence_tokens))
     return acceptance_metrics(Verifications.of(samples), num_prompts)

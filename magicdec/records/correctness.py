@@ -1,5 +1,4 @@
-"""Correctness: how the emitted tokens of a run compare with those of the baseline. Imports no
-torch."""
+"""Correctness: the comparison of a run's tokens with the baseline's."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class Misjudged(RecordPart):
 
 @dataclass(frozen=True)
 class JudgedAgain(RecordPart):
-    """Steps that were judged again from their own logits."""
+    """Counts of steps that were judged again from their own logits."""
 
     num_steps: int = recorded("number of steps that were judged again, of both passes")
     num_steps_of_all: int = recorded("number of all steps of the rows that were watched")
@@ -63,7 +62,6 @@ class JudgedAgain(RecordPart):
 
     @classmethod
     def sum_of(cls, parts: Sequence[JudgedAgain]) -> JudgedAgain:
-        """Of several passes together."""
         wrong = [part.first_wrong for part in parts if part.first_wrong is not None]
         return cls(
             sum(part.num_steps for part in parts),
@@ -76,7 +74,7 @@ class JudgedAgain(RecordPart):
 
 @dataclass(frozen=True)
 class ForwardErrors(RecordPart):
-    """The logits of both passes after the same text, over the last batch."""
+    """Errors of the logits of both passes after the same text, over the last batch."""
 
     num_positions: int = recorded("number of positions of which both passes kept logits")
     num_unequal: int = recorded("number of those whose logits differ in a bit")
@@ -124,7 +122,6 @@ class ForwardErrors(RecordPart):
 
     @property
     def alarms(self) -> list[str]:
-        """The fields that exceed their limits."""
         limits = {name: getattr(self, f"most_{name}") for name in LIMITED}
         return [
             name
@@ -191,9 +188,8 @@ class Correctness(RecordPart):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was compared, or all parts of the verdict are good: all tokens are
-        identical or every difference is a tie, every step that was judged again is right, and the
-        errors of the forwards give no alarm."""
+        """Whether nothing was compared, or differences are ties, steps judged again are right, and
+        errors of forwards are within their limits."""
         if self.reference is None:
             return True
         has_wrong_steps = self.judged_again is not None and self.judged_again.num_wrong > 0
@@ -203,7 +199,6 @@ class Correctness(RecordPart):
 
     @property
     def status(self) -> str:
-        """The status of a run with this result."""
         if not self.passed:
             return "diverged"
         return "ok_with_ties" if self.num_excused else "ok"

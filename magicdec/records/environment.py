@@ -1,6 +1,4 @@
-"""Environment and MemoryRecord: the machine, the software and the launch of a run, and the planned
-and measured memory of all its ranks, as a record describes them. Imports no torch.
-"""
+"""Environment and MemoryRecord: machine, software, launch and memory of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ LOAD_NULL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Environment(RecordPart):
-    """The machine, the software and the launch. Host names are not recorded."""
+    """The machine, the software and the launch, without host names."""
 
     time_utc: str = recorded("start of the run, ISO 8601, UTC")
     argv: list[str] = recorded("the command line, the program without its folder")

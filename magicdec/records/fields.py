@@ -1,8 +1,4 @@
-"""The fields of a record: their meaning, their unit, when they are null, and how a table prints
-them. The documentation, the JSON Schema and the tables are made from these descriptions.
-
-Must not know any particular record. Imports no torch.
-"""
+"""Descriptions of recorded fields, from which documentation, JSON Schema and tables are made."""
 
 from __future__ import annotations
 
@@ -19,8 +15,8 @@ KEY = "recorded"
 
 
 class RecordPart:
-    """A base of the dataclasses that a record consists of. pydantic reads them from JSON by the
-    types of their fields; keys that are not fields are ignored."""
+    """A base of the dataclasses of a record. pydantic checks JSON against their types and ignores
+    unknown keys."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -40,28 +36,26 @@ class Recorded:
     by_chance: bool = False  # the number has no meaning if weights are random
 
     def show(self, value: Any) -> str:
-        """The text that the table prints for `value`, which is not None."""
         if isinstance(value, list):
             return " ".join(self.show(v) for v in value)
         return f"{value * self.scale:,.{self.digits}f}{self.suffix}"
 
     def show_between(self, value: Any, ends: list[Any] | None) -> str:
-        """The text for `value` with its interval, if it has one. The intervals of a list are one
-        for each of its values, empty where there is none."""
+        """The text with an interval, if any. A list has one interval a value, empty where there is
+        none."""
         if isinstance(value, list):
             intervals = ends or [None] * len(value)
             return " ".join(map(self.show_between, value, intervals))
         return f"{self.show(value)} {self.show_interval(*ends)}" if ends else self.show(value)
 
     def show_interval(self, low: float, high: float) -> str:
-        """The text for an interval, which needs no unit beside its number."""
         bare = dataclasses.replace(self, suffix="")
         return f"[{bare.show(low)}, {bare.show(high)}]"
 
 
 def recorded(meaning: str, unit: str = "", *, default: Any = None, **more: Any) -> Any:
-    """A dataclass field with its description (`Recorded`), which pydantic takes over into the JSON
-    Schema. A field that can be null is null by default."""
+    """A dataclass field with a `Recorded` description, which pydantic copies into the JSON Schema.
+    A field that can be null is null by default."""
     about = Recorded(meaning, unit, **more)
     extra = {"unit": about.unit, "null": about.null, "enum": list(about.choices)}
     schema = {key: value for key, value in extra.items() if value}
@@ -80,8 +74,8 @@ def description_of(item: dataclasses.Field[Any]) -> Recorded:
 
 @cache
 def described_fields(kind: type) -> list[tuple[str, Any, Recorded]]:
-    """(key, type, description) of each field of a record's dataclass, in order. The type is given
-    without `| None`, because the description says whether the field can be null."""
+    """(key, type, description) of the fields of a dataclass, in order, the type without `|
+    None`."""
     hints = typing.get_type_hints(kind)
     return [
         (item.name, without_none(hints[item.name]), description_of(item))
@@ -90,7 +84,6 @@ def described_fields(kind: type) -> list[tuple[str, Any, Recorded]]:
 
 
 def without_none(hint: Any) -> Any:
-    """`X` if the type is `X | None`, otherwise the type itself."""
     parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
     is_optional = typing.get_origin(hint) in (typing.Union, types.UnionType) and len(parts) == 1
     return parts[0] if is_optional else hint

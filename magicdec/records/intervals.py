@@ -1,10 +1,9 @@
-"""Intervals of 95 % by the jackknife: the number is computed again without each prompt (or batch),
-and the spread of these values gives its standard error. Imports no torch.
+"""Intervals of 95 % by the jackknife: the spread of the values computed without each prompt (or
+batch) gives the standard error.
 
-The interval is symmetric on a scale without bounds (logit for a number between two bounds, log for
-one above a bound), and its width comes from Student's t with one degree of freedom fewer than there
-are prompts. docs/statistics.md says why, and what other methods cover with as few prompts as runs
-have.
+An interval is symmetric on a scale without bounds: logit between two bounds, log above one. Its
+width comes from Student's t with one degree of freedom fewer than prompts. docs/statistics.md gives
+reasons and compares the coverage of other methods.
 """
 
 from __future__ import annotations
@@ -28,16 +27,15 @@ def with_each_left_out(values: Array) -> Array:
 
 
 def jackknife_error(values: Array) -> float:
-    """The standard error of `values[0]`, computed from all groups; the others are computed with one
-    of the groups left out."""
+    """The standard error of `values[0]`, the value of all groups; the later values leave out one
+    group each."""
     each = values[1:]
     n = len(each)
     return math.sqrt((n - 1) / n * float(((each - each.mean()) ** 2).sum()))
 
 
 def quantile(freedom: int, level: float = LEVEL) -> float:
-    """How many standard errors an interval of that level reaches to each side: Student's t, with
-    `freedom` degrees of freedom."""
+    """Half the width of an interval in standard errors, by Student's t."""
     from scipy.special import stdtrit  # here, because it takes a second to import
 
     return float(stdtrit(freedom, (1 + level) / 2))
@@ -46,9 +44,9 @@ def quantile(freedom: int, level: float = LEVEL) -> float:
 def interval(
     values: Array, low: float, high: float, fewest: int = FEWEST_PROMPTS
 ) -> list[float] | None:
-    """The interval of `values[0]`, which lies between the bounds `low` and `high` (infinite: no
-    upper bound). None if there are fewer than `fewest` groups, if the number lies on a bound, or if
-    it does not differ from group to group: then its spread cannot be estimated."""
+    """The interval of `values[0]` between the bounds `low` and `high` (may be infinite). None for
+    fewer than `fewest` groups, for a value on a bound, and if all groups agree, so that the spread
+    cannot be estimated."""
     num_groups = len(values) - 1
     if num_groups < fewest or not np.isfinite(values).all() or not low < values[0] < high:
         return None
@@ -68,8 +66,8 @@ def interval(
 
 
 def ratio_interval(ratios: Sequence[float], level: float = LEVEL) -> list[float] | None:
-    """The interval of the geometric mean of ratios, which are paired: one of each batch. None for
-    fewer than `FEWEST_BATCHES` batches, or if all ratios are equal."""
+    """The interval of the geometric mean of ratios, one a batch. None for fewer than
+    `FEWEST_BATCHES`, or if all are equal."""
     if len(ratios) < FEWEST_BATCHES or min(ratios) <= 0:
         return None
     logs = np.log(ratios)
@@ -82,8 +80,8 @@ def ratio_interval(ratios: Sequence[float], level: float = LEVEL) -> list[float]
 
 
 def speed_interval(tokens: Sequence[int], times_ms: Sequence[float]) -> list[float] | None:
-    """The interval of the tokens/s over all batches, in which a batch without steps has no part.
-    None for fewer than `FEWEST_BATCHES` batches."""
+    """The interval of tokens/s over the batches that have steps. None for fewer than
+    `FEWEST_BATCHES`."""
     batches = [(count, ms / 1e3) for count, ms in zip(tokens, times_ms, strict=True) if ms]
     if len(batches) < FEWEST_BATCHES:
         return None

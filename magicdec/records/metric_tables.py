@@ -1,6 +1,4 @@
-"""Rows and columns of a table from recorded dataclasses: the descriptions of their fields have the
-labels, the units and the digits. Imports no torch.
-"""
+"""Rows and columns of tables from recorded dataclasses."""
 
 from __future__ import annotations
 
@@ -17,13 +15,11 @@ LEAST = {"p90_": 10, "p99_": MANY}
 
 
 def has_enough(key: str, count: int) -> bool:
-    """Whether so many sequences are enough for this metric to be shown."""
     return count >= LEAST.get(key[:4], 0)
 
 
 def cell(metrics: Any, key: str, description: Recorded) -> object:
-    """The cell of a field: empty if it is None, a name as it is, and a number with its interval, if
-    it has one."""
+    """The cell of a field: empty for None, a name, or a number with its interval."""
     value = getattr(metrics, key)
     ends = getattr(metrics, f"{key}{SUFFIX}", None)
     if value is None or isinstance(value, str):
@@ -32,7 +28,6 @@ def cell(metrics: Any, key: str, description: Recorded) -> object:
 
 
 def fixed(value: float | None, digits: int, suffix: str = "", scale: float = 1.0) -> Shown | None:
-    """The cell of a number that is no field: as `cell`."""
     described = Recorded("", digits=digits, suffix=suffix, scale=scale)
     return None if value is None else Shown(described.show(value), value)
 
@@ -40,9 +35,8 @@ def fixed(value: float | None, digits: int, suffix: str = "", scale: float = 1.0
 def metric_rows(
     kind: type, metrics: Sequence[Any], only: Sequence[str] | None = None
 ) -> list[list[Any]]:
-    """A row for each field of the dataclass `kind` that has a label, and a value in any of
-    `metrics`, which are of that kind, or None: the label, and a cell for each of `metrics`. `only`
-    names the fields that may have a row, in order; None stands for all."""
+    """A row for each labelled field of `kind` that has a value in any of `metrics` (some may be
+    None): the label, then their cells. `only` names the fields that may have a row, in order."""
     return [
         [Shown(described.label, key)]
         + [None if each is None else cell(each, key, described) for each in metrics]
@@ -51,8 +45,7 @@ def metric_rows(
 
 
 def metric_columns(kind: type, metrics: Sequence[Any]) -> tuple[list[Column], list[list[Any]]]:
-    """The same the other way round: a column for each field that has a label and a value, and a row
-    for each of `metrics`, of which none is None."""
+    """The transpose of `metric_rows`: columns for fields, and a row for each of `metrics`."""
     fields = _labelled(kind, metrics)
     columns = [Column(described.label, key=key) for key, described in fields]
     rows = [[cell(each, key, about) for key, about in fields] for each in metrics]

@@ -1,14 +1,12 @@
-"""Computes the metrics of a record from its samples and nothing else. A metric that does not apply
-is None, never 0.
+"""The metrics of a record, computed from its samples alone. A metric that does not apply is None,
+never 0.
 
-Definitions: TTFT begins when the batch is submitted. TPOT of a sequence is its decode time / the
-number of tokens after its first. The acceptance metrics are defined in `acceptance.py`. The speedup
-of decode steps leaves out everything outside the steps, and a step that stalled (`stalls.py`)
-counts as the median of its kind; the total speedup counts it in full. The net speedup counts all
-the time from the end of prefill to the last token: what a method does before its first step (the
-choice of a KV policy, a standalone draft's own prefill, calibration, the capture of CUDA graphs)
-and the time between steps. It leaves out the warm-up, which a server pays once and not for each
-batch.
+TTFT begins when the batch is submitted. TPOT of a sequence is its decode time / the number of
+tokens after its first. The speedup of decode steps leaves out all time outside the steps, and a
+stalled step (`stalls.py`) counts as the median of its kind; the total speedup counts stalls in
+full. The net speedup counts all time from the end of prefill to the last token, also the choice of
+a KV policy, a standalone draft's prefill, calibration and capture, but no warm-up, which a server
+pays once.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from magicdec.records.stalls import PassSteps
 def run_metrics(
     passes: dict[str, PassSamples], prefill: PrefillSamples, bandwidth: float, is_random: bool
 ) -> dict[str, Metrics]:
-    """The metrics of each pass of a run, by its name. `bandwidth` is the read bandwidth of all
-    ranks, in bytes/s. `is_random`: the weights of the target or of the draft are random."""
+    """The metrics of each pass by its name. `bandwidth` is the read bandwidth of all ranks in
+    bytes/s; `is_random`: target or draft has random weights."""
     by_pass = {}
     for name, samples in passes.items():
         metrics = decode_metrics(samples, bandwidth, is_drafting=name != BASELINE)
@@ -44,8 +42,7 @@ def run_metrics(
 
 
 def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) -> Metrics:
-    """The metrics that follow from the samples of one pass alone. `is_drafting` says whether its
-    strategy may draft. `bandwidth` is the read bandwidth of all ranks, in bytes/s."""
+    """The metrics that follow from one pass alone. `bandwidth` as in `run_metrics`."""
     steps = list(chain.from_iterable(samples.step_ms))
     num_steps = len(steps)
     step_ms = mean(steps)
@@ -85,7 +82,6 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
 
 
 def step_metrics(samples: PassSamples) -> dict[str, Any]:
-    """The metrics of single steps, and of those that stalled."""
     steps = PassSteps.of(samples)
     if not steps.num_steps:
         return {}
@@ -132,45 +128,42 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
 
 
 def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
-    """The ratio of the tokens/s of decode steps to the baseline's, for each batch. A step that
-    stalled counts as the median of its kind."""
+    """The tokens/s of decode steps relative to the baseline's, by batch. A stalled step counts as
+    the median of its kind."""
     return _ratios(baseline, ours, lambda samples: PassSteps.of(samples).steady_ms)
 
 
 def total_speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
-    """The same ratio of all the time of the steps."""
+    """As `speedups`, with stalls in full."""
     return _ratios(baseline, ours, lambda samples: map(sum, samples.step_ms))
 
 
 def net_speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
-    """The same ratio, of the tokens/s from the end of prefill to the last token."""
+    """As `speedups`, from the end of prefill to the last token."""
     return _ratios(baseline, ours, net_ms)
 
 
 def _ratios(
     baseline: PassSamples, ours: PassSamples, times: Callable[[PassSamples], Iterable[float]]
 ) -> list[float]:
-    """The ratio of tokens per time, of the batches in which both emitted tokens after the first."""
+    """Ratios of tokens per time, of batches in which both passes emitted tokens after the first."""
     batches = zip(ours.num_tokens, times(ours), baseline.num_tokens, times(baseline), strict=True)
     return [(n / ms) / (base_n / base_ms) for n, ms, base_n, base_ms in batches if n and base_n]
 
 
 def net_ms(samples: PassSamples) -> list[float]:
-    """The time from the end of prefill to the last token, by batch."""
     ends = [max(ends, default=0.0) for ends in samples.sequence_ms]
     return [added + end for added, end in zip(added_ms(samples), ends, strict=True)]
 
 
 def added_ms(samples: PassSamples) -> list[float]:
-    """The time between prefill and the first decode step, by batch."""
     calibration = samples.calibration_ms or [0.0] * len(samples.begin_ms)
     return [begin + ms for begin, ms in zip(samples.begin_ms, calibration, strict=True)]
 
 
 def break_even_gen_len(baseline: PassSamples, ours: PassSamples) -> int | None:
-    """The smallest output length, in tokens of each sequence, for which the net speedup is above 1,
-    if each further token takes as long as it took on average. The median over the batches, and the
-    larger of the two middle ones for an even number; None if the net speedup is never above 1."""
+    """The smallest output length, in tokens a sequence, with a net speedup above 1, if later tokens
+    take the average time: the upper median over batches, or None."""
     each = [
         _break_even(added, base_added, (ms - added) / n, (base_ms - base_added) / base_n)
         for added, base_added, ms, base_ms, n, base_n in zip(
@@ -189,29 +182,26 @@ def break_even_gen_len(baseline: PassSamples, ours: PassSamples) -> int | None:
 
 
 def _break_even(added: float, base_added: float, each: float, base_each: float) -> float:
-    """The smallest number of tokens, the first of which prefill emits, for which `added` and
-    `each` for every later token are less than the baseline's."""
+    """The smallest number of tokens, the first of which prefill emits, that take less time than the
+    baseline's."""
     if each >= base_each:
         return math.inf
     return max(0, math.floor((added - base_added) / (base_each - each))) + 2
 
 
 def calibration_ms(samples: PassSamples) -> float | None:
-    """The time of calibration in the batches and in the warm-up."""
     if samples.calibration_ms is None:
         return None
     return sum(samples.calibration_ms) + (samples.warmup_calibration_ms or 0.0)
 
 
 def tpots(samples: SamplesRecord) -> list[float]:
-    """TPOT of each sequence that decoded a token after its first, in ms."""
+    """TPOT in ms of the sequences that decoded a token after their first."""
     times = zip(chain(*samples.sequence_ms), chain(*samples.sequence_tokens), strict=True)
     return [ms / tokens for ms, tokens in times if tokens]
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """A percentile with linear interpolation between the two nearest values. None if there are no
-    values."""
     if not values:
         return None
     import numpy as np
@@ -220,5 +210,5 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def mean(values: Sequence[float] | None) -> float | None:
-    """None if there are no values."""
+    """The mean; None without values."""
     return statistics.fmean(values) if values else None

@@ -1,7 +1,4 @@
-"""Metrics: the performance of one pass, as a record holds it. Imports no torch.
-
-The definitions are in docs/record.md; `metrics.py` computes them.
-"""
+"""Metrics: the performance of one pass in a record. docs/record.md has the definitions."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ FEW_BATCHES = f"with fewer than {FEWEST_BATCHES} batches; if the number itself i
 
 
 def _chance(meaning: str, unit: str, null: str, label: str = "", **more: Any) -> Any:
-    """A metric that has no meaning with random weights."""
     return recorded(meaning, unit, null=null, label=label, by_chance=True, **more)
 
 
@@ -46,8 +42,8 @@ def _tpot(meaning: str, name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedMetrics(RecordPart):
-    """How fast a pass over all measured batches was, without the warm-up. A metric that does not
-    apply is None, never 0. The intervals of speeds are over batches."""
+    """The speed of a pass over all measured batches, without the warm-up. Intervals of speeds are
+    over batches."""
 
     # fmt: off
     prefill_tokens_per_s_interval: list[float] | None = recorded(
@@ -193,13 +189,12 @@ class SpeedMetrics(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(AcceptanceMetrics, SpeedMetrics):
-    """The metrics of one pass of a run. The fields of the last base come first."""
+    """The metrics of one pass of a run. Fields of the last base come first."""
 
 
 def without_chance(metrics: Metrics) -> Metrics:
-    """The metrics without those that have no meaning with random weights. Such a draft and target
-    agree only by chance, so acceptance and every metric that depends on it become None. The times
-    of a step keep their meaning."""
+    """The metrics with None for what depends on acceptance, which random weights make meaningless.
+    Times of steps stay."""
     absent: dict[str, Any] = {
         item.name: None for item in fields(Metrics) if description_of(item).by_chance
     }

@@ -1,8 +1,4 @@
-"""Reads records: every line becomes a record of its kind, or an error that names the file and the
-line. Imports no torch.
-
-A line is read by pydantic, which checks every field against its type.
-"""
+"""Reads records: pydantic checks every line against its kind; errors name file and line."""
 
 from __future__ import annotations
 
@@ -33,22 +29,20 @@ CONVERT = "convert it with `python scripts/convert_records.py OLD NEW`, or "
 
 
 class Unreadable(ValueError):
-    """A line that is no record: cut off in a crash, or damaged."""
+    """An error for a line that is no record, cut off in a crash or damaged."""
 
 
 def load_records(path: Path, is_strict: bool = False) -> list[RunRecord]:
-    """All records of runs in a file, as `read_records` reads them."""
     return list(read_records(path, RunRecord, is_strict))
 
 
 def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> Iterator[R]:
-    """The records of one type in a file, of `Record` those of every kind, one after the other, so
-    that a large file need not fit in memory. A line that is no record is skipped with a warning on
-    stderr that names the file and the line, if the file holds records besides; with `is_strict` it
-    is an error. A line on stderr says how many records of other kinds were left out, and a file
-    that has only these is an error. Raises ValueError, one line, for these errors, for a file
-    without any record among its lines, for a file that cannot be read, and for a record of another
-    schema version."""
+    """Yields the records of one type in a file (of `Record`: of every kind), one at a time. Warns
+    on stderr of lines that are no records, and says how many of other kinds were left out.
+
+    Raises ValueError, one line, if the file cannot be read or has no record of the type, for
+    another schema version, and with `is_strict` for a line that is no record.
+    """
     unreadable = list[str]()
     num_records = 0
     left_out = Counter[str]()
@@ -57,11 +51,11 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
         try:
             kind = _kind_at_start(line, wanted_kind) or kind_of(line)
             if wanted_kind not in (kind, None):
-                left_out[kind] += 1
+                # A baseline file of the gate holds passes of systems beside runs: no surprise.
+                left_out[kind] += not has_seal(line)
                 continue
             parsed = _parse_known(line, load_named(RECORDS, kind))
-            if isinstance(parsed, RunRecord):
-                check_seal(parsed, line)
+            check_seal(parsed, line)
             record = cast(R, renewed(parsed))
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
@@ -74,20 +68,20 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
             yield record
     if unreadable and (is_strict or not (num_records or left_out)):
         raise ValueError(f"{unreadable[0]}; give a file of records (JSON lines)")
-    counts = " and ".join(f"{count} of kind {kind}" for kind, count in left_out.items())
-    if left_out and not num_records:
+    counts = " and ".join(f"{count} of kind {kind}" for kind, count in left_out.items() if count)
+    if sum(left_out.values()) and not num_records:
         raise ValueError(f"{path}: it has other records only, {counts}; see `magicdec table`")
     for problem in unreadable:
         print(f"{printable(problem)}; this line is skipped", file=sys.stderr)
-    if left_out:
+    if counts:
         print(
             f"{path}: other records are left out, {counts}; see `magicdec table`", file=sys.stderr
         )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, counted from 1, of a file that may be compressed (.gz). Raises
-    ValueError if the file cannot be read."""
+    """The non-empty lines, with their numbers from 1, of a file that may be compressed (.gz).
+    Raises ValueError if it cannot be read."""
     try:
         with open_regular(path) as raw:
             file = gzip.open(raw) if path.suffix == ".gz" else raw  # noqa: SIM115
@@ -103,9 +97,8 @@ BEGINNING = re.compile(rb'\{"kind": "(\w+)", "schema_version": %d, ' % SCHEMA_VE
 
 
 def _kind_at_start(line: bytes, wanted_kind: str | None) -> str | None:
-    """The kind of a record that this program wrote, if it is wanted: found where its line begins,
-    without reading the rest twice. None if `kind_of` must look, as for numbers that JSON has
-    not."""
+    """The kind of a wanted record, from the beginning of a line that this program wrote, so that
+    the line is parsed once. None where `kind_of` must look, as for NaN, which is no JSON."""
     found = BEGINNING.match(line)
     if found is None or b"NaN" in line or b"Infinity" in line:
         return None
@@ -114,9 +107,8 @@ def _kind_at_start(line: bytes, wanted_kind: str | None) -> str | None:
 
 
 def kind_of(line: bytes) -> str:
-    """The kind of the record in a line. Raises Unreadable if it is no record of any kind, and
-    ValueError for a record of another schema version, which says how it was made, so that it can
-    be made again."""
+    """The kind of a line's record. Raises Unreadable if it is no record, and ValueError for another
+    schema version, with the command that makes it again."""
     try:
         raw = from_json(line.decode(), allow_inf_nan=False)
     except UnicodeDecodeError:
@@ -143,7 +135,7 @@ def kind_of(line: bytes) -> str:
 
 
 def _parse_known(line: bytes, record_type: type[R]) -> R:
-    """As `parse_line`. Of a line that is no record at all, `kind_of` says so."""
+    """`parse_line`, with the reason of `kind_of` for a line that is no record at all."""
     try:
         return parse_line(line, record_type)
     except Unreadable:
@@ -151,10 +143,18 @@ def _parse_known(line: bytes, record_type: type[R]) -> R:
         raise
 
 
-def check_seal(record: RunRecord, line: bytes) -> None:
+def has_seal(line: bytes) -> bool:
+    """Whether the gate has written this line."""
+    return b', "seal": "' in line
+
+
+def check_seal(record: Record, line: bytes) -> None:
     """Raises ValueError if the line of a record that the gate has measured was edited since."""
-    is_logged = any(each.draft_hashes is not None for each in (record.samples or {}).values())
-    if (record.seal is not None or is_logged) and not is_intact(line.decode()):
+    seal = getattr(record, "seal", None)
+    is_logged = False
+    if isinstance(record, RunRecord):
+        is_logged = any(each.draft_hashes is not None for each in (record.samples or {}).values())
+    if (seal is not None or is_logged) and not is_intact(line.decode()):
         raise ValueError(
             "this record was edited since `magicdec gate` wrote it (its seal is that of another "
             "content); restore it, or measure it again with `magicdec gate save`"

@@ -1,5 +1,5 @@
-"""Metrics that a record of an earlier version lacks, from its own samples, so that a number means
-the same in every table. Imports no torch.
+"""Metrics that a record of an earlier version lacks, from its samples, so that a number means the
+same in every table.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from magicdec.records.record import Record, RunRecord
 
 
 def renewed(record: Record) -> Record:
-    """The record with the metrics of its steps, and with a speedup that stalls do not move, if it
-    was written before there were any."""
+    """The record with step metrics and a speedup that stalls do not move, if it lacks them."""
     if not isinstance(record, RunRecord) or record.metrics is None or record.samples is None:
         return record
     if record.metrics.num_steps is not None or record.metrics.mean_step_ms is None:

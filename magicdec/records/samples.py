@@ -1,11 +1,8 @@
-"""The raw times and counts of a run, from which `metrics.py` computes every metric. Imports no
-torch.
-
-Must not know how anything is measured.
-"""
+"""The raw times and counts of a run, from which `metrics.py` computes every metric."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import chain
@@ -20,7 +17,7 @@ UNCALIBRATED = "without `--gamma auto`; for `autoregressive`"
 
 
 def to_ms(seconds: float) -> float:
-    """Milliseconds, rounded to the resolution of the clock, which is 1 ns."""
+    """Milliseconds, rounded to 1 ns, the resolution of the clock."""
     return round(1e3 * seconds, 6)
 
 
@@ -124,8 +121,8 @@ class SamplesRecord(RecordPart):
     # fmt: on
 
     def restored(self) -> PassSamples:
-        """The samples as they were collected. In place of counts that were withheld, no step
-        drafts, and forwards that were not counted are 0."""
+        """The collected samples, with steps without drafts or 0 forwards in place of missing
+        counts."""
         values = vars(self) | {"num_tokens": [sum(tokens) for tokens in self.sequence_tokens]}
         absent = {"padded_gamma": 0, "num_accepted": [], "num_emitted": [], "num_drafted": []}
         absent |= {"num_forwards": 0}
@@ -147,13 +144,12 @@ class PassSamples(SamplesRecord):
 
     @classmethod
     def empty(cls) -> PassSamples:
-        """Of a pass that has not begun. What can be null is null until it is observed."""
+        """The samples before a pass: null wherever a record may have null."""
         lists: dict[str, Any] = {f.name: [] for f in fields(cls) if f.default is MISSING}
         return cls(**lists)
 
     @classmethod
     def merged(cls, batches: Sequence[PassSamples]) -> PassSamples:
-        """The samples of a pass, from those of each of its batches in order."""
         merged = cls.empty()
         for item in fields(cls):
             values = [getattr(batch, item.name) for batch in batches]
@@ -163,8 +159,8 @@ class PassSamples(SamplesRecord):
         return merged
 
     def to_record(self, *, is_drafting: bool, is_random: bool) -> SamplesRecord:
-        """The samples as a record holds them. With random weights the counts of a pass that drafts
-        are withheld, because they have no meaning."""
+        """The samples without counts of drafts if nothing is drafted or, with random weights, they
+        mean nothing."""
         values = vars(self)
         if not is_drafting or is_random:
             drafted = (
@@ -190,8 +186,7 @@ class PassSamples(SamplesRecord):
     def observe_begin(
         self, seconds: float, calibration_s: float | None, is_draft_prefill: bool
     ) -> None:
-        """A strategy prepared for a batch in `seconds`, of which calibration took
-        `calibration_s`."""
+        """Adds the time before a batch's first step, of which calibration took `calibration_s`."""
         self.begin_ms.append(to_ms(seconds - (calibration_s or 0.0)))
         if calibration_s is not None:
             self.calibration_ms = [*(self.calibration_ms or ()), to_ms(calibration_s)]
@@ -199,14 +194,11 @@ class PassSamples(SamplesRecord):
             self.draft_prefill_ms = list(self.begin_ms)
 
     def observe_phases(self, seconds: Mapping[str, Sequence[float]]) -> None:
-        """The times of the phases of all steps, by the name of the phase."""
         self.draft_ms, self.verify_ms, self.decode_ms = (
             [to_ms(s) for s in seconds.get(name, ())] for name in ("draft", "verify", "decode")
         )
 
     def observe(self, output: StepOutput, seconds: float, num_forwards: int = 0) -> None:
-        """A step of so many forwards took that long; `output` has the tokens that were appended to
-        the requests."""
         self.step_ms[-1].append(to_ms(seconds))
         self.num_forwards[-1].append(num_forwards)
         self.padded_gamma[-1].append(output.padded_gamma)
@@ -217,7 +209,6 @@ class PassSamples(SamplesRecord):
             self._log(output.digests)
 
     def _log(self, digests: Sequence[tuple[str, int]]) -> None:
-        """What the newest step has drafted and read in each row."""
         self.draft_hashes, self.draft_keys = self.draft_hashes or [], self.draft_keys or []
         if len(self.draft_hashes) < len(self.step_ms):
             self.draft_hashes.append([])
@@ -226,7 +217,6 @@ class PassSamples(SamplesRecord):
         self.draft_keys[-1].append([num_read for _, num_read in digests])
 
     def end_batch(self, requests: Sequence[Request], started_s: float) -> None:
-        """All `requests` of the batch have ended; their decoding started at `started_s`."""
         ends = [r.finished_s for r in requests if r.finished_s is not None]
         assert len(ends) == len(requests), "every request has ended"
         self.sequence_tokens.append([len(r.output_ids) - 1 for r in requests])
@@ -236,14 +226,13 @@ class PassSamples(SamplesRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSamples(RecordPart):
-    """The raw times of prefill. Both passes of a run share one prefill."""
+    """The raw times of prefill, which both passes of a run share."""
 
     prefill_ms: list[float] = recorded("time of the prefill, by batch", "ms")
     ttft_ms: list[list[float]] = recorded("TTFT, by batch and sequence", "ms")
     num_tokens: list[int] = recorded("prompt tokens of all sequences, by batch", "tokens")
 
     def observe(self, requests: Sequence[Request], seconds: float) -> None:
-        """The prefill of `requests` took that long."""
         self.prefill_ms.append(to_ms(seconds))
         firsts = [(r.arrived_s, r.first_token_s) for r in requests]
         self.ttft_ms.append([to_ms(at - arrived) for arrived, at in firsts if at is not None])
@@ -251,8 +240,8 @@ class PrefillSamples(RecordPart):
 
 
 def unequal_threads(passes: Mapping[str, SamplesRecord]) -> str | None:
-    """Where the passes of a run had other ranks or threads than its first pass had in its first
-    batch, or do not say so in each batch; None if they had equal ones."""
+    """A message if a batch of any pass had other ranks or threads than the run's first batch, or
+    does not say."""
     first = next(chain.from_iterable(samples.threads for samples in passes.values()), None)
     for name, samples in passes.items():
         num_known = len(samples.threads)
@@ -266,3 +255,8 @@ def unequal_threads(passes: Mapping[str, SamplesRecord]) -> str | None:
                     "first batch of the run"
                 )
     return None
+
+
+def hash_output(token_ids: Sequence[int]) -> str:
+    """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]

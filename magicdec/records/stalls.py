@@ -1,11 +1,11 @@
 """Stalls: decode steps that took far longer than others of their kind, because the machine did
-something else. Imports no torch.
+something else.
 
-A kind is what a step does: so many forwards, draft tokens and rows. A step is judged by the median
-of the steps of its kind that are nearest to it in its batch, so that growing contexts and a machine
-that becomes slower are no stalls. It stalled if it took more than `FACTOR` times that median, and
-if that is also `SPREADS` times the spread of the pass's steps above it, on the log scale.
-docs/statistics.md says what these bounds find in the records of a quiet machine.
+Steps of a kind have equal numbers of forwards, draft tokens and rows. A step is judged by the
+median of the nearest steps of its kind in its batch, so that growing contexts and a slowing machine
+are no stalls. It stalled if it took more than `FACTOR` times that median, and more than `SPREADS`
+times the spread of the pass's steps above it on the log scale. docs/statistics.md says what these
+bounds find on a quiet machine.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Stall:
-    """A step that stalled, and what it would have taken: the median of its kind."""
-
     place: Place
     ms: float
     median_ms: float
@@ -67,7 +65,6 @@ class PassSteps:
 
     @cached_property
     def stalls(self) -> list[Stall]:
-        """The steps that stalled, in order."""
         medians = self._medians()
         if not medians:
             return []
@@ -84,8 +81,7 @@ class PassSteps:
 
     @cached_property
     def steady_ms(self) -> list[float]:
-        """The time of the steps of each batch, in which each stalled step counts as the median of
-        its kind."""
+        """The time of each batch's steps, with the median of its kind for a stalled one."""
         times = [sum(batch) for batch in self.step_ms]
         for stall in self.stalls:
             times[stall.place[0]] -= stall.lost_ms
@@ -96,8 +92,8 @@ class PassSteps:
         return self.step_ms[batch][step]
 
     def _medians(self) -> dict[Place, float]:
-        """The median by which each step is judged, of the kinds that have one: of the nearest
-        steps in its batch, or of all batches where its batch has too few."""
+        """Medians over the nearest steps in the batch, or over all batches where the batch has too
+        few."""
         medians = dict[Place, float]()
         for places in self.kinds.values():
             if len(places) < FEWEST:
@@ -115,8 +111,7 @@ class PassSteps:
         return {place: median for place, median in medians.items() if median > 0}
 
     def _medians_of_rare(self) -> dict[Place, float]:
-        """What a step of a rare kind is judged by: the smallest median of the kinds that do at
-        least as much, if there are any."""
+        """For steps of rare kinds the smallest median of the kinds that do at least as much."""
         known = {
             kind: float(np.median([self._ms(place) for place in places]))
             for kind, places in self.kinds.items()
@@ -131,8 +126,8 @@ class PassSteps:
 
 
 def running(times: Sequence[float]) -> list[float]:
-    """For each of at least one time the median of the `NEAREST` around it, at the ends of the
-    first or the last ones."""
+    """For each time the median of the `NEAREST` around it; near the ends that of the first or last
+    ones."""
     count = min(NEAREST, len(times))
     windows = np.lib.stride_tricks.sliding_window_view(np.array(times), count)
     middle = np.median(windows, axis=1)
@@ -145,7 +140,6 @@ def does_as_much(kind: StepKind, other: StepKind) -> bool:
 
 
 def _kinds(samples: PassSamples) -> Iterator[tuple[Place, StepKind]]:
-    """The kind of each step. What was not counted is the same for all."""
     for batch, times in enumerate(samples.step_ms):
         size = batch, len(times)
         forwards = _known(samples.num_forwards, *size, 0)
@@ -156,6 +150,5 @@ def _kinds(samples: PassSamples) -> Iterator[tuple[Place, StepKind]]:
 
 
 def _known(counts: Sequence[list[T]], batch: int, num_steps: int, absent: T) -> list[T]:
-    """What was counted in the steps of a batch, with `absent` in place of what was not."""
     known = counts[batch] if batch < len(counts) else []
     return known + [absent] * (num_steps - len(known))

@@ -1,9 +1,6 @@
-"""The table of one run, with its passes side by side. `bench/report/listing.py` lists many runs.
-Imports no torch.
+"""The table of one run, its passes side by side. `bench/report/listing.py` lists many runs.
 
-The rows are what the sample can carry. A percentile has one only where the sequences are enough for
-it, and what is about stalls where a step stalled. The speedups are those of the record, which every
-other table has too; they say of how many batches they are the median.
+A percentile has a row only with enough sequences, and stalls only if a step stalled.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ def print_record(record: RunRecord) -> None:
 
 
 def table_of(record: RunRecord) -> Table:
-    """One run: the result of the check, and the baseline and the strategy side by side."""
+    """The result of the check, and the baseline and the strategy side by side."""
     verdict = Line(verdict_of(record), STYLES.get(record.status, "bold red"))
     if record.metrics is None:
         return Table(above=[verdict])
@@ -49,13 +46,11 @@ def table_of(record: RunRecord) -> Table:
 
 
 def method(record: RunRecord) -> str:
-    """How a run decoded, in a few words: drafter and its low-bit weights, KV policy, budget, and
-    gamma."""
+    """A run's way to decode: drafter, low-bit weights, KV policy, budget and gamma."""
     return method_of(record.config)
 
 
 def method_of(config: dict[str, Any]) -> str:
-    """As `method`, from the `config` of a record."""
     decoding = config["decoding"]
     kv = config["kv"]
     if decoding["strategy"] == BASELINE:
@@ -91,13 +86,12 @@ def _title(record: RunRecord) -> str:
 
 
 def _dtypes(model: dict[str, Any]) -> str:
-    """The dtypes of a run's model."""
     dtype: str = model["dtype"]
     return f"{dtype}, int8 weights" if model["target_dtype"] == "int8" else dtype
 
 
 def verdict_of(record: RunRecord) -> str:
-    """The verdict of a run in one line, and what each of its parts has found."""
+    """One line with the verdict of a run and the finding of each check."""
     c = record.correctness
     if record.status == "failed":
         return f"failed: {record.error}"
@@ -117,7 +111,7 @@ def verdict_of(record: RunRecord) -> str:
 
 
 def _judged(found: JudgedAgain | None) -> str:
-    """How the steps were that were judged again. Older records do not say it."""
+    """The steps judged again; empty for older records."""
     if found is None:
         return ""
     text = f"; {found.num_steps} of {found.num_steps_of_all} steps judged again"
@@ -130,7 +124,6 @@ def _judged(found: JudgedAgain | None) -> str:
 
 
 def _measured(found: ForwardErrors | None) -> str:
-    """What the errors of the forwards were. Older records do not say it."""
     if found is None or not found.num_positions:
         return ""
     if not found.num_unequal:
@@ -150,7 +143,6 @@ def _measured(found: ForwardErrors | None) -> str:
 
 
 def _explained(c: Correctness) -> str:
-    """What the rounding of the run explains. Older records do not say it."""
     if c.most_differing is None:
         return ""
     differing = (c.num_excused or 0) + (c.num_diverged or 0)
@@ -169,7 +161,6 @@ def _place(first: Divergence) -> str:
 
 
 def stalls_of(record: RunRecord) -> list[str]:
-    """A line for each pass in which steps stalled."""
     passes = {BASELINE: record.baseline_metrics, method(record): record.metrics}
     lines = [f"{name}: {stalls_in(m)}" for name, m in passes.items() if m and m.stalled_steps]
     has_speedup = record.metrics is not None and record.metrics.speedup is not None
@@ -177,7 +168,6 @@ def stalls_of(record: RunRecord) -> list[str]:
 
 
 def stalls_in(metrics: Metrics) -> str:
-    """How many steps stalled, and the longest of them beside the median of its kind."""
     longest = metrics.longest_stall_ms
     median = metrics.longest_stall_median_ms
     text = f"{metrics.stalled_steps} of {metrics.num_steps} steps stalled"
@@ -206,9 +196,7 @@ MEDIANS = ("speedup", "total_speedup", "net_speedup")  # over batches
 
 
 def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
-    """(label, a cell for each pass that the record has metrics of) for each row that says
-    something. Each draft position has a line in its cell, with the number of verifications that
-    judged it."""
+    """(label, cells of the passes that have metrics) for each row that says something."""
     columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
     count = MANY if record.workload is None else record.workload.num_prompts
     shown = [name for name in SHOWN if has_enough(name, count)]
@@ -227,7 +215,6 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
 
 
 def positions_of(metrics: Metrics) -> str:
-    """The acceptance of each draft position."""
     shares = metrics.acceptance_per_position or []
     ends = metrics.acceptance_per_position_interval or [[]] * len(shares)
     judged: Sequence[int | None] = metrics.judged_per_position or [None] * len(shares)

@@ -1,4 +1,4 @@
-"""WorkloadRecord: the prompts of a run and the models that decoded them. Imports no torch."""
+"""WorkloadRecord: the prompts of a run and the models that decoded them."""
 
 from __future__ import annotations
 
@@ -56,12 +56,11 @@ class WorkloadRecord(ModelRecord):
 
     @property
     def text(self) -> str:
-        """The dataset, and what was skipped of it, in words."""
         if not self.skip_tokens:
             return self.dataset
         return f"{self.dataset} without the first {self.skip_tokens} tokens of each book"
 
     @property
     def is_random(self) -> bool:
-        """Whether the weights of the target or of the draft are random."""
+        """Whether target or draft has random weights."""
         return self.random_weights or (self.draft is not None and self.draft.random_weights)

@@ -1,7 +1,5 @@
-"""DeviceBatch: the requests of a decoding step as tensors on the device.
-
-Owns the tensors that stay from step to step: rows, newest tokens and sampling metadata. A step
-updates them on the device. The host loads them again only when the batch has changed.
+"""DeviceBatch: the requests of a decoding step as tensors that steps update on the device. The host
+loads them only when the batch has changed.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ NEWEST = 2  # tokens that a draft model may lack after a step: the newest one an
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """The tensors hold all tokens that were emitted so far. `requests` may lack those that were
-    emitted since the batch was made."""
+    """The tensors of a batch, current after each step. `requests` may lack the newest tokens."""
 
     requests: tuple[Request, ...]
     rows: BatchRows
@@ -37,16 +34,16 @@ class DeviceBatch:
         max_tail: int | None = None,
         has_flaws: bool = True,
     ) -> DeviceBatch:
-        """`vocab_size` is the largest vocabulary of the models that choose tokens. `max_tail` is
-        for steps that are captured; see `BatchRows`. `has_flaws` as in `SamplingMetadata.of`."""
+        """`vocab_size`: the largest of the models that choose tokens. `max_tail`: see
+        `BatchRows`. `has_flaws`: see `SamplingMetadata.of`."""
         rows = BatchRows.of(batch.rows, device, max_tail)
         newest = upload([last_tokens(r, NEWEST) for r in batch.requests], device)
         sampling = SamplingMetadata.of(batch.requests, vocab_size, device, has_flaws)
         return cls(batch.requests, rows, newest, sampling)
 
     def load(self, batch: Batch) -> None:
-        """Load the newest tokens and the outputs of `batch`, which has some or all of the requests.
-        From now on only the rows of `batch` are active."""
+        """Load the newest tokens of `batch`, a subset of the requests. From now on only its rows
+        are active."""
         device = self.newest.device
         request_of = {r.row: r for r in batch.requests}
         requests = [request_of.get(row) for row in self.rows.numbers]
@@ -57,8 +54,7 @@ class DeviceBatch:
 
 
 def last_tokens(request: Request, count: int) -> list[int]:
-    """The last `count` tokens of prompt and output. A shorter text is padded with zeros in
-    front."""
+    """The last `count` tokens of prompt and output, padded with zeros in front."""
     of_prompt = count - len(request.output_ids)
     if of_prompt <= 0:
         return request.output_ids[-count:]

@@ -1,8 +1,5 @@
-"""ModelRunner: one model with its KV cache and its attention backend, on one rank group.
-
-Owns a forward of the model over the cache, and what all ranks of the group know of its logits. Must
-not know what the tokens are for: drafting, verification and decoding make the same call, with
-another KV policy or another T.
+"""ModelRunner: one model with its KV cache and attention backend on one rank group. Drafting,
+verification and decoding make the same call, with another KV policy or another T.
 
 Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 """
@@ -46,7 +43,7 @@ P = ParamSpec("P")
 def at_once(
     defer: Callable[Concatenate[ModelRunner, P], NativeForward],
 ) -> Callable[Concatenate[ModelRunner, P], Tensor]:
-    """As `ModelRunner.defer`, but it returns what was computed."""
+    """`ModelRunner.defer`, computed at once and returning the output."""
 
     def forward(runner: ModelRunner, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         deferred = defer(runner, *args, **kwargs)
@@ -60,15 +57,12 @@ def at_once(
 
 @dataclass
 class ModelRunner:
-    """Runs `model` for `num_rows` sequences of at most `max_tokens` cached tokens each, of which at
-    most `max_following` follow the prompt.
+    """A model with a cache of `num_rows` sequences of at most `max_tokens` tokens,
+    `max_following` of them after the prompt.
 
-    `offsets` [num_rows] is the difference between the position of a row's next token and the number
-    of its tokens in the cache. It is not 0 if the cache holds only selected tokens of a longer
-    context. `window` is the model's sliding window; None if no sequence can become longer than it.
-    The cache keeps the tokens before the window, although they are not read, because another pass
-    may go back to the end of the prompts.
-    """
+    `offsets` [num_rows]: position of a row's next token minus its cached tokens, for caches of
+    selected tokens. `window`: the model's sliding window, None if no sequence gets past it.
+    Tokens before it stay cached for passes that go back to the prompts' end."""
 
     model: Transformer
     backend: AttentionBackend
@@ -117,13 +111,13 @@ class ModelRunner:
 
     @cached_property
     def vocab_places(self) -> list[tuple[int, int]]:
-        """The range of vocabulary ids of each rank's logits, in the order in which the group
-        gathers. Shards may be uneven. The first use is a collective: all ranks must take part."""
+        """The vocabulary ranges of the ranks' logits, in gathering order. Shards may be uneven.
+        First use is a collective."""
         return self.group.all_gather_range(self.model.head_rows, self.device)
 
     def with_cache(self, max_tokens: int) -> ModelRunner:
-        """A runner for the same model with its own cache of `max_tokens` tokens for each row. Both
-        runners share their counts."""
+        """A runner of the same model, with shared counts and its own cache of `max_tokens`
+        tokens a row."""
         runner = replace(
             self,
             backend=copy(self.backend),
@@ -137,8 +131,8 @@ class ModelRunner:
         return runner
 
     def with_model(self, model: Transformer, executor: Executor | None) -> ModelRunner:
-        """A runner of a low-bit copy of the model, by which it drafts for itself over this cache.
-        It counts its own forwards."""
+        """A runner of a low-bit copy of the model that drafts over this cache, with its own
+        counts."""
         runner = copy(self)
         runner.model = model
         runner.executor = executor
@@ -151,18 +145,16 @@ class ModelRunner:
 
     @property
     def drafter(self) -> ModelRunner:
-        """What drafts in self-speculation: this runner, or that of a low-bit copy."""
         return self if self.drafting is None else self.drafting
 
     def storage(self) -> tuple[int, int, int]:
-        """(tokens in a block, blocks of a row, blocks of the pool). A row can hold `max_tokens`
-        tokens; all rows can at one time, unless the pool was given fewer blocks."""
+        """(tokens in a block, blocks of a row, blocks of the pool). By default all rows can hold
+        `max_tokens` tokens together."""
         block_size = self.backend.block_size(self.block_tokens or self.max_tokens)
         blocks_per_row = -(-self.max_tokens // block_size)
         return block_size, blocks_per_row, self.num_blocks or self.num_rows * blocks_per_row
 
     def allocate(self, row: int) -> None:
-        """Allocate `max_tokens` tokens in a row that was released before."""
         self.cache.allocate(row, self.max_tokens)
 
     @torch.inference_mode()
@@ -178,17 +170,17 @@ class ModelRunner:
         is_draft: bool = False,
         cancellation: Cancellation | None = None,
     ) -> NativeForward:
-        """Append the tokens of x to `rows`. What `Transformer.forward` returns is in `out`: this
-        rank's logits [B, T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a
-        model's part. It may be computed together with the next forward, of other rows, so that the
-        weights are read once for both; `flush` computes it at the latest. Until then nothing may
-        touch its rows. It is computed now unless a forward is one native call.
+        """Append the tokens of x to `rows`. The forward's `out` becomes this rank's logits [B,
+        T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a model's part.
 
-        `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
-        tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
-        is counted separately as well. `watch` is called with each layer and its attention weights
-        [B, G, blocks], `watch_queries` with its queries [B, T, H, D] after RoPE. Raises Cancelled
-        if the `cancellation` is set before a layer; nothing is appended then.
+        A native forward may wait for the next, of other rows, so that both read the weights
+        once, at latest until `flush`; until then its rows must not change. `policy` (default:
+        the runner's) chooses among the first `committed` tokens of each row (default: all).
+        `is_draft`: its reads are also counted apart. `watch` gets each layer's attention weights
+        [B, G, blocks], `watch_queries` its queries [B, T, H, D] after RoPE.
+
+        Raises:
+            Cancelled: `cancellation` was set before a layer. Nothing is appended.
         """
         x = x if isinstance(x, Tensor) else upload(x, self.device)
         num_new = x.shape[1]
@@ -215,7 +207,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Compute what was deferred and is not computed yet, in one native call."""
         if not self.deferred:
             return
         assert self.executor is not None, "only its forwards are deferred"
@@ -237,13 +228,11 @@ class ModelRunner:
         policy: Visible,
         committed: Lengths | Sequence[int] | None,
     ) -> Lengths | Sequence[int] | None:
-        """Called before each forward, whose `committed` it returns. Here rows have their blocks
+        """Prepare rows for a forward, and return its `committed`. Here blocks are allocated
         already."""
         return committed
 
     def _run_layers(self, forward: NativeForward) -> None:
-        """Compute one layer after the other, with the attention backend. What the layers have read
-        only the device knows in a captured forward."""
         view = forward.view
         rows = forward.rows
         first = self.model.layers.start
@@ -289,13 +278,12 @@ class ModelRunner:
 
     @property
     def finds_flaws(self) -> bool:
-        """Whether `has_flaws` tells of all logits from which tokens are chosen, those of other
-        ranks included. Then nobody else needs to look at them."""
+        """Whether `has_flaws` covers all logits from which tokens are chosen, also on other
+        ranks."""
         return self.executor is not None and self.group.size == 1
 
     @property
     def can_chain(self) -> bool:
-        """Whether `draft` can be called."""
         return self.executor is not None
 
     @torch.inference_mode()
@@ -308,10 +296,8 @@ class ModelRunner:
         count: int,
         pa: float = 0.0,
     ) -> Tensor:
-        """The ids [B, K] of at most `count` draft tokens that are chosen greedily one after the
-        other, as by calls of `forward`: the first with token_ids [B, T], the others with the newest
-        draft. All tokens but the last draft are appended to `rows`. The chains stop at `pa` as
-        those of `draft_chain` do."""
+        """At most `count` greedy draft ids [B, K] of each row after token_ids [B, T]. All tokens
+        but the last draft are appended. Chains stop at `pa` as in `draft_chain`."""
         assert self.executor is not None, "asked of a runner that can chain"
         num_new = token_ids.shape[1]
         rows = BatchRows.of(rows, self.device)
@@ -326,21 +312,18 @@ class ModelRunner:
         return drafts
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
-        """Remove the tokens of `rows` after the first `lengths` tokens."""
         self.cache.truncate(rows, lengths)
 
 
 def greedy(
     logits: Tensor, first_row: int, group: Group, flaws: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The ids of the largest logits over a vocabulary that is sharded over ranks: [B, T, V] ->
-    int64 [B, T]; and, for those who keep `flaws` (`SamplingMetadata`), numbers [B, T] that are
-    finite if the logits of all ranks are. Both are the same on every rank.
+    """Ids int64 [B, T] of the largest logits [B, T, V] over all ranks, smallest id first, and
+    with `flaws` (`SamplingMetadata`) numbers [B, T] that are finite if all logits are.
 
-    `first_row` is the vocabulary id of this rank's first row. This takes one collective: values and
-    ids are sent as pairs of float64, which hold both exactly. Among equal values the smaller id
-    wins, as with argmax on one rank. A rank whose logits or `flaws` are not finite sends NaN.
-    """
+    `first_row` is the vocabulary id of this rank's first row. One collective sends values and
+    ids as pairs of float64, which hold both exactly; NaN stands for logits or `flaws` that are
+    not finite."""
     value, index = logits.max(dim=-1)
     sums = None if flaws is None else sums_of(logits)
     if group.size == 1:
@@ -357,19 +340,15 @@ def greedy(
 
 
 def sums_of(logits: Tensor) -> Tensor:
-    """The sum of the logits [B, T, V] at each position, float32 [B, T]. It is finite if they all
-    are; of logits beyond 1e33, which no model has, it may not be."""
+    """Sums float32 [B, T] of logits [B, T, V], finite if they all are (below 1e33)."""
     return logits.sum(dim=-1, dtype=torch.float32)
 
 
 def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:
-    """Gather the logits of a vocabulary that is sharded over ranks: [B, T, columns of this rank] ->
-    [B, T, V] on every rank.
+    """Gather sharded logits: [B, T, columns of this rank] -> [B, T, V] on every rank, in one
+    collective padded to the widest shard.
 
-    `places` are the half-open ranges of ids of every rank's columns, in the order in which the
-    group gathers (`Group.all_gather_range`). This takes one collective; every shard is padded to
-    the widest.
-    """
+    `places` are the half-open id ranges of the ranks' columns, in gathering order."""
     if group.size == 1:
         return logits
     widest = max(last - first for first, last in places)

@@ -1,8 +1,5 @@
-"""Prefill: parts of texts are taken into the cache, in chunks, and each request whose prompt is
-complete gets its first token.
-
-Owns the order of the chunks and the time stamps of first tokens. Keeps the newest queries of each
-text if the runner has a place for them.
+"""Prefill: takes parts of texts into the cache in chunks, and gives complete prompts their first
+token.
 """
 
 from __future__ import annotations
@@ -27,13 +24,14 @@ def prefill(
     chunk: int,
     progress: Callable[[int], None] = lambda n: None,
 ) -> StepOutput:
-    """Take `parts` into the cache, one after the other. Returns the first token of each request
-    whose text is complete with its part, in order; none for a request that has emitted tokens
-    before. The host reads nothing before the last chunk was started. Raises NotFinite if the logits
-    of a request are not finite.
+    """Take `parts` into the cache in order. Returns the first token of each request that is
+    complete, none if it has emitted before. The host reads nothing before the last chunk has
+    started.
 
-    `progress` is called with the number of tokens of each chunk; on CUDA when the chunk was
-    started, not when it is done.
+    `progress` is called with each chunk's number of tokens; on CUDA when it has started.
+
+    Raises:
+        NotFinite: the logits of a request are not finite.
     """
     lines = []
     is_first = []
@@ -64,9 +62,8 @@ def take(
     chunk: int,
     progress: Callable[[int], None] = lambda n: None,
 ) -> Tensor | None:
-    """Append the tokens of `part` to its row, which holds those before it. Returns this rank's
-    logits [1, 1, V] of the last one, if the text is complete with it. If it is not, the last chunk
-    may wait for the next forward (`ModelRunner.defer`)."""
+    """Append the tokens of `part` to its row. Returns this rank's logits [1, 1, V] of the last
+    one if that completes the text; else the last chunk may be deferred (`ModelRunner.defer`)."""
     text = part.request.cached_ids
     row = part.row
     num_left = part.request.num_cached - part.start
@@ -91,9 +88,7 @@ def take(
 
 
 class TimeStamps:
-    """When the device had finished the work that was started before each mark. On CUDA these are
-    events on the stream, so that marking does not wait; elsewhere work is done when a call
-    returns."""
+    """Times at which the device had finished the work before each mark. CUDA events do not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._seconds: list[float] = []
@@ -113,7 +108,7 @@ class TimeStamps:
         self._events.append(event)
 
     def seconds(self) -> list[float]:
-        """The time of each mark, on the clock of `time.perf_counter`. Waits for the last mark."""
+        """The time of each mark on the clock of `time.perf_counter`. Waits for the last."""
         if self._events is None:
             return self._seconds
         first, *marks = self._events

@@ -1,5 +1,6 @@
-"""The state of a request, and the data that the scheduler and a decoding strategy exchange. Imports
-no torch, and nothing of this package except the checks of sampling parameters."""
+"""The state of a request, and the data that scheduler and decoding strategy exchange. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,10 @@ UNKNOWN_ID = -1  # of an output token of which a server sends only the text
 
 
 class NotFinite(ArithmeticError):
-    """Logits are not finite, so that no token follows from them. One line, which says where."""
+    """Logits are not finite, so that no token follows from them. Its one line says where."""
 
     @classmethod
     def after(cls, request_id: int, num_output: int) -> NotFinite:
-        """Of a forward of the newest token of a request that has emitted `num_output` tokens, of
-        its drafts, or of its prompt."""
         place = f"output token {num_output}" if num_output else "the prompt"
         return cls(
             f"the logits of request {request_id} after {place} are not finite numbers, so that no "
@@ -33,7 +32,6 @@ class NotFinite(ArithmeticError):
 
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """NotFinite from inside says that it was there."""
     try:
         yield
     except NotFinite as error:
@@ -49,9 +47,10 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen, and when it ends. Greedy without penalties by default.
+    """The rules by which a request's tokens are chosen and its end is found. Greedy by default.
 
-    Raises ValueError, naming the flag, for a value out of its range.
+    Raises:
+        ValueError: a value is out of its range; names the flag.
     """
 
     max_new_tokens: int
@@ -78,7 +77,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next token is always the one with the largest logit."""
+        """Whether the next token always has the largest logit."""
         return self.is_greedy and not self.has_penalties
 
     def ends(self, num_output: int, token: int) -> bool:
@@ -87,8 +86,7 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its output so far. Only the scheduler changes it. A request equals only
-    itself."""
+    """A prompt and its output so far, compared by identity. Only the scheduler changes it."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
@@ -107,24 +105,21 @@ class Request:
 
     @cached_property
     def distinct_prompt_ids(self) -> array[int]:
-        """The distinct tokens of the prompt as an int64 array, which torch converts quickly. Cached
-        because penalties need them repeatedly."""
+        """The prompt's distinct tokens as an int64 array, which torch converts quickly, for
+        penalties."""
         return array("q", sorted(set(self.prompt_ids)))
 
     @property
     def num_cached(self) -> int:
-        """The number of tokens whose K and V are committed in the cache: all but the newest, which
-        is the input of the next forward."""
+        """Tokens with committed K and V: all but the newest, the next forward's input."""
         return len(self.prompt_ids) + len(self.output_ids) - (1 if self.output_ids else 0)
 
     @property
     def cached_ids(self) -> tuple[int, ...]:
-        """These tokens: the prompt, and the output without its newest token."""
         return (*self.prompt_ids, *self.output_ids[:-1]) if self.output_ids else self.prompt_ids
 
     def append(self, tokens: list[int], time: float) -> list[int]:
-        """Append the tokens that a step emitted at `time`, up to the request's end. Returns those
-        that were appended."""
+        """Append the tokens of a step, up to the request's end. Returns those appended."""
         emitted = self.output_ids
         params = self.sampling
         before = len(emitted)
@@ -140,10 +135,9 @@ class Request:
         return tokens if len(emitted) == before + len(tokens) else emitted[before:]
 
     def times_ms(self) -> dict[str, float]:
-        """The times of the request in ms, as far as they are known: `ttft`, from its arrival to its
-        first output token; when it has ended `e2el`, from its arrival to its last one; and if it
-        has more than one `tpot`, from the first to the last, divided by the tokens after the
-        first."""
+        """The known times in ms: `ttft` from arrival to the first output token; once ended,
+        `e2el` from arrival to the last token, and `tpot` from first to last by the tokens after
+        the first."""
         times: dict[str, float] = {}
         first_s = self.first_token_s
         if first_s is None:
@@ -159,8 +153,6 @@ class Request:
         return times
 
     def gaps_ms(self) -> list[float]:
-        """The times between the steps that emitted tokens of the request. Tokens of one step came
-        at the same time."""
         times = sorted(set(self.token_times_s))
         return [1e3 * (later - earlier) for earlier, later in pairwise(times)]
 
@@ -171,7 +163,7 @@ class Request:
 
 @dataclass
 class Moves:
-    """When one request got a row of the running batch, and when it was preempted."""
+    """Times at which a request joined the running batch and was preempted."""
 
     joined_s: list[float] = field(default_factory=list)
     preempted_s: list[float] = field(default_factory=list)
@@ -179,7 +171,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests that a step advances, in row order."""
+    """The requests of a step, in row order."""
 
     requests: tuple[Request, ...]
 
@@ -196,10 +188,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The tokens that a step emitted for each request of its batch, in order. `padded_gamma` is the
-    number of draft tokens of the request with the most, to which the others are padded.
-    `num_drafted` are the draft tokens of each request without padding, and `num_accepted` those
-    that it accepted; both are None if nothing was drafted."""
+    """The tokens that a step emitted by request, in order.
+
+    `padded_gamma`: the largest number of drafts of a request, to which the others are padded. By
+    request, `num_drafted`: drafts without padding; `num_accepted`: those accepted; both None
+    without drafts."""
 
     token_ids: list[list[int]]
     padded_gamma: int = 0
@@ -219,9 +212,9 @@ class StepOutput:
 
 
 Observer = Callable[[Sequence[int], StepOutput, float], None]
-"""What a system tells of a step: the ids of its requests, the tokens that it appended to them and
-what was drafted and accepted, and its time in seconds."""
+"""A function that a system calls after a step with its request ids, its output (appended tokens,
+drafts and acceptance), and its time in seconds."""
 
 
 def ignore_step(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
-    """The observer of a pass that nobody observes."""
+    """The observer of an unobserved pass."""

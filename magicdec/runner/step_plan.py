@@ -14,11 +14,10 @@ PREFILL_TOKENS = 512
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a running batch may take. The defaults limit nothing: every request is prefilled whole,
-    and its row has room for it.
+    """The limits of a running batch; by default none.
 
-    With `num_blocks`, rows take blocks of `block_size` tokens as they grow, `num_blocks` in all.
-    """
+    With `num_blocks`, rows take blocks of `block_size` tokens as they grow, from `num_blocks` in
+    all."""
 
     max_tokens: int | None = None  # cached tokens of a row at most
     block_size: int = 1
@@ -30,7 +29,7 @@ class BatchLimits:
         return -(-num_tokens // self.block_size)
 
     def check(self, request: Request) -> None:
-        """Raise ValueError if the request can never be served, however long it waits."""
+        """Raise ValueError if the request can never be served."""
         prompt = len(request.prompt_ids)
         new = request.sampling.max_new_tokens
         # The newest token is never cached. Before the last step it is the last but one.
@@ -61,7 +60,6 @@ class PrefillChunk:
 
     @classmethod
     def whole(cls, requests: Sequence[Request]) -> tuple[PrefillChunk, ...]:
-        """All tokens of each request that are to be cached."""
         rows = Batch(tuple(requests)).rows
         pairs = zip(requests, rows, strict=True)
         return tuple(cls(request, row, 0, request.num_cached) for request, row in pairs)
@@ -69,8 +67,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step, in this order: rows are freed and given, blocks are reserved, parts of texts are
-    prefilled, and the requests that were complete before decode. All sequences are in row order."""
+    """A step: rows are freed and given, blocks reserved, parts prefilled, and requests that were
+    complete before decode, in this order. Sequences are in row order."""
 
     decoding: Batch | None = None
     preempted: tuple[tuple[Request, int], ...] = ()  # with the row that it leaves

@@ -1,7 +1,4 @@
-"""Makes this rank's runners from checked models: loads the weights and allocates the caches.
-
-Owns the choice of the runner for a model.
-"""
+"""Makes this rank's runners from checked models: loads weights and allocates caches."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ def load_model(
     progress: Progress,
     part: StagePart = StagePart(),
 ) -> Transformer:
-    """Load this rank's shard of a model, or of a part of it, that is sharded over `group`. Raises
-    WeightsRefused on all ranks of the group if one of them finds a value that is not finite."""
+    """This rank's shard, over `group`, of a model or a part of it. Raises WeightsRefused on all
+    ranks of the group if one finds a value that is not finite."""
     shard = Shard(group.index, group.size)
     refusal = ""
     with progress.task(f"loading {source.name} as {kinds.weights}", 1) as advance:
@@ -77,17 +74,15 @@ def load_kind(
 
 
 def return_freed_memory() -> None:
-    """Give the memory of what was freed while a model was loaded back to the system. glibc, alone,
-    would keep much of it for small allocations to come."""
+    """Return memory freed during loading to the system; glibc would keep much of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack it
     if trim is not None:
         trim(0)
 
 
 class LoadedModels:
-    """The weights that this rank holds. A model is loaded once for each kind and group that it is
-    asked for with, until it is dropped. With `emulated_s`, models sleep so many seconds in each
-    forward, and nothing is loaded."""
+    """The weights that this rank holds, loaded once for each kind and group. With `emulated_s`,
+    nothing is loaded and models sleep so long in each forward."""
 
     def __init__(
         self, device: torch.device, progress: Progress, emulated_s: float | None = None
@@ -104,8 +99,8 @@ class LoadedModels:
     def get(
         self, source: ModelSource, group: Group, kinds: Kinds, part: StagePart = StagePart()
     ) -> Transformer:
-        """This rank's shard of a model, or of a part of it, that is sharded over `group`. Native
-        steps read the same weights."""
+        """This rank's shard, over `group`, of a model or a part of it. Native steps read the same
+        weights."""
         if self.emulated_s is not None:
             like = torch.zeros(1, dtype=getattr(torch, kinds.dtype), device=self.device)
             shard = Shard(group.index, group.size)
@@ -119,7 +114,7 @@ class LoadedModels:
         return self._models[key][1]
 
     def get_copy(self, source: ModelSource, group: Group, plan: ModelPlan) -> Transformer | None:
-        """What self-speculation drafts with; None if that is the model itself."""
+        """The low-bit copy that self-speculation drafts with; None if the model itself drafts."""
         kinds = plan.copy_kinds
         if kinds is None or self.emulated_s is not None:
             return None
@@ -134,7 +129,6 @@ class LoadedModels:
         return self._models[key][1]
 
     def drop_others(self, *sources: ModelSource | None) -> None:
-        """Drop every model but these."""
         identities = [id(source) for source in sources]
         self._models = {key: value for key, value in self._models.items() if key[0] in identities}
 
@@ -144,7 +138,6 @@ def make_backend(name: str) -> AttentionBackend:
 
 
 def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | None:
-    """What computes whole forwards of a model of these kinds; None without native steps."""
     is_native = kinds.native_steps == "on" and not isinstance(model, EmulatedModel)
     return Executor(model, group) if is_native else None
 
@@ -152,7 +145,7 @@ def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | 
 def make_runner(
     plan: ModelPlan, source: ModelSource, group: Group, models: LoadedModels
 ) -> ModelRunner:
-    """The runner of what this rank holds, whose layers `group` shares."""
+    """The runner of this rank's part of a model, whose layers `group` shares."""
     model = models.get(source, group, plan.kinds, plan.part)
     copy = None
     if not plan.is_draft:
@@ -161,7 +154,6 @@ def make_runner(
 
 
 def with_copy(plan: ModelPlan, runner: ModelRunner, copy: Transformer | None) -> ModelRunner:
-    """`runner`, with a runner of the copy that self-speculation drafts with, if there is one."""
     runner.drafting = copy_runner(plan, runner, copy)
     return runner
 
@@ -169,15 +161,12 @@ def with_copy(plan: ModelPlan, runner: ModelRunner, copy: Transformer | None) ->
 def copy_runner(
     plan: ModelPlan, runner: ModelRunner, copy: Transformer | None
 ) -> ModelRunner | None:
-    """A runner of the copy that self-speculation drafts with, over the cache of `runner`; None if
-    there is no copy."""
     if copy is None or plan.copy_kinds is None:
         return None
     return runner.with_model(copy, make_executor(plan.copy_kinds, copy, runner.group))
 
 
 def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
-    """The runner of a model that is loaded, with a cache of its own."""
     backend = make_backend(plan.backend)
     executor = make_executor(plan.kinds, model, group)
     if plan.rolling_rule is not None:
@@ -207,8 +196,8 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
 def make_draft(
     run: ResolvedRun, groups: ParallelGroups, models: LoadedModels, row_tokens: int | None = None
 ) -> DraftModel | None:
-    """The standalone draft model of a run; None if the run has none. Only the draft's ranks hold
-    weights and a cache. Sequences have at most `row_tokens` tokens (default: those of the run)."""
+    """The standalone draft model of a run, None without one. Only its ranks hold weights and a
+    cache, for rows of at most `row_tokens`."""
     config = run.config
     source = run.draft_source
     if config.draft is None or source is None:

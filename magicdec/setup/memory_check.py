@@ -1,10 +1,5 @@
-"""How much memory is still free, on the host, in its container or on a GPU, and for which ranks;
-and whether the memory plan of a run fits, before anything is allocated. The user gets one line with
-the plan, or one line of refusal with the numbers and with what would fit.
-
-Every rank makes its own plan and reads its own free memory. The readings may differ, so if one rank
-refuses, all refuse with the same message.
-"""
+"""The free memory of the host, its container or a GPU, and whether the memory plan of a run fits:
+one line with the plan, or a refusal with what would fit. If one rank refuses, all do so alike."""
 
 from __future__ import annotations
 
@@ -21,8 +16,8 @@ ROOT = Path("/")
 
 
 def free_device_memory(kind: str, local_rank: int) -> int | None:
-    """Free bytes of this rank's device; on a CPU those of the host. None if they are not known.
-    Raises ValueError if a GPU has not even room for a process."""
+    """Free bytes of this rank's GPU or of the host; None if unknown. Raises ValueError for a GPU
+    without room for a process."""
     if kind == "cuda":
         import torch
 
@@ -37,9 +32,8 @@ def free_device_memory(kind: str, local_rank: int) -> int | None:
 
 
 def free_host_memory(root: Path = ROOT) -> int | None:
-    """Bytes that can be allocated without swapping; the file cache counts as free. This is the
-    smallest of the host's free memory and of what the memory limits of the enclosing control groups
-    leave. None if /proc/meminfo does not say."""
+    """Bytes that can be allocated without swapping, within the limits of the control groups, file
+    cache included; None if unknown."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -52,9 +46,8 @@ def free_host_memory(root: Path = ROOT) -> int | None:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Free bytes under the memory limit of each control group (version 2 or 1) that has one, from
-    this process's group up to the root. In a container, the path that the kernel names may not be
-    mounted, but the root of the container's groups is."""
+    """Free bytes under each memory limit from this process's control group (version 2 or 1) up to
+    the root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -81,8 +74,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
-    """The limit minus the memory in use. File cache that can be dropped does not count as in
-    use."""
+    """The limit minus the memory in use without file cache."""
     try:
         limit = (directory / limit_file).read_text().strip()
         usage = int((directory / used_file).read_text())
@@ -98,21 +90,22 @@ def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """`free` bytes are free for all `ranks` together; None if it is not known."""
+    """The memory that is free for all `ranks` together: `free` bytes, None if unknown."""
 
     ranks: tuple[int, ...]
     place: str
     free: int | None
 
     def describe(self, plan: MemoryPlan, what: str = "") -> str:
-        """The line to print about a plan of all `ranks`. `what` says of what, as ` for NAME`."""
+        """The printed line about a plan of all `ranks`. `what` names its subject, as in ` for
+        NAME`."""
         text = f"{plan.describe()} {self.place}{what}"
         if self.free is None:
             return f"{text}; how much is free is not known here"
         return f"{text}; {self.free / 1e9:.2f} GB free"
 
     def refusal(self, plan: MemoryPlan) -> str | None:
-        """How much the plan needs and how much is free; None if it fits or that is not known."""
+        """The needed and the free memory; None if the plan fits or the free memory is unknown."""
         if self.free is None or plan.total <= self.free:
             return None
         return f"{plan.describe()} {self.place}, {self.free / 1e9:.2f} GB are free"
@@ -126,7 +119,6 @@ def describe_place(config: ResolvedConfig, launch: Launch) -> str:
 
 
 def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> MemoryBudget:
-    """The room of this rank, on a host with `num_gpus` GPUs."""
     ranks = sharing_ranks(config.parallel.device, launch, num_gpus)
     place = describe_place(config, launch)
     free = free_device_memory(config.parallel.device, launch.local_rank)
@@ -136,8 +128,8 @@ def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> MemoryBu
 
 
 def sharing_ranks(kind: str, launch: Launch, num_gpus: int) -> tuple[int, ...]:
-    """The ranks of this host that share this rank's memory: all of them on a CPU, on CUDA those
-    with the same GPU."""
+    """The ranks of this host that share this rank's memory: on a CPU all, on CUDA those with the
+    same GPU."""
     ranks = tuple(launch.local_ranks)
     if kind == "cpu":
         return ranks
@@ -145,8 +137,8 @@ def sharing_ranks(kind: str, launch: Launch, num_gpus: int) -> tuple[int, ...]:
 
 
 def check_together(launch: Launch, check: Callable[[], str], topic: str = "refusals") -> str:
-    """The line that `check` returns on this rank. Raises ValueError on every rank if `check` does
-    so on one. Ranks that check several things together have a topic for each."""
+    """The line of `check`. Raises ValueError on every rank if `check` does so on one. Each joint
+    check has its own topic."""
     try:
         line = check()
         refusal = ""
@@ -160,8 +152,8 @@ def check_together(launch: Launch, check: Callable[[], str], topic: str = "refus
 
 
 def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: int | None) -> str:
-    """The line to print. `config` is resolved. `free` bytes are free on this rank's GPU, or on the
-    host for all its ranks; None if it is not known. Raises ValueError if the plan needs more."""
+    """The printed line about a run's memory. `free` bytes are free on this rank's GPU or on the
+    host, None if unknown. Raises ValueError if the plan needs more."""
     plan = needed(config, models, launch)
     room = MemoryBudget(tuple(launch.local_ranks), describe_place(config, launch), free)
     w = config.workload
@@ -176,8 +168,8 @@ def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: i
 def needed(
     config: ResolvedConfig, models: Models, launch: Launch, keeps_queries: bool = True
 ) -> MemoryPlan:
-    """On a CPU, the plan of all ranks of this host together. On CUDA, the plan of the rank that
-    needs most, so that every rank comes to the same result. `keeps_queries` as in `plan_rank`."""
+    """On a CPU, the plan of all ranks of this host; on CUDA, the largest plan of a rank, equal on
+    every rank."""
     group = config.parallel.rank_group
     if config.parallel.device != "cpu":
         plans = [plan_rank(config, models, rank, keeps_queries) for rank in group]
@@ -186,7 +178,6 @@ def needed(
 
 
 def planned(config: ResolvedConfig, models: Models) -> MemoryPlan:
-    """The plan of all ranks of the run together."""
     group = config.parallel.rank_group
     return add_up([plan_rank(config, models, rank) for rank in group])
 
@@ -220,5 +211,5 @@ def advice(config: ResolvedConfig, models: Models, launch: Launch, free: int) ->
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number below `limit` that fits, or 0. If a number fits, all smaller ones do."""
+    """The largest number below `limit` that fits, or 0, if all numbers below a fitting one fit."""
     return bisect_left(range(1, limit), True, key=lambda number: not fits(number))

@@ -1,11 +1,8 @@
-"""The memory plan of a run: what each rank will hold, computed before any of it is allocated.
-Arithmetic on the resolved config and the models' shapes; allocates nothing.
+"""The memory plan of a run: the bytes of each rank, from config and shapes, before allocation.
 
-Weights and KV caches are exact: `tests/unit/test_memory.py` compares them with what is allocated.
-What is needed for a short time beside them (`working_bytes`) is an estimate from the shapes of the
-tensors of the largest forward. Two things are not in the plan: the interpreter with its libraries,
-which is in memory already when the plan is made, and the repetition in a wider dtype that settles a
-difference of outputs, which few runs need.
+Weights and KV caches are exact (`tests/unit/test_memory.py`); working memory is an estimate from
+the largest forward. The plan omits the interpreter, in memory already, and the rare repetition in a
+wider dtype.
 """
 
 from __future__ import annotations
@@ -29,9 +26,8 @@ LIBRARY_BYTES = 64 << 20  # that kernels, threads and libraries take on a CPU at
 
 
 def working_bytes(plan: ModelPlan) -> int:
-    """The largest of these: the forward of a chunk of a prompt, of a verification, or of a policy's
-    first choice; reading and converting a matrix; the buffer that measures the bandwidth. The
-    rotary table and what libraries take at their first use come on top."""
+    """The largest of a prompt chunk, a verification, a policy's first choice, loading a matrix and
+    the bandwidth buffer; plus rotary table and libraries."""
     config = plan.config
     w = plan.config.workload
     longest = max_tokens(plan.config)
@@ -52,8 +48,8 @@ def working_bytes(plan: ModelPlan) -> int:
 
 
 def first_choice_bytes(plan: ModelPlan) -> int:
-    """What a policy needs for its choice after prefill: to run the newest prompt tokens a second
-    time, or to score the keys of one layer by the queries that prefill kept."""
+    """The bytes of a policy's choice after prefill, which runs the newest prompt tokens again, or
+    scores the keys of a layer by kept queries."""
     config = plan.config
     policy = make_policy(plan.config.kv)
     w = plan.config.workload
@@ -81,10 +77,13 @@ def first_choice_bytes(plan: ModelPlan) -> int:
 
 
 def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool = False) -> int:
-    """One layer of a forward of shape (B rows, T new tokens a row, S cached tokens a row): the
-    residual stream twice and normed; the larger of attention's and the MLP's tensors, or in one
-    native call both, with the inputs of a matrix in float32; and what the backend allocates, also
-    to return its attention weights if the forward `observes` them."""
+    """Bytes of one layer of a forward of shape (B rows, T new tokens per row, S cached tokens per
+    row).
+
+    They are the residual stream twice and normed; the larger of attention's and the MLP's tensors,
+    or both in a native call, with a matrix's float32 inputs; and the tensors of the backend, with
+    attention weights if the forward `observes` them.
+    """
     model = plan.model
     backend = backend_class(plan.config.attention.backend)
     call = _call_size(plan, shape)
@@ -119,10 +118,8 @@ def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
 
 
 def _loading_bytes(plan: ModelPlan) -> int:
-    """The largest matrix a second time, while it is packed or quantised, and the part that is being
-    read in float32; for int8 also divided by its scales and rounded. A low-bit copy is made of a
-    matrix as it was read, and has a byte for each number until it is packed; one of int4 for a
-    standalone draft is made of the whole model."""
+    """The largest matrix twice, while it is packed or quantised, with the float32 part being read.
+    A low-bit copy has a byte per number until packed; an int4 draft is made of the whole model."""
     model = plan.model
     shard = plan.shard
     vocab = shard.split(model.vocab_size)
@@ -139,8 +136,8 @@ def _loading_bytes(plan: ModelPlan) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank, or of several together. `working` is needed for a short time, the rest is
-    held for the whole run."""
+    """The bytes of one rank or of several. `working` is needed for a short time, the rest for the
+    whole run."""
 
     weights: int
     kv: int
@@ -161,14 +158,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of the target and of the standalone draft, if the run has one."""
-
     target: ModelConfig
     draft: ModelConfig | None = None
 
 
 def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[ModelPlan]:
-    """What a rank of a run holds. `config` is resolved."""
     draft = config.draft
     plans = [ModelPlan(config, models.target, config.parallel.rank_group, rank)]
     if draft is not None and models.draft is not None and rank in draft.rank_group:
@@ -177,8 +171,8 @@ def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[Mo
 
 
 def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPlan:
-    """The plan of one rank. `keeps_queries`: prompts are prefilled, and the queries that the KV
-    policy asks for are kept."""
+    """The plan of one rank. `keeps_queries`: prefill keeps the queries that the KV policy asks
+    for."""
     targets = [each for each in plans if not each.is_draft]
     drafts = [each for each in plans if each.is_draft]
     kept = sum(each.policy_bytes + keeps_queries * each.query_bytes for each in plans)
@@ -194,5 +188,4 @@ def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPla
 def plan_rank(
     config: ResolvedConfig, models: Models, rank: int, keeps_queries: bool = True
 ) -> MemoryPlan:
-    """The plan of one rank of a run."""
     return plan_of(model_plans_of(config, models, rank), keeps_queries)

@@ -1,4 +1,4 @@
-"""The memory of this rank at its peak, next to the plan of it (`MemoryWatch`)."""
+"""The measured peak memory of this rank, for comparison with its plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_MEASURED = MemoryTaken(None, None)
 
 
 class MemoryWatch:
-    """Watches the memory of this rank. It must be made before anything is loaded."""
+    """The measurement of this rank's peak memory, begun before anything is loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,11 +32,11 @@ class MemoryWatch:
         self.before = self.most = peak_memory_bytes(device)  # bytes of this rank
 
     def note(self) -> None:
-        """Read the peak so far. Called before each reset of the peak, and at the end."""
+        """Read the peak so far: before each reset of the peak, and at the end."""
         self.most = max(self.most, peak_memory_bytes(self.device))
 
     def measured(self, group: Group) -> MemoryTaken:
-        """The readings of all ranks together. Every rank of the group must call this."""
+        """The readings of all ranks together. Every rank of the group must call it."""
         readings = group.all_gather_values((self.before, self.most), tuple[int, int])
         return MemoryTaken(sum(f[0] for f in readings), sum(f[1] for f in readings))
 
@@ -44,7 +44,6 @@ class MemoryWatch:
 def describe_memory(
     plan: MemoryPlan, free: int | None, usage: MemoryTaken = NOT_MEASURED
 ) -> MemoryRecord:
-    """The record's `memory`: the plan of all ranks together by part, and the measured memory."""
     return MemoryRecord(
         **{f"{part}_bytes": size for part, size in vars(plan).items()},
         total_bytes=plan.total,

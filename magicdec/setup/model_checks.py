@@ -1,7 +1,5 @@
-"""Checks of a resolved run against its model and its draft: lengths, the tokenizer's ids, what the
-attention backend supports, and what a draft must have to serve its target. Every check raises
-ValueError, one line naming the flags, before any process group starts.
-"""
+"""Checks of a resolved run against its models. They raise ValueError, one line naming the flags,
+before any process group starts."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ from magicdec.setup.model_plan import max_tokens
 
 
 def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource) -> None:
-    """Check the draft of a resolved run that names both models."""
     assert config.draft is not None and config.run_config.draft is not None, (
         "a draft was found for it"
     )
@@ -44,8 +41,7 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
 def check_vocabularies(
     label: str, draft: ModelSource, target_label: str, target: ModelSource
 ) -> None:
-    """One id must mean one piece of text to both. Random weights have no tokenizer: there the
-    number of ids decides."""
+    """An id must mean the same text to both models; random weights need equal numbers of ids."""
     if draft.tokenizer_directory is None or target.tokenizer_directory is None:
         ours = draft.config.vocab_size
         theirs = target.config.vocab_size
@@ -79,8 +75,8 @@ def check_rolling(config: ResolvedConfig, label: str, draft: ModelSource) -> Non
 
 
 def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
-    """The draft must have learnt the distances that it will see: those of the whole text, or under
-    a rolling cache those of the budget and what stands after it."""
+    """The draft's positions must reach over the text, or with a rolling cache over the budget and
+    what follows it."""
     model = draft.config
     w = config.workload
     kv = config.kv
@@ -107,12 +103,11 @@ def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
 
 
 def is_rolling(config: ResolvedConfig) -> bool:
-    """Whether a standalone draft keeps a rolling cache (`rolling_runner`)."""
     return config.draft is not None and policy_called(config.kv.policy).can_roll
 
 
 def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None:
-    """What a policy chooses once must stay in the model's sliding window, if it has one."""
+    """A policy's single choice must stay in the model's sliding window."""
     window = source.config.sliding_window
     kv = config.kv
     after = config.workload.num_new_tokens + config.decoding.max_gamma
@@ -127,7 +122,6 @@ def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None
 
 
 def check_shards(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
-    """The draft's heads must be divisible over its ranks."""
     assert config.draft is not None, "a draft was found for it"
     ranks = config.draft.rank_group
     what = f"--draft_ranks {' '.join(map(str, ranks))}, draft {label}"
@@ -135,7 +129,7 @@ def check_shards(config: ResolvedConfig, label: str, draft: ModelSource) -> None
 
 
 def check_shared(what: str, num_ranks: int, model: ModelConfig) -> None:
-    """Raise ValueError, which begins with `what`, if so many ranks cannot share the heads."""
+    """Raises ValueError, which begins with `what`, if `num_ranks` ranks cannot share the heads."""
     try:
         Shard(0, num_ranks).heads(model.num_heads, model.num_kv_heads)
     except ValueError as error:
@@ -143,7 +137,7 @@ def check_shared(what: str, num_ranks: int, model: ModelConfig) -> None:
 
 
 def check_groups(weights: str | None, label: str, num_ranks: int, model: ModelConfig) -> None:
-    """Raise ValueError if the groups of int4 weights do not divide the inputs of every matrix."""
+    """Raises ValueError if groups of int4 weights do not divide the inputs of every matrix."""
     if weights != INT4:
         return
     shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
@@ -162,15 +156,15 @@ def check_groups(weights: str | None, label: str, num_ranks: int, model: ModelCo
 
 
 def check_interpreter(config: ResolvedConfig) -> None:
-    """Let each attention backend load what must be loaded first: Triton decides whether to
-    interpret its kernels when it is first imported."""
+    """Load the attention backends first: Triton decides at its first import whether to interpret
+    its kernels."""
     drafts = [] if config.draft is None else [config.draft.backend]
     for name in [config.attention.backend, *drafts]:
         backend_class(name).load(config.parallel.device)
 
 
 def check_bos(label: str, source: ModelSource, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if the BOS token of the model is not a valid id of its tokenizer."""
+    """Raises ValueError if the model's BOS token is no id of its tokenizer."""
     bos = source.config.bos_token_id
     size = source.config.vocab_size
     if source.tokenizer_directory is not None:
@@ -183,8 +177,8 @@ def check_bos(label: str, source: ModelSource, tokenizer: Tokenizer) -> None:
 
 
 def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> None:
-    """Raise ValueError if the run is longer than the model's maximum length, if the attention
-    backend does not support the model, or if its heads cannot be divided among the ranks."""
+    """Raises ValueError if the run exceeds the model's maximum length, the attention backend does
+    not support it, or the ranks cannot share its heads."""
     w = config.workload
     flag = flag_of(config.run_config.model, "model")
     length = w.prefix_len + w.num_new_tokens
@@ -198,14 +192,14 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
 
 
 def check_backend(config: ResolvedConfig, backend: str, flag: str, source: ModelSource) -> None:
-    """Raise ValueError if the backend does not compute the model's attention as it must be."""
+    """Raises ValueError if the backend computes the model's attention wrongly."""
     check_scores(backend, config.model.dtype, flag, source)
     check_window(backend, max_tokens(config), flag, source)
 
 
 def check_scores(backend: str, dtype: str, flag: str, source: ModelSource) -> None:
-    """Raise ValueError if the model uses ALiBi and the backend rounds scores to bfloat16. ALiBi
-    scores grow with the position, so rounding would remove the difference between neighbours."""
+    """Raises ValueError for ALiBi with a backend that rounds scores to bfloat16, which would equate
+    neighbouring positions."""
     if (source.config.positions, dtype) != ("alibi", "bfloat16"):
         return
     if capabilities_of(backend).rounds_scores:
@@ -216,8 +210,8 @@ def check_scores(backend: str, dtype: str, flag: str, source: ModelSource) -> No
 
 
 def check_window(backend: str, length: int, flag: str, source: ModelSource) -> None:
-    """Raise ValueError if sequences of `length` tokens exceed the model's sliding window and the
-    backend does not support windows."""
+    """Raises ValueError if `length` tokens exceed the sliding window and the backend supports
+    none."""
     window = source.config.sliding_window
     if window is None or window >= length:
         return
@@ -230,8 +224,8 @@ def check_window(backend: str, length: int, flag: str, source: ModelSource) -> N
 
 
 def check_length(flags_text: str, length: int, flag: str, source: ModelSource) -> None:
-    """Raise ValueError if `length` exceeds the model's maximum length. `flags_text` names the flags
-    and values from which the length follows."""
+    """Raises ValueError if `length`, which follows from `flags_text`, exceeds the model's
+    maximum."""
     model = source.config
     if length > model.max_length:
         dynamic = model.positions == "rope" and model.rope.rope_type == "dynamic"

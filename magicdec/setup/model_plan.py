@@ -1,7 +1,4 @@
-"""ModelPlan: a model that a rank will hold, or the part of it that a stage has, with its KV cache.
-Lists of these say what the ranks of a command hold. The memory plan adds them up (`memory.plan`),
-and `setup.loading` loads them.
-"""
+"""ModelPlan: a model, or a stage's part of it, that a rank will hold with its KV cache."""
 
 from __future__ import annotations
 
@@ -29,22 +26,21 @@ from magicdec.speculation.rolling_runner import BLOCK_SIZE, blocks_held
 
 
 def max_tokens(config: ResolvedConfig) -> int:
-    """Cached tokens of a row at most."""
+    """The most cached tokens of a row."""
     return tokens_of_rows(config.workload, config.decoding)
 
 
 def max_following(config: ResolvedConfig, row_tokens: int) -> int:
-    """Tokens that follow a prompt at most in a row of `row_tokens`, drafts included. A short prompt
-    may be followed by more than the longest is."""
+    """The most tokens after a prompt in a row of `row_tokens`, drafts included. More may follow a
+    short prompt than the longest one."""
     w = config.workload
     return min(row_tokens, row_tokens - w.prefix_len + w.extra_new_tokens)
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """How a model is stored and computed. Activations are in `dtype`, matrices in `weights` (either
-    `dtype`, int8 or, of a draft, int4). `linear` and `elementwise` name the kernels for matrix
-    products and for the elementwise operations; `native_steps` is on or off."""
+    """The storage and kernels of a model: activations in `dtype`, matrices in `weights` (`dtype`,
+    int8 or, of a draft, int4), and kernels by name."""
 
     dtype: str
     weights: str
@@ -54,7 +50,6 @@ class Kinds:
 
     @classmethod
     def of(cls, config: ResolvedConfig, is_draft: bool = False) -> Kinds:
-        """Those of a run's target, or of its standalone draft."""
         section = config.model
         kinds = cls(
             section.dtype,
@@ -72,8 +67,8 @@ class Kinds:
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a stage of a pipeline has of a model: `layers` (None: all), and the embedding, the final
-    norm and the head if it `has_ends` (None: those of them that belong to its layers)."""
+    """A stage's part of a model: `layers` (None: all), and the embedding, final norm and head if it
+    `has_ends` (None: by its layers)."""
 
     layers: range | None = None
     has_ends: bool | None = None
@@ -81,12 +76,12 @@ class StagePart:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """`ranks` share the layers of the target or, if it `is_draft`, of the standalone draft, of
-    which `rank` has its shard. A stage has a `part` of them.
+    """This rank's shard of a `part` of the target or the standalone draft, whose layers `ranks`
+    share.
 
-    Every row of the cache has room for `row_tokens` (default: those of the config).
-    `block_tokens` is the size of a block, and `cache_tokens` what the cache holds of all rows
-    together, each rounded up; by default the backend chooses, and there is room for all rows."""
+    A cache row holds `row_tokens` (default: by the config). `block_tokens` and `cache_tokens` are
+    the sizes of a block and of the cache, rounded up (default: by the backend, for all rows).
+    """
 
     config: ResolvedConfig
     model: ModelConfig
@@ -108,8 +103,8 @@ class ModelPlan:
 
     @property
     def copy_kinds(self) -> Kinds | None:
-        """Those of the low-bit copy with which the target drafts for itself; None if there is none.
-        Packed int8 layers are for bfloat16."""
+        """The kinds of the low-bit copy that drafts for the target, None without one. Packed int8
+        layers need bfloat16."""
         weights = self.config.low_bit
         kinds = self.kinds
         if self.is_draft or weights is None:
@@ -120,7 +115,6 @@ class ModelPlan:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of that copy."""
         kinds = self.copy_kinds
         if kinds is None:
             return 0
@@ -147,12 +141,11 @@ class ModelPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row at most."""
         return self.row_tokens or max_tokens(self.config)
 
     @property
     def rolling_rule(self) -> SinksAndWindow | None:
-        """What a cache that forgets keeps; None if it keeps everything."""
+        """The rule of a cache that forgets; None if it keeps everything."""
         policy = make_policy(self.config.kv)
         if not (self.is_draft and policy.can_roll):
             return None
@@ -196,8 +189,8 @@ class ModelPlan:
         return own + self.padding_bytes(kinds, self.ends[1])
 
     def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
-        """Bytes with which packed matrices are filled up: outputs to whole blocks, and inputs to
-        whole tiles in int8 and to pairs in bfloat16."""
+        """Bytes that fill up packed matrices: outputs to whole blocks, inputs to whole tiles in
+        int8 and to pairs in bfloat16."""
         if kinds.linear != "packed":
             return 0
         low_bit = kinds.weights if kinds.weights in LOW_BIT else None
@@ -212,14 +205,13 @@ class ModelPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the cache."""
         size, num_blocks = self.storage()
         return size * num_blocks * self.bytes_per_token
 
     @property
     def policy_bytes(self) -> int:
-        """Bytes of what the KV policy keeps beside the cache for drafts of this model: a copy of
-        what it chose, or what it chooses by."""
+        """Bytes that the KV policy keeps beside the cache: a copy of its choice, or the state it
+        chooses by."""
         config = self.config
         policy = make_policy(self.config.kv)
         is_self = config.decoding.model_drafter == SELF

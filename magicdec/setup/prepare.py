@@ -1,7 +1,5 @@
-"""Prepares a run: everything that can be refused is refused here, before any process group starts.
-
-Owns the order of the checks. Every rank prepares on its own, and all ranks reach the same result.
-"""
+"""Prepares a run: refuses whatever can be refused before any process group starts. Every rank
+prepares alone, with the same result."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ from magicdec.workload.workload import Workload, build_workload, encode_corpus
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run whose models were found and whose config is resolved. What it needs of the machine, and
-    its prompts, are not checked yet."""
+    """A run with found models and a resolved config, but unchecked memory and prompts."""
 
     config: ResolvedConfig
     launch: Launch
@@ -54,7 +51,7 @@ class ResolvedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(ResolvedRun):
-    """A run after all checks: everything that a user can cause has been refused by now."""
+    """A run after all checks: every error of the user has been refused."""
 
     tokenizer: Tokenizer
     tokenizer_name: str
@@ -65,13 +62,11 @@ class Prepared(ResolvedRun):
     corpus: tuple[int, ...] = ()  # in which prompt lookup searches beside the text
 
     def first_batches(self, num_batches: int) -> Prepared:
-        """The run of the first batches alone."""
         w = replace(self.config.workload, num_batches=num_batches)
         prompts = self.workload.first(num_batches * w.batch_size)
         return replace(self, config=replace(self.config, workload=w), workload=prompts)
 
     def describe_workload(self) -> WorkloadRecord:
-        """The record's `workload`: the prompts, the models and the tokenizer."""
         w = self.workload
         return WorkloadRecord(
             **vars(describe_model(self.source)),
@@ -98,7 +93,7 @@ T = TypeVar("T")
 
 
 class SetupCache:
-    """What was found while runs were prepared, so that the runs of a study find it once."""
+    """A cache of what preparations find, for the runs of a study."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], Any] = {}
@@ -111,8 +106,7 @@ class SetupCache:
 
 
 def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
-    """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
-    errors that a user can correct."""
+    """The checked run. Raises ValueError, one line naming the flag, for errors of the user."""
     cache = SetupCache()
     run = find(run_config, launch, cache)
     check_agreement(run)
@@ -122,8 +116,8 @@ def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
 
 
 def check_agreement(run: ResolvedRun, more: Mapping[str, object] | None = None) -> None:
-    """Raises ValueError, on every rank, if a rank has another version, setting or model, or another
-    fact of `more`. On each host the models may have other paths, and ranks other threads."""
+    """Raises ValueError, on every rank, if a rank has another version, setting, model or fact of
+    `more`; paths and threads may differ."""
     if run.launch.world_size == 1:
         return
     facts: dict[str, Any] = {"magicdec": version("magicdec")}
@@ -147,8 +141,8 @@ def find(
     cache: SetupCache,
     placement: Placement = Placement(),
 ) -> ResolvedRun:
-    """Find the models and resolve the config. Raises ValueError as `prepare` does. `placement` as
-    in `resolve`."""
+    """The run with its models found and its config resolved. Raises ValueError as `prepare`
+    does."""
     run_config.check(launch.world_size)
 
     def find_source(section: ModelSection | DraftSection) -> ModelSource:
@@ -171,8 +165,7 @@ def resolve_run(
     draft: ModelSource | None,
     placement: Placement = Placement(),
 ) -> ResolvedRun:
-    """The run of models that were found. Raises ValueError and takes `placement` as `resolve`
-    does."""
+    """The run of found models. Raises ValueError as `resolve` does."""
     of_draft = ModelTraits() if draft is None else traits_of(draft.config)
     config = resolve(run_config, machine, traits_of(source.config), of_draft, placement)
     return ResolvedRun(config, launch, machine, source, draft)
@@ -194,10 +187,13 @@ def complete(
     num_prompts: tuple[int, str] | None = None,
     check: Callable[[ResolvedConfig, Models, Launch, int | None], str] = check_memory,
 ) -> Prepared:
-    """Check the run against its models, make its prompts and plan its memory. Raises ValueError as
-    `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
-    prompts and the flag that says it, where requests are served: these are not whole batches, and
-    keep the lengths of a prompt set. `check` makes the line about memory."""
+    """The run checked against its models, with prompts and a memory plan. Raises ValueError as
+    `prepare`.
+
+    `agree` lets all ranks refuse if one does. `num_prompts` is the number of requests and its flag,
+    if requests are served: a prompt set then keeps its lengths. `check` makes the line about
+    memory.
+    """
     config = run.config
     launch = run.launch
     source = run.source
@@ -253,8 +249,8 @@ def complete(
 
 
 def check_models(run: ResolvedRun, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:
-    """Check the run against its models. Returns the model whose tokenizer makes the prompts, and
-    that tokenizer. Raises ValueError as `prepare` does."""
+    """The model whose tokenizer makes the prompts, and that tokenizer, after the checks of all
+    models. Raises ValueError as `prepare` does."""
     config = run.config
     source = run.source
     label = f"{flag_of(config.run_config.model, 'model')} {config.model.model}"
@@ -273,8 +269,8 @@ def check_models(run: ResolvedRun, cache: SetupCache) -> tuple[ModelSource, Toke
 
 
 def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:
-    """The model whose tokenizer makes the prompts, and that tokenizer. Random weights have none, so
-    the demo's is used. Its ids are valid in any vocabulary that is at least as large."""
+    """The model whose tokenizer makes the prompts, and that tokenizer: for random weights the
+    demo's, valid in any vocabulary at least as large."""
     tokenizer_source = source
     if source.tokenizer_directory is None:
         tokenizer_source = cache.get(("model", "demo"), lambda: find_model("--model", "demo"))
@@ -286,8 +282,8 @@ def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource,
 def as_stored(
     config: RunConfig, source: ModelSource, draft: ModelSource | None = None
 ) -> RunConfig:
-    """`config` with int8 as the weight dtype of each model that is stored in int8. Raises
-    ValueError if another dtype was requested, because the original weights are not stored."""
+    """`config` with int8 weights for models stored so. Raises ValueError for another requested
+    dtype."""
     if source.is_int8:
         check_int8("--target_dtype", config.model.target_dtype, config.model)
         config = replace(config, model=replace(config.model, target_dtype="int8"))
@@ -299,7 +295,6 @@ def as_stored(
 
 
 def check_int8(flag: str, dtype: str, section: ModelSection | DraftSection) -> None:
-    """Raise ValueError if a model that is stored in int8 should have another weight dtype."""
     if dtype not in ("auto", "int8"):
         raise ValueError(
             f"{flag} {dtype}: {flag_of(section, 'model')} {section.model} holds int8 weights; "

@@ -1,8 +1,4 @@
-"""RankSession: one rank of a launched command, from its start-up to its clean-up.
-
-Owns what every measurement on ranks needs: the number of threads, the device, the process groups
-and the description of the machine.
-"""
+"""RankSession: the threads, device and process groups of one rank, from start-up to clean-up."""
 
 from __future__ import annotations
 
@@ -21,15 +17,14 @@ from magicdec.setup.prepare import Prepared
 
 
 def session_of(prepared: Prepared) -> RankSession:
-    """The session that a prepared run needs."""
     draft = prepared.config.draft
     draft_ranks = None if draft is None else draft.rank_group
     return RankSession(prepared.launch, prepared.config.parallel, draft_ranks)
 
 
 class Sessions:
-    """The open sessions of one process that makes several runs. Their process group stays open
-    until `close_groups`."""
+    """The open sessions of a process that makes several runs. Their process group stays open until
+    `close_groups`."""
 
     def __init__(self) -> None:
         self._open: dict[str, RankSession] = {}
@@ -47,8 +42,7 @@ class Sessions:
 
 
 class RankSession:
-    """A context manager that all ranks enter and leave together. `groups` exists inside it.
-    `device` is this rank's device, as `device_of` has it."""
+    """A context manager that all ranks enter and leave together. `groups` exists inside it."""
 
     def __init__(
         self,
@@ -56,7 +50,7 @@ class RankSession:
         parallel: ResolvedParallel,
         draft_ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """`draft_ranks` are the ranks that hold a standalone draft; None if there is none."""
+        """`draft_ranks` hold a standalone draft; None without one."""
         self.launch = launch
         self.parallel = parallel
         self.draft_ranks = draft_ranks
@@ -67,8 +61,7 @@ class RankSession:
         return self
 
     def open(self) -> None:
-        """Start what the session owns. Several sessions of one process, one after the other or side
-        by side, share its process group."""
+        """Start the session. Several sessions of a process share its process group."""
         parallel = self.parallel
         self.begin()
         self.groups = make_groups(
@@ -76,15 +69,15 @@ class RankSession:
         )
 
     def begin(self) -> None:
-        """A run begins: its time stamp, and the number of threads that it computes with."""
+        """Begin a run: note the time and set the number of threads."""
         self.started = datetime.datetime.now(datetime.UTC)
         torch.set_num_threads(self.parallel.threads)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
     ) -> None:
-        """Close the process groups, but not after an error: closing waits for the other ranks, and
-        these may have ended already. Raises PeerLost if that is why the error came."""
+        """Close the process groups, but after an error only raise PeerLost if that caused it:
+        closing waits for ranks that may have ended."""
         if kind is None:
             close_groups()
             return
@@ -93,7 +86,7 @@ class RankSession:
         stop_watching()
 
     def describe_environment(self, bandwidth: float | None = None) -> Environment:
-        """The `environment` of a record. `bandwidth` is the read bandwidth of all ranks together,
-        None if it was not measured."""
+        """The record's `environment`. `bandwidth` is the read bandwidth of all ranks, None if not
+        measured."""
         environment = describe_environment(self.launch, self.parallel.device, self.started)
         return replace(environment, read_bandwidth_bytes_per_s=bandwidth)

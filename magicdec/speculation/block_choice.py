@@ -1,8 +1,6 @@
-"""The choice of blocks by native code (`block_choice.cpp`), for runners with native steps.
+"""Calls into `block_choice.cpp`, the native choice of KV blocks.
 
-Owns the calls into that library.
-
-Shapes: L layers, B rows of a forward, R rows of the cache, G KV heads of this rank, D head size.
+Shapes: L layers, B rows of a forward, R cache rows, G KV heads of this rank, D head size.
 """
 
 from __future__ import annotations
@@ -57,12 +55,11 @@ def library() -> ctypes.CDLL:
 
 
 def top_blocks(scores: Tensor, rows: Tensor, split: Sequence[Sequence[int]], most: int) -> Tensor:
-    """Visible ranges [L, B, G, most + 2, 2]: sinks, the best blocks in ascending order, the window.
-    What a row does not take of `most` blocks is an empty range.
+    """Visible ranges [L, B, G, most + 2, 2]: sinks, the best blocks in ascending order, the
+    window. Unused ranges are empty.
 
-    scores [L, R, G, blocks]; rows [B] of them take part. `split` has five lists of B numbers: the
-    first sink, the end of the sinks, the begin of the window, the number of blocks to take, and the
-    number of tokens."""
+    scores [L, R, G, blocks]; rows [B]; `split` has five lists of B numbers: first sink, end of
+    the sinks, begin of the window, number of blocks, number of tokens."""
     assert scores.dtype == torch.float32 and scores.stride(3) == 1
     (layers, _, heads, _), count = scores.shape, len(rows)
     numbers = torch.tensor(split, dtype=torch.int64)
@@ -84,8 +81,8 @@ def top_blocks(scores: Tensor, rows: Tensor, split: Sequence[Sequence[int]], mos
 def score_blocks(
     queries: Tensor, means: Tensor, rows: Tensor, complete: Sequence[int], num_blocks: int
 ) -> Tensor:
-    """The softmax over the first `complete` [B] blocks of mean key . query / sqrt(D), summed over
-    the query heads of a KV head: float32 [L, B, G, num_blocks], 0 for all other blocks.
+    """Softmax of mean key . query / sqrt(D) over the first `complete` [B] blocks, summed over
+    the query heads of a KV head: float32 [L, B, G, num_blocks].
 
     queries [L, R, G, H/G, D] and means [L, R, G, blocks, D] are contiguous float32."""
     assert queries.is_contiguous() and means.is_contiguous()
@@ -113,8 +110,7 @@ def score_blocks(
 def add_mean_keys(
     cache: KVCache, rows: Sequence[int], first: Sequence[int], last: Sequence[int], means: Tensor
 ) -> None:
-    """Fill means [L, R, G, blocks, D] of the blocks from `first` to `last` - 1 of each of `rows`,
-    whose keys are in the cache."""
+    """Fill means [L, R, G, blocks, D] for blocks `first` to `last` - 1 of `rows` from the cache."""
     assert means.is_contiguous() and means.dtype == torch.float32
     kind = KINDS.index((cache.shape.layout, cache.k.dtype))
     lists = [torch.tensor(each, dtype=torch.int64) for each in (rows, first, last)]

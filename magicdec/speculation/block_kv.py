@@ -1,8 +1,6 @@
-"""BlockSelection and BlockKV: a draft reads sinks, a window of the newest tokens, and between them
-the top-k blocks of the runner's own cache by a score; nothing is copied.
+"""Drafts that read sinks, a window, and the top-k blocks of the runner's own cache by a score.
 
-Owns the arithmetic of this choice and the time at which it is made: once a step, so that all draft
-forwards between two verifications share it. The policy computes the scores.
+All drafts between two verifications share one choice.
 
 Shapes: L layers, B rows, G KV heads of this rank, R ranges.
 """
@@ -31,11 +29,11 @@ Number = TypeVar("Number", int, Tensor)
 
 @dataclass(frozen=True)
 class BlockSelection(KVPolicy):
-    """At most `budget` committed tokens: `num_sink_tokens` sinks, the newest `window` and up to
-    BLOCK - 1 more, so that blocks end where the window begins, and blocks in between.
+    """A policy that shows at most `budget` committed tokens: sinks, whole blocks, and at least
+    the newest `window` tokens.
 
-    If the model has a `sliding_window`, nothing is chosen from before the window of the next token.
-    The few chosen tokens that leave the window during the drafts of a step are masked."""
+    With a `sliding_window`, tokens before the next token's window are not chosen; those that
+    leave it during a step are masked."""
 
     settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens", "recent_window")
     needs_verification: ClassVar[bool] = True
@@ -70,15 +68,13 @@ class BlockSelection(KVPolicy):
         return context, self
 
     def sinks(self, committed: Number) -> tuple[Number, Number]:
-        """The range of the sinks that a row of that length can see."""
         first = committed * 0
         if self.sliding_window is not None:
             first = _positive(committed + 1 - self.sliding_window)
         return first, first + _positive(self.num_sink_tokens - first)
 
     def split(self, committed: Number) -> tuple[Number, Number]:
-        """Where the window of a row of that length begins, and how many blocks are read before
-        it."""
+        """The begin of a row's window, and the number of blocks read before it."""
         first, last = self.sinks(committed)
         room = self.budget - (last - first)
         start = (committed - self.window) // BLOCK * BLOCK
@@ -100,7 +96,7 @@ class BlockSelection(KVPolicy):
         return min(committed, self.budget)
 
     def ranges(self, committed: Tensor) -> Tensor:
-        """The newest blocks, while nothing is known of the attention."""
+        """The newest blocks, while no attention is known."""
         lengths = committed.tolist()
         most = max(self.split(length)[1] for length in lengths)
         recency = torch.arange(-(-max(lengths) // BLOCK), device=committed.device)
@@ -108,8 +104,8 @@ class BlockSelection(KVPolicy):
         return self.top_blocks(committed, scores, most)[0, :, 0]
 
     def top_blocks(self, committed: Tensor, scores: Tensor, most: int) -> Tensor:
-        """Ranges [L, B, G, R, 2] of rows with `committed` [B] tokens, given the scores [L, B, G,
-        blocks] of their blocks, 0 or more; no row takes more than `most` of them."""
+        """Ranges [L, B, G, R, 2] of at most `most` blocks, from committed [B] and block scores
+        >= 0 [L, B, G, blocks]."""
         firsts, lasts = self.sinks(committed)
         starts, counts = self.split(committed)
         block = torch.arange(scores.shape[3], device=scores.device)
@@ -129,7 +125,7 @@ class BlockSelection(KVPolicy):
 
 @dataclass(frozen=True)
 class BlockRanges(ChosenRanges):
-    """A policy whose choice of ranges for one batch is made."""
+    """A policy with the ranges chosen for one batch."""
 
     policy: BlockSelection
     key_ranges: Tensor
@@ -142,7 +138,7 @@ class BlockRanges(ChosenRanges):
 
 
 class BlockKV(DraftKV):
-    """A subclass says how blocks are scored, and keeps what it needs for that up to date."""
+    """A draft KV of chosen blocks. Subclasses score the blocks."""
 
     def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
         self.policy = replace(policy, sliding_window=runner.window)
@@ -153,9 +149,8 @@ class BlockKV(DraftKV):
 
     @abstractmethod
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """The score of the first `num_blocks` blocks of each row, or of more, by the query heads of
-        this rank, float32 [L, any, G, blocks]; and the index [B] of each of `rows` in the second
-        dimension, so that nothing need be copied."""
+        """Block scores by the query heads of this rank, float32 [L, any, G, >= num_blocks], and
+        the index [B] of `rows` in dimension 1."""
 
     def select(self, rows: Rows, committed: Lengths) -> Visible:
         rows = BatchRows.of(rows, self.runner.device)
@@ -165,8 +160,7 @@ class BlockKV(DraftKV):
         return self._choice[1]
 
     def _choose(self, rows: BatchRows, committed: Lengths) -> Tensor:
-        """Ranges [L, B, G, R, 2]. The choice in native code, for a runner with native steps, may
-        take other blocks of equal scores, which are rare."""
+        """Ranges [L, B, G, R, 2]. Native code may break ties differently."""
         runner = self.runner
         policy = self.policy
         lengths = committed.bounds
@@ -187,7 +181,7 @@ class BlockKV(DraftKV):
         return top_blocks(scores, index, split, most)
 
     def _is_chosen_for(self, rows: BatchRows, committed: Lengths) -> bool:
-        """Lengths that only the device knows are the same if they are one object."""
+        """Lengths that only the device knows are compared by identity."""
         assert self._choice is not None, "asked of a choice"
         lengths, _, numbers = self._choice
         is_equal = not rows.is_captured and lengths.bounds == committed.bounds

@@ -1,9 +1,8 @@
-"""DraftKV: the part of the context that a drafting model reads, and the place where the K and V of
-its drafts are kept until the verification; and the loop in which a model drafts with it.
+"""DraftKV: the context that a drafting model reads, the K and V of its drafts, and the drafting
+loop.
 
-Every KV policy makes its own (`KVPolicy.draft_kv`). The class here serves policies whose choice
-follows from lengths alone: a draft reads the runner's own cache through a view, and nothing is
-copied.
+The base class serves policies whose choice follows from lengths alone: a draft reads a view of the
+runner's own cache.
 """
 
 from __future__ import annotations
@@ -23,10 +22,12 @@ from magicdec.runner.sampling.model_tokens import Proposal, confidence, draft_to
 
 
 class DraftKV:
-    """All lengths count tokens of the context, wherever their K and V are kept. For a request the
-    order of calls is: `admit`; for each step `prepare`, `follow`, forwards, `rewind`, a
-    verification by the target, and `commit`; at the end `release`. `prepare` is the host phase. The
-    methods from `follow` to `commit` work on tensors only, so that steps can be captured."""
+    """The KV cache of a drafting model. Lengths count tokens of context, wherever their K and V
+    are.
+
+    Order of calls for a request: `admit`; for each step `prepare` (on the host), `follow`,
+    forwards, `rewind`, a verification by the target, `commit`; at the end `release`. From
+    `follow` to `commit` work is on tensors alone, so that steps can be captured."""
 
     watch: AttentionObserver | None = None
     """Called with the attention weights of each layer of a verification."""
@@ -39,24 +40,24 @@ class DraftKV:
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors other than the caches which a verification writes and later drafts read."""
+        """Tensors beside the caches that a verification writes and drafts read."""
         return []
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """The prompts of `requests` are in the runner's cache."""
+        """Take in `requests`, whose prompts are in the runner's cache."""
 
     def release(self, rows: Sequence[int]) -> None:
-        """The requests in `rows` have ended."""
+        """Forget the ended requests in `rows`."""
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> None:
-        """The host phase before `gamma` tokens are drafted for `requests`."""
+        """The host phase before a draft."""
 
     def follow(self, rows: BatchRows, most: int) -> None:
-        """If the policy keeps a copy of K and V, copy those of the tokens that the target has
-        committed since the last draft, at most `most` of each row."""
+        """Copy the K and V of at most `most` newly committed tokens of a row, if the policy
+        keeps a copy."""
 
     def lengths(self, rows: Rows) -> Lengths:
-        """The number of tokens of context of each row after which the next forward continues."""
+        """The context lengths after which the next forward continues."""
         return self.runner.cache.lengths_of(BatchRows.of(rows, self.runner.device))
 
     def forward(
@@ -66,10 +67,11 @@ class DraftKV:
         committed: Lengths,
         num_outputs: int | None = None,
     ) -> Tensor:
-        """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`, or those of the
-        last `num_outputs` tokens alone. The policy chooses among the first `committed` tokens of
-        each row; all tokens after them are read. `committed` is one object for all forwards between
-        two verifications."""
+        """Append token_ids [B, T] to `rows`. Returns this rank's logits [B, T, V], or those of
+        the last `num_outputs` tokens.
+
+        The policy chooses among the first `committed` tokens; later ones are all read. All
+        forwards between two verifications pass the same `committed` object."""
         num_held = self.held(rows, committed)
         visible = self.select(rows, committed)
         return self.runner.forward(
@@ -79,26 +81,25 @@ class DraftKV:
     def chain(
         self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int, pa: float
     ) -> Tensor:
-        """What `draft_chain` returns for greedy requests, from a runner that can chain."""
+        """The ids of `draft_chain` for greedy requests of a runner that can chain."""
         return self.runner.draft(
             token_ids, rows, self.select(rows, committed), self.held(rows, committed), count, pa
         )
 
     def held(self, rows: Rows, committed: Lengths) -> Lengths:
-        """The number of entries of the runner's cache that the first `committed` tokens of context
-        have."""
+        """The numbers of cache entries of the first `committed` tokens."""
         return committed
 
     def select(self, rows: Rows, committed: Lengths) -> Visible:
-        """What forwards over `rows` see of their first `committed` tokens."""
+        """The view of the first `committed` tokens."""
         return self.visible
 
     def rewind(self, rows: Rows, lengths: Lengths) -> None:
-        """Forget the tokens of `rows` after the first `lengths` tokens of context."""
+        """Forget tokens after the first `lengths` of context."""
         self.runner.truncate(rows, self.held(rows, lengths))
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """A verification has ended. The target now holds `lengths` committed tokens of `rows`."""
+        """Follow a verification that left `lengths` committed tokens in the target's cache."""
 
 
 def draft_chain(
@@ -110,13 +111,12 @@ def draft_chain(
     count: int,
     pa: float = 0.0,
 ) -> Proposal:
-    """Draft `count` tokens of each row, one after the other, after its newest tokens [B, T]. Before
-    the call the cache holds the `committed` tokens. The call appends `newest` and all drafts but
-    the last, uncommitted.
+    """Draft up to `count` tokens of each row after its newest tokens [B, T].
 
-    A row's chain stops behind a token if the likeliest token at its place was less probable than
-    `pa`; when those of all rows have stopped, no more is drafted. What was drafted is kept: it
-    would bias the draws of sampled rows to drop tokens for what they are."""
+    Appends `newest` and all drafts but the last, uncommitted, to a cache of the `committed`
+    tokens. A row's chain stops behind a place whose likeliest token was less probable than `pa`;
+    drafting ends when all chains have stopped. Tokens beyond a stop are kept: dropping tokens by
+    their value would bias sampled rows."""
     if sampling.is_greedy and kv.runner.can_chain:
         return Proposal(kv.chain(newest, rows, committed, count, pa))
     drafts = newest[:, :0]

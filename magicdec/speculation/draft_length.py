@@ -1,13 +1,9 @@
-"""DraftLength: how many tokens a speculative step drafts. The number is given, or it is the one
-that is expected to be fastest.
+"""DraftLength: the number of tokens that a speculative step drafts.
 
-Owns the choice; `forecast` counts acceptance and knows the time of a step. Must not
-know how anything is drafted or verified: its caller measures the steps.
-
-The objective is the time until every row of the batch has its tokens. To draft nothing is one of
-the choices. Rows that accept less end later, and the last steps serve only these rows, which costs
-about 5 % over 128 tokens of 8 rows. Source: Leviathan et al. 2023, section 3.5, with measured times
-instead of one cost ratio, and acceptance by position and row instead of one rate.
+An automatic length minimizes the time until every row has its tokens. Source: Leviathan et al.,
+arXiv 2211.17192, section 3.5, with measured times instead of a cost ratio, and acceptance by
+position and row. Rows that accept less end later, alone, which costs about 5 % over 128 tokens of 8
+rows.
 """
 
 from __future__ import annotations
@@ -43,14 +39,14 @@ COST_UNIT = 10**4  # a cost of 1 as it is broadcast
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What a step takes more for its drafts, in steps of decoding: a part of its own, and one for
-    each draft token of a row, its verification included."""
+    """The extra time of a step with drafts, in decode steps: a fixed part, and one for each
+    draft token of a row, verification included."""
 
     step: float
     token: float
 
     def __call__(self, tokens: float) -> float:
-        """The time of a step with so many draft tokens a row, in steps of decoding."""
+        """The time of a step with `tokens` draft tokens a row, in decode steps."""
         return 1 + self.step + self.token * tokens
 
 
@@ -58,7 +54,7 @@ LOOKUP = DraftCost(0.2, 0.15)  # of drafts that a lookup makes, as long as nothi
 
 
 class DraftLength(ABC):
-    """By default it measures nothing, and counts acceptance if it has something to count with."""
+    """A choice of draft lengths. By default it measures nothing."""
 
     max_gamma: int
     """The largest number of tokens that a step drafts."""
@@ -68,29 +64,26 @@ class DraftLength(ABC):
     """Seconds that `begin` has spent on measuring so far; None if it never measures."""
 
     cost: DraftCost | None = None
-    """None if it is not known. The same on every rank."""
+    """The cost of a step with drafts; None if unknown. The same on every rank."""
     lookup_cost: DraftCost | None = None
-    """The cost of a step in which lookups alone draft, beside a model. None if it is not known. The
-    same on every rank."""
+    """The cost of a step in which lookups alone draft; None if unknown. The same on every rank."""
     acceptance: Acceptance | None = None
-    """What was accepted of that which a model drafted, in earlier passes too; None if nobody needs
-    to know. The same on every rank."""
+    """Acceptance of a model's drafts, in earlier passes too; None if nobody needs it. The same on
+    every rank."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
-        """Prepare for decoding `batch`, in which some requests may have been running for a while.
-        The time of this call is not part of any decode step."""
+        """Prepare for decoding `batch`. No decode step counts this time."""
         if self.acceptance is not None:
             # Of a request that begins, nothing is known yet: not what it accepted in another pass.
             running = {r.request_id for r in batch.requests if len(r.output_ids) > 1}
             self.acceptance.keep_rows(running)
 
     def forget_times(self) -> None:
-        """Called after the warm-up: the next batch of each shape is measured again."""
         return None
 
     @abstractmethod
     def lengths(self, batch: Batch) -> list[int]:
-        """The number of draft tokens of each row in the next step. The same on every rank."""
+        """The number of draft tokens of each row in the next step, the same on every rank."""
 
     def observe(
         self,
@@ -101,11 +94,12 @@ class DraftLength(ABC):
         judged: Sequence[int],
         verified: int | None = None,
     ) -> None:
-        """A step, or a part of it, has drafted `gamma` tokens for each row of `batch`, which
-        may be fewer than `lengths` said, and has verified as many, or `verified` on average.
-        `seconds` is None if its time is not that of such a step alone. `accepted` is the number
-        that each row accepted, empty if nothing was drafted. `judged` are the tokens of each row
-        that say what is accepted: those that were asked of a model, also if it drafted fewer."""
+        """Take note of a step that drafted `gamma` tokens a row, and verified `verified`
+        on average (None: all).
+
+        `accepted` is by row, empty without drafts. `seconds` is None unless it times this step
+        alone. `judged`: how many tokens of each row a model was asked for, even if it drafted
+        fewer."""
         if self.acceptance is not None and any(judged):
             requests = [r.request_id for r in batch.requests]
             self.acceptance.observe(requests, judged, accepted or [0] * len(requests))
@@ -122,14 +116,11 @@ class FixedLength(DraftLength):
 
 
 class AutoLength(DraftLength):
-    """Chooses among chains every few steps on the first rank, which broadcasts the choice.
+    """A draft length that the first rank chooses every few steps and broadcasts.
 
-    It is kept for all passes of a run. The times of a batch size and context length, and the
-    acceptance, are used for later batches too. With `per_row`, a step may draft for some rows and
-    not for others, if that yields more tokens a second although each group takes a forward.
-    (Padding costs as much as drafting for all rows.) With a `given` cost no time is measured, and
-    the choice follows from what was accepted alone.
-    """
+    It serves all passes of a run, and keeps acceptance, and times by batch size and context
+    length. With `per_row`, only some rows draft if that yields more tokens a second although
+    each group takes a forward. With a `given` cost no time is measured."""
 
     acceptance: Acceptance
 
@@ -213,9 +204,9 @@ class AutoLength(DraftLength):
         return [min(by_request.get(request, count), most) for request in ids]
 
     def decide(self, batch: Batch) -> list[int]:
-        """`cost` and `lookup_cost` in whole numbers, the number of draft tokens of the next step,
-        of the steps after it, and what `_split_rows` returns. Sometimes the next step is of the
-        other kind (with or without drafts), to measure it."""
+        """`cost` and `lookup_cost` in whole numbers, the draft length of the next step, that of
+        the steps after it, and `_split_rows`. At times the next step is one of the other kind,
+        to measure it."""
         self.times.settle()
         until_done = self.predict(batch)
         drafting = min(self.choices[1:], key=until_done.__getitem__)
@@ -242,14 +233,13 @@ class AutoLength(DraftLength):
         return [*whole, first, best, *self._split_rows(batch, best, drafting)]
 
     def _cost_of_lookup(self, cost: DraftCost) -> DraftCost:
-        """A lookup saves the draft, which is taken to be half of what a token costs."""
+        """A lookup saves the draft, taken as half of a token's cost."""
         token = min(LOOKUP.token, cost.token / 2)
         steps = [time - 1 - token * count for time, count in self._lookups]
         return DraftCost(max(0.0, min(cost.step, median(steps or [LOOKUP.step]))), token)
 
     def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
-        """The number of draft tokens of each row, `count` or 0; all 0, or none, if each row is to
-        draft `best` tokens."""
+        """The draft length of each row, `count` or 0; all 0, or empty, for `best` in all rows."""
         if not self.per_row:
             return []
         rows = len(batch.requests)
@@ -260,7 +250,6 @@ class AutoLength(DraftLength):
         return [count * is_drafting for is_drafting in split]
 
     def predict(self, batch: Batch) -> dict[int, float]:
-        """Seconds until `batch` has all its tokens, by the number of draft tokens in each step."""
         remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
         return {
@@ -271,7 +260,6 @@ class AutoLength(DraftLength):
         }
 
     def seconds(self, rows: int, asked: int) -> float:
-        """The expected time of a step of which `asked` draft tokens are asked."""
         return self.chains.mean(asked, partial(self.times, rows))
 
     def observe(
@@ -307,7 +295,6 @@ def make_draft_length(
     device: torch.device,
     per_row: bool = False,
 ) -> DraftLength:
-    """The draft length that `--gamma` asks for."""
     if decoding.gamma_or_default == "auto":
         given = None if decoding.step_cost is None else DraftCost(*decoding.step_cost)
         return AutoLength(decoding.max_draft_forwards, group, device, per_row, given)

@@ -1,7 +1,4 @@
-"""Drafter: the base class of everything that proposes draft tokens.
-
-Owns the order in which a drafter is called for a request. The name table is `names.DRAFTERS`.
-"""
+"""Drafter: the base class of all sources of draft tokens, named in `names.DRAFTERS`."""
 
 from __future__ import annotations
 
@@ -23,13 +20,10 @@ from magicdec.speculation.draft_length import DraftLength
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A standalone draft: a model of its own on some of the target's ranks. All ranks learn the
-    draft tokens from it.
+    """A standalone draft model on some of the target's ranks; `runner` is None elsewhere.
 
-    `runner` is None on ranks that hold no draft. `source` is the index, within the target's group,
-    of the rank that broadcasts the draft tokens. `is_rolling` says that the cache frees blocks as
-    the text grows; only the host can do this.
-    """
+    `source` is the rank in the target's group that broadcasts draft tokens. `is_rolling`: the
+    host frees blocks of the cache as the text grows."""
 
     runner: ModelRunner | None
     source: int
@@ -39,10 +33,10 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What the next draft of some rows will be. `counts` are the tokens of each row that the
-    drafter proposes. A row with fewer than the longest is padded, and if there are none the step is
-    one of plain decoding. `judged` are those among them that tell how good the model is which
-    drafts on `--gamma`'s account."""
+    """The number of draft tokens of each row; shorter rows are padded, and all 0 is plain
+    decoding.
+
+    `judged` are the tokens that count for the acceptance by which `--gamma` chooses."""
 
     counts: Sequence[int]
     judged: Sequence[int]
@@ -50,8 +44,8 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What `propose` drafts: at most `gamma` tokens. The first draft forward takes the
-    `pending` newest tokens of each row, as `prepare` has returned."""
+    """At most `gamma` drafts, after the `pending` newest tokens of each row that the first
+    draft forward takes."""
 
     gamma: int
     pending: int = 1
@@ -59,8 +53,8 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class DraftSetup:
-    """What a drafter is built from: the runner that holds the target, and its sections. `corpus`
-    are tokens in which prompt lookup searches beside the text."""
+    """The inputs of `Drafter.build`. `corpus` are token ids that prompt lookup searches beside
+    the text."""
 
     runner: ModelRunner
     decoding: DecodingSection
@@ -70,10 +64,10 @@ class DraftSetup:
 
 
 class Drafter(ABC):
-    """A request is admitted (`admit`), takes part in steps (`plan`, `prepare`, `propose`, `commit`;
-    the first two with the same requests) and is released when it has ended (`release`). Requests of
-    one batch may start and end at different times. A drafter without work at one of these calls
-    leaves it as it is here."""
+    """A source of draft tokens.
+
+    A request is admitted (`admit`), takes part in steps (`plan`, `prepare`, `propose`, `commit`)
+    and is released (`release`). `plan` and `prepare` get the same requests."""
 
     draft_kv: DraftKV | None = None
     """The KV that drafts read; None if no model drafts on this rank."""
@@ -96,17 +90,16 @@ class Drafter(ABC):
     def build(cls, setup: DraftSetup) -> Drafter: ...
 
     def admit(self, requests: Sequence[Request]) -> None:  # noqa: B027
-        """Prepare for `requests`, whose prompts are in the target's cache. This is recorded as
-        `begin_ms`, not as decode time."""
+        """Prepare for `requests`, whose prompts are in the target's cache. Timed as `begin_ms`,
+        not as decoding."""
 
     def lengths(self, choices: Sequence[int]) -> Sequence[int]:
-        """The numbers of draft tokens of captured steps, if `choices` may be asked for. Steps with
-        another number are padded."""
+        """The draft lengths of captured steps where `choices` may be asked for; others are
+        padded."""
         return choices
 
     def pendings(self, gamma: int) -> Sequence[int]:
-        """Those of `pending` with which so many tokens may be drafted. With captured steps, each of
-        them is captured as a step of its own."""
+        """The values of `pending` with which `gamma` may be drafted."""
         return self.pending
 
     def plan(
@@ -116,31 +109,28 @@ class Drafter(ABC):
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
-        """Decide on the next draft, where `gamma` are asked for. `draft_length` knows
-        what they cost and how many are accepted. Rows with different numbers of drafts are verified
-        together if they `can_join`, and padded otherwise. The same on every rank."""
+        """Plan the next draft of at most `gamma`, the same on every rank. Rows of
+        different lengths are verified together if they `can_join`, and padded otherwise."""
         counts = [gamma] * len(requests)
         return DraftPlan(counts, counts)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
-        """The host phase before a draft: the work that needs lengths or tokens on the host. Returns
-        the number of newest tokens of each row that the first draft forward takes."""
+        """The host phase of a draft. Returns the number of newest tokens of each row that the
+        first draft forward takes."""
         return 1
 
     @abstractmethod
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        """The device phase: draft tokens that follow each request's newest token. The target's
-        cache is the same afterwards. If drafts have no `pa`, the host reads no result, and all
-        shapes of tensors follow from the arguments, so that the phase can be captured."""
+        """The device phase: draft tokens after each request's newest token. The target's cache
+        ends unchanged. Without `pa` the host reads no result, so that the phase can be captured."""
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:  # noqa: B027
-        """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`."""
+        """Follow a step that left `lengths` committed tokens in the target's cache."""
 
     def release(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """The requests in `rows` have ended."""
+        """Forget the ended requests in `rows`."""
 
 
 def make_drafter(name: str, setup: DraftSetup) -> Drafter:
-    """The drafter of that name."""
     drafter: Drafter = load_named(DRAFTERS, name).build(setup)
     return drafter

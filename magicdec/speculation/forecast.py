@@ -1,8 +1,7 @@
-"""Forecasts for `--gamma auto`: the acceptance of each draft position from counts, the time of a
-step from the times of recent ones, and from both the time until a batch is done. Imports no torch.
+"""Forecasts for `--gamma auto`: acceptance by draft position, step times, and the time until a
+batch is done. Imports no torch.
 
-This is arithmetic on counts and seconds. Source: Leviathan et al. 2023, section 3.1, with a rate
-for each position and row instead of a single one.
+Source: Leviathan et al., arXiv 2211.17192, section 3.1, with rates by position and row.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ FADE = 0.995  # the same for a row that drafts nothing while others do
 
 
 class Acceptance:
-    """A running acceptance rate for each draft position, given that all positions before it were
-    accepted, and for each request how far its acceptance differs from the mean."""
+    """Running acceptance rates by draft position, given acceptance before it, and each request's
+    deviation from the mean."""
 
     def __init__(self, max_gamma: int) -> None:
         self.judged = [0.0] * max_gamma
@@ -33,14 +32,13 @@ class Acceptance:
         self._rows: dict[int, tuple[float, float]] = {}  # request -> accepted, expected to be
 
     def keep_rows(self, requests: Collection[int]) -> None:
-        """Forget all requests but these. The rates of the positions stay."""
+        """Forget all other requests, but no rates of positions."""
         self._rows = {r: counts for r, counts in self._rows.items() if r in requests}
 
     def observe(
         self, requests: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """For each of `requests` so many tokens were drafted, and it accepted so many. What it has
-        accepted of their padding is not counted."""
+        """Count the accepted of the drafted tokens of each request, without padding."""
         rates = self.rates()
         self.judged = [KEEP * n for n in self.judged]
         self.accepted = [KEEP * n for n in self.accepted]
@@ -54,13 +52,13 @@ class Acceptance:
             self._rows[request] = got + count, expected + sum(rates[:reached])
 
     def fade(self, requests: Sequence[int]) -> None:
-        """A step has drafted nothing for `requests`: what is known of them counts less."""
+        """Let the counts of `requests` that drafted nothing weigh less."""
         for request in requests:
             got, expected = self._rows.get(request, (0.0, 0.0))
             self._rows[request] = FADE * got, FADE * expected
 
     def rates(self, request: int | None = None) -> list[float]:
-        """The rate of each position for a request; for None, the mean over all requests."""
+        """The rate of each position for a request, or the mean of all requests."""
         pooled = (sum(self.accepted) + PRIOR * PRIOR_WEIGHT) / (sum(self.judged) + PRIOR_WEIGHT)
         got, expected = self._rows.get(request, (0.0, 0.0)) if request is not None else (0.0, 0.0)
         weight = ROW_WEIGHT * pooled
@@ -72,7 +70,7 @@ class Acceptance:
 
 
 class ChainLengths:
-    """How often a chain of drafts goes on after 0, 1, 2, ... tokens, where more were asked for."""
+    """Counts of how often a chain of drafts goes on after 0, 1, 2, ... tokens."""
 
     def __init__(self, max_gamma: int) -> None:
         self.wanted = [0.0] * max_gamma
@@ -84,8 +82,8 @@ class ChainLengths:
             self.longer[k] = KEEP * self.longer[k] + (k < gamma)
 
     def mean(self, asked: int, seconds: Callable[[int], float]) -> float:
-        """The expected seconds of a step of which `asked` draft tokens are asked, if one with k
-        draft tokens takes `seconds(k)`."""
+        """The expected seconds of a step asked for `asked` draft tokens, where k take
+        `seconds(k)`."""
         total = 0.0
         share = 1.0
         for k in range(asked):
@@ -97,8 +95,7 @@ class ChainLengths:
 
 
 def tokens_of_steps(rates: Sequence[float]) -> list[tuple[float, float]]:
-    """(mean, variance) of the number of tokens that a row gets from a step with 0, 1, 2, ... draft
-    tokens."""
+    """(mean, variance) of a row's tokens from a step with 0, 1, 2, ... draft tokens."""
     # X = 1 + accepted; P(X > k) = survival of k; E[X^2] = 1 + sum over k of (2k + 1) P(X > k).
     mean = 1.0
     square = 1.0
@@ -114,7 +111,7 @@ def tokens_of_steps(rates: Sequence[float]) -> list[tuple[float, float]]:
 
 @cache
 def order_statistics(count: int) -> tuple[float, ...]:
-    """The expected values of `count` standard normal numbers in ascending order (Blom 1958)."""
+    """The expected values of `count` sorted standard normal numbers (Blom 1958)."""
     normal = NormalDist()
     return tuple(normal.inv_cdf((i - 0.375) / (count + 0.25)) for i in range(1, count + 1))
 
@@ -122,8 +119,8 @@ def order_statistics(count: int) -> tuple[float, ...]:
 def seconds_until_done(
     remaining: Sequence[int], tokens: Sequence[tuple[float, float]], seconds: Callable[[int], float]
 ) -> float:
-    """The time until every row has its `remaining` tokens. A step gives each row a number of tokens
-    with that (mean, variance), and takes `seconds(number of rows that have not ended)`."""
+    """The time until every row has its `remaining` tokens. A step gives rows (mean, variance)
+    tokens in `seconds(unfinished rows)`."""
     # A row's last step gives more tokens than are wanted, on average half of what a step adds.
     rows = [
         ((n + (mean - 1) / 2) / mean, variance / mean**2)
@@ -141,11 +138,11 @@ def seconds_until_done(
 def fastest_split(
     tokens: Sequence[float], count: int, uniform: float, seconds: Callable[[int, int], float]
 ) -> list[bool]:
-    """Which rows draft `count` tokens, if the other rows draft none in a forward of their own. Such
-    a step must yield more tokens a second than `uniform`; otherwise no row is chosen.
+    """Which rows draft `count` tokens while the others decode in a forward of their own; none
+    unless that yields more than `uniform` tokens a second.
 
-    `tokens` is the mean that each row emits in a step with drafts. `seconds` is the time of a step
-    by its numbers of rows and of draft tokens."""
+    `tokens`: mean tokens of each row from a drafting step. `seconds(rows, draft tokens)`: time
+    of a step."""
     order = sorted(range(len(tokens)), key=lambda row: -tokens[row])
     emitted = 0.0
     best = uniform
@@ -162,9 +159,8 @@ def fastest_split(
 
 
 class StepTimes:
-    """Seconds of a step by its numbers of rows and draft tokens. Times from before decoding are
-    corrected by those of the steps since. Steps with and without drafts are corrected by different
-    factors, because a growing context slows them down differently."""
+    """Seconds of a step by rows and draft tokens, corrected by recent steps; apart for steps
+    with and without drafts, because a growing context slows them differently."""
 
     def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
         self.rows = rows
@@ -174,7 +170,7 @@ class StepTimes:
         self._drift = {False: 1.0, True: 1.0}
 
     def measured(self, rows: int, gamma: int) -> float:
-        """The time before correction. Linear between one row and all rows."""
+        """The time before correction, linear in the number of rows."""
         all_rows = self.of_all[gamma]
         one = self.of_one[gamma]
         return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
@@ -184,13 +180,11 @@ class StepTimes:
 
     @property
     def was_disturbed(self) -> bool:
-        """Whether steps of decoding have taken less than half or more than twice the time that was
-        measured before: something disturbed the measurement."""
+        """Whether decode steps took less than half or more than twice the measured time."""
         recent = self._recent[False]
         return len(recent) == recent.maxlen and not 0.5 <= median(recent) <= 2
 
     def settle(self) -> None:
-        """Let the recent steps correct the times."""
         self._drift = {kind: median(recent or [1.0]) for kind, recent in self._recent.items()}
 
     def __call__(self, rows: int, gamma: int) -> float:

@@ -1,10 +1,8 @@
-"""Two sources of drafts: prompt lookup where it is the more promising one, and a model elsewhere.
+"""A drafter that takes tokens from prompt lookup where it is the more promising source, else from a
+model.
 
-In each step either prompt lookup alone drafts, for all rows, or the model drafts for all rows, and
-those rows in which a lookup promises more take its tokens instead: as many as are worth verifying
-where one forward verifies rows with different numbers of drafts, else no more than the model
-drafts. Which of the two it is follows from the acceptance of each source, so that all ranks decide
-alike.
+In a step lookup drafts alone for all rows, or the model drafts, and rows whose lookup promises more
+take its tokens, but no more than the model drafts unless rows of different lengths share a forward.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ LOOKUP_ALONE = 0  # as `pending`: the model does not draft
 
 
 class MixedDrafter(Drafter):
-    """Lookups are as long as their table allows."""
+    """A drafter of prompt lookup and a model."""
 
     def __init__(self, target: ModelRunner, lookup: NgramDrafter, model: Drafter) -> None:
         self.target = target
@@ -84,8 +82,7 @@ class MixedDrafter(Drafter):
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
-        """Compares a step of lookups alone with one in which the model drafts `gamma`,
-        by the tokens that they are expected to emit in their time."""
+        """Compare a step of lookups alone with one of the model by expected tokens over time."""
         of_lookup = self.lookup.look_up(requests, self.lookup.max_gamma)
         cost = draft_length.cost or DraftCost(LOOKUP.step, LOOKUP.token + DRAFT_COST)
         lookup_cost = draft_length.lookup_cost or LOOKUP
@@ -127,7 +124,7 @@ class MixedDrafter(Drafter):
         return self.model.prepare(requests, min(gamma, self._model_tokens))
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        """The tokens of lookups have a probability of 1."""
+        """Tokens of lookups have a probability of 1."""
         ids = self.lookup.propose(batch, shape).ids
         one_hot = None
         if batch.sampling.draws is not None:

@@ -1,10 +1,8 @@
-"""Drafters that run a model: the target itself, or a low-bit copy of its matrices, which reads only
-what a KV policy shows of its context; or another, smaller model on a group of ranks of its own.
+"""Drafters that run a model: the target under a KV policy, a low-bit copy of it, or a smaller model
+on its own ranks.
 
-Self-speculation costs no second prefill. With a policy that is a view it costs no KV memory either:
-draft tokens' K and V land past the committed length, and verification overwrites them. Of another
-model, the drafter knows which tokens its cache holds and which it still lacks. Sources: MagicDec
-(Chen et al. 2024), section 4; TriForce (Sun et al. 2024), section 4.1; Leviathan et al. 2023,
+Draft K and V land past the committed length; verification overwrites them. Sources: MagicDec, arXiv
+2408.11049, section 4; TriForce, arXiv 2404.11912, section 4.1; Leviathan et al., arXiv 2211.17192,
 section 2.
 """
 
@@ -39,9 +37,8 @@ def draft(
     pa: float,
     vocab_size: int,
 ) -> Proposal:
-    """Draft tokens with ids below `vocab_size`, after the newest tokens [B, T] of each
-    row, which `kv` does not hold, and the `committed` tokens, which it does. All but the last
-    drafts are appended, uncommitted."""
+    """Draft tokens with ids below `vocab_size` after the `committed` tokens in `kv` and the
+    newest tokens [B, T], which it lacks. Appends all drafts but the last, uncommitted."""
     proposal = draft_chain(kv, batch.rows, committed, newest, batch.sampling, shape.gamma, pa)
     if kv.runner.model.config.vocab_size == vocab_size:
         return proposal
@@ -52,8 +49,7 @@ def draft(
 
 
 def fold(probs: Tensor, vocab_size: int) -> Tensor:
-    """The probabilities of ids that are clamped to `vocab_size`: probs [B, K, any] to [B, K,
-    vocab_size]."""
+    """Probabilities [B, K, any] of ids clamped to `vocab_size`: [B, K, vocab_size]."""
     missing = vocab_size - probs.shape[2]
     if missing >= 0:
         return torch.nn.functional.pad(probs, (0, missing))
@@ -100,8 +96,7 @@ class SelfDrafter(Drafter):
 
 
 class ModelDrafter(Drafter):
-    """On ranks without the draft, `propose` receives the draft tokens, and the other methods do
-    nothing."""
+    """A drafter with a standalone model. Ranks without it only receive its tokens."""
 
     # The draft's cache always lacks a row's newest token. If all drafts of the last step were
     # accepted, it lacks the last draft too, because no draft forward has taken it.
@@ -123,7 +118,6 @@ class ModelDrafter(Drafter):
         return cls(setup.runner, setup.draft, setup.kv, setup.decoding.pa or 0.0)
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Prefill the texts into the draft's own cache."""
         runner = self.draft.runner
         if self.draft_kv is None or runner is None:
             return
@@ -141,9 +135,8 @@ class ModelDrafter(Drafter):
                 self.draft.runner.cache.release(row)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
-        """After steps without drafts, the draft's cache lacks any number of tokens. This appends
-        all but the newest, together for rows that lack almost as many: a row that lacks fewer than
-        another is rewound and takes some again."""
+        """Append the tokens that the draft's cache lacks after steps without drafts, except the
+        newest. Rows that lack almost as many share a forward, for which some are rewound."""
         kv = self.draft_kv
         if kv is None:
             return 1
@@ -159,7 +152,6 @@ class ModelDrafter(Drafter):
         return max([count for count, _ in by_lack], default=1)
 
     def _append(self, kv: DraftKV, requests: Sequence[Request], most: int) -> None:
-        """Append the last `most` tokens of each text, but not the newest."""
         rows = [r.row for r in requests if r.row is not None]
         device = kv.runner.device
         lengths = [len(r.prompt_ids) + len(r.output_ids) - most for r in requests]
@@ -169,7 +161,6 @@ class ModelDrafter(Drafter):
             kv.forward(chunk, rows, kv.lengths(rows), num_outputs=0)
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        """As `Drafter.propose`. All draft tokens are in the target's vocabulary."""
         group = self.target.group
         source = self.draft.source
         kv = self.draft_kv
@@ -194,7 +185,7 @@ class ModelDrafter(Drafter):
         return Proposal(ids, probs)
 
     def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        """Zeros, in whose place a rank without the draft receives the proposal."""
+        """Zeros into which a rank without the model receives the proposal."""
         ids = batch.newest.new_zeros(len(batch.rows), shape.gamma)
         probs = None
         if batch.sampling.draws is not None:
@@ -202,13 +193,12 @@ class ModelDrafter(Drafter):
         return Proposal(ids, probs)
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """Forget rejected drafts. The policy's own `commit` is not called, because it would copy K
-        and V from the target, and the draft model has its own."""
+        """Forget rejected drafts. The policy's `commit` would copy K and V from the target."""
         if self.draft_kv is not None:
             self.draft_kv.rewind(rows, lengths)
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """`token_ids` limited to the draft's vocabulary. The two models may pad their vocabularies
-        to different sizes; no text holds the padding."""
+        """Clamp ids to the draft's vocabulary, which may be padded differently; no text holds
+        padding."""
         assert self.draft.runner is not None, "asked on ranks with the draft"
         return token_ids.clamp(max=self.draft.runner.model.config.vocab_size - 1)

@@ -1,5 +1,5 @@
-"""Prompt lookup: drafts what followed the newest tokens where they occurred before, in the prompt,
-the output or a corpus. It needs no model and no cache, and drafts nothing without evidence.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the newest ones in
+prompt, output or corpus.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MARGIN = 1.03  # expected speedup of a step that drafts
 
 
 class NgramDrafter(Drafter):
-    """The lookup is in the host phase. It writes its result to a device tensor with one line for
-    each row of the cache, from which `propose` reads."""
+    """A drafter by prompt lookup on the host. `propose` reads a device tensor with a line for
+    each row."""
 
     has_probabilities = False
 
@@ -52,7 +52,6 @@ class NgramDrafter(Drafter):
             self.lookups.pop(row, None)
 
     def lengths(self, choices: Sequence[int]) -> Sequence[int]:
-        """None, powers of 2, and the most."""
         return sorted({0, self.max_gamma, *(1 << n for n in range(self.max_gamma.bit_length()))})
 
     def plan(
@@ -68,8 +67,8 @@ class NgramDrafter(Drafter):
         return DraftPlan(counts, counts)
 
     def look_up(self, requests: Sequence[Request], max_gamma: int) -> list[list[float]]:
-        """Look up at most so many tokens of each request. Returns the probabilities that each of
-        them and all before it are right."""
+        """Look up at most `most` tokens of each request. Returns their survival: the
+        probabilities that a token and all before it are right."""
         self.proposals = {}
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
@@ -79,7 +78,7 @@ class NgramDrafter(Drafter):
         return [[p for _, p in proposal] for proposal in self.proposals.values()]
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
-        """Upload what was planned. Rows with fewer tokens are padded with their newest one."""
+        """Upload the planned tokens, padded with the row's newest."""
         rows = [request.row for request in requests if request.row is not None]
         known = [[token for token, _ in self.proposals.get(row, ())] for row in rows]
         tokens = [
@@ -97,11 +96,11 @@ class NgramDrafter(Drafter):
 def best_length(
     survivals: Sequence[Sequence[float]], cost: DraftCost, can_join: bool = False
 ) -> tuple[int, float]:
-    """How many tokens to verify so that a step emits most tokens in its time, and how many times as
-    fast as decoding that is; (0, 1.0) if it is not faster by a margin.
+    """The number of tokens to verify for most tokens over time, and its speedup over decoding;
+    (0, 1.0) within the margin.
 
-    `survivals` are, for each row, the probabilities that it accepts its first 1, 2, ... tokens.
-    What counts are the tokens of a row on average if rows `can_join`, else of the longest."""
+    `survivals` are by row. The cost is that of the mean number of tokens if rows `can_join`,
+    else of the longest."""
     best = MARGIN
     count = 0
     expected = 1.0

@@ -1,7 +1,5 @@
-"""What the newest tokens of texts attend to in the cache: their queries, and the attention weights
-that the keys receive from these.
-
-Owns where the queries come from: prefill has kept them, or the tokens run once more.
+"""Queries of the newest tokens, kept by prefill or run once more, and the attention weights that
+cached keys receive from them.
 
 Shapes: B rows, W newest tokens, H query heads and G KV heads of this rank, D head size, S keys.
 """
@@ -25,9 +23,8 @@ DEVICE_SCORES = 1 << 26
 
 
 def newest_queries(runner: ModelRunner, requests: Sequence[Request], count: int) -> list[Tensor]:
-    """The queries [B, count, H, D] after RoPE, by layer, of the newest `count` cached tokens of
-    each request. They are those of prefill where it has kept them and the texts have not grown
-    since. Otherwise the tokens run once more."""
+    """Queries [B, count, H, D] after RoPE, by layer, of the newest `count` cached tokens.
+    Prefill's serve until a text grows."""
     rows = [r.row for r in requests if r.row is not None]
     lengths = [r.num_cached for r in requests]
     prompt_queries = runner.prompt_queries
@@ -46,12 +43,10 @@ def rerun_tail(
     watch: AttentionObserver | None = None,
     watch_queries: AttentionObserver | None = None,
 ) -> None:
-    """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to observe their
-    attention weights or queries.
+    """Run the newest tokens of `rows`, token_ids [B, T], once more to observe them.
 
-    A forward with another T may round K and V differently, so the old K and V are saved and
-    written back: the cache stays equal to the bit.
-    """
+    Another T may round K and V differently, so the old ones are written back: the cache stays
+    bitwise equal."""
     cache = runner.cache
     rows = BatchRows.of(rows, runner.device)
     before = cache.lengths_of(rows).plus(-token_ids.shape[1])
@@ -65,7 +60,7 @@ def rerun_tail(
 
 
 def newest_cached(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
-    """The last `count` tokens of each request that are in the cache: int64 [B, count]."""
+    """The last `count` cached tokens of each request: int64 [B, count]."""
     tokens = [(*r.prompt_ids, *r.output_ids)[r.num_cached - count : r.num_cached] for r in requests]
     return upload(tokens, device)
 
@@ -73,8 +68,7 @@ def newest_cached(requests: Sequence[Request], count: int, device: torch.device)
 def weights_in_cache(
     runner: ModelRunner, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
 ) -> Tensor:
-    """`received_weights` of the keys at positions `first` to `length` - 1 of rows [B] of a layer of
-    the cache. With native steps the library scores them where they are."""
+    """`received_weights` of the keys at positions `first` to `length` - 1 of rows [B]."""
     if runner.executor is not None:
         weights = runner.executor.received(runner.cache, layer, rows, queries, first, length)
         return sum_over_replicas(runner, weights)
@@ -83,11 +77,10 @@ def weights_in_cache(
 
 
 def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tensor:
-    """The attention weights that each key received from the queries, summed over these and over all
-    query heads of its KV head, those of other ranks included: float32 [B, G, S].
+    """Attention weights float32 [B, G, S] that keys received, summed over queries and over all
+    query heads of a KV head on all ranks.
 
-    queries [B, W, H, D] belong to the last W of keys [B, G, S, D].
-    """
+    queries [B, W, H, D] belong to the last W of keys [B, G, S, D]."""
     # Of ALiBi the products hold a bias too, which needs more digits than bfloat16 has.
     dtype = torch.float32 if runner.model.config.positions == "alibi" else keys.dtype
     (rows, window, num_heads, size), (_, groups, num_keys, _) = queries.shape, keys.shape
@@ -103,13 +96,11 @@ def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tens
 
 
 def heads_at_once(device: str, scores_per_head: int) -> int:
-    """The number of KV heads whose scores are computed together on that kind of device."""
     most = CPU_SCORES if device == "cpu" else DEVICE_SCORES
     return max(1, most // scores_per_head)
 
 
 def _received(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """queries [N, heads * window, D] and keys [N, S, D] to float32 [N, S]."""
     num_keys, size = keys.shape[1:]
     scores = (queries * size**-0.5) @ keys.mT
     later = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
@@ -119,9 +110,8 @@ def _received(queries: Tensor, keys: Tensor, window: int) -> Tensor:
 
 
 def sum_over_replicas(runner: ModelRunner, x: Tensor) -> Tensor:
-    """Sum x [..., G, N], with N numbers for each KV head of this rank, over the ranks that hold the
-    same KV heads. Where KV heads are replicated this is a collective: all ranks of the runner's
-    group must take part."""
+    """Sum x [..., G, N] over the ranks that hold the same KV heads: a collective if KV heads are
+    replicated."""
     config = runner.model.config
     shard = runner.model.shard
     if not shard.replicates(config.num_kv_heads):

@@ -1,14 +1,9 @@
-"""RollingRunner: a ModelRunner under StreamingLLM whose storage is bounded by the budget, however
-long the text.
+"""RollingRunner: a runner under StreamingLLM whose cache is bounded by the budget for any text
+length.
 
-Owns eviction from the window and the positions of the sinks.
-
-Source: Xiao et al. 2023, section 3.2: positions are those within the cache, not those in the text.
-Attention with RoPE depends only on the distance between query and key. Keys in the window therefore
-keep the rotation of their positions in the text. The few sinks are rotated to the positions
-directly before the window, each time from their original values, so that no error builds up. The
-distance between a query and a key is at most budget + new tokens, so a model that was trained on
-short texts can follow a long one.
+Source: arXiv 2309.17453, section 3.2: positions are those within the cache. RoPE depends on
+distances alone, so keys in the window keep their rotation, and the sinks are rotated to the
+positions before it, from their original values so that no error builds up.
 """
 
 from __future__ import annotations
@@ -32,8 +27,8 @@ MOST_REWOUND = NEWEST - 1
 
 @dataclass
 class RollingRunner(ModelRunner):
-    """A row has at most `max_tokens` positions. It holds the sinks, the window, which ends with the
-    committed tokens, and at most `max_tail` tokens after it (a chunk of a prompt, or drafts)."""
+    """A runner whose rows, of at most `max_tokens` positions, hold the sinks, the window of
+    committed tokens, and at most `max_tail` tokens after it (a prompt chunk, or drafts)."""
 
     max_tail: int = 0
     block_size: int = BLOCK_SIZE
@@ -57,13 +52,11 @@ class RollingRunner(ModelRunner):
         return False
 
     def storage(self) -> tuple[int, int, int]:
-        """As `ModelRunner.storage`, for the blocks that a row holds at one time. Neither the window
-        nor the sinks need to begin or end with a block."""
+        """As `ModelRunner.storage`, for the blocks that a row holds at one time."""
         held = blocks_held(self.max_tokens, self.rule, self.max_tail, self.block_size)
         return self.block_size, -(-self.max_tokens // self.block_size), self.num_rows * held
 
     def allocate(self, row: int) -> None:
-        """Nothing is allocated yet: blocks are allocated as the row grows."""
         assert not self.cache.blocks[row], "the row was released"
         self.settled[row], self.evicted[row] = 0, self._sink_blocks()
 
@@ -74,7 +67,7 @@ class RollingRunner(ModelRunner):
         policy: Visible,
         committed: Lengths | Sequence[int] | None,
     ) -> Lengths:
-        """The host evicts and allocates blocks, so that a forward cannot be captured."""
+        """Evict and allocate blocks on the host, so that a forward cannot be captured."""
         assert policy == self.policy, "evicted tokens cannot be shown"
         assert not rows.is_captured, "blocks are allocated and freed by the host"
         lengths = self.cache.lengths_of(rows)
@@ -87,8 +80,7 @@ class RollingRunner(ModelRunner):
         return bases
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
-        """Move the window of each row so that it ends with its `settled` committed tokens. Blocks
-        that have left it are freed, and the sinks are rotated to the positions before it."""
+        """Move each row's window to end with its `settled` committed tokens."""
         moves = [(r, s) for r, s in zip(rows, settled, strict=True) if s != self.settled[r]]
         rotations = [(r, s) for r, s in moves if max(s, self.settled[r]) > self.budget]
         if rotations and self.num_sinks:
@@ -105,7 +97,7 @@ class RollingRunner(ModelRunner):
                 self.evicted[row] = last
 
     def _turn_sinks(self, rotations: Sequence[tuple[int, int]]) -> None:
-        """Rotate the sinks of each (row, settled tokens) to the positions before its window."""
+        """Rotate the sinks of (row, settled tokens) pairs to the positions before their windows."""
         rows = upload([row for row, _ in rotations], self.device)
         places = torch.arange(self.num_sinks, device=self.device).expand(len(rotations), -1)
         slots = self.cache.slots(rows, places)
@@ -128,7 +120,6 @@ class RollingRunner(ModelRunner):
 def blocks_held(
     max_tokens: int, policy: SinksAndWindow, max_tail: int, block_size: int = BLOCK_SIZE
 ) -> int:
-    """The number of blocks that a row holds at one time."""
     window = policy.budget - policy.num_sink_tokens + MOST_REWOUND + max_tail
     num_blocks = -(-policy.num_sink_tokens // block_size) - (-window // block_size) + 1
     return min(num_blocks, -(-max_tokens // block_size))

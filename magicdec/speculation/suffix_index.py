@@ -1,9 +1,8 @@
-"""Lookup: what followed the newest tokens where they occurred before, in the text itself or in a
-corpus, and how likely that is to follow again.
+"""Lookup: the tokens that followed earlier occurrences of the newest tokens in a text or corpus,
+and how likely they follow again. Imports no torch.
 
-Owns the index of n-grams, the proposal, and the record of how often proposals with as much evidence
-were right. Imports no torch. Sources: Saxena 2023 (prompt lookup decoding); that a proposal is as
-long as its counts support: SuffixDecoding (Oliaro et al. 2024).
+Sources: Saxena 2023 (prompt lookup decoding); SuffixDecoding, arXiv 2411.04975, for lengths by
+evidence.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ that do not."""
 
 
 class SuffixIndex:
-    """Where the n-grams of a growing sequence of tokens occurred. An addition takes constant time,
-    and a search looks at few places. Memory is bounded."""
+    """An index of n-grams of a growing token sequence, with bounded memory. Additions take
+    constant time."""
 
     def __init__(self, tokens: Sequence[int] = (), most_tokens: int = MOST_TOKENS) -> None:
         self.most_tokens = most_tokens
@@ -66,8 +65,8 @@ class SuffixIndex:
             self.extend(rest)
 
     def places(self, end: Sequence[int]) -> list[tuple[int, int]]:
-        """(length, place) of the newest earlier occurrences of the last tokens of `end`: how many
-        of these match, and the place of the token that followed."""
+        """(length, place) of the newest earlier occurrences of the end of `end`: how many tokens
+        match, and where the next token is."""
         ngram = 0
         found = list[tuple[int, int]]()
         if len(end) < LEAST_MATCH:
@@ -81,7 +80,6 @@ class SuffixIndex:
         return found
 
     def _matching(self, end: Sequence[int], place: int) -> int:
-        """How many of the last tokens of `end` are those before a place; the n-gram is."""
         text = self.tokens
         most = min(len(end), place)
         for length in range(LEAST_MATCH, most):
@@ -91,8 +89,8 @@ class SuffixIndex:
 
 
 class LookupRates:
-    """How often proposed tokens were right, by their evidence. Those of a text begin as `general`
-    ones, which all texts share."""
+    """The rates at which proposed tokens were right, by evidence. A text's rates begin as
+    `general`, shared by all texts."""
 
     def __init__(self, general: LookupRates | None = None) -> None:
         self.general = general
@@ -114,12 +112,11 @@ class LookupRates:
 
 
 def length_class(length: int) -> int:
-    """3, 4 to 7, 8 to 15, 16 to 31, and more tokens."""
     return min(length.bit_length() - 2, len(PRIORS) - 1)
 
 
 class Lookup:
-    """A growing text. `corpus` is searched too; `general` are the rates of all texts."""
+    """A growing text with its index. `corpus` is searched too."""
 
     def __init__(
         self, corpus: SuffixIndex | None = None, general: LookupRates | None = None
@@ -131,7 +128,6 @@ class Lookup:
         self._guess: list[tuple[int, Evidence]] = []  # what may follow, until that is known
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`, by which the last proposal is judged."""
         if self._guess:
             for (token, evidence), actual in zip(self._guess, tokens, strict=False):
                 self.rates.observe(evidence, token == actual)
@@ -142,10 +138,11 @@ class Lookup:
         self.length += len(tokens)
 
     def propose(self, count: int) -> list[tuple[int, float]]:
-        """At most `count` tokens that may follow, each with the probability that it and all before
-        it are right. They are those that followed most of the places with the longest matches; if
-        the text ends before that, it continues with the proposal itself. A proposal ends where the
-        evidence does; without any it is empty."""
+        """At most `count` tokens that may follow, with the probability that each and all before
+        are right.
+
+        They follow most of the places with the longest matches; past its end the text continues
+        with the proposal. A proposal ends where the evidence does."""
         text = self.index.tokens
         proposal = list[tuple[int, float]]()
         survival = 1.0
@@ -182,13 +179,13 @@ class Lookup:
         return proposal
 
     def following(self, path: Sequence[int]) -> int | None:
-        """The token that most likely follows the text and `path`; None without evidence."""
+        """The likeliest token after the text and `path`; None without evidence."""
         places = self._places([*self.index.tokens[-MOST_MATCH:], *path])
         return None if not places else places[0][1][places[0][2]]
 
     def _places(self, end: Sequence[int]) -> list[tuple[int, array[int], int]]:
-        """(length, tokens, place) where the longest matches are, and those at least half as long:
-        the longest first."""
+        """(length, tokens, place) of the longest matches and those at least half as long,
+        longest first."""
         places = [
             (length, index.tokens, place)
             for index in self._searched

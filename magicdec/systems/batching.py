@@ -1,11 +1,8 @@
-"""Batching: requests served by the engine, in the modes that differ in when requests that have
-arrived may join the running batch. It runs on the first rank, with the threads of all ranks of its
-host, or on all ranks by tensor parallelism.
+"""The modes of the engine, whole batches or a running batch (Flover, arXiv 2305.13484).
 
-A batching is a function of the function that serves requests until all have ended, the requests in
-the order of arrival, the clock, the number of rows, and the time window in seconds. In every
-batching the engine, its limits and its steps are the same, and a request that has ended leaves the
-batch at once.
+A batch function decides when arrived requests may join. It gets the function that serves requests
+to their end, the requests in the order of arrival, the clock, the number of rows, and the time
+window in seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.start import make_groups
 from magicdec.engine.engine import Engine
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
+from magicdec.kv.draft_log import DraftLog
 from magicdec.names import BASELINE
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
@@ -49,7 +47,6 @@ BatchFunction = Callable[[Serve, Sequence[Request], Clock, int, float], None]
 def sequential(
     serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
 ) -> None:
-    """One request after the other."""
     for request in requests:
         serve([request])
 
@@ -57,8 +54,7 @@ def sequential(
 def static(
     serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
 ) -> None:
-    """Batches of `num_rows` requests. A batch begins when all of its requests have arrived and the
-    batch before it has ended."""
+    """Full batches of `num_rows` requests: a batch begins when all its requests have arrived."""
     for first in range(0, len(requests), num_rows):
         batch = requests[first : first + num_rows]
         clock.wait_until(batch[-1].arrived_s)
@@ -68,8 +64,8 @@ def static(
 def dynamic(
     serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
 ) -> None:
-    """Batches of up to `num_rows` requests. A batch begins when it is full, or `window_s` after its
-    first request has arrived, and when the batch before it has ended."""
+    """Batches that begin when they are full, or `window_s` after their first request has
+    arrived."""
     coming = deque(requests)
     while coming:
         full_s = coming[num_rows - 1].arrived_s if len(coming) >= num_rows else math.inf
@@ -84,8 +80,8 @@ def dynamic(
 def inflight(
     serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
 ) -> None:
-    """A request joins the running batch at the first step after its arrival for which a row and
-    blocks of the KV cache are free."""
+    """A running batch, which a request joins at the first step with a free row and free KV
+    blocks."""
     serve(requests)
 
 
@@ -99,7 +95,7 @@ BATCHINGS: Mapping[str, BatchFunction] = {
 
 
 class Batching(System):
-    """The engine on the first rank alone, or on all ranks if `is_on_all`."""
+    """The system of the engine, on the first rank alone or on all ranks if `is_on_all`."""
 
     runner: ModelRunner | None = None
     draft: DraftModel | None = None
@@ -139,8 +135,6 @@ class Batching(System):
         ]
 
     def advice(self, each: Pass, room: MemoryBudget) -> str:
-        """The largest KV cache that would fit."""
-
         def fits(cache_tokens: int) -> bool:
             smaller = copy(self)
             smaller.options = replace(self.options, cache_tokens=cache_tokens)
@@ -158,7 +152,6 @@ class Batching(System):
             self._load(each, device, progress)
 
     def _load(self, each: Pass, device: torch.device, progress: Progress) -> None:
-        """Load this rank's part of the models and allocate the KV caches."""
         run = self.run
         launch = self.launch
         draft = self.run.config.draft
@@ -179,8 +172,8 @@ class Batching(System):
 
     @property
     def _emulated_s(self) -> float | None:
-        """Seconds of a forward of all stages, one after the other or, with all ranks, divided among
-        them; then two all-reduces a layer take log2 N links each (recursive doubling)."""
+        """Seconds of a forward: all stages in turn, or divided among all ranks. Then two
+        all-reduces per layer take log2 N links each (recursive doubling)."""
         stage_s = self.options.emulated_stage_s
         options = self.options
         if stage_s is None:
@@ -198,6 +191,11 @@ class Batching(System):
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         if self.runner is None:  # this rank waits
             return Extras()
+        log = DraftLog() if observer.is_logged and each.is_drafting else None
+        own_draft = None if self.draft is None else self.draft.runner
+        for runner in (self.runner, self.runner.drafting, own_draft):
+            if runner is not None:
+                runner.draft_log = log
         strategy = self._strategy(each)
         DUE.reach(None)  # no time of an earlier pass counts
         chunk = self.run.config.attention.prefill_chunk
@@ -212,7 +210,6 @@ class Batching(System):
         return Extras()
 
     def _limits(self, each: Pass) -> BatchLimits:
-        """Those of all modes are the same; a step of a drafter appends more tokens to a row."""
         assert self.runner is not None, "it was opened"
         shape = self.runner.cache.shape
         tokens = max_tokens(self.run.config)
@@ -227,8 +224,8 @@ class Batching(System):
         )
 
     def _strategy(self, each: Pass) -> DecodingStrategy:
-        """What decodes, with the drafter or without it. If steps are captured, the warm-up captures
-        them and the measured pass replays them, unless it has draft lengths to learn."""
+        """The decoding strategy of a pass. With CUDA graphs it is kept, so that the measured pass
+        replays captured steps, unless it learns draft lengths."""
         runner = self.runner
         config = self.run.config
         assert runner is not None, "it was opened"
@@ -257,9 +254,8 @@ class Batching(System):
 
 
 def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
-    """The run of the first rank, which needs no other, with the threads of all ranks of its host,
-    since these wait, but with no more than the host has cores: threads that share a core wait for
-    each other for most of the time. `models` are resolved for all ranks."""
+    """The run of the first rank alone, with the threads of all ranks of its host, but no more than
+    its cores: threads that share a core mostly wait for each other."""
     asked = models.config.run_config
     machine = models.machine
     num_threads = models.config.parallel.threads * len(models.launch.local_ranks)

@@ -1,9 +1,5 @@
-"""Endpoint: requests served by another program, an OpenAI-compatible server that streams
-completions. It gets the prompts as token ids, or as text if it takes no ids.
-
-A server that says the ids of its tokens (as vLLM does if `return_token_ids` is true) is compared
-like every mode. Tokens of other servers are counted but not known.
-"""
+"""The system of an OpenAI-compatible server that streams completions. Only token ids (which vLLM
+sends for `return_token_ids`) are compared; other tokens are counted."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")  # of a stream of events, be
 
 
 class Endpoint(System):
-    """Every request is sent when it arrives, by a thread of the first rank that waits for its
-    tokens. How many are served together is the server's business."""
+    """A system that sends every request at its arrival, from a thread of the first rank. The server
+    decides how many it serves together."""
 
     is_external = True
     computes = False
@@ -65,7 +61,7 @@ class Endpoint(System):
         return []
 
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
-        """The server is there already."""
+        """The server runs already."""
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
@@ -93,8 +89,11 @@ class Endpoint(System):
         ended.put(problem)
 
     def _stream(self, request: Request, observer: PassObserver) -> None:
-        """Send the request and read its tokens. Raises ValueError for another number of tokens than
-        was asked for, as soon as there are more, and for ids that the model does not have."""
+        """Send the request and read its tokens.
+
+        Raises ValueError for too few tokens, for too many as soon as they come, and for unknown
+        ids.
+        """
         most = request.sampling.max_new_tokens
         said = None
         ignores_eos = self.run.config.decoding.ignore_eos
@@ -124,7 +123,6 @@ class Endpoint(System):
         request.finished_s = times[-1]
 
     def _check_tokens(self, request: Request, tokens: object, has_ids: bool) -> None:
-        """Raises ValueError for what are no tokens of this model, or more than were asked for."""
         size = self.run.source.config.vocab_size
         most = request.sampling.max_new_tokens
         if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
@@ -157,7 +155,6 @@ class Endpoint(System):
         return body | {"stream_options": {"include_usage": True}}
 
     def _parts(self, answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        """The objects of the list `name`, if there is one. Raises ValueError for others."""
         parts = answer.get(name) or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ValueError(
@@ -189,9 +186,8 @@ class Endpoint(System):
     def _events(
         self, path: str, limits: AnswerLimits, body: dict[str, Any] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The JSON object that the server answers, or with a `body` those that it streams. Raises
-        ValueError, one line naming the server, if it is down, refuses, stalls, stops early or goes
-        beyond the limits."""
+        """The JSON object that the server answers, or with a `body` the objects that it streams.
+        Raises ValueError, one line naming the server, if it fails or exceeds the limits."""
         data = None if body is None else json.dumps(body).encode()
         try:
             with self.server.ask(path, data, limits) as response:
@@ -218,4 +214,4 @@ class Endpoint(System):
             raise ValueError(f"{self._flag}: {self._shown(str(error))}") from None
 
     def close(self) -> None:
-        """It took nothing."""
+        """Nothing is open."""

@@ -1,8 +1,4 @@
-"""A client of a server that may be slow, endless or wrong: what it sends is limited in bytes and in
-time, however the server divides it.
-
-Owns the connection, its limits and its credentials. Must not know what is asked.
-"""
+"""An HTTP client that limits the bytes and the time of answers, with its credentials."""
 
 from __future__ import annotations
 
@@ -24,11 +20,11 @@ SHOWN_CHARACTERS = 200  # of what a server has sent, in an error
 
 
 class LimitReached(Exception):
-    """The server has sent too much, or nothing of use for too long. A line without its subject."""
+    """An answer that is too large or too slow. Its text is a sentence without the subject."""
 
 
 class AnswerLimits:
-    """What one answer may take: `total_s` seconds, `silence_s` seconds between two signs of
+    """The limits of one answer: `total_s` seconds, `silence_s` seconds between two signs of
     progress, and `num_bytes` bytes with its headers."""
 
     def __init__(self, silence_s: float, total_s: float, num_bytes: int) -> None:
@@ -40,11 +36,11 @@ class AnswerLimits:
         self.progress()
 
     def progress(self) -> None:
-        """Something of use has arrived."""
+        """Note that useful data has arrived."""
         self.silence_end_s = time.monotonic() + self.silence_s
 
     def left_s(self) -> float:
-        """Until the first limit of time. Raises LimitReached after it."""
+        """Seconds until the first time limit. Raises LimitReached after it."""
         now = time.monotonic()
         if now >= self.total_end_s:
             raise LimitReached(f"has not ended an answer in {self.total_s:g} s")
@@ -53,15 +49,13 @@ class AnswerLimits:
         return min(self.total_end_s, self.silence_end_s) - now
 
     def count(self, num_bytes: int) -> None:
-        """Bytes have arrived. Raises LimitReached if they are too many."""
+        """Note bytes that have arrived. Raises LimitReached if they are too many."""
         self.num_read += num_bytes
         if self.num_read > self.num_bytes:
             raise LimitReached(f"has sent more than the {self.num_bytes} bytes that it may need")
 
 
 class LimitedReader(io.RawIOBase):
-    """Reads a socket within limits."""
-
     def __init__(self, connected: socket.socket, limits: AnswerLimits) -> None:
         self.connected = connected
         self.limits = limits
@@ -81,8 +75,8 @@ class LimitedReader(io.RawIOBase):
 
 
 class LimitedSocket:
-    """A connected socket as `http.client` uses it. Who has made it closes it: `http.client` closes
-    it before its last answer is read."""
+    """A connected socket for `http.client`, which closes it before the last answer is read. `close`
+    is ignored; whoever connected the socket closes it."""
 
     def __init__(self, connected: socket.socket, limits: AnswerLimits) -> None:
         self.connected = connected
@@ -96,13 +90,13 @@ class LimitedSocket:
         return io.BufferedReader(LimitedReader(self.connected, self.limits))
 
     def close(self) -> None:
-        """Not yet."""
+        """Leave it open."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """An HTTP server at a base URL. `key` is sent with every request, and so are user and password
-    of the URL; `str` hides them."""
+    """An HTTP server at a base URL. Every request carries `key`, or the user and password of the
+    URL; `str` hides them."""
 
     url: str
     key: str | None = None
@@ -111,8 +105,8 @@ class Server:
         return masked(self.url)
 
     def shown(self, sent: object) -> str:
-        """What the server has sent, as it may stand in a message: short, in one line, and without
-        the credentials, which servers like to repeat."""
+        """What the server has sent as one short line for a message, without credentials that it
+        repeats."""
         text = sent if isinstance(sent, str) else repr(sent)
         for secret in self._secrets():
             text = text.replace(secret, HIDDEN)
@@ -125,7 +119,6 @@ class Server:
         return [each for each in (*found, self._basic().partition(" ")[2]) if each]
 
     def _basic(self) -> str:
-        """The user and the password of the URL, as a header has them; empty if there is none."""
         url = urlsplit(self.url)
         if url.username is None:
             return ""
@@ -140,7 +133,7 @@ class Server:
     @contextmanager
     def ask(self, path: str, body: bytes | None, limits: AnswerLimits) -> Iterator[HTTPResponse]:
         """The answer to a GET of `path` below the URL, or to a POST of `body`. Raises LimitReached,
-        OSError and HTTPException, while it is read too."""
+        OSError and HTTPException, also while it is read."""
         url = urlsplit(self.url)
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
         connection = kind(url.hostname or "", url.port, timeout=limits.left_s())
@@ -158,8 +151,8 @@ class Server:
 
 
 def read_key(name: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The key in an environment variable. Raises ValueError, which never says the key, if there is
-    none that a header can carry."""
+    """The key in the environment variable `name`. Raises ValueError, which never shows the key, if
+    there is none that a header can carry."""
     key = environment.get(name, "").strip()
     if not key:
         raise ValueError(

@@ -1,8 +1,5 @@
-"""The modes of `magicdec serve`: ways to serve the same requests. Imports no torch.
-
-Owns the name table of the modes, what each of them needs, and how `--modes` is read. A new mode is
-a line of `MODES` and a `System` (`systems/system.py`) that serves in it.
-"""
+"""The table of the modes of `magicdec serve`. Imports no torch. A new mode is a line of `MODES` and
+a `System` that serves in it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ WITH_DRAFT = "+draft"
 
 
 class Ranks(Enum):
-    """Which ranks compute in a mode; the others wait."""
+    """The ranks that compute in a mode; the others wait."""
 
     FIRST = "first"  # with the threads of all ranks of its host, or all as --batch_ranks says
     ALL = "all"
@@ -36,7 +33,7 @@ class Drafts(Enum):
 
 @dataclass(frozen=True)
 class Mode:
-    """`system` serves requests in the mode. `text` says what it does, in half a line."""
+    """A way to serve requests, by the class `system`."""
 
     system: str
     ranks: Ranks
@@ -74,7 +71,6 @@ class Pass:
 
     @classmethod
     def named(cls, name: str) -> Pass:
-        """The pass that `--modes` calls so."""
         mode = name.removesuffix(WITH_DRAFT)
         return cls(mode, mode != name or MODES[mode].drafts is Drafts.ALWAYS)
 
@@ -96,7 +92,7 @@ class Pass:
 
 
 def default_names(modes: Sequence[str], world_size: int, has_draft: bool) -> list[str]:
-    """What these `modes` can be on so many ranks, with a draft or without one."""
+    """The names of those `modes` that run on `world_size` ranks, with a draft or without one."""
     names = []
     for name in modes:
         mode = MODES[name]

@@ -1,8 +1,5 @@
-"""ServeOptions: what `magicdec serve` and its short names ask for beside the model: the requests,
-the modes in which they are served, and the ranks and stages of each. Imports no torch.
-
-Owns the checks that need no model.
-"""
+"""The settings of `magicdec serve` and its short names, and the checks that need no model. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ WINDOWED = "dynamic"  # the mode that has a time window
 
 
 def parse_url(text: str) -> str:
-    """Raises ValueError for what is no base URL of a server."""
+    """The base URL of a server. Raises ValueError for another text."""
     try:
         url = urlsplit(text)
         is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
@@ -57,7 +54,7 @@ def parse_url(text: str) -> str:
 
 
 def check_credentials(url: str, variable: str | None) -> None:
-    """Raises ValueError for a key that there is not, and for two kinds of credentials."""
+    """Raises ValueError if the key is missing, or if the URL has credentials too."""
     if variable is None:
         return
     read_key(variable)
@@ -69,7 +66,7 @@ def check_credentials(url: str, variable: str | None) -> None:
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """The bounds in ms by their metrics, such as ttft:200. Raises ValueError."""
+    """Bounds in ms by metric, from words such as ttft:200. Raises ValueError."""
     bounds: dict[str, float] = {}
     for word in words:
         name, _, most = word.partition(":")
@@ -89,9 +86,9 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ServeOptions(StagesSection):
-    """The settings, and what follows from them: `shapes` are all requests in the order of arrival,
-    `passes` the modes in which they are served, and `speculation` how pipelined speculation drafts.
-    `gen_len` is None if a trace has the lengths."""
+    """The settings of serving, and what `settle` derives: requests in the order of arrival
+    (`shapes`), modes (`passes`), and pipelined speculation. `gen_len` is None if a trace has the
+    lengths."""
 
     num_requests: int | None = setting(
         None, "Requests to serve. Default: 8, or all of a trace.", least=1
@@ -207,8 +204,10 @@ class ServeOptions(StagesSection):
     has_rows_of_ring: bool = False  # batches have as many rows as circulate in a ring
 
     def settle(self, passes: Sequence[Pass], seed: int, world_size: int) -> ServeOptions:
-        """These options for `passes` on so many ranks, with the requests and every default. Raises
-        ValueError for flags that exclude each other, and for a malformed trace."""
+        """The options for `passes` on `world_size` ranks, with the requests and every default.
+
+        Raises ValueError for flags that exclude each other, and for a malformed trace.
+        """
         arrival = parse_arrival(self.arrival)
         shapes = make_shapes(arrival, self.num_requests, self.prefix_len, self.gen_len, seed)
         has_window = WINDOWED in [each.mode for each in passes]
@@ -226,17 +225,16 @@ class ServeOptions(StagesSection):
         return settled
 
     def of_system(self, system: str) -> list[Pass]:
-        """The passes that a system serves."""
         return [each for each in self.passes if each.system == system]
 
     @property
     def is_measured(self) -> bool:
-        """Whether the layers of the stages follow from times."""
+        """Whether measured times decide the layers of the stages."""
         return is_auto(read_split(self.layer_split).stages)
 
     @property
     def is_coupled(self) -> bool:
-        """Whether tokens are sampled with noise that a drafter can share, in every mode."""
+        """Whether every mode samples tokens with noise that a drafter can share."""
         return bool(self.of_system(SPECULATIVE))
 
     @property
@@ -249,7 +247,7 @@ class ServeOptions(StagesSection):
 
     @property
     def on_host(self) -> str | None:
-        """Why hidden states pass through the memory of the host, also between GPUs."""
+        """The reason why hidden states pass through host memory, also between GPUs."""
         if self.emulate_link_ms is not None:
             return "an emulated link delays messages on the host"
         return None if self.emulate_stage_ms is None else "stages that sleep have no hidden states"
@@ -260,18 +258,17 @@ class ServeOptions(StagesSection):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, output included."""
         return max(shape.prompt_len + shape.output_len for shape in self.shapes)
 
     @property
     def mean_context(self) -> int:
-        """Cached tokens of a request, halfway through its output, in the mean over requests."""
+        """Cached tokens of a request halfway through its output, averaged over requests."""
         total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
         return total // len(self.shapes)
 
     def batch_of(self, workload: WorkloadSection, rows: int) -> WorkloadSection:
-        """`workload` with one batch of so many rows. A row has room for the longest request, which
-        need not have the longest prompt. The longest output may be that of another request."""
+        """`workload` with one batch of `rows` rows that hold the longest request; another one may
+        have the longest prompt or output."""
         prompt = self.longest_prompt
         new = self.longest - prompt
         extra = max(shape.output_len for shape in self.shapes) - new
@@ -286,7 +283,6 @@ class ServeOptions(StagesSection):
 
     @property
     def counted_by(self) -> str:
-        """What says how many prompts there are, for messages."""
         if self.shapes[0].place:
             return (
                 f"--arrival {self.arrival}, whose longest prompt has {self.longest_prompt} tokens"
@@ -294,8 +290,8 @@ class ServeOptions(StagesSection):
         return "--num_requests"
 
     def check_lengths(self, most: int, model: str) -> None:
-        """Raises ValueError for a request that is longer than the `most` tokens of the model. It
-        names the line of the trace, or the flags."""
+        """Raises ValueError, naming the line of the trace or the flags, for a request longer than
+        the `most` tokens of the model."""
         for shape in self.shapes:
             total = shape.prompt_len + shape.output_len
             if total > most:
@@ -305,8 +301,8 @@ class ServeOptions(StagesSection):
                 raise ValueError(f"{place}{text} exceeds the {most} positions of {model}")
 
     def check_cache(self, needed: int) -> None:
-        """Raises ValueError if the KV cache is smaller than the longest request, which takes
-        `needed` tokens with its drafts."""
+        """Raises ValueError if the KV cache is smaller than `needed`, the tokens of the longest
+        request with its drafts."""
         if self.cache_tokens is not None and self.cache_tokens < needed:
             raise ValueError(
                 f"--cache_tokens {self.cache_tokens} is too small; the longest request takes "
@@ -317,8 +313,8 @@ class ServeOptions(StagesSection):
         return read_split(self.layer_split).num_stages(world_size)
 
     def grid(self, world_size: int) -> StageGrid:
-        """The stages of a ring on so many ranks, without those that draft in other modes. Raises
-        ValueError, naming the flag."""
+        """The stages of a ring, without ranks that only draft in other modes. Raises ValueError,
+        naming the flag."""
         split = read_split(self.layer_split)
         flag_text = f"{FLAG} {self.layer_split}"
         if split.head:
@@ -333,7 +329,6 @@ class ServeOptions(StagesSection):
 
     @property
     def rows(self) -> int:
-        """Rows of a batch in the modes without stages."""
         return self.n_samples or self.batch_size
 
     def is_on_all(self, each: Pass, world_size: int) -> bool:
@@ -358,8 +353,7 @@ class ServeOptions(StagesSection):
         return samples
 
     def describe(self) -> dict[str, Any]:
-        """These options as the record's `config.workload` has them; the shapes are among its
-        requests."""
+        """The options as the record's `config.workload`, without the shapes."""
         values = asdict(self) | asdict(self.speculation)
         for name in ("shapes", "passes", "speculation", "mode", "has_rows_of_ring"):
             del values[name]
@@ -371,8 +365,8 @@ class ServeOptions(StagesSection):
 
 
 def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> None:
-    """Raises ValueError, naming the mode, the flag and the reason, if a mode cannot serve what was
-    asked for, whatever the model. `options` are settled."""
+    """Raises ValueError, naming mode, flag and reason, if a mode cannot serve the settled `options`
+    with any model."""
     modes: dict[str, Mode] = {each.name: MODES[each.mode] for each in options.passes}
     for each in options.passes:
         if each.ranks is Ranks.ALL and world_size == 1:
@@ -420,7 +414,7 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
 
 
 def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
-    """Stages that sleep take the same time with any layers, and write tokens that mean nothing."""
+    """Raises ValueError for settings that emulated stages make meaningless."""
     flag = f"--emulate_stage_ms {options.emulate_stage_ms}"
     acceptance = options.emulate_acceptance
     if options.emulate_draft_ms is not None and acceptance is None:

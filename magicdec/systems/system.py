@@ -1,11 +1,9 @@
-"""System: what serves requests in one or several modes, on the ranks of a command.
-`systems/modes.py` names the systems. Also the requests, with their arrivals, that every system
-serves.
+"""System: serves requests in one or several modes on the ranks of a command. Also the requests with
+their arrivals.
 
-A system is made before any process group exists (`prepare`). It says what its ranks will hold
-(`model_plans`), loads that (`open`), serves all requests in each of its passes (`serve`), and gives
-the memory back (`close`). All ranks make the same systems and call the same methods together, also
-those that have no part in a pass.
+A system checks its settings before any process group exists (`prepare`), states what its ranks will
+hold (`model_plans`), loads that (`open`), serves in each pass (`serve`), and frees the memory
+(`close`). All ranks call these methods together, also ranks that wait.
 """
 
 from __future__ import annotations
@@ -50,28 +48,26 @@ def ignore_tokens(num_tokens: int) -> None:
 
 @dataclass
 class PassObserver:
-    """What a system tells while it serves: the plan of each step that schedules rows (`counts`),
-    each step that has emitted tokens (`observe`), and with how many threads it computes (`threads`,
-    which it notes around what computes). `advance` is called with the number of tokens."""
+    """The observer of a pass: counts of steps, verifications and computing threads. It calls
+    `advance` with each step's number of tokens."""
 
     counts: StepCounts = field(default_factory=StepCounts)
     advance: Callable[[int], None] = ignore_tokens
     threads: ThreadCount = field(default_factory=ThreadCount)
     verifications: Verifications = field(default_factory=Verifications)
     is_measured: bool = False
+    is_logged: bool = False  # steps say what was drafted and read, where the system can
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
-        """As `Observer`."""
         self.verifications.observe(request_ids, output)
         self.advance(output.num_tokens)
 
 
 @dataclass(frozen=True)
 class PassTrace:
-    """What stages or ranks did when, by the clock of the first rank. `rows` are their names, and
-    `spans` those of each. Spans are numbered by message or run: `requests` has the ids of the
-    requests in it, where they are known, and `prompts` the numbers of those that prefill.
-    `clock_error_s` is the largest possible error of a time."""
+    """The spans of stages or ranks, named by `rows`, by the clock of the first rank. Spans are
+    numbered by message or run: `requests` has the known request ids of a number, `prompts` the
+    numbers that prefill. `clock_error_s` bounds the error of a time."""
 
     rows: Sequence[str]
     spans: Sequence[Sequence[Span]]
@@ -82,7 +78,7 @@ class PassTrace:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a system with stages measured beside the times of requests, on the first rank."""
+    """Measurements of a system with stages, beside the times of requests, on the first rank."""
 
     ring: RingMetrics | None = None
     speculation: SpeculationMetrics | None = None
@@ -90,9 +86,8 @@ class Extras:
 
 
 class System(ABC):
-    """`run` has the config, the models and the prompts with which this rank serves in `passes`.
-    `expected` are the output tokens of the command's first pass, which an emulated drafter
-    knows."""
+    """A way to serve requests. `run` has this rank's config, models and prompts; `expected` the
+    output of the first pass, which an emulated drafter knows."""
 
     run: Prepared
     is_external = False  # another program computes, whose tokens may be rounded otherwise
@@ -110,8 +105,8 @@ class System(ABC):
 
     @abstractmethod
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        """Make the run: find and check what the system needs for its passes. Raises ValueError, one
-        line naming the flag, for errors that a user can correct."""
+        """Make the run: find and check what the passes need. Raises ValueError, one line naming the
+        flag, for errors of the user."""
 
     def find(
         self,
@@ -120,8 +115,8 @@ class System(ABC):
         cache: SetupCache,
         placement: Placement = Placement(),
     ) -> ResolvedRun:
-        """Find the models for such a batch, as `setup.prepare.find` does; only for passes with
-        drafts those of a draft."""
+        """The models for such a batch, as by `setup.prepare.find`; without a draft model if no pass
+        drafts."""
         config = run_config if self.has_drafts else run_config.with_draft(NONE)
         models = find(replace(config, workload=workload), self.launch, cache, placement)
         most = models.source.config.max_length
@@ -130,14 +125,12 @@ class System(ABC):
         return models
 
     def complete(self, models: ResolvedRun, cache: SetupCache) -> Prepared:
-        """The run with a prompt for each request. Its memory is planned later, with that of all
-        systems, and ranks have not agreed on anything."""
+        """The run with a prompt for each request, before any memory plan or agreement of ranks."""
         count = len(self.options.shapes), self.options.counted_by
         return complete(models, cache, lambda launch, check: "", count)
 
     @property
     def names(self) -> str:
-        """Of the passes."""
         return " ".join(each.name for each in self.passes)
 
     @abstractmethod
@@ -145,34 +138,33 @@ class System(ABC):
         """The models that a rank holds in a pass, which `open` loads."""
 
     def plan(self, each: Pass, ranks: Sequence[int]) -> MemoryPlan:
-        """What these ranks hold together in a pass."""
+        """The memory that `ranks` take together in a pass."""
         plan = add_up([plan_of(self.model_plans(each, rank)) for rank in ranks])
         if self.options.emulate_stage_ms is None:
             return plan
         return replace(plan, weights=0, working=0)  # models that sleep have none
 
     def advice(self, each: Pass, room: MemoryBudget) -> str:
-        """What to do where a pass does not fit into `room`."""
+        """A way out for a pass that does not fit into `room`."""
         return "serve fewer or shorter requests at a time"
 
     def config_of(self, each: Pass) -> dict[str, Any]:
-        """The resolved config that a pass runs with on the first rank, as its record has it."""
         config = self.run.config
         return (config if each.is_drafting else config.without_drafts()).to_dict()
 
     @abstractmethod
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
-        """Load what this rank holds in a pass, and connect it with the others. What an earlier pass
-        has opened stays where it serves this one too."""
+        """Load this rank's models for a pass and connect it, keeping what an earlier pass opened if
+        it fits."""
 
     @abstractmethod
     def warm_up_rows(self, each: Pass) -> int:
-        """How many requests a pass serves at once."""
+        """The number of requests that a pass serves at once."""
 
     @property
     @abstractmethod
     def computes(self) -> bool:
-        """Whether this rank has a part in the passes, of which one is open; else it waits."""
+        """Whether this rank computes in the passes, of which one is open; otherwise it waits."""
 
     @property
     def expected_threads(self) -> int:
@@ -181,9 +173,8 @@ class System(ABC):
 
     @abstractmethod
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
-        """Serve all requests, each from its arrival on, until they have ended. The first rank's
-        requests get their tokens. Raises ValueError, before the first step, if a request can never
-        be served."""
+        """Serve all requests, each from its arrival on. Only the first rank's get their tokens.
+        Raises ValueError, before the first step, if a request can never be served."""
 
     def now(self) -> float:
         """The time by the clock of arrivals. All ranks that compute must call it equally often."""
@@ -191,7 +182,7 @@ class System(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back all that `open` took."""
+        """Free all that `open` took."""
 
 
 def make_requests(
@@ -202,10 +193,9 @@ def make_requests(
     end_ids: tuple[int, ...] = (),
     is_coupled: bool = False,
 ) -> list[Request]:
-    """The requests, of which the first arrives at `begin_s`. Each takes as much of its prompt as
-    its shape says, and ends at its output length or with a token of `end_ids`. Its random numbers
-    follow from its place in the order of arrival, so that they are the same in every pass;
-    `sampling.coupled` explains `is_coupled`."""
+    """The requests, the first of which arrives at `begin_s`. A request ends early with a token of
+    `end_ids`. Its random numbers depend on its place in the order of arrival, so that they are
+    equal in every pass; `sampling.coupled` explains `is_coupled`."""
     requests = []
     for i, (prompt, shape) in enumerate(zip(prompts[: len(shapes)], shapes, strict=True)):
         params = make_params(sampling, shape.output_len, end_ids, i, is_coupled)
@@ -216,7 +206,7 @@ def make_requests(
 
 
 def shortened(shapes: Sequence[RequestShape], chunk: int) -> list[RequestShape]:
-    """The shapes of requests that warm up: at most `chunk` tokens of each prompt, and few more."""
+    """The shapes of warm-up requests: at most `chunk` prompt tokens and few output tokens."""
     return [
         RequestShape(0.0, min(chunk, shape.prompt_len), min(WARM_UP_TOKENS, shape.output_len))
         for shape in shapes

@@ -1,7 +1,5 @@
-"""Known answers: the expected output of a prompt, and the score of an actual output, between 0 and
-1; and prefixes with a known answer: recall. Such a prefix ends with a cue, the repeated beginning
-of a passage far back in the prefix. The expected continuation is that passage, so the model must
-attend to distant tokens."""
+"""Known answers and their scores, and recall: prefixes that end with the beginning of a distant
+passage, which the model must continue."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ class Answer(Protocol):
 
 @dataclass(frozen=True)
 class Strings:
-    """Strings that must all appear in the output's text, anywhere and in any case (RULER's
-    `string_match_all`). The score is the share of strings that appear."""
+    """Strings that must appear in the output's text, anywhere and in any case (RULER's
+    `string_match_all`). The score is the share that appears."""
 
     texts: tuple[str, ...]
 
@@ -37,8 +35,8 @@ class Strings:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The token ids that must be emitted, position by position. The score is the share that match.
-    Later tokens are ignored; tokens missing from a shorter output count as wrong."""
+    """Token ids to emit, position by position. The score is the share that matches, without later
+    ones."""
 
     token_ids: tuple[int, ...]
 
@@ -50,8 +48,8 @@ class Continuation:
 def answer_scores(
     answers: Sequence[Answer] | None, finished: Sequence[Request], tokenizer: Tokenizer
 ) -> list[float] | None:
-    """The score of each finished request of a pass. `answers` are in prompt order; without answers
-    the scores are None."""
+    """The scores of the finished requests of a pass. `answers` are in prompt order; None gives
+    None."""
     if answers is None:
         return None
     return [answers[r.request_id].score(r.output_ids, tokenizer) for r in finished]
@@ -67,8 +65,8 @@ LEAST_PREFIX = 64  # tokens; a shorter prefix has no room for a passage
 def recall_prompts(
     prefixes: Sequence[tuple[int, ...]], gen_len: int, seed: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Continuation, ...]]:
-    """Each prefix with its last tokens replaced by a cue, and the expected continuations. Raises
-    ValueError if the prefixes are shorter than LEAST_PREFIX."""
+    """The prefixes with cues at their ends, and the continuations. Raises ValueError for prefixes
+    shorter than LEAST_PREFIX."""
     if len(prefixes[0]) < LEAST_PREFIX:
         raise ValueError(
             f"--prefix_len {len(prefixes[0])} is too short for --dataset recall; "
@@ -84,9 +82,9 @@ def recall_prompts(
 def repeat_passage(
     prefix: tuple[int, ...], gen_len: int, rng: random.Random
 ) -> tuple[tuple[int, ...], Continuation]:
-    """The cue repeats the beginning of a passage NEAREST to FURTHEST tokens back. In a short prefix
-    the distance is limited: at least a third of the prefix, and never back to the BOS token. The
-    continuation is the rest of the passage: `gen_len` tokens, or fewer if the cue comes first."""
+    """A prompt whose cue repeats a passage NEAREST to FURTHEST tokens back (in a short prefix from
+    a third on, never the BOS token), and the rest of the passage: `gen_len` tokens, or fewer before
+    the cue."""
     num_cue = min(CUE, len(prefix) // 8)
     body = prefix[:-num_cue]
     distance = rng.randint(min(NEAREST, len(body) // 3), min(FURTHEST, len(body) - 1))

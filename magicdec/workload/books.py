@@ -1,6 +1,5 @@
-"""Books: the texts of a named dataset or of a user's files. A reader yields records, each with its
-place in the file; a record of a book is an object with a `text`. Records are read one by one, as
-far as they are asked for."""
+"""Books: the texts of a named dataset or of a user's files. Readers yield records (objects with a
+`text`) and their places, as they are asked for."""
 
 from __future__ import annotations
 
@@ -24,15 +23,14 @@ T = TypeVar("T")
 
 
 def read_books(dataset: str, most: int) -> Iterator[str]:
-    """The texts of at most `most` books of a named dataset, or of files and folders whose names are
-    joined by commas. Raises ValueError as `read_values` does, some of it when a book is asked
-    for."""
+    """The texts of at most `most` books of a named dataset, or of files and folders joined by
+    commas. Raises ValueError as `read_values`."""
     return read_values("--dataset", dataset, most, _text_of)
 
 
 def read_corpus(path: str, most: int, encode: Callable[[str], list[int]]) -> Iterator[list[int]]:
-    """The token ids of each of the first books or records of a corpus for prompt lookup. Raises
-    ValueError as `read_values` does."""
+    """The token ids of each record of a corpus for prompt lookup. Raises ValueError as
+    `read_values`."""
 
     def ids_of(record: Any, place: str) -> list[int]:
         if not isinstance(record, dict) or "prompt_ids" not in record:
@@ -43,8 +41,8 @@ def read_corpus(path: str, most: int, encode: Callable[[str], list[int]]) -> Ite
 
 
 def read_prompts(dataset: str, most: int) -> list[str]:
-    """The texts of the first `most` items of a prompt set, of which some may be empty. Raises
-    ValueError as `read_values` does."""
+    """The texts, some empty, of the first `most` items of a prompt set. Raises ValueError as
+    `read_values`."""
     kind, _, name = dataset.partition(":")
     reader = FILE_READERS.get(Path(name).suffix.lower())
     of_hub = HUB_NAME.fullmatch(name)
@@ -62,23 +60,21 @@ def read_prompts(dataset: str, most: int) -> list[str]:
 def read_values(
     flag: str, dataset: str, most: int, value_of: Callable[[Any, str], T]
 ) -> Iterator[T]:
-    """What `value_of` makes of the first records of a dataset and their places.
-
-    Raises ValueError for an unknown name, a file that is missing, empty or malformed, a record
-    without text, and a hub that cannot be reached.
-    """
+    """The values of a dataset's first records, by `value_of` from record and place. Raises
+    ValueError for an unknown name, an unreadable or empty file, a record without text, and an
+    unreachable hub."""
     named = NAMED_READERS.get(dataset)
     records = _of_files(_files_of(flag, dataset)) if named is None else named()
     return _values(flag, dataset, records, most, value_of)
 
 
 def names_of(dataset: str) -> list[str]:
-    """The names that were joined by commas; one that exists as a whole is one."""
+    """The names joined by commas; a name that exists as a whole is one."""
     return [dataset] if exists(dataset) else dataset.split(",")
 
 
 def title_of(dataset: str) -> str:
-    """A dataset without the directories that it lies in. A folder ends in a slash."""
+    """A dataset without its directories. A folder ends in a slash."""
     titles = [
         f"{Path(name).resolve().name}/" if is_folder(name) else Path(name).name
         for name in names_of(dataset)
@@ -87,8 +83,6 @@ def title_of(dataset: str) -> str:
 
 
 def _files_of(flag: str, dataset: str) -> list[Path]:
-    """The files of a dataset, those of a folder in the order of their names. Raises ValueError for
-    a name without a reader, and for a folder without texts."""
     files = list[Path]()
     for name in names_of(dataset):
         path = Path(name)
@@ -112,7 +106,6 @@ def _files_of(flag: str, dataset: str) -> list[Path]:
 
 
 def _of_files(files: Sequence[Path]) -> Records:
-    """The records of one file after the other. If there are several, places name theirs."""
     for path in files:
         of_file = "" if len(files) == 1 else f"{path.name}: "
         try:
@@ -137,7 +130,6 @@ def _values(
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read ({error.strerror})"
     return (str(error).splitlines() or [type(error).__name__])[0]
@@ -149,7 +141,7 @@ def _read_demo() -> Records:
 
 
 def _read_hub(repository: str, config: str | None = None, split: str | None = None) -> Records:
-    """The rows of a data set on the hub, of its first split unless one is named."""
+    """The rows of a data set on the hub, by default of its first split."""
     try:
         import datasets
         from huggingface_hub.utils import logging

@@ -1,6 +1,5 @@
-"""The items of a JSON file, of one on each line or of one array, each with its place. What nobody
-asks for is neither read nor parsed, so that a file may be larger than memory.
-"""
+"""The items of a JSON file, one a line or in one array, with their places, read on demand: a file
+may be larger than memory."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ LONGEST_TOKEN = 16  # an error nearer to the end of what was read may be that of
 
 
 def json_items(stream: TextIO) -> Iterator[tuple[str, Any]]:
-    """Raises ValueError, naming the place, for what is not JSON, and OSError for an item of more
-    than MOST_LINE_BYTES characters."""
+    """The items with their places. Raises ValueError, naming the place, for invalid JSON, and
+    OSError beyond MOST_LINE_BYTES characters."""
     start = stream.readline(CHUNK)
     number = 1
     while start.isspace():
@@ -48,8 +47,8 @@ def _of_line(line: str, number: int) -> Iterator[tuple[str, Any]]:
 
 
 class _JsonArray:
-    """An array whose text begins with `text`, in line `number` of the file, and goes on in
-    `stream`. `text` is what was read last, of which all before `at` was parsed."""
+    """An array that begins with `text`, in line `number`, and goes on in `stream`; parsed up to
+    `at`."""
 
     def __init__(self, text: str, stream: TextIO, number: int) -> None:
         self.text = text
@@ -77,7 +76,6 @@ class _JsonArray:
             self.refuse("Extra data", self.at)
 
     def item(self, index: int) -> Any:
-        """The next value, which is read as far as it goes."""
         self.next_character()
         while True:
             try:
@@ -99,7 +97,7 @@ class _JsonArray:
             self.read_more()
 
     def next_character(self) -> str:
-        """The next character that is no space; nothing at the end of the file."""
+        """The next character that is no space; empty at the end of the file."""
         while True:
             space = SPACE.match(self.text, self.at)
             assert space is not None, "it matches nothing, too"
@@ -109,7 +107,7 @@ class _JsonArray:
             self.read_more()
 
     def read_more(self) -> None:
-        """As much again as is left, so that a long item is not parsed too often."""
+        """Read at least as much as is left, so that a long item is not parsed too often."""
         self.number += self.text.count("\n", 0, self.at)
         rest = self.text[self.at :]
         self.at = 0

@@ -1,6 +1,5 @@
-"""Prompt sets that people measure with: the text of a prompt from an item of each. The layouts are
-those of the published files; `books.py` reads them. No chat template is applied: tokenizers here
-encode plain text, so the speakers of a chat are named in words."""
+"""Published prompt sets: the prompt text of an item. Tokenizers here encode plain text, so words
+name the speakers of a chat."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")  # OWNER/NAME or OWNE
 
 
 def sharegpt(item: Any, place: str) -> str:
-    """A chat up to its last answer, which is to be written. Nothing if it has no question."""
+    """A chat up to its last answer, which is to be written; empty without a question."""
     turns = list[tuple[str, str]]()
     for number, turn in enumerate(list_at(item, "conversations", place)):
         where = f"{place}, turn {number}"
@@ -25,8 +24,8 @@ def sharegpt(item: Any, place: str) -> str:
 
 
 def speed_bench(item: Any, place: str) -> str:
-    """The first question of an item: of the `turns` of NVIDIA's own file, or of the `messages` that
-    its `prepare.py` writes."""
+    """The first question of an item: of `turns` in NVIDIA's own file, or of `messages` by its
+    `prepare.py`."""
     key = "messages" if isinstance(item, dict) and "messages" in item else "turns"
     first = [*list_at(item, key, place), ""][0]
     turn = first if key == "messages" else {"content": first}
@@ -57,7 +56,7 @@ PROMPT_SETS: dict[str, Callable[[Any, str], str]] = {
 
 
 def is_prompt_set(dataset: str) -> bool:
-    """Whether a dataset is one such as `sharegpt:FILE`."""
+    """Whether a dataset is a prompt set, such as `sharegpt:FILE`."""
     kind, colon, _ = dataset.partition(":")
     return bool(colon) and kind in PROMPT_SETS
 
@@ -69,7 +68,7 @@ def cut_middle(ids: Sequence[int], length: int) -> tuple[int, ...]:
 
 
 def list_at(item: Any, key: str, place: str) -> list[Any]:
-    """Raises ValueError, naming the place and the key, for what has no list there."""
+    """The list at `key`. Raises ValueError, naming the place and the key, for another value."""
     values = item.get(key) if isinstance(item, dict) else None
     if not isinstance(values, list):
         raise ValueError(f"{place} has no {key!r} that is a list")
@@ -77,7 +76,7 @@ def list_at(item: Any, key: str, place: str) -> list[Any]:
 
 
 def string_at(item: Any, key: str, place: str) -> str:
-    """Raises ValueError, naming the place and the key, for what has no text there."""
+    """The text at `key`. Raises ValueError, naming the place and the key, for another value."""
     text = item.get(key) if isinstance(item, dict) else None
     if not isinstance(text, str):
         raise ValueError(f"{place} has no {key!r} that is a string")

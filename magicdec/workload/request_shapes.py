@@ -1,8 +1,8 @@
-"""The shapes of all requests of a serving workload: arrival, prompt length and output length, by a
-process and a distribution or from a trace. Imports no torch.
+"""The shapes of a serving workload's requests (arrival, prompt length, output length), drawn or
+from a trace. Imports no torch.
 
-An arrival process is a function of the mean time between two arrivals, the number of requests and a
-random generator; the times are in ms after the first arrival. `names.ARRIVALS` names them.
+An arrival process gives times in ms after the first arrival, by mean time between arrivals, number
+of requests and random generator (`names.ARRIVALS`).
 """
 
 from __future__ import annotations
@@ -30,43 +30,40 @@ UNIFORM = "uniform"
 
 
 def burst(mean_ms: float, count: int, random: Random) -> list[float]:
-    """All requests arrive at once."""
     return [0.0] * count
 
 
 def constant(mean_ms: float, count: int, random: Random) -> list[float]:
-    """The time between two arrivals is always the same."""
     return [mean_ms * i for i in range(count)]
 
 
 def uniform(mean_ms: float, count: int, random: Random) -> list[float]:
-    """The time between two arrivals is uniform between 0 and twice its mean."""
+    """Arrivals at distances uniform between 0 and twice their mean."""
     gaps = (random.uniform(0, 2 * mean_ms) for _ in range(count - 1))
     return list(accumulate(gaps, initial=0.0))
 
 
 def poisson(mean_ms: float, count: int, random: Random) -> list[float]:
-    """The time between two arrivals is exponentially distributed (a Poisson process)."""
+    """Arrivals of a Poisson process, at exponentially distributed distances."""
     gaps = (random.expovariate(1 / mean_ms) for _ in range(count - 1))
     return list(accumulate(gaps, initial=0.0))
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What `--arrival` asks for: a process with its mean time, or a trace."""
+    """The value of `--arrival`: a process with its mean time, or a trace."""
 
     process: str
     mean_ms: float = 0.0
     trace: Path | None = None
 
     def times_ms(self, count: int, random: Random) -> list[float]:
-        """The time at which each request arrives, for a process and not for a trace."""
         times: list[float] = load_named(ARRIVALS, self.process)(self.mean_ms, count, random)
         return times
 
 
 def parse_arrival(text: str) -> Arrival:
-    """Raises ValueError if `text` is none of `FORMS`."""
+    """The arrival of a text. Raises ValueError if it is none of `FORMS`."""
     name, _, value = text.partition(":")
     if name == TRACE and value:
         return Arrival(TRACE, trace=Path(value))
@@ -85,8 +82,7 @@ def parse_arrival(text: str) -> Arrival:
 
 @dataclass(frozen=True)
 class RequestShape:
-    """When a request arrives, and its lengths in tokens: the keys of a line of a trace. `place`
-    names the line that it is from, empty without a file."""
+    """The arrival and the lengths in tokens of a request, from the trace's line `place`."""
 
     arrival_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     prompt_len: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -95,8 +91,8 @@ class RequestShape:
 
 
 def read_trace(flag: str, path: Path) -> list[RequestShape]:
-    """The requests of the file in the order of arrival. Other keys of a line are ignored. Raises
-    ValueError, naming the flag, the file, the line and the key, for what is malformed."""
+    """The requests of the file in the order of arrival. Raises ValueError, naming flag, file, line
+    and key."""
     adapter = TypeAdapter(RequestShape)
     shapes = list[RequestShape]()
     place = f"{flag}: {path}"
@@ -121,10 +117,9 @@ def make_shapes(
     gen_len: str | None,
     seed: int,
 ) -> list[RequestShape]:
-    """The requests in the order of arrival; the first arrives at 0 ms. A trace has its own lengths.
-    Of its requests, the first `num_requests` count. None stands for the default, or for the whole
-    trace. Arrivals and lengths are drawn from separate generators with the same `seed`, so that
-    each stays the same when the other changes. Raises ValueError, naming the flag."""
+    """The requests in the order of arrival, the first at 0 ms; of a trace the first `num_requests`,
+    or all. Arrivals and lengths have separate generators with the same `seed`, so that one stays
+    when the other changes. Raises ValueError, naming the flag."""
     if arrival.trace is not None:
         shapes = read_trace(f"--arrival {arrival.process}", arrival.trace)
         if num_requests is not None and num_requests > len(shapes):

@@ -1,7 +1,6 @@
-"""RULER-style prompts of an exact number of tokens (Hsieh et al. 2024, section 3): synthetic tasks
-in this project's own words, each a text of any size, a question and its answer; and how a task
-fills a context. `Composer` finds the largest size that fits and pads with haystack sentences
-between the task's head and body."""
+"""RULER-style prompts of an exact number of tokens (RULER, arXiv 2404.06654, section 3), in this
+project's own words. `Composer` finds the largest text of a task that fits, and pads with haystack.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ DOTS = "...."  # fwe's most frequent word, which is not part of the answer
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt's text, in the order `head`, `body`, `question`. The question ends with the
-    beginning of the answer, for base models, which continue text."""
+    """The text of a prompt. The question ends with the beginning of the answer, for base models."""
 
     head: str
     body: str
@@ -60,8 +58,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """`make` makes a sample with a body of `size` units (sentences or words). `least` is the
-    smallest size with an answer. Equal generator states and sizes give equal samples."""
+    """A task. `make` makes a sample of `size` units (sentences or words), at least `least`, equal
+    for equal generator states."""
 
     make: Callable[[random.Random, int], Sample]
     least: int
@@ -93,8 +91,8 @@ def vt(rng: random.Random, size: int) -> Sample:
 
 
 def cwe(rng: random.Random, size: int) -> Sample:
-    """Common words extraction: a shuffled, numbered list of `size` words. Up to a size of 600, half
-    of the list are common words; longer lists are filled with rare words."""
+    """Common words extraction: a shuffled, numbered list of `size` words. Up to 600, half are
+    common; longer lists are filled with rare words."""
     num_others = len(_all_words()) - NUM_COMMON
     often = min(MOST_COMMON, size // 20)
     rare = max(1, often * MOST_RARE // MOST_COMMON, -(-size // num_others))
@@ -158,7 +156,6 @@ def _niah(rng: random.Random, size: int, num_keys: int) -> Sample:
 
 
 def _hide(rng: random.Random, statements: Sequence[str], size: int) -> str:
-    """The statements, in order, at random positions among `size` sentences of haystack."""
     places = sorted(rng.randint(0, size) for _ in statements)
     text = [HAYSTACK[i % len(HAYSTACK)] for i in range(size)]
     for place, statement in zip(reversed(places), reversed(statements), strict=True):
@@ -167,7 +164,6 @@ def _hide(rng: random.Random, statements: Sequence[str], size: int) -> str:
 
 
 def _words(rng: random.Random, count: int) -> list[str]:
-    """Distinct words such as brave-lantern, in random order."""
     return rng.sample(_all_words(), count)
 
 
@@ -183,8 +179,8 @@ def make_prompts(
     num_prompts: int,
     seed: int,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Strings, ...]]:
-    """Prompts of `prefix_len` tokens, including BOS, and the strings that answer them. Raises
-    ValueError for an unknown task and for a prefix that is too short for it."""
+    """Prompts of `prefix_len` tokens, including BOS, and their answers. Raises ValueError for an
+    unknown task and for a prefix too short for it."""
     if name not in TASKS:
         choices = ", ".join(f"ruler:{task}" for task in TASKS)
         raise ValueError(f"--dataset {f'ruler:{name}'!r} is not known; choose from {choices}")
@@ -205,8 +201,8 @@ def make_prompts(
 
 @dataclass(frozen=True)
 class Composer:
-    """Composes a sample's token ids: `start` (BOS, if any), the head, then the haystack, the body
-    and the question, which are encoded together."""
+    """The composer of token ids: `start` (BOS, if any), the head, then haystack, body and question,
+    encoded together."""
 
     task: Task
     encode: Callable[[str], list[int]]
@@ -221,8 +217,7 @@ class Composer:
         return len(self._head(sample)) + len(self._rest(sample, 1))
 
     def largest_size(self, seed: str, prefix_len: int) -> int:
-        """The largest size that fits, to within 1/64. It is not found exactly, because every try
-        encodes the whole text."""
+        """The largest size that fits, to within 1/64, because every try encodes the whole text."""
         low = self.task.least
         high = 2 * self.task.least
         while self.num_tokens(seed, high) <= prefix_len:
@@ -243,7 +238,7 @@ class Composer:
         return max(size, self.task.least)
 
     def prompt(self, sample: Sample, prefix_len: int) -> tuple[int, ...]:
-        """Exactly `prefix_len` tokens. The haystack before the body is cut at its beginning."""
+        """Exactly `prefix_len` tokens. The haystack is cut at its beginning."""
         head = self._head(sample)
         sentences = 1
         room = prefix_len - len(head)

@@ -1,4 +1,4 @@
-"""Workload: the token prefixes that a benchmark run decodes from, and their known answers."""
+"""Workload: the token prefixes of a benchmark run, and their known answers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,9 @@ SKIP_TOKENS = {"pg19": 8000}
 
 @dataclass(frozen=True)
 class Workload:
-    """Prefixes in the order they are run, and what identifies them.
-
-    `sources`: (book index, chunk index) of each prompt. `num_available`: the number of prefixes
-    that they were drawn from. Both and `skip_tokens` are None if prompts are generated. `sha256`:
-    hash of the token ids and the prompt boundaries. `answers`: one per prompt, or None.
-    """
+    """The prefixes in the order of the run, and their `answers`, if known. `sources` are (book
+    index, chunk index), drawn from `num_available` prefixes; None if generated. `sha256` is of
+    token ids and prompt boundaries."""
 
     dataset: str
     prompts: tuple[tuple[int, ...], ...]
@@ -48,7 +45,6 @@ class Workload:
     answers: tuple[Answer, ...] | None = None
 
     def first(self, num_prompts: int) -> Workload:
-        """The first prompts alone, which are those that a run of so many draws."""
         prompts = self.prompts[:num_prompts]
         return replace(
             self,
@@ -72,16 +68,16 @@ def build_workload(
     skip_tokens: int | None = None,
     batch: int | None = None,
 ) -> Workload:
-    """Distinct prefixes of `prefix_len` tokens: chunks of books, drawn at random without
-    replacement. BOS, if any, replaces the first token of each. `dataset` is `ruler:TASK`, `recall`,
-    `recall:BOOKS`, a prompt set, or a name, files or folders of books. `gen_len`: tokens of the
-    continuation that `recall` expects. `counted_by`: the flags that `num_prompts` comes from.
-    `is_whole`: prompts of a set keep their lengths, of at most `prefix_len`. `skip_tokens`: tokens
-    left out at the start of each book; None: those of SKIP_TOKENS. `batch`: a text that holds fewer
-    prefixes gives as many as make whole batches of so many.
+    """Distinct prefixes of `prefix_len` tokens: chunks of books, drawn without replacement. BOS, if
+    any, replaces the first token.
 
-    Raises ValueError when the dataset is unknown, cannot be read (see `read_books`) or has fewer
-    than `num_prompts` prefixes, or than `batch`, or when the prefix is too short for it.
+    `dataset` is `ruler:TASK`, `recall`, `recall:BOOKS`, a prompt set, or books (a name, files or
+    folders). `gen_len`: tokens of recall's continuation. `counted_by`: the flags behind
+    `num_prompts`. `is_whole`: a set's prompts keep lengths up to `prefix_len`. `skip_tokens`: left
+    out of each book (None: by SKIP_TOKENS). `batch`: a short text gives whole batches of so many.
+
+    Raises ValueError for an unknown or unreadable dataset (see `read_books`), too few prefixes, and
+    too short ones.
     """
     kind, colon, name = dataset.partition(":")
     if skip_tokens is not None and (kind == "ruler" or is_prompt_set(dataset)):
@@ -132,8 +128,7 @@ def build_workload(
 
 
 def _enough(num_held: int, num_wanted: int, batch: int | None) -> int:
-    """The prompts that are needed of a text that holds so many: with `batch`, whole batches of so
-    many, at least one."""
+    """The prompts to draw from `num_held`: with `batch`, whole batches, at least one."""
     if batch is None or num_held >= num_wanted:
         return num_wanted
     return max(1, num_held // batch) * batch
@@ -142,8 +137,6 @@ def _enough(num_held: int, num_wanted: int, batch: int | None) -> int:
 def _cut_books(
     books: str, tokenizer: Tokenizer, skip: int, prefix_len: int, num_prompts: int
 ) -> tuple[list[array[int]], list[tuple[int, int]]]:
-    """The tokens of each book after the first `skip`, and the (book, number) of every prefix in
-    them. So many books are read that these are enough."""
     texts: list[array[int]] = []
     places = list[tuple[int, int]]()
     for text in read_books(books, MOST_ITEMS):
@@ -166,8 +159,8 @@ def _of_prompt_set(
     is_whole: bool,
     batch: int | None,
 ) -> Workload:
-    """Items of a prompt set in random order, those without a prompt left out. Whole ones of at most
-    `prefix_len` tokens, or longer ones cut in their middle to exactly so many, BOS included."""
+    """Non-empty items of a prompt set in random order: whole up to `prefix_len` tokens, or longer
+    ones cut in the middle to exactly so many."""
     texts = [(i, text) for i, text in enumerate(read_prompts(dataset, MOST_ITEMS)) if text]
     random.Random(seed).shuffle(texts)
     kind, _, name = dataset.partition(":")
@@ -195,8 +188,8 @@ def _of_prompt_set(
 
 
 def encode_corpus(path: str, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """The token ids of a file in which prompt lookup searches. Raises ValueError for a file that
-    cannot be read, and for ids of another vocabulary."""
+    """The token ids of a file for prompt lookup. Raises ValueError for an unreadable file, and for
+    ids of another vocabulary."""
     most = ENOUGH_BOOKS if path in NAMED_READERS else MOST_ITEMS
     ids = tuple(chain.from_iterable(read_corpus(path, most, tokenizer.encode)))
     if not 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from conftest import ROOT, served_pairs
 
-from magicdec.bench.gate.cases import config_of
+from magicdec.bench.gate.cases import case_of
 from magicdec.bench.gate.measuring import run_cases, with_threads
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.conditions import measured_thing
@@ -32,7 +32,7 @@ def again(request: pytest.FixtureRequest) -> dict[tuple[str, str | None], RunRec
     here = [item for item in request.session.items if item.path == request.path]
     cases = [item.callspec.params for item in here if hasattr(item, "callspec")]
     pairs = [(case["drafter"], case["policy"]) for case in cases if "drafter" in case]
-    configs = [with_threads(config_of(baseline_of(*pair)), 1) for pair in pairs]
+    configs = [with_threads(case_of(baseline_of(*pair)), 1) for pair in pairs]
     found = dict(run_cases(list(enumerate(configs))))
     return {pair: found[number] for number, pair in enumerate(pairs)}
 

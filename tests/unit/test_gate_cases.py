@@ -14,8 +14,11 @@ from synthetic_records import with_fields
 from magicdec.bench.gate.cases import (
     LEAST_PROMPTS,
     STEP_COST,
+    ServedCase,
     Subject,
-    config_of,
+    baselines_in,
+    case_of,
+    check_case,
     margin_of,
     name_of,
     num_ranks,
@@ -24,6 +27,7 @@ from magicdec.bench.gate.cases import (
 )
 from magicdec.bench.gate.measuring import shares_of
 from magicdec.cli.drivers import RUN
+from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, ModelSection
 from magicdec.names import DRAFTERS, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.comparison.conditions import (
@@ -33,14 +37,21 @@ from magicdec.records.comparison.conditions import (
     measured_thing,
     method_of,
 )
-from magicdec.records.reading import load_records
+from magicdec.records.reading import read_records
+from magicdec.records.record import Record, RunRecord
 
-BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
+COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
+EVERY = baselines_in(read_records(COMMITTED, Record))
+BASELINES = [baseline for baseline in EVERY if isinstance(baseline, RunRecord)]
+
+
+def standard_runs(subject: Subject = Subject()) -> list[RunConfig]:
+    return [case for case in standard_cases(subject) if isinstance(case, RunConfig)]
 
 
 def test_the_committed_file_has_the_standard_cases() -> None:
-    configs = standard_cases(Subject())
-    again = [config_of(baseline) for baseline in BASELINES]
+    configs = standard_runs()
+    again = [case_of(baseline) for baseline in BASELINES]
     assert len(again) == len(configs)
     for ours, config in zip(again, configs, strict=True):
         assert ours.kv.policy == config.kv.policy
@@ -53,9 +64,37 @@ def test_the_committed_file_has_the_standard_cases() -> None:
     assert [b.margin for b in BASELINES] == [margin_of(config) for config in configs]
 
 
+def test_every_system_that_drafts_has_a_case() -> None:
+    """In the committed file and in that of any model, of which a quick gate runs one each."""
+    cases = [case for case in standard_cases(Subject()) if isinstance(case, ServedCase)]
+    served = [baseline for baseline in EVERY if not isinstance(baseline, RunRecord)]
+    assert [describe(baseline) for baseline in served] == list(map(name_of, cases))
+    modes = {"inflight+draft", "ring+draft", "sync", "async"}
+    assert {case.mode for case in cases} == modes
+    assert {f"mode {mode}" for mode in modes} <= set(map(kind_of, quick(EVERY)))
+    for baseline, case in zip(served, cases, strict=True):
+        again = case_of(baseline)
+        assert isinstance(again, ServedCase)
+        assert again.options([again.mode]) == case.options([case.mode])
+        assert again.config.kv.resolve() == case.config.kv.resolve()
+        assert again.config.decoding == case.config.decoding
+        assert again.config.workload == case.config.workload
+        assert num_ranks(again) == num_ranks(case) == (1 if "inflight" in case.mode else 2)
+    alone = standard_cases(Subject(draft="none", nproc=1))
+    lookups = [case for case in alone if isinstance(case, ServedCase)]
+    assert {case.draft for case in lookups} == {"self", "ngram"}
+    assert {num_ranks(case) for case in lookups} == {1}
+    for case in (*cases, *lookups):
+        check_case(case, num_cores=2)
+    with pytest.raises(
+        ValueError, match=r"--modes ring.draft .* 2 requests; a gate needs at least"
+    ):
+        check_case(replace(cases[2], num_requests=2), num_cores=2)
+
+
 def test_a_case_has_the_name_that_runs_it() -> None:
     """The flags of `magicdec run`, without settings that have their default."""
-    for baseline, config in zip(BASELINES, standard_cases(Subject()), strict=True):
+    for baseline, config in zip(BASELINES, standard_runs(), strict=True):
         ran = RUN.read(describe(baseline).split())
         is_lookup = config.decoding.drafter == "ngram"  # which reads no cache
         assert is_lookup or ran.kv.resolve() == config.kv.resolve()
@@ -80,16 +119,16 @@ def test_the_standard_cases_cover_every_other_way_to_draft() -> None:
     ways = ("pa", "low-bit", "auto", "reselect", "sampled")
     kinds = [kind for baseline in BASELINES for kind in kind_of(baseline).split()]
     assert set(ways) <= set(kinds)
-    lone = standard_cases(Subject(draft="none"))
+    lone = standard_runs(Subject(draft="none"))
     assert all(c.decoding.model_drafter != "model" for c in lone)
-    given = [c for c in standard_cases(Subject()) if c.decoding.gamma == "auto"]
+    given = [c for c in standard_runs() if c.decoding.gamma == "auto"]
     assert given and all(c.decoding.step_cost is not None for c in given), "no time is measured"
 
 
 def test_a_given_cost_leaves_a_case_as_a_record_and_comes_back() -> None:
     name = "--draft self --kv_policy streaming_llm --budget 257 --gamma auto"
     baseline = next(b for b in BASELINES if describe(b) == name)
-    config = config_of(baseline)
+    config = case_of(baseline)
     assert config.decoding.step_cost == STEP_COST
     assert first_difference(baseline, with_fields(baseline)) is None
     other = with_fields(baseline, config__decoding__step_cost=[0.5, 0.1])
@@ -97,7 +136,7 @@ def test_a_given_cost_leaves_a_case_as_a_record_and_comes_back() -> None:
 
 
 def test_budgets_that_hold_the_prompt_and_an_absent_draft_make_no_case() -> None:
-    configs = standard_cases(Subject(prefix_len=200, draft="none"))
+    configs = standard_runs(Subject(prefix_len=200, draft="none"))
     assert {c.kv.budget for c in configs if c.kv.policy != "full"} == {33, 65, 129}
     assert all(c.draft is None and c.decoding.drafter != "model" for c in configs)
 
@@ -112,13 +151,13 @@ def test_what_auto_chose_is_left_to_auto_again() -> None:
     """So that a baseline can be run again where its kernels do not exist."""
     record = BASELINES[0]
     assert record.config["attention"]["backend_reason"].startswith("auto")
-    config = config_of(record)
+    config = case_of(record)
     assert config.attention.backend == AttentionSection().backend
     assert config.model.elementwise == ModelSection().elementwise
     assert config.model.dtype == "float32" and config.parallel.threads is None
     asked = json.loads(record.to_json())["config"]["attention"] | {"backend_reason": "asked for"}
     chosen = replace(record, config=record.config | {"attention": asked})
-    assert config_of(chosen).attention.backend == record.config["attention"]["backend"]
+    assert case_of(chosen).attention.backend == record.config["attention"]["backend"]
 
 
 ON_RANKS = [b for b in BASELINES if b.environment.world_size > 1]
@@ -130,12 +169,12 @@ def test_a_case_of_several_ranks_is_run_on_as_many() -> None:
     assert {b.config["kv"]["policy"] for b in ON_RANKS[:-1]} == policies
     assert describe(ON_RANKS[-1]) == apart
     for baseline in ON_RANKS:
-        config, w = config_of(baseline), baseline.config["workload"]
+        config, w = case_of(baseline), baseline.config["workload"]
         assert num_ranks(config) == 2 and config.parallel.rank_group == (0, 1)
         assert config.parallel.collectives == "auto" and config.parallel.threads is None
         assert w["batch_size"] * w["num_batches"] == LEAST_PROMPTS
         assert name_of(config) == describe(baseline)
-    draft = config_of(ON_RANKS[-1]).draft
+    draft = case_of(ON_RANKS[-1]).draft
     assert draft is not None and draft.rank_group == (1,)
     assert all("--nproc" not in describe(b) for b in BASELINES if b not in ON_RANKS)
     turned = with_fields(ON_RANKS[-1], config__parallel__rank_group=[1, 0])
@@ -144,11 +183,11 @@ def test_a_case_of_several_ranks_is_run_on_as_many() -> None:
 
 def test_the_user_chooses_the_ranks_of_the_new_cases() -> None:
     counts = [
-        [num_ranks(config) for config in standard_cases(Subject(nproc=nproc, batch_size=3))]
+        [num_ranks(config) for config in standard_runs(Subject(nproc=nproc, batch_size=3))]
         for nproc in (1, 3)
     ]
     assert set(counts[0]) == {1} and counts[1] == counts[0] + [3] * len(ON_RANKS)
-    last = standard_cases(Subject(nproc=3, batch_size=3))[-1]
+    last = standard_runs(Subject(nproc=3, batch_size=3))[-1]
     assert last.draft is not None and last.draft.rank_group == (2,)
     assert last.workload.num_prompts == 6, "whole batches, of four prompts at least"
     assert last.parallel.device == "cpu"
@@ -195,7 +234,7 @@ def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command)
 def test_every_case_has_one_process_and_few_with_other_prompts_stay_together(
     num_processes: int,
 ) -> None:
-    cases = [(n, config_of(b)) for n, b in enumerate(BASELINES) if b not in ON_RANKS]
+    cases = [(n, case_of(b)) for n, b in enumerate(BASELINES) if b not in ON_RANKS]
     shares = shares_of(cases, num_processes)
     assert sorted(number for share in shares for number, _ in share) == [*range(len(cases))]
     assert len(shares) == min(num_processes, len(cases)) and all(shares)

@@ -22,7 +22,7 @@ from conftest import ROOT, Command
 from synthetic_records import drawn, with_fields
 
 from magicdec.bench.gate import measuring
-from magicdec.bench.gate.cases import config_of, quick
+from magicdec.bench.gate.cases import case_of, quick
 from magicdec.bench.gate.measuring import APART, NO_RESULT, Result, run_cases
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
@@ -77,7 +77,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> G
 
 def answering(baselines: Sequence[RunRecord], change: Change) -> Callable[..., list[Result]]:
     """In place of `measure`."""
-    answers = [(config_of(baseline), baseline) for baseline in baselines]
+    answers = [(case_of(baseline), baseline) for baseline in baselines]
 
     def measure(configs: Sequence[RunConfig], num_processes: int, finished: Any) -> list[Result]:
         results: list[Result] = []
@@ -164,7 +164,7 @@ def test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error(
         raise MemoryError("no memory")
 
     monkeypatch.setattr("magicdec.setup.prepare.prepare", no_memory)
-    arrivals = list(run_cases(list(enumerate(map(config_of, CASES)))))
+    arrivals = list(run_cases(list(enumerate(map(case_of, CASES)))))
     assert arrivals == [(n, "MemoryError: no memory") for n in range(len(CASES))]
 
 
@@ -173,7 +173,7 @@ def test_ranks_stop_after_a_case_that_failed_on_any_of_them(
 ) -> None:
     """Their states may differ. Other ranks tell of failures alone, and of no refusal, which is that
     of the first as well."""
-    absent, *cases = [config_of(case) for case in CASES[:4]]
+    absent, *cases = [case_of(case) for case in CASES[:4]]
 
     def prepare(config: RunConfig, launch: Launch) -> object:
         if config == absent:

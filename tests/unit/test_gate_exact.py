@@ -25,6 +25,7 @@ from magicdec.records.comparison.compare import (
     junit,
     rate_variances,
 )
+from magicdec.records.drafted import DraftedPass
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
 
@@ -192,8 +193,12 @@ def pass_of(rng: np.random.Generator, chances: Any) -> PassSamples:
     return samples
 
 
+def drafted(samples: PassSamples) -> DraftedPass:
+    return DraftedPass.of_samples(samples)
+
+
 def pair_of_passes(before: PassSamples, after: PassSamples) -> PairedCounts:
-    errors = np.sqrt(rate_variances(before) + rate_variances(after))
+    errors = np.sqrt(rate_variances(drafted(before)) + rate_variances(drafted(after)))
     return PairedCounts(count_by_prompt(before), count_by_prompt(after), 0, errors)
 
 

@@ -272,7 +272,8 @@ def test_rows_share_the_false_alarms() -> None:
 
     def matched(accepted: int, num_different: int, dtype: str) -> Match:
         record = with_fields(drawn(), config__model__dtype=dtype)
-        return Match("", pair([accepted] * 4, num_different), record, record)
+        drafted = record.drafted_pass()
+        return Match("", pair([accepted] * 4, num_different), record, record, drafted, drafted)
 
     certain = [matched(4, 0, "float32"), matched(5, 0, "bfloat16")]
     others = [matched(4, 1, "float32"), matched(4, 0, "bfloat16"), matched(4, 2, "bfloat16")]
@@ -304,7 +305,7 @@ def test_the_interval_of_a_change_covers_the_truth(num_prompts: int) -> None:
 
 def test_prompts_that_fork_are_counted() -> None:
     new = with_fields(drawn(), samples__speculative__output_hashes=["0" * 16] + ["x"] * 7)
-    assert pair_of(new, drawn()).num_different == 7
+    assert pair_of(new.drafted_pass(), drawn().drafted_pass()).num_different == 7
 
 
 def test_drawn_records_are_what_their_samples_give() -> None:

@@ -95,6 +95,7 @@ def test_real_records_are_as_the_schema_says(kind: str) -> None:
 
 def test_committed_records_are_read_and_as_the_schema_says() -> None:
     lines = BASELINES.read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if json.loads(line)["kind"] == "run"]
     assert len(load_records(BASELINES)) == len(lines) > 0
     for line in lines:
         raw = json.loads(line)

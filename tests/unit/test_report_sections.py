@@ -32,7 +32,8 @@ def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
     metrics = serving_metrics([request], counts, {"ttft": 1500})
     times = {"arrival_ms": 0.0, "joined_ms": [0.0], "preempted_ms": [],
              "prefilled_ms": [1e3 * seconds], "first_token_ms": 1e3 * seconds,
-             "finished_ms": 3e3 * seconds, "prompt_len": 1, "output_len": 3}  # fmt: skip
+             "finished_ms": 3e3 * seconds, "prompt_len": 1, "output_len": 3,
+             "output_hash": "0"}  # fmt: skip
     uses = [StageUse(4.0, waiting, 0.1, 8, 2, 0.0) for waiting in (1.0, 3.0)]
     ring = asdict(ring_metrics([1, 1], 1, (1, 1), uses, 8, 2.0))
     right = {"status": "ok", "num_differing": 0, "metrics": asdict(metrics), "requests": [times]}

@@ -6,16 +6,19 @@ standard cases make such a file for a model and a text. Must not know how record
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from magicdec.bench.serving.record import ServingRecord
 from magicdec.config.capabilities import check_standalone, policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     MODEL_PREFIX,
+    NGRAM,
     NONE,
+    SELF,
     DecodingSection,
     DraftChoice,
     DraftSection,
@@ -28,7 +31,10 @@ from magicdec.config.sections import (
 from magicdec.config.setting import same
 from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
 from magicdec.records.comparison.conditions import describe, flags_of, kind_of
-from magicdec.records.record import RunRecord
+from magicdec.records.record import DraftingRecord, Record, RunRecord
+from magicdec.systems.modes import Pass, Ranks
+from magicdec.systems.options import ServeOptions, check_passes
+from magicdec.systems.pipeinfer.options import Options
 
 LEAST_PROMPTS = 4  # fewer show no loss (docs/statistics.md)
 RANKS_PER_CORE = 2  # more of them would wait for each other for most of the time
@@ -37,7 +43,10 @@ GAMMAS = (2, 4)  # of the default policy and of the full KV cache
 BUDGETS = (33, 65, 129, 257, 513)  # of the default policy
 SOME_BUDGETS = (129, 257, 513)  # of the other policies
 DRAFT_BUDGET = 257  # of a standalone draft, and of the other ways to draft
-RANKS_PREFIX = 1024  # of the cases of several ranks, at most
+RANKS_PREFIX = 1024  # of the cases of several ranks and of systems, at most
+SERVED_REQUESTS = 8
+SERVED_ROWS = 3
+SERVED_TOKENS = 32
 PA = 0.5
 RESELECT_EVERY = 16
 LOOKUP_GAMMA = 31  # rows propose different numbers of tokens
@@ -100,7 +109,7 @@ class Subject:
         )
 
 
-def standard_cases(subject: Subject) -> list[RunConfig]:
+def standard_cases(subject: Subject) -> list[Case]:
     """Self-speculation under every policy, prompt lookup, the standalone draft under every policy
     that it can have, and every other way to draft. Budgets that hold the whole prompt are left
     out."""
@@ -116,6 +125,7 @@ def standard_cases(subject: Subject) -> list[RunConfig]:
         *(subject.config("model", kv, GAMMA) for kv in standalone),
         *_other_ways(subject),
         *_on_ranks(subject),
+        *_of_systems(subject),
     ]
 
 
@@ -169,6 +179,39 @@ def _on_ranks(subject: Subject) -> Iterator[RunConfig]:
         yield replace(config, draft=draft, parallel=parallel)
 
 
+def _of_systems(subject: Subject) -> Iterator[ServedCase]:
+    """Every system that drafts, with a draft model where there is one, else with lookups; and
+    self-speculation in flight, whose requests take rows that others have left."""
+    draft = NGRAM if subject.standalone is None else f"{MODEL_PREFIX}{subject.standalone}"
+    full = KVSection(FULL_KV_POLICY)
+    kv = KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
+    yield _served(
+        subject, "inflight+draft", SELF, full if subject.prefix_len <= DRAFT_BUDGET else kv
+    )
+    for mode in ("inflight+draft", "ring+draft", "sync", "async"):
+        yield _served(subject, mode, draft, full)
+
+
+def _served(subject: Subject, mode: str, draft: str, kv: KVSection) -> ServedCase:
+    """On one rank where the mode has no stages. Few and short prompts, more than there are rows."""
+    drafter = "model" if draft.startswith(MODEL_PREFIX) else draft
+    each = Pass.named(mode)
+    ranks = subject.nproc if each.ranks is Ranks.STAGES else 1
+    config = subject.config(drafter, kv, GAMMA)
+    parallel = ParallelSection(device="cpu", nproc=ranks)
+    workload = WorkloadSection(subject.dataset)
+    return ServedCase(
+        replace(config, parallel=parallel, workload=workload),
+        mode,
+        draft,
+        num_requests=SERVED_REQUESTS,
+        prefix_len=min(subject.prefix_len, RANKS_PREFIX),
+        gen_len=subject.gen_len or SERVED_TOKENS,
+        batch_size=SERVED_ROWS,
+        pa=0.0,
+    )
+
+
 def _budgets(subject: Subject, policy: str, budgets: Sequence[int]) -> Iterator[KVSection]:
     return (KVSection(policy, b) for b in budgets if b < subject.prefix_len)
 
@@ -185,28 +228,111 @@ def _standalone(subject: Subject) -> Iterator[KVSection]:
             yield from _budgets(subject, policy, (DRAFT_BUDGET,))
 
 
-def num_ranks(config: RunConfig) -> int:
+@dataclass(frozen=True)
+class ServedCase:
+    """Requests that a mode of `magicdec serve` serves with a draft, all of which arrive at once."""
+
+    config: RunConfig
+    mode: str
+    draft: str  # as `--draft` names it
+    num_requests: int
+    prefix_len: int
+    gen_len: int
+    batch_size: int
+    pa: float  # of pipelined speculation
+
+    def options(self, modes: Sequence[str]) -> ServeOptions:
+        """The settled options of a command that serves in these modes."""
+        gamma = self.config.decoding.gamma
+        assert isinstance(gamma, int), "a mode drafts a fixed number of tokens"
+        options = ServeOptions(
+            num_requests=self.num_requests,
+            prefix_len=str(self.prefix_len),
+            gen_len=str(self.gen_len),
+            modes=tuple(modes),
+            arrival="burst",
+            batch_size=self.batch_size,
+            draft=self.draft,
+            speculation=Options(gamma=gamma, pa=self.pa),
+        )
+        seed = self.config.workload.seed
+        return options.settle(list(map(Pass.named, modes)), seed, num_ranks(self))
+
+    @classmethod
+    def of_record(cls, record: ServingRecord) -> ServedCase:
+        """The case that repeats the pass of a record. Raises ValueError, naming it, if its config
+        is not one of a pass."""
+        config = recorded_config(record, record.config_as_run())
+        try:
+            flags = record.config["workload"]
+            numbers = {
+                name: int(flags[name])
+                for name in ("num_requests", "prefix_len", "gen_len", "batch_size")
+            }
+            workload = WorkloadSection(dataset=flags["dataset"], seed=flags["seed"])
+            ranks = record.environment.world_size
+            return cls(
+                replace(
+                    config,
+                    workload=workload,
+                    parallel=ParallelSection(device=config.parallel.device, nproc=ranks),
+                    draft=config.draft and replace(config.draft, rank_group=None),
+                ),
+                record.name,
+                flags["draft"],
+                pa=flags["pa"],
+                **numbers,
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{describe(record)}: its config is not one of a pass: {error}"
+            ) from None
+
+
+Case = RunConfig | ServedCase
+Baseline = RunRecord | ServingRecord
+
+
+def baselines_in(records: Iterable[Record]) -> list[Baseline]:
+    """Those of runs, and those of served modes that the gate has made."""
+    return [
+        record
+        for record in records
+        if isinstance(record, RunRecord)
+        or (isinstance(record, ServingRecord) and record.seal is not None)
+    ]
+
+
+def num_ranks(case: Case) -> int:
     """On how many ranks a case runs."""
+    config = case.config if isinstance(case, ServedCase) else case
     return 1 if config.parallel.nproc is None else config.parallel.nproc
 
 
-def name_of(config: RunConfig) -> str:
+def name_of(case: Case) -> str:
     """A case that may have no record yet, as `describe` names one that has."""
-    return flags_of(asdict(config))
+    if isinstance(case, RunConfig):
+        return flags_of(asdict(case))
+    ranks = num_ranks(case)
+    flags = flags_of(asdict(case.config) | {"parallel": None})
+    return " ".join([f"--modes {case.mode}", flags, *[f"--nproc {ranks}"] * (ranks > 1)])
 
 
-def margin_of(config: RunConfig) -> float | None:
+def margin_of(case: Case) -> float | None:
     """0 where every draft is accepted, because the draft is the target with the same cache; None,
     the default, elsewhere. In bfloat16 rounding may refuse a draft."""
+    config = case.config if isinstance(case, ServedCase) else case
     decoding = config.decoding
     is_target = decoding.drafter == "self" and config.kv.policy == FULL_KV_POLICY
     is_target &= decoding.draft_weights is None and config.sampling.temperature == 0
     return 0.0 if is_target and config.model.dtype == "float32" else None
 
 
-def config_of(record: RunRecord) -> RunConfig:
-    """The configuration that repeats the run of a record, here, on as many ranks. Raises
-    ValueError as `recorded_config` does."""
+def case_of(record: DraftingRecord) -> Case:
+    """What repeats the run or the pass of a record, here, on as many ranks. Raises ValueError as
+    `recorded_config` does."""
+    if isinstance(record, ServingRecord):
+        return ServedCase.of_record(record)
     config = recorded_config(record)
     ranks = record.environment.world_size
     parallel = ParallelSection(device=config.parallel.device)
@@ -215,16 +341,18 @@ def config_of(record: RunRecord) -> RunConfig:
     return replace(config, parallel=parallel)
 
 
-def recorded_config(record: RunRecord) -> RunConfig:
-    """The configuration of the run of a record. What `auto` chose then is left to `auto` again.
-    Raises ValueError, naming the case, if its config is not one of a run."""
+def recorded_config(record: DraftingRecord, saved: dict[str, Any] | None = None) -> RunConfig:
+    """The configuration of the run of a record, or that of a pass in the sections of a run,
+    `saved`. What `auto` chose then is left to `auto` again. Raises ValueError, naming the case,
+    if its config is not one of a run."""
     kinds = {item.name: type(getattr(RunConfig(), item.name)) for item in fields(RunConfig)}
     kinds["draft"] = DraftSection
+    config = record.config if saved is None else {**saved, "workload": None}
     try:
         sections: dict[str, Any] = {
-            name: kind(**_values_of_user(kind, record.config[name]))
+            name: kind(**_values_of_user(kind, config[name]))
             for name, kind in kinds.items()
-            if name != "output" and record.config.get(name) is not None
+            if name != "output" and config.get(name) is not None
         }
         return RunConfig(**sections)
     except (TypeError, AttributeError) as error:
@@ -250,9 +378,18 @@ class Places:
     draft: str | None = same(DraftChoice, "draft", None, is_default=True)
     dataset: str | None = same(WorkloadSection, "dataset", None, is_default=True)
 
-    def moved(self, config: RunConfig) -> RunConfig:
+    def moved(self, case: Case) -> Case:
         """The case with its files at these places. Raises ValueError for a draft that is no
         model."""
+        if isinstance(case, RunConfig):
+            return self._moved(case)
+        config = self._moved(case.config)
+        draft = case.draft
+        if self.draft is not None and config.draft is not None:
+            draft = self.draft
+        return replace(case, config=config, draft=draft)
+
+    def _moved(self, config: RunConfig) -> RunConfig:
         if self.model is not None:
             config = replace(config, model=replace(config.model, model=self.model))
         if self.draft is not None and not self.draft.startswith(MODEL_PREFIX):
@@ -265,34 +402,50 @@ class Places:
         return config
 
 
-def check_case(config: RunConfig, num_cores: int) -> None:
+def check_case(case: Case, num_cores: int) -> None:
     """Raises ValueError for a case of too few prompts to show anything, and for one of more ranks
     than a machine with so many cores can run, or than its other settings allow."""
-    w = config.workload
-    ranks = num_ranks(config)
+    ranks = num_ranks(case)
     most = RANKS_PER_CORE * num_cores
     if ranks > most:
         raise ValueError(
-            f"{name_of(config)}: {ranks} ranks are too many for {num_cores} cores, which run at "
+            f"{name_of(case)}: {ranks} ranks are too many for {num_cores} cores, which run at "
             f"most {most}; run it on a larger machine, or save a baseline file of fewer ranks: "
             "`magicdec gate save --nproc`"
         )
+    if isinstance(case, ServedCase):
+        check_served(case)
+        return
+    w = case.workload
     if ranks != 1:
         try:
-            config.check(ranks)
+            case.check(ranks)
         except ValueError as error:
-            raise ValueError(f"{name_of(config)}: {error}") from None
+            raise ValueError(f"{name_of(case)}: {error}") from None
     if w.num_prompts < LEAST_PROMPTS:
         raise ValueError(
-            f"{name_of(config)}: --B {w.batch_size} x --num_batches {w.num_batches} are "
+            f"{name_of(case)}: --B {w.batch_size} x --num_batches {w.num_batches} are "
             f"{w.num_prompts} prompts; a gate needs at least {LEAST_PROMPTS}, better 8"
         )
 
 
-def quick(baselines: Sequence[RunRecord]) -> list[RunRecord]:
+def check_served(case: ServedCase) -> None:
+    """Raises ValueError, naming the case, if its mode cannot serve what it asks for."""
+    try:
+        check_passes(case.options([case.mode]), case.config, num_ranks(case))
+    except ValueError as error:
+        raise ValueError(f"{name_of(case)}: {error}") from None
+    if case.num_requests < LEAST_PROMPTS:
+        raise ValueError(
+            f"{name_of(case)}: {case.num_requests} requests; a gate needs at least "
+            f"{LEAST_PROMPTS}, better 8"
+        )
+
+
+def quick(baselines: Sequence[Baseline]) -> list[Baseline]:
     """One baseline for each drafter and policy, and for each other way to draft, the middle one of
     its baselines in the file."""
-    kinds: dict[str, list[RunRecord]] = {}
+    kinds: dict[str, list[Baseline]] = {}
     for baseline in baselines:
         kinds.setdefault(kind_of(baseline), []).append(baseline)
     return [of_kind[len(of_kind) // 2] for of_kind in kinds.values()]

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from magicdec.bench.gate.cases import num_ranks
-from magicdec.config.run_config import RunConfig
+from magicdec.bench.gate.cases import Case, ServedCase, num_ranks
+from magicdec.bench.serving.record import ServingRecord
 from magicdec.distributed.groups import Launch, set_launch
 from magicdec.distributed.loopback import LOOPBACK, listen, serve_store
 from magicdec.distributed.ranks import end_with_parent, interrupting_no_child
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from magicdec.setup.prepare import Prepared
     from magicdec.setup.session import Sessions
 
-Case = tuple[int, RunConfig]
-Result = RunRecord | str
+Numbered = tuple[int, Case]
+Result = RunRecord | ServingRecord | str
 """The record of a case, or why it has none."""
 NO_RESULT = "no result came back: its process has skipped it, or ended before it"
 APART = "not run: the ranks of its group may differ since the failure of an earlier case"
@@ -47,7 +47,7 @@ class Start:
     """What a process of the gate gets: its cases, which rank of them it is, and at which port of
     this host several ranks meet; the first of them serves the store there."""
 
-    share: Sequence[Case]
+    share: Sequence[Numbered]
     launch: Launch = Launch()
     port: int = 0
     listening: socket.socket | None = None
@@ -100,22 +100,25 @@ class Worker:
 
 
 def measure(
-    configs: Sequence[RunConfig], num_processes: int, finished: Callable[[Result], None]
+    cases: Sequence[Case], num_processes: int, finished: Callable[[Result], None]
 ) -> list[Result]:
     """The result of each case; `finished` is called with it when the case has ended. Each process
     has a share of the cases. If one is lost, the gate has failed: the others that run are ended,
     and every case that these had left says which process was lost."""
-    results = list[Result]([NO_RESULT] * len(configs))
+    results = list[Result]([NO_RESULT] * len(cases))
 
     def keep(number: int, result: Result) -> None:
         results[number] = result
         finished(result)
 
-    by_ranks: dict[int, list[Case]] = {}
-    for case in enumerate(configs):
-        by_ranks.setdefault(num_ranks(case[1]), []).append(case)
-    for ranks, cases in sorted(by_ranks.items()):
-        _measure_shares(shares_of(cases, groups_of(ranks, num_processes)), keep)
+    # What stages serve has process groups of its own, and so processes of its own.
+    by_ranks: dict[tuple[int, bool], list[Numbered]] = {}
+    for case in enumerate(cases):
+        ranks = num_ranks(case[1])
+        has_stages = ranks > 1 and isinstance(case[1], ServedCase)
+        by_ranks.setdefault((ranks, has_stages), []).append(case)
+    for (ranks, _), alike in sorted(by_ranks.items()):
+        _measure_shares(shares_of(alike, groups_of(ranks, num_processes)), keep)
     return results
 
 
@@ -124,7 +127,9 @@ def groups_of(ranks: int, num_processes: int) -> int:
     return max(1, num_processes // ranks)
 
 
-def _measure_shares(shares: Sequence[Sequence[Case]], keep: Callable[[int, Result], None]) -> None:
+def _measure_shares(
+    shares: Sequence[Sequence[Numbered]], keep: Callable[[int, Result], None]
+) -> None:
     """Run these shares side by side; `keep` gets the number and the result of each case."""
     workers = list[Worker]()
     try:
@@ -141,7 +146,7 @@ def _measure_shares(shares: Sequence[Sequence[Case]], keep: Callable[[int, Resul
             worker.process.join()
 
 
-def _start_ranks(share: Sequence[Case]) -> list[Worker]:
+def _start_ranks(share: Sequence[Numbered]) -> list[Worker]:
     """Start the processes that run these cases, one for each of their ranks."""
     size = num_ranks(share[0][1])
     left = [number for number, _ in share]
@@ -155,16 +160,16 @@ def _start_ranks(share: Sequence[Case]) -> list[Worker]:
         ]
 
 
-def shares_of(cases: Sequence[Case], num_processes: int) -> list[list[Case]]:
+def shares_of(cases: Sequence[Numbered], num_processes: int) -> list[list[Numbered]]:
     """The cases of each process, so that all end at about the same time. The first case of a
     process with some prompts costs as much more as PREFILL others, so that few cases with prompts
     of their own stay together."""
-    with_prompts: dict[str, list[Case]] = {}
+    with_prompts: dict[str, list[Numbered]] = {}
     for case in cases:
-        config = case[1]
+        config = case[1].config if isinstance(case[1], ServedCase) else case[1]
         key = repr((config.model, config.sampling, config.workload))
         with_prompts.setdefault(key, []).append(case)
-    shares = [list[Case]() for _ in range(num_processes)]
+    shares = [list[Numbered]() for _ in range(num_processes)]
     costs = [0] * num_processes
     for alike in sorted(with_prompts.values(), key=len):
         prefills = [PREFILL] * num_processes
@@ -209,7 +214,7 @@ def work(start: Start, connection: Any, parent: int) -> None:
     del store  # which the other ranks have needed until now
 
 
-def run_cases(cases: Sequence[Case], launch: Launch = Launch()) -> Iterator[tuple[int, Result]]:
+def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[tuple[int, Result]]:
     """Run cases on this rank, those with the same prompts one after the other. All ranks must call
     it with the same cases. The first gives all results, the others what fails on them."""
     from magicdec.bench.run.resident import prefill_key
@@ -219,7 +224,10 @@ def run_cases(cases: Sequence[Case], launch: Launch = Launch()) -> Iterator[tupl
     from magicdec.setup.session import Sessions
 
     groups: dict[object, list[tuple[int, Prepared]]] = {}
+    served = [(n, case) for n, case in cases if isinstance(case, ServedCase)]
     for number, config in cases:
+        if isinstance(config, ServedCase):
+            continue
         try:
             config.check(launch.world_size)
             prepared = prepare(config, launch)
@@ -237,9 +245,52 @@ def run_cases(cases: Sequence[Case], launch: Launch = Launch()) -> Iterator[tupl
             yield number, result
         if launch.world_size > 1 and isinstance(result, str):
             stop_watching()
-            yield from ((each, APART) for each in left)
+            yield from ((each, APART) for each in (*left, *(number for number, _ in served)))
             return
-    close_groups()
+    if groups:
+        close_groups()
+    yield from serve_cases(served, launch)
+
+
+def serve_cases(
+    cases: Sequence[tuple[int, ServedCase]], launch: Launch
+) -> Iterator[tuple[int, Result]]:
+    """As `run_cases`, for requests that a mode serves. Modes that serve the same requests are
+    measured one after the other, as by one command."""
+    alike: dict[ServedCase, list[tuple[int, str]]] = {}
+    for number, case in cases:
+        alike.setdefault(replace(case, mode=""), []).append((number, case.mode))
+    left = [number for number, _ in cases]
+    for case, modes in alike.items():
+        for number, result in _serve_modes(case, modes, launch):
+            left.remove(number)
+            if launch.rank == 0 or isinstance(result, str):
+                yield number, result
+            if launch.world_size > 1 and isinstance(result, str):
+                yield from ((each, APART) for each in left)
+                return
+
+
+def _serve_modes(
+    case: ServedCase, modes: Sequence[tuple[int, str]], launch: Launch
+) -> list[tuple[int, Result]]:
+    from magicdec.bench.serving.measure import measure as measure_modes
+    from magicdec.bench.serving.prepare import prepare
+
+    records = list[ServingRecord]()
+    error = ""
+    try:
+        prepared = prepare(case.config, case.options([mode for _, mode in modes]), launch)
+        measure_modes(prepared, records.append, is_logged=True)
+    except ValueError as wrong:
+        error = str(wrong)
+    except Exception as wrong:  # so that it costs these cases only
+        error = f"{type(wrong).__name__}: {wrong}"
+    if launch.rank > 0 and not error:
+        return []  # the first rank has the records, whose lines get the seal of their content
+    results: list[Result] = [replace(record, seal="") for record in records]
+    results += [error or NO_RESULT] * (len(modes) - len(results))
+    return [(number, result) for (number, _), result in zip(modes, results, strict=True)]
 
 
 def _run_group(
@@ -264,5 +315,8 @@ def _run_group(
             resident = None
 
 
-def with_threads(config: RunConfig, threads: int) -> RunConfig:
-    return replace(config, parallel=replace(config.parallel, threads=threads))
+def with_threads(case: Case, threads: int) -> Case:
+    if isinstance(case, ServedCase):
+        parallel = replace(case.config.parallel, threads=threads)
+        return replace(case, config=replace(case.config, parallel=parallel))
+    return replace(case, parallel=replace(case.parallel, threads=threads))

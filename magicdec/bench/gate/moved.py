@@ -7,24 +7,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from magicdec.bench.gate.cases import Baseline, Case, ServedCase
+from magicdec.bench.gate.measuring import Result
+from magicdec.bench.serving.record import ServingRecord
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.records.comparison.conditions import describe
-from magicdec.records.record import RunRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.setup.prepare import SetupCache, complete, find
 
 
-def with_names_here(
-    configs: Sequence[RunConfig], baselines: Sequence[RunRecord]
-) -> list[RunRecord]:
-    """The baselines, whose models have the names that they have here. `configs` are their cases
+def with_names_here(cases: Sequence[Case], baselines: Sequence[Baseline]) -> list[Baseline]:
+    """The baselines, whose models have the names that they have here. `cases` are theirs
     with the places of here. Raises ValueError, naming the flag, for a model or prompts whose hash
     is not that of the baseline."""
     cache = SetupCache()
-    here = list[RunRecord]()
-    for config, baseline in zip(configs, baselines, strict=True):
+    here = list[Baseline]()
+    for config, baseline in zip(cases, baselines, strict=True):
+        if isinstance(config, ServedCase) or isinstance(baseline, ServingRecord):
+            here.append(baseline)  # `with_names_of` compares when it has been served
+            continue
         # Cases differ in how and on which ranks they draft, from which neither hash follows.
         run = complete(find(on_one_rank(config), Launch(), cache), cache, lambda launch, check: "")
         ours = run.describe_workload()
@@ -40,6 +43,18 @@ def with_names_here(
         named = replace(theirs, model=ours.model, draft=draft)
         here.append(replace(baseline, workload=named))
     return here
+
+
+def with_names_of(baseline: Baseline, result: Result) -> Baseline:
+    """The baseline of requests that a mode served, whose models have the names that they have in
+    the result. That they are the same models the comparison finds out by their hashes."""
+    if not isinstance(baseline, ServingRecord) or not isinstance(result, ServingRecord):
+        return baseline
+    ours, theirs = result.workload, baseline.workload
+    draft = theirs.draft
+    if ours.draft is not None and draft is not None:
+        draft = replace(draft, model=ours.draft.model)
+    return replace(baseline, workload=replace(theirs, model=ours.model, draft=draft))
 
 
 def on_one_rank(config: RunConfig) -> RunConfig:

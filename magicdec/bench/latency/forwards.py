@@ -1,10 +1,9 @@
 """Times single forwards at fixed cache lengths, for `magicdec latency`: decode steps, verifications
 and drafts, started by the host or captured and replayed.
 
-At each (B, context) all rows hold `context` tokens of random K and V. No prompt is prefilled, and
-the cache is truncated to its old length after each forward. The forwards of one (B, context) are
-timed in turn, in alternating order, so that drift of the machine favours none of them. New caches
-are made for each (B, context); the caches of all drafts exist at the same time.
+At each (B, context) all rows hold `context` tokens of random K and V, to which the cache is
+truncated after each forward. Forwards take turns in alternating order, so that drift of the machine
+favours none. Each (B, context) has new caches; those of all drafts exist at once.
 
 Shapes: B rows, T new tokens a row.
 """
@@ -52,8 +51,7 @@ GREEDY = SamplingParams(max_new_tokens=1)
 def measure(
     config: ResolvedConfig, grid: LatencyGrid, source: ModelSource, launch: Launch
 ) -> tuple[Environment, list[LatencyRow]]:
-    """(environment, rows), the same on every rank. `config` is resolved. All ranks call this in
-    lockstep."""
+    """(environment, rows), the same on every rank. All ranks call this in lockstep."""
     with RankSession(launch, config.parallel) as session:
         group = session.groups.target
         device = session.device
@@ -91,8 +89,8 @@ def time_place(
     advance: Callable[[], None],
     copies: Mapping[str | None, Transformer | None] = MappingProxyType({None: None}),
 ) -> list[TimedCell]:
-    """Time all forwards at one (B, context). Their caches are freed afterwards. `copies` of the
-    model draft, by the `draft_weights` of the grid; None: the model itself does."""
+    """Times all forwards at one (B, context) and frees their caches. `copies` of the model draft,
+    by the grid's `draft_weights`; None: the model itself does."""
     place = place_config(config, grid, B, context)
     plan = ModelPlan(place, model.config, group.ranks, group.ranks[group.index])
     runner = runner_of(plan, model, group)
@@ -119,8 +117,7 @@ def time_place(
 
 
 def check_finite(forward: TimedForward, batch: Batch) -> None:
-    """Raises NotFinite if logits of the forward were not finite: its times would be those of other
-    numbers."""
+    """Raises NotFinite if logits were not finite: times would be those of other numbers."""
     cell = forward.cell
     sampling = forward.sampling
     with naming(f"{cell.phase}, B {cell.B}, context {cell.context}, T {cell.T}"):
@@ -137,8 +134,8 @@ def with_weights(plan: ModelPlan, draft_weights: str | None) -> ModelPlan:
 
 
 def time_once(forward: TimedForward, runner: ModelRunner, group: Group) -> float:
-    """Seconds of one forward on this rank. All ranks start together, and the forward is undone in
-    the cache afterwards."""
+    """Seconds of one forward on this rank. All ranks start together; the forward is undone in the
+    cache."""
     forward.prepare()
     before = runner.counts.copy()
     synchronize(runner.device)
@@ -155,8 +152,8 @@ def time_once(forward: TimedForward, runner: ModelRunner, group: Group) -> float
 
 
 def fill(runner: ModelRunner, context: int) -> Batch:
-    """A batch of all rows of `runner`, in the state after a prompt of `context` tokens and one
-    emitted token."""
+    """A batch of all rows, in the state after a prompt of `context` tokens and one emitted
+    token."""
     vocab_size = runner.model.config.vocab_size
     rows = range(runner.num_rows)
     generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
@@ -178,9 +175,8 @@ def fill(runner: ModelRunner, context: int) -> Batch:
 
 @dataclass
 class TimedForward:
-    """A forward that can be repeated: `run` takes it up to the chosen tokens, `undo` puts the
-    length of the cache back. `prepare` and `undo` are not timed. `sampling` knows whether all
-    logits were finite."""
+    """A repeatable forward: `run` computes up to the chosen tokens, `undo` restores the cache's
+    length. `prepare` and `undo` are not timed. `sampling` knows whether logits were finite."""
 
     cell: LatencyCell
     runner: ModelRunner
@@ -200,10 +196,9 @@ def make_forwards(
     recorder: Recorder = Eager(),
     drafting: Mapping[str | None, ModelRunner] | None = None,
 ) -> Iterator[TimedForward]:
-    """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
-    has forwards of its own: a verify forward that also returns them, and a draft's first forward
-    after it, which chooses what all drafts of the step read. `drafting` are the runners by
-    `draft_weights`."""
+    """Decode, verify by T, and draft forwards, in the order of the grid. A policy that needs
+    attention weights has its own: a verify forward that also returns them, and a first draft after
+    it, which makes the choice for the step. `drafting` has the runners by `draft_weights`."""
     drafting = drafting or {None: runner}
     pairs = [(kv, weights) for kv in grid.drafts for weights in grid.draft_weights]
     drafts = [(kv, make_draft_kv(drafting[weights], kv), weights) for kv, weights in pairs]
@@ -222,7 +217,6 @@ def make_forwards(
 
 
 def watches(draft_kv: DraftKV) -> bool:
-    """Whether the choice of a policy follows from what a verification shows."""
     return draft_kv.watch is not None or draft_kv.watch_queries is not None
 
 
@@ -241,7 +235,7 @@ def target_forward(
     watching: DraftKV | None,
     recorder: Recorder,
 ) -> TimedForward:
-    """The target over its full cache; `watching` is shown its attention."""
+    """The target over its full cache; `watching` sees its attention."""
     ids = new_ids(runner, cell.T)
     held = list(runner.cache.lengths)
     rows = rows_of(batch, runner, recorder)
@@ -262,8 +256,7 @@ def target_forward(
 def draft_forward(
     draft_kv: DraftKV, batch: Batch, kv: KVSection, context: int, phase: str, recorder: Recorder
 ) -> TimedForward:
-    """One draft forward over what the policy has chosen. A `first_draft` comes after a verification
-    and makes the choice."""
+    """One draft forward over the policy's choice, which a `first_draft` makes."""
     runner = draft_kv.runner
     is_first = phase == "first_draft"
     ids = new_ids(runner, 1)
@@ -299,7 +292,6 @@ def sampling_of(batch: Batch, runner: ModelRunner) -> SamplingMetadata:
 
 
 def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
-    """The rows of `batch`, whose lengths a captured forward finds on the device."""
     return BatchRows.of(batch.rows, runner.device, max_tail=1 if recorder.captures else None)
 
 
@@ -311,8 +303,7 @@ def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Record
 def check_grid_memory(
     config: ResolvedConfig, grid: LatencyGrid, models: Models, launch: Launch, free: int | None
 ) -> str:
-    """The line to print. `config` is resolved. Raises ValueError if the largest cell does not
-    fit."""
+    """The line to print. Raises ValueError if the largest cell does not fit."""
     B = max(grid.batch_sizes)
     context = max(grid.contexts)
     plan = plan_place(config, grid, models, launch, B, context)
@@ -324,8 +315,7 @@ def check_grid_memory(
 
 
 def place_config(config: ResolvedConfig, grid: LatencyGrid, B: int, context: int) -> ResolvedConfig:
-    """The config of a self-speculative run that verifies the largest number of new tokens at that
-    context."""
+    """The config of a self-speculative run with the most new tokens at that context."""
     return replace(
         config,
         attention=replace(config.attention, prefill_chunk=1),
@@ -342,8 +332,8 @@ def place_config(config: ResolvedConfig, grid: LatencyGrid, B: int, context: int
 def plan_place(
     config: ResolvedConfig, grid: LatencyGrid, models: Models, launch: Launch, B: int, context: int
 ) -> MemoryPlan:
-    """The memory plan of one (B, context). The caches of all drafts exist at the same time. There
-    is no prefill that could keep queries."""
+    """The memory plan of one (B, context) with all drafts' caches and no prefill that keeps
+    queries."""
     run = place_config(config, grid, B, context)
     plans = [
         needed(replace(run, kv=kv.resolve()), models, launch, keeps_queries=False)

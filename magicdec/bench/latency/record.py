@@ -1,6 +1,5 @@
-"""What `magicdec latency` measures and what comes out: a grid of forwards, a row for each of them
-from the timings of all ranks, the record, and its table. Imports no torch. docs/latency.md
-documents the schema and is made from these classes.
+"""The grid of `magicdec latency`, a row for each of its forwards from the timings of all ranks, the
+record and its table. docs/latency.md is made from these classes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatencyCell:
-    """The forward that a row describes."""
+    """The forward of a row."""
 
     phase: str = recorded(
         "`decode`, `verify`, `first_draft` or `draft`, as above",
@@ -52,7 +51,7 @@ class LatencyCell:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyRow(LatencyCell):
-    """The times of one forward. The time of a repeat is that of its slowest rank."""
+    """The times of one forward, for each repeat on its slowest rank."""
 
     tokens: int = recorded("new tokens of the forward: B x T", "tokens")
     ms_median: float = recorded("median over the repeats", "ms")
@@ -76,9 +75,8 @@ repeat."""
 
 
 def summarise(ranks: list[list[TimedCell]], bandwidth: float) -> list[LatencyRow]:
-    """Make one row for each cell from the timings of all ranks. The time of a repeat is that of its
-    slowest rank, and the bytes are summed over the ranks. `bandwidth` is the read bandwidth of all
-    ranks together, in bytes/s."""
+    """A row for each cell from the timings of all ranks: the times of the slowest rank, and the sum
+    of bytes. `bandwidth` is the read bandwidth of all ranks together, in bytes/s."""
     rows = []
     for parts in zip(*ranks, strict=True):
         cell = parts[0][0]
@@ -106,8 +104,8 @@ KV_FIELDS = ("num_sink_tokens", "window_size", "recent_window")
 
 @dataclass(frozen=True)
 class LatencyGrid:
-    """Which forwards are timed, and how often. Every (B, context) has one decode forward, a verify
-    forward for each T above 1, and draft forwards for each of `drafts`."""
+    """The forwards to time: every (B, context) has one decode forward, a verify forward for each T
+    above 1, and draft forwards for each of `drafts`."""
 
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]  # cached tokens in each row
@@ -120,8 +118,6 @@ class LatencyGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyRecord(MeasuredRecord):
-    """The forwards of one grid."""
-
     kind: Literal["latency"] = recorded("`latency`", default="latency")
     status: Literal["ok"] = recorded("`ok`: forwards of random tokens have no others", default="ok")
     rows: list[LatencyRow] = recorded("the forwards, as below")
@@ -134,7 +130,7 @@ def make_record(
     environment: Environment,
     rows: list[LatencyRow],
 ) -> LatencyRecord:
-    """The record keeps only the parts of `config` on which a forward depends."""
+    """A record with the parts of `config` on which a forward depends."""
     from magicdec.setup.prepare import describe_model
 
     sections = config.to_dict()
@@ -159,8 +155,8 @@ def make_record(
 
 
 def tables(records: list[LatencyRecord]) -> list[Table]:
-    """Of each record, a section for each (B, context) and a line for each forward. Every time is
-    also shown as a multiple of the decode step of its section."""
+    """A table for each record, with a section for each (B, context) and times also as multiples of
+    its decode step."""
     return [_table_of(record) for record in records]
 
 

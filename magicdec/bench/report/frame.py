@@ -1,5 +1,6 @@
-"""Records of every kind as flat rows, for pandas data frames of a report and for other programs: a
-row for each pass, with its settings and metrics as columns."""
+"""Records of every kind as flat rows for data frames and other programs: a row for each pass, with
+settings and metrics as columns.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ Columns = dict[str, list[Any]]
 
 
 def columns_of(rows: Iterable[FrameRow]) -> Columns:
-    """The values of rows by column, with None for what a row lacks. A large table fits in memory as
-    columns; few of its rows are held at once."""
+    """The values of rows by column, with None where a row lacks one. Few rows are held at once, so
+    that a large table fits in memory."""
     columns = Columns()
     length = 0
     for names, of_names in groupby(rows, tuple):
@@ -49,8 +50,7 @@ def columns_of(rows: Iterable[FrameRow]) -> Columns:
 
 
 def frame_of(rows: Iterable[FrameRow]) -> pd.DataFrame:
-    """The rows as a data frame whose values stay what they are: whole numbers stay whole beside
-    None, which also stands for what a row lacks."""
+    """A data frame of rows in which whole numbers stay whole beside None."""
     frame = pd.DataFrame(columns_of(rows), dtype=object)
     return frame.where(frame.notna(), None)
 
@@ -58,12 +58,10 @@ def frame_of(rows: Iterable[FrameRow]) -> pd.DataFrame:
 def flat_rows(
     number: int, source: str, record: Record, has_settings: bool = True
 ) -> Iterator[FrameRow]:
-    """The rows of one record of any kind: of a run the baseline first, if it has metrics, and then
-    the requested strategy; of others their one pass, or each forward or prediction. There is a
-    column for each plain value; samples and single requests are left out. Metrics have the names
-    of their fields, and `_low` and `_high` after the names of intervals. `number` counts the
-    records and is the same in all rows of one. Without settings, of the parts of a record there is
-    its environment alone."""
+    """The rows of one record: of a run the baseline, if it has metrics, then the requested
+    strategy; of other kinds one pass, or each forward or prediction. Samples and single requests
+    are left out. Metrics have their fields' names, and ends of intervals `_low` and `_high` after
+    them. Without settings, the environment is the only part. `number` is the record's."""
     head: FrameRow = {
         "kind": record.kind,
         "record": number,
@@ -100,9 +98,8 @@ def flat_rows(
 
 
 def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
-    """What a report keeps of a record: its flat rows, and in them what figures are about, by the
-    names of the settings of a run. `number` counts the records of a report from 1. A pass that
-    served requests has the record itself in the column `object`."""
+    """The flat rows of a record with the settings of a run that figures are about. `number` counts
+    the report's records from 1. A serving pass has its record in the column `object`."""
     if isinstance(record, RunRecord):
         rows = flat_rows(number, source, record, has_settings=False)  # `_about_run` has them
     else:
@@ -119,7 +116,7 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
 
 
 def _about_run(record: RunRecord, name: str) -> FrameRow:
-    """The settings of a run and its methods. The row of the requested strategy `is_run`."""
+    """The settings of a run and its methods. `is_run` marks the requested strategy."""
     values = settings(record)
     baseline = record.baseline_metrics
     drafts = (values["drafter"], values["kv_policy"])
@@ -136,7 +133,6 @@ def _about_run(record: RunRecord, name: str) -> FrameRow:
 
 
 def _about_service(record: Record, row: FrameRow) -> FrameRow:
-    """The names that a run has for the settings of a pass that served requests."""
     gpu = row[f"{ENVIRONMENT}gpu"]
     cpu = row[f"{ENVIRONMENT}cpu"]
     return {
@@ -160,8 +156,8 @@ def _prefixed_names(prefix: str, names: tuple[str, ...]) -> list[str]:
 
 
 def metric_row(metrics: RecordPart | None, kind: Any) -> FrameRow:
-    """One column for each metric of `kind`, two for the ends of an interval, and one for each value
-    of a part inside. Without metrics, all are None."""
+    """A column for each metric of `kind`, two for an interval, and one for each value of a part
+    inside. Without metrics, all are None."""
     row = FrameRow()
     values = {} if metrics is None else vars(metrics)
     for name, ends in _columns(kind):
@@ -177,8 +173,6 @@ def metric_row(metrics: RecordPart | None, kind: Any) -> FrameRow:
 
 @cache
 def _columns(kind: Any) -> list[tuple[str, tuple[str, str] | None]]:
-    """The metrics of a dataclass, and of each that is an interval the columns of its ends; none of
-    another type."""
     names = {field.name: str(field.type) for field in (fields(kind) if is_dataclass(kind) else ())}
     return [
         (name, (f"{name}_low", f"{name}_high") if is_interval else None)
@@ -188,7 +182,7 @@ def _columns(kind: Any) -> list[tuple[str, tuple[str, str] | None]]:
 
 
 def write_columns(path: Path, columns: Columns) -> None:
-    """Write flat rows as CSV or Parquet, by the suffix of the file. Raises OSError."""
+    """Writes CSV or Parquet, by the suffix of the file. Raises OSError."""
     flat_columns = {name: _flat_column(values) for name, values in columns.items()}
     if path.suffix == ".csv":
         with path.open("w", encoding="utf-8", newline="") as file:
@@ -207,13 +201,11 @@ PLAIN = {type(None), str, int, float, bool}
 
 
 def _flat_column(column: list[Any]) -> list[Any]:
-    """The values of a column as `flat` makes them. Most are so already."""
     return column if {*map(type, column)} <= PLAIN else [*map(flat, column)]
 
 
 def flat(value: Any) -> str | int | float | bool | None:
-    """A plain value as it is, a list as its values with spaces between, a dictionary with its keys
-    before them, and the name of a model."""
+    """A plain value; a list or dictionary as text with spaces; of a model its name."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The settings of runs by the names of their flags, as tables sort, group and export them; the
-command that started a run; and many records as one table, with a line for each run. Imports no
-torch and no pandas."""
+"""The settings of runs by the names of their flags, the command that started a run, and many
+records as one table. Imports no torch and no pandas.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ SETTINGS = (
 
 
 def settings(record: RunRecord) -> dict[str, SettingValue]:
-    """The settings of a run, which `SETTINGS` names in order, by the names of their flags; None
-    where they mean nothing."""
+    """The settings of a run in the order of `SETTINGS`; None where they mean nothing."""
     config = record.config
     environment = record.environment
     model, workload, decoding = (config[name] for name in ("model", "workload", "decoding"))
@@ -67,7 +66,6 @@ def settings(record: RunRecord) -> dict[str, SettingValue]:
 
 
 def rank(value: SettingValue) -> tuple[bool, float, str]:
-    """Orders numbers before text, and numbers by size."""
     is_number = isinstance(value, int | float)
     return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
 
@@ -80,9 +78,8 @@ LAUNCHER = "torchrun --standalone --nproc_per_node={}"
 
 
 def command_of(environment: Environment) -> str:
-    """The command that starts the run again from the root of the repository. A record has the name
-    of the program without its folder. Several ranks of a run that did not start them itself
-    (`--nproc`) are given to torchrun on one host."""
+    """The command that starts the run again from the root of the repository, on one host, with
+    torchrun for ranks that the run did not start itself."""
     return _command(tuple(environment.argv) or ("?",), environment.world_size)
 
 
@@ -137,17 +134,17 @@ ENDS = (f"{SUFFIX}_low", f"{SUFFIX}_high")  # of an interval, behind the name of
 
 @dataclass(frozen=True)
 class Listing:
-    """The rows of a table. `columns` are keys of the rows, in order. If the user chose them, all
-    are shown as they are."""
+    """The rows of a table. `columns` are keys of the rows, in order; if chosen by the user, all are
+    shown as they are."""
 
     columns: Sequence[str]
     rows: list[ListingRow]
     is_chosen: bool = False
 
     def table(self, form: str) -> Table:
-        """The table. As CSV it has every column. Otherwise a setting that is the same in every row
-        is said in a line of text, and a column without a value is left out. As text it is narrow;
-        in every other form a metric has its interval in columns of its own."""
+        """The table. CSV has every column; other forms say shared settings in a line and omit
+        columns without a value. As text it is narrow, with intervals beside metrics; other forms
+        have them in columns."""
         listing, line = (self, "") if form == "csv" or self.is_chosen else self._varying()
         if form == "text":
             table = (listing if self.is_chosen else listing._compact())._as_text()
@@ -161,7 +158,7 @@ class Listing:
         )
 
     def _varying(self) -> tuple[Listing, str]:
-        """The columns in which rows differ, and a line with the settings that they share."""
+        """The columns in which rows differ, and a line of shared settings."""
         rows = [row | _own_dtype(row) for row in self.rows]
         values = {key: {row[key] for row in rows} for key in self.columns}
         drafting = [row for row in rows if row["draft_model"] is not None]
@@ -176,9 +173,8 @@ class Listing:
         return Listing(columns, rows), f"in every row: {', '.join(texts)}" if texts else ""
 
     def _compact(self) -> Listing:
-        """Fewer columns for the same: the draft is a model or what else drafts, its low-bit weights
-        stand behind it, and the budget behind its policy. Columns that are not all there stay as
-        they are."""
+        """A listing with fewer columns: draft model or drafter in one, low-bit weights and budget
+        behind draft and policy."""
         columns = self.columns
         rows = self.rows
         if {"draft_model", "drafter"} <= {*columns}:
@@ -193,7 +189,6 @@ class Listing:
         return Listing(columns, rows)
 
     def _as_text(self) -> Table:
-        """A narrow table, below a line that says what its short labels stand for."""
         meanings = [
             f"{label}: {LABELS[key]}"
             for key, label in NARROW_METRICS.items()
@@ -210,8 +205,8 @@ class Listing:
         )
 
     def _with_intervals(self, has_ends: bool) -> list[str]:
-        """The columns, each metric before its interval if any row has one: in a column, or with
-        `has_ends` in two, whether a row has it or not."""
+        """The columns, each metric before its interval if any row has one; with `has_ends` always,
+        in two columns."""
         keys = list[str]()
         for key in self.columns:
             keys.append(key)
@@ -224,7 +219,6 @@ class Listing:
 
 
 def _own_dtype(row: ListingRow) -> ListingRow:
-    """The dtype of the weights if it is not that of the activations."""
     return {"target_dtype": None if row["target_dtype"] == row["dtype"] else row["target_dtype"]}
 
 
@@ -234,9 +228,9 @@ def list_records(
     sort_by: Sequence[str] = (),
     is_reversed: bool = False,
 ) -> Listing:
-    """A row for each record, in their order; the runs of a study are in the order of its settings.
-    `columns` are shown in place of the usual ones. `sort_by` has the columns by which rows are
-    sorted, the first one first; rows without a value come last."""
+    """A row for each record; the runs of a study are in the order of its settings. `columns`
+    replace the usual ones. `sort_by` has the most important column first; rows without a value come
+    last."""
     metrics = tuple(dict.fromkeys((*METRICS, *filter(DESCRIBED.get, (*columns, *sort_by)))))
     rows = list[ListingRow]()
     studies = list[str]()
@@ -256,7 +250,6 @@ def list_records(
 
 
 def _intervals(metrics: Metrics | None, names: Iterable[str]) -> ListingRow:
-    """The ends of the interval of each of these metrics that can have one."""
     row: ListingRow = {}
     for name in names:
         if hasattr(Metrics, f"{name}{SUFFIX}"):
@@ -266,15 +259,13 @@ def _intervals(metrics: Metrics | None, names: Iterable[str]) -> ListingRow:
 
 
 def _study_of(record: RunRecord) -> str:
-    """The command of the study that a run is part of; empty for a run of its own."""
     command = " ".join(record.environment.argv)
     return command if command.startswith("magicdec sweep ") else ""
 
 
 def _by_study(rows: Sequence[ListingRow], studies: Sequence[str]) -> list[ListingRow]:
-    """A study goes through its runs in a random order (`bench/study/plan.py`). Here they stand
-    where the first of them stands, in the order of their settings: numbers by size, and names as
-    the command has them."""
+    """The rows with a study's runs, measured in random order, together: numbers by size, names as
+    in the command."""
     first = {study: number for number, study in reversed([*enumerate(studies)])}
 
     def place(number: int) -> tuple[Any, ...]:
@@ -291,14 +282,11 @@ def _by_study(rows: Sequence[ListingRow], studies: Sequence[str]) -> list[Listin
 
 
 def _label(key: str) -> str:
-    """The label of a column; without a limit of width, that of an interval names its metric."""
     metric = key.removesuffix(SUFFIX)
     return f"{LABELS[metric]}, 95 % interval" if metric != key else LABELS.get(key, key)
 
 
 def _cell(key: str, row: ListingRow) -> str:
-    """The text of a cell: a metric as the table of its run shows it, and an interval with both of
-    its ends."""
     metric = key.removesuffix(SUFFIX)
     value = row.get(key)
     if metric != key:
@@ -311,8 +299,7 @@ def _cell(key: str, row: ListingRow) -> str:
 
 
 def _narrow_cell(key: str, row: ListingRow) -> str:
-    """The same in fewer characters: without unit and separators, and half of the interval behind
-    those metrics for which there is room."""
+    """A short cell: without unit and separators, and half of the interval where there is space."""
     value = row[key]
     if value is None or key not in DESCRIBED:
         return "" if value is None else str(value)

@@ -1,5 +1,6 @@
-"""Writes a report: one HTML page that needs no network, with its figures inside, and beside it the
-figures as PNG and SVG and every table as CSV. `page.html` is the template."""
+"""Writes a report: one HTML page with its figures inside, which needs no network, figures as PNG
+and SVG, and tables as CSV. `page.html` is the template.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,6 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class PageSection:
-    """The figures and the tables of one kind of record."""
-
     title: str
     summary: list[str]
     outcomes: list[Drawn | LeftOut]
@@ -71,7 +70,8 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Report:
-    """What the page shows. `command` wrote it. `has_figure_files`: beside it, as PNG and SVG."""
+    """The content of the page, which `command` wrote. `has_figure_files`: as PNG and SVG beside
+    it."""
 
     command: str
     has_figure_files: bool
@@ -87,7 +87,6 @@ def make_report(
     has_figure_files: bool,
     rows: Iterable[FrameRow],
 ) -> Report:
-    """Draw the figures and make the tables of records: rows of `report_rows`."""
     frame = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
     runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
     served = frame[frame["kind"] == "serving"]
@@ -119,7 +118,6 @@ def make_report(
 
 
 def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
-    """Draw every figure that the passes of runs with a result can feed."""
     # Of all columns those that figures need, because they are copied for each of them.
     frame = frame[[name for name in frame if "." not in name or name == READ]]
     frame = frame[frame["has_result"].astype(bool)]
@@ -138,8 +136,8 @@ def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
 
 
 def write_report(out: Path, report: Report) -> None:
-    """Write all files into the directory `out`, which is made if it is missing. Raises ValueError,
-    naming the file, if one cannot be written."""
+    """Writes all files into the directory `out`. Raises ValueError, naming the file, if one cannot
+    be written."""
     figures = [figure for section in report.sections for figure in section.figures]
     tables = [table for section in report.sections for table in section.tables]
     files = {f"{table.name}.csv": table.csv() for table in (*tables, *report.tables) if table.rows}
@@ -157,8 +155,8 @@ def write_report(out: Path, report: Report) -> None:
 
 
 def save_figure(drawn: Drawn, directory: Path | None) -> str:
-    """Write the figure as PNG and as SVG into the directory, if there is one, and return the SVG
-    for a page. Raises OSError."""
+    """Writes PNG and SVG into the directory, if any, and returns the SVG for a page. Raises
+    OSError."""
     with TemporaryDirectory() as folder:
         png, svg = (Path(directory or folder, f"{drawn.name}{end}") for end in (".png", ".svg"))
         with styled(drawn.name):
@@ -167,8 +165,8 @@ def save_figure(drawn: Drawn, directory: Path | None) -> str:
 
 
 def draw_once(figure: Figure, png: Path, svg: Path, about: dict[str, Any]) -> None:
-    """Write the figure in both formats. `Figure.savefig` would draw it twice for each of them, to
-    find the places of its parts."""
+    """Writes both formats. `Figure.savefig` would draw twice for each, to find the places of its
+    parts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -179,8 +177,7 @@ def draw_once(figure: Figure, png: Path, svg: Path, about: dict[str, Any]) -> No
 
 
 def inline(svg: str, name: str) -> str:
-    """An SVG document as an element of a page: without its head, as wide as the page lets it be,
-    and with ids of its own, because a page has one space of ids."""
+    """An SVG element of a page, without head and size, and with ids of its own."""
     element = svg[svg.index("<svg") :]
     head, rest = element.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
@@ -188,7 +185,7 @@ def inline(svg: str, name: str) -> str:
 
 
 def render(report: Report, svg: Mapping[str, str]) -> str:
-    """The page. `svg` holds each figure as an element of it, by name."""
+    """The page; `svg` has the figures by name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(HERE)
@@ -209,7 +206,6 @@ def render(report: Report, svg: Mapping[str, str]) -> str:
 
 
 def stalls_line(passes: pd.DataFrame) -> list[str]:
-    """How many steps of all passes stalled, and the one that lost most; nothing if none did."""
     stalled = passes[passes["stalled_steps"].fillna(0).astype(int) > 0]
     if stalled.empty:
         return []
@@ -224,7 +220,6 @@ def stalls_line(passes: pd.DataFrame) -> list[str]:
 
 
 def summary(runs: pd.DataFrame) -> list[str]:
-    """What the runs are and the range of what they reached, in sentences."""
     states = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
     models = sorted(map(str, runs["model"].unique()))
     lines = [f"{len(runs):,} runs ({states}) of {', '.join(models)}."]

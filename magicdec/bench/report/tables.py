@@ -1,5 +1,4 @@
-"""The tables of a report: the runs, the passes that served requests, their environments and their
-commands."""
+"""The tables of a report: runs, serving passes, environments and commands."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class PageTable(Table):
-    """A table on the page. `note` is printed above it. `name` is that of its CSV file, which has
-    `frame` or, without it, what the page has."""
+    """A table on the page, below `note`. Its CSV file `name` has `frame`, if given, or the same
+    rows."""
 
     name: str = ""
     note: str = ""
@@ -64,21 +63,19 @@ class PageTable(Table):
 
     @classmethod
     def of(cls, title: str, name: str, frame: pd.DataFrame) -> PageTable:
-        """The first rows of a frame."""
         rows = frame[:MOST_ROWS].to_numpy().tolist()
         note = _note([], len(frame))
         return cls(list(frame), rows, title, name=name, note=note, frame=frame)
 
     @property
     def cells(self) -> Iterator[list[tuple[str, object]]]:
-        """The text of each cell, and the value that it is sorted by."""
+        """The text of each cell and its sort value."""
         for texts, row in zip(self.body, self.rows, strict=True):
             values = [cell.value if isinstance(cell, Shown) else cell for cell in row]
             yield [(t, "" if v is None else v) for t, v in zip(texts, values, strict=True)]
 
 
 def frame_csv(frame: pd.DataFrame) -> str:
-    """A frame as CSV, in which a missing value is an empty field."""
     text = StringIO()
     # What is not equal to itself is NaN.
     columns = [[None if v != v else v for v in frame[name].tolist()] for name in frame]
@@ -87,7 +84,7 @@ def frame_csv(frame: pd.DataFrame) -> str:
 
 
 def runs_table(runs: pd.DataFrame) -> PageTable:
-    """One row for each run. Settings that are the same in all runs are said in the note."""
+    """A row for each run. Settings that all runs share are in the note."""
     counts = runs[list(SETTINGS[:-1])].nunique(dropna=False)
     same = [key for key in SETTINGS[:-1] if counts[key] == 1 and len(runs) > 1]
     of_draft = runs.loc[runs["draft_model"].notna(), list(OF_DRAFT)].nunique(dropna=False)
@@ -125,7 +122,6 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
 
 
 def environments_table(every: pd.DataFrame) -> PageTable:
-    """One row for each machine, software and launch."""
     names = [name.removeprefix(ENVIRONMENT) for name in every if name.startswith(ENVIRONMENT)]
     names = [name for name in names if name not in PER_RUN]
     keys = [f"{ENVIRONMENT}{name}" for name in names]
@@ -158,8 +154,8 @@ def _listed(value: object) -> object:
 
 
 def commands_table(every: pd.DataFrame) -> PageTable:
-    """The exact command of every run, with its commit and start. The page has each command once,
-    and the names of files without their folders."""
+    """The exact command of every run, with commit and start. The page has each command once, and
+    files without folders."""
     frame = every.rename(columns=COMMANDS)[list(COMMANDS.values())]
     rows = list[Sequence[object]]()
     anchors = list[list[int]]()
@@ -192,7 +188,6 @@ def commands_table(every: pd.DataFrame) -> PageTable:
 
 
 def _without_draft(key: str) -> str | None:
-    """What the table says in a column that has no value."""
     return BASELINE if key == "drafter" else None
 
 
@@ -206,14 +201,13 @@ def metric_cell(run: FrameRow, name: str, described: Recorded) -> Shown:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers in short, in their order, such as `1-3, 7`."""
+    """Sorted numbers in short, such as `1-3, 7`."""
     ordered = pd.Series(sorted(numbers))
     groups = ordered.groupby(ordered - ordered.index)
     return ", ".join(f"{of.min()}-{of.max()}" if len(of) > 1 else f"{of.min()}" for _, of in groups)
 
 
 def extent(values: pd.Series) -> str:
-    """The smallest and the largest value; empty without values."""
     ends = [f"{value:.1f}" for value in (values.min(), values.max())] if len(values) else []
     return " to ".join(dict.fromkeys(ends))
 

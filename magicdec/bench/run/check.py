@@ -1,16 +1,13 @@
-"""Checks whether two ways of decoding emitted the same tokens and, if they did not, whether the
-rounding of this run explains the difference.
+"""Checks whether two ways of decoding emitted the same tokens, and excuses differences that the
+rounding of this run explains (`rounding`). A sequence that differs is a tie only if:
 
-Nothing is replayed if all tokens are equal. Otherwise the run measures its own rounding
-(`rounding`), and a sequence that differs is excused as a tie only if all of this holds:
+1. no more sequences differ than this rounding explains;
+2. every token of both versions is within the largest rounding error, `margin_bound`, of the wider
+   model's largest logit, given the tokens before it;
+3. the sequences that differ fall short of the wider model's choices at no more tokens than the
+   baseline's versions of them.
 
-1. No more sequences differ than this rounding explains.
-2. Every token of both versions is within the largest rounding error, `margin_bound`, of the wider
-   model's largest logit, given the tokens before it.
-3. The sequences that differ do not fall short of the wider model's choices at more tokens than
-   the baseline's versions of them.
-
-A computation whose bits do not depend on the shape has no rounding to measure, and excuses nothing.
+A computation whose bits do not depend on the shape has no rounding, and excuses nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ WIDER = {"float32": "float64", "bfloat16": "float32"}
 
 
 def differences(expected: Sequence[Request], found: Sequence[Request]) -> list[Divergence]:
-    """Where the two outputs of each prompt differ first, without margins, if they do."""
     firsts: list[Divergence] = []
     for sequence, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
         tokens = enumerate(zip_longest(ours.output_ids, theirs.output_ids))
@@ -47,19 +43,17 @@ def differences(expected: Sequence[Request], found: Sequence[Request]) -> list[D
 
 
 def uncompared(requests: Sequence[Request]) -> Correctness:
-    """The result for outputs that were compared with nothing."""
     return Correctness(num_tokens=sum(len(r.output_ids) for r in requests))
 
 
 def identical(reference: str, requests: Sequence[Request]) -> Correctness:
-    """The result for outputs that are all equal to those of the reference."""
     result = uncompared(requests)
     return replace(result, reference=reference, identical=True, num_excused=0, num_diverged=0)
 
 
 @dataclass(frozen=True)
 class Replays:
-    """What the check needs to judge differences. Nothing of it is used if there are none."""
+    """The means to judge differences, used only if there are any."""
 
     runner: ModelRunner  # that of the run; what its cache holds is lost
     make_wider: Callable[[], ModelRunner]  # makes a runner of one row in the wider dtype
@@ -70,14 +64,11 @@ class Replays:
 def check_outputs(
     reference: str, expected: Sequence[Request], found: Sequence[Request], replays: Replays
 ) -> Correctness:
-    """Compare the outputs prompt by prompt. Every rank of the group must call this with the same
-    requests.
-
-    If anything differs, this costs about as much as the run's prefill and baseline pass once more
-    (`measure_gaps`), and for each sequence that differs two prefills in the wider dtype
-    (`view_of`). If more sequences differ than rounding explains, only the first is replayed there.
-    A few other sequences are replayed too if the errors would be measured over few tokens.
-    """
+    """Compares outputs prompt by prompt. Every rank of the group calls this with the same requests.
+    Differences cost one more prefill and baseline pass (`measure_gaps`), and two prefills in the
+    wider dtype (`view_of`) for each such sequence, or only for the first if more differ than
+    rounding explains. A few equal sequences are replayed too where errors would be measured over
+    few tokens."""
     differing = differences(expected, found)
     if not differing:
         return identical(reference, found)
@@ -118,10 +109,9 @@ def check_outputs(
 
 
 def margin(request: Request, view: WiderView) -> float:
-    """How far the output of `request` is from a greedy output of the wider model: its largest
-    shortfall, in logits. It is infinite if the output does not end where its sampling parameters
-    say. It is also infinite with penalties, because the replay does not apply them; a difference
-    between such outputs is therefore never excused."""
+    """The largest shortfall, in logits, of an output from a greedy one of the wider model. It is
+    infinite if the output does not end where its sampling parameters say, and with penalties, which
+    the replay does not apply."""
     if not request.sampling.is_plain:
         return math.inf
     output = request.output_ids

@@ -1,13 +1,12 @@
-"""The second part of the verdict: whether the forwards of the requested pass are as right as those
-of the baseline, by the logits that both have computed after the same text.
+"""The second part of the verdict: whether forwards of the requested pass are as right as the
+baseline's, by logits that both computed after the same text.
 
-Where all bits are equal, they are. Elsewhere a wider model says how large the errors of both are at
-each position (`wider`). By rounding alone, the errors of a verification are those of a decode step,
-up to chance and up to ALLOWED, because kernels for other shapes add in another order. Three limits
-follow, which honest forwards exceed with a probability of ALARM together: of the mean ratio of the
-errors, of the largest ratio, and of the number of positions at which the largest logit is another.
+Where bits differ, a wider model (`wider`) says the errors of both at each position. By rounding
+alone, a verification's errors are those of a decode step up to chance and ALLOWED, because kernels
+for other shapes add in another order. Honest forwards exceed any of three limits with a probability
+of ALARM together: of the mean ratio of errors, of the largest ratio, and of the number of positions
+whose largest logit changes.
 
-Owns these statistics. Must not know how the logits were computed.
 Shapes: P positions, R rows, V vocabulary (rows on this rank until they are gathered).
 """
 
@@ -52,8 +51,7 @@ Kept = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class PairedLogits:
-    """The logits [V] of both passes after the same text, whose last token is output token `index`
-    of sequence `place`."""
+    """The logits [V] of both passes after output token `index` of sequence `place`."""
 
     place: int
     index: int
@@ -63,7 +61,7 @@ class PairedLogits:
 
 @dataclass(frozen=True)
 class Errors:
-    """float64, in logits. In order of rows, and in these of positions."""
+    """Errors in logits, float64, in the order of rows and their positions."""
 
     places: Sequence[int]  # the sequence of each position
     decode: Tensor  # [P]: root of the mean square, over the vocabulary, of the error
@@ -81,12 +79,9 @@ def measure_forwards(
     make_texts: Callable[[], WiderTexts],
     dtype: str,
 ) -> ForwardErrors:
-    """Compare what was kept of the baseline's pass and of the requested one, over the batch whose
-    prompts the cache of `runner` holds.
-
-    Costs a forward of at most about MOST_POSITIONS tokens in the wider dtype, and reading the
-    weights for it, unless all bits are equal. Every rank of the group must call this.
-    """
+    """Compares the kept logits of both passes over the batch in the cache of `runner`. Unless all
+    bits are equal, it costs a forward of about MOST_POSITIONS tokens in the wider dtype. Every rank
+    of the group calls this."""
     pairs = list(pairs_of(decode, verify, runner))
     num_unequal = count_unequal(pairs, runner)
     if num_unequal == 0:
@@ -99,7 +94,6 @@ def measure_forwards(
 
 
 def count_unequal(pairs: Sequence[PairedLogits], runner: ModelRunner) -> int:
-    """At how many positions a bit differs, on any rank."""
     flags = [int(not torch.equal(pair.decode, pair.verify)) for pair in pairs]
     of_ranks = runner.group.all_gather(upload(flags, runner.device))
     return int(of_ranks.amax(dim=0).sum())
@@ -110,7 +104,6 @@ def pairs_of(
     verify: tuple[Witness, Sequence[Request]],
     runner: ModelRunner,
 ) -> Iterator[PairedLogits]:
-    """Where logits of both passes were kept after the same text."""
     ours, theirs = (kept_logits(witness, runner) for witness, _ in (decode, verify))
     for place, (one, two) in enumerate(zip(decode[1], verify[1], strict=True)):
         kept = ours.get(one.request_id, {})
@@ -124,8 +117,8 @@ def pairs_of(
 
 
 def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
-    """By the id of each request: the logits along its output. Of a step that has emitted other
-    tokens than its logits say, those up to there."""
+    """The logits along the output of each request, by its id, up to a token that contradicts
+    them."""
     found = dict[int, Kept]()
     for step in witness.steps:
         for walk in walks(step, runner):
@@ -143,8 +136,7 @@ def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
 def chosen(
     pairs: Sequence[PairedLogits], requests: Sequence[Request], most_rows: int
 ) -> list[PairedLogits]:
-    """Those of the first tokens of some rows, at most `most_rows`, where there are more than
-    MOST_POSITIONS."""
+    """The pairs of the first tokens of at most `most_rows` rows, about MOST_POSITIONS."""
     longest = max(len(request.output_ids) for request in requests)
     count = min(most_rows, max(FEWEST_ROWS, MOST_POSITIONS // longest))
     places = sorted({pair.place for pair in pairs})[:count]
@@ -155,7 +147,6 @@ def chosen(
 def errors_of(
     pairs: Sequence[PairedLogits], requests: Sequence[Request], texts: WiderTexts
 ) -> Errors:
-    """The errors of both passes at these positions. `requests` are the baseline's."""
     runner = texts.source
     places = sorted({pair.place for pair in pairs})
     length = 1 + max(pair.index for pair in pairs)
@@ -175,7 +166,7 @@ def errors_of(
 
 
 def compare(pairs: Sequence[PairedLogits], wider: Sequence[Tensor], runner: ModelRunner) -> Tensor:
-    """The five numbers of `Errors` for each position: [P, 5], on the host."""
+    """[P, 5] on the host: the numbers of `Errors` for each position."""
     shares = [[pair.decode for pair in pairs], [pair.verify for pair in pairs], wider]
     stacked = torch.stack([torch.stack(list(each)).to(FLOAT) for each in shares])  # [3, P, V]
     decode, verify, true = gather_vocab(stacked, runner.vocab_places, runner.group)
@@ -190,14 +181,14 @@ def compare(pairs: Sequence[PairedLogits], wider: Sequence[Tensor], runner: Mode
 
 
 def root_mean_square(logits: Tensor, true: Tensor) -> Tensor:
-    """Of the differences between logits [P, V]: [P]. Equal ones may be infinite."""
+    """[P] from differences of logits [P, V], where equal ones may be infinite."""
     return torch.where(logits == true, 0.0, logits - true).square().mean(dim=-1).sqrt()
 
 
 def judge_errors(
     errors: Errors, num_positions: int, num_unequal: int, allowed: float
 ) -> ForwardErrors:
-    """What was found, beside the limits. `num_unequal` of all `num_positions` differ in a bit."""
+    """The errors beside their limits; `num_unequal` of `num_positions` differ in a bit."""
     decode, verify = (each.clamp(min=SMALLEST).log() for each in (errors.decode, errors.verify))
     ratios = verify - decode
     chances = chances_to_change(errors)
@@ -224,8 +215,7 @@ def judge_errors(
 
 
 def block_means(values: Tensor, places: Sequence[int]) -> Tensor:
-    """The mean of each BLOCK neighbours of a row. The fewer at its end count if they are at least
-    half as many."""
+    """The means of BLOCK neighbours of a row; a rest counts from half a block on."""
     means = list[Tensor]()
     for place in sorted(set(places)):
         row = values[[i for i, each in enumerate(places) if each == place]]
@@ -235,8 +225,8 @@ def block_means(values: Tensor, places: Sequence[int]) -> Tensor:
 
 
 def mean_limits(blocks: Tensor, allowed: float) -> tuple[float | None, float | None]:
-    """The largest mean of the logarithms of ratios that is no alarm, and the true mean that exceeds
-    it with the probability SEEN, by one-sided t tests of the means of blocks. None of too few."""
+    """The largest mean logarithm of ratios without alarm, and the true mean that exceeds it with
+    the probability SEEN, by one-sided t tests of block means; None for too few."""
     freedom = len(blocks) - 1
     if len(blocks) < FEWEST_BLOCKS:
         return None, None
@@ -246,8 +236,8 @@ def mean_limits(blocks: Tensor, allowed: float) -> tuple[float | None, float | N
 
 
 def largest_limit(ratios: Tensor, allowed: float) -> float | None:
-    """The logarithm of the largest ratio of all positions that is no alarm, if they are normal. How
-    far they spread is taken from the smaller half, which faults do not widen. None of too few."""
+    """The logarithm of the largest ratio without alarm, for normal ratios whose spread is that of
+    the smaller half, which faults do not widen; None for too few."""
     if len(ratios) < FEWEST_BLOCKS * BLOCK:
         return None
     middle = ratios.median()
@@ -256,9 +246,9 @@ def largest_limit(ratios: Tensor, allowed: float) -> float | None:
 
 
 def chances_to_change(errors: Errors) -> list[float]:
-    """The probability of each position that its largest logit is another in a verification, which
-    moves the gap of the decode step by the difference of two errors. Each of them is as large as
-    any that decode steps have made, or normal, whichever gives the larger probability."""
+    """The probability of each position that a verification changes its largest logit. It moves the
+    decode step's gap by the difference of two errors, which are those of decode steps, or normal,
+    whichever gives the larger probability."""
     of_gaps = errors.gap - errors.wider_gap
     shifts = range(1, min(len(of_gaps), MOST_SHIFTS))
     moves = [torch.zeros(1, dtype=FLOAT), *((of_gaps - of_gaps.roll(s)).abs() for s in shifts)]

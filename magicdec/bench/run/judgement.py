@@ -1,9 +1,9 @@
-"""The first part of the verdict: steps of a pass are judged again, from the logits that they were
-judged by, in a few lines of plain torch, without tolerance.
+"""The first part of the verdict: steps are judged again, exactly, from their own logits in plain
+torch, independently of the decoding.
 
-A step of greedy rows is right if it has emitted the largest logit after the newest token, then
-after each draft that equals the one before, and nothing more; and if a request has ended exactly
-where its end tokens and its length say. Must not know how the decoding judges.
+A greedy step is right if it has emitted the largest logit after the newest token, then after each
+draft that equals the one before, and no more; and if requests end exactly where end tokens and
+lengths say.
 
 Shapes: R rows, K drafts, V vocabulary.
 """
@@ -24,7 +24,7 @@ from magicdec.speculation.steps.witness import KeptStep, Witness
 
 @dataclass(frozen=True)
 class Walk:
-    """What a row should have emitted in a step: token n after its first n drafts."""
+    """The tokens that a row should have emitted: token n after its first n drafts."""
 
     row: int  # among the rows of the step
     tokens: list[int]
@@ -32,8 +32,8 @@ class Walk:
 
 @torch.inference_mode()
 def judge_again(witness: Witness, requests: Sequence[Request], runner: ModelRunner) -> JudgedAgain:
-    """Judge the steps of a pass again that `witness` has kept; `requests`, all of the pass, have
-    ended. Every rank of the group must call this."""
+    """Judges the steps that `witness` has kept. `requests`, all of the pass, have ended. Every rank
+    of the group calls this."""
     wrong = list[Misjudged]()
     num_tokens = 0
     for step in witness.steps:
@@ -51,7 +51,6 @@ def judge_again(witness: Witness, requests: Sequence[Request], runner: ModelRunn
 
 
 def walks(step: KeptStep, runner: ModelRunner) -> Iterator[Walk]:
-    """For each row of the step, from its logits alone."""
     logits = gather_vocab(step.logits, runner.vocab_places, runner.group)
     best = logits.argmax(dim=-1).tolist()
     drafts = step.drafts.tolist()
@@ -70,8 +69,7 @@ def walks(step: KeptStep, runner: ModelRunner) -> Iterator[Walk]:
 
 
 def best_after(logits: Tensor, request: Request, output: Sequence[int]) -> int:
-    """The token with the largest of logits [V] after the penalties of a request for its prompt and
-    this output."""
+    """The largest of logits [V] after a request's penalties for its prompt and this output."""
     scores = logits.float()
     sampling = request.sampling
     size = len(logits)
@@ -88,8 +86,7 @@ def best_after(logits: Tensor, request: Request, output: Sequence[int]) -> int:
 
 
 def first_wrong(step: KeptStep, walk: Walk) -> list[Misjudged]:
-    """The first token of a row that should have been another, if there is one: in what the step
-    has decided, or in what the request has got of that."""
+    """The first wrong token of a row, in the step's decision or in the request's output, if any."""
     request = step.requests[walk.row]
     before = step.num_output[walk.row]
     accepted, *ids = step.verdicts[walk.row]
@@ -112,7 +109,7 @@ def first_wrong(step: KeptStep, walk: Walk) -> list[Misjudged]:
 
 
 def ends_elsewhere(request: Request) -> list[Misjudged]:
-    """Where a request should have ended, unless it has ended there."""
+    """The place where a request should have ended, if it has not."""
     output = request.output_ids
     ends = request.sampling.ends
     ended = [count for count, token in enumerate(output, 1) if ends(count, token)]

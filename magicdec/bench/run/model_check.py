@@ -1,9 +1,6 @@
-"""Is this the model that the directory holds? What the loader made of a checkpoint in a few lines,
-and a comparison of its logits and greedy tokens with those of `transformers`, in float32 on the
-CPU, as a run computes them: the prompt in chunks, then one token after the other.
-
-Owns the texts, the limit and the time of that comparison. `model/checkpoint/checked.py` remembers
-how it ended.
+"""Checks a checkpoint: what the loader made of it, and a comparison of logits and greedy tokens
+with `transformers`, in float32 on the CPU, the prompt in chunks and then token by token.
+`model/checkpoint/checked.py` remembers the outcome.
 """
 
 from __future__ import annotations
@@ -64,8 +61,7 @@ READ_BY_OTHERS = tuple(name for name in WEIGHT_FILES if not name.endswith(".pth"
 
 @dataclass
 class ModelCheck:
-    """`outcome` is EQUAL, DIFFERS or NOT_COMPARED. `lines` say what was found; `say` gets each of
-    them as soon as it is known."""
+    """The `outcome` EQUAL, DIFFERS or NOT_COMPARED, and its `lines`, which `say` gets at once."""
 
     say: Callable[[str], None] = lambda line: None
     outcome: str = NOT_COMPARED
@@ -82,8 +78,8 @@ class ModelCheck:
 
 @dataclass(frozen=True)
 class Continued:
-    """The logits [N, V] of the last KEPT tokens of a text and of the greedy tokens after it but the
-    last, float32; and the seconds that this took."""
+    """The float32 logits [N, V] of a text's last KEPT tokens and of all greedy tokens after it but
+    the last, and the seconds that this took."""
 
     logits: Tensor
     tokens: list[int]
@@ -93,10 +89,9 @@ class Continued:
 def check_model(
     name: str, most_s: float, say: Callable[[str], None] = lambda line: None
 ) -> ModelCheck:
-    """Describe the model of that name, compare it with that of transformers, and remember how that
-    ended. `say` gets each line of the result as soon as it is known. A text with which the
-    comparison would take more than about `most_s` seconds is left out. Raises ValueError in the
-    same cases as a run of the model."""
+    """Describes a model, compares it with that of transformers, and remembers the outcome. `say`
+    gets lines at once. A text that would take more than about `most_s` seconds is left out. Raises
+    ValueError as a run of the model does."""
     cache = SetupCache()
     check = ModelCheck(say)
     config = with_local_models(config_of(name, "auto", USUAL))
@@ -116,7 +111,6 @@ def check_model(
 
 
 def config_of(name: str, dtype: str, longest: int) -> RunConfig:
-    """One row of at most so many tokens, decoded on the CPU."""
     return RunConfig(
         model=ModelSection(name, dtype),
         parallel=ParallelSection(device="cpu"),
@@ -126,7 +120,6 @@ def config_of(name: str, dtype: str, longest: int) -> RunConfig:
 
 
 def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
-    """What the loader made of config and tokenizer."""
     c = source.config
     tensors = source.tensors.values()
     dtypes = sorted({each.dtype for each in tensors})
@@ -177,14 +170,13 @@ def describe_positions(c: ModelConfig) -> str:
 
 
 def switch_of(c: ModelConfig) -> int | None:
-    """The length from which on a text has positions that the model's scaling of RoPE is for."""
+    """The length from which on the scaling of RoPE matters, if any."""
     if c.positions != "rope" or c.rope.rope_type not in ("llama3", "yarn"):
         return None
     return c.rope.original_max_position_embeddings
 
 
 def obstacle(source: ModelSource) -> str | None:
-    """Why nothing can be compared; None if it can."""
     if importlib.util.find_spec("transformers") is None:
         return "it is not installed (pip install transformers)"
     import transformers
@@ -207,13 +199,12 @@ def obstacle(source: ModelSource) -> str | None:
 
 
 def _float32_bytes(source: ModelSource) -> int:
-    """The weights, and beside them the largest tensor and what a forward needs."""
     sizes = [4 * torch.Size(each.shape).numel() for each in source.tensors.values()]
     return sum(sizes) + 2 * max(sizes)
 
 
 def text_lengths(c: ModelConfig) -> list[int]:
-    """The usual text, a short one, and one that goes past the window and the switch of RoPE."""
+    """The usual text, a short one, and one past the window and the switch of RoPE."""
     most = c.max_length - NUM_NEW
     edges = [edge for edge in (c.sliding_window, switch_of(c)) if edge is not None]
     lengths = [USUAL, SHORT, *([max(edges) + BEYOND] if edges else [])]
@@ -223,8 +214,8 @@ def text_lengths(c: ModelConfig) -> list[int]:
 def compare(
     check: ModelCheck, source: ModelSource, name: str, tokenizer: Tokenizer, most_s: float
 ) -> None:
-    """Tell how far the logits of each text differ, and set the outcome. The two models are in
-    memory one after the other."""
+    """Tells how far the logits of each text differ, and sets the outcome. The models are in memory
+    one after the other."""
     import transformers
 
     check.tell(f"compared with transformers {transformers.__version__}, float32, CPU:")
@@ -256,7 +247,6 @@ def compare(
 
 
 def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | None]:
-    """The model of transformers, or why there is none."""
     kind = getattr(transformers, source.config.architecture)
     directory = source.tokenizer_directory
     try:
@@ -273,8 +263,7 @@ def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | N
 def continue_texts(
     check: ModelCheck, model: Any, source: ModelSource, tokenizer: Tokenizer, most_s: float
 ) -> dict[tuple[int, ...], Continued]:
-    """Each text with what transformers makes of it, as far as the time allows; at least the first
-    one."""
+    """Texts with the results of transformers, as far as the time allows, at least one."""
     texts = dict[tuple[int, ...], Continued]()
     left_s = most_s
     rate = 0.0
@@ -292,7 +281,6 @@ def continue_texts(
 
 @contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """transformers says nothing meanwhile: no bars, no warnings."""
     verbosity = transformers.logging.get_verbosity()
     shows_bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -306,7 +294,6 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 
 def text_of(tokenizer: Tokenizer, config: ModelConfig, length: int) -> tuple[int, ...]:
-    """The first `length` tokens of the packaged text, again from its beginning if it is shorter."""
     start = [] if config.bos_token_id is None else [config.bos_token_id]
     words = tokenizer.encode(next(iter(read_books("demo", 1)))[: 16 * length])
     return tuple(islice(chain(start, chain.from_iterable(repeat(words))), length))
@@ -314,7 +301,7 @@ def text_of(tokenizer: Tokenizer, config: ModelConfig, length: int) -> tuple[int
 
 @torch.inference_mode()
 def continued_by_others(model: Any, ids: Sequence[int]) -> Continued:
-    """By a model of transformers, with its cache."""
+    """The result of a model of transformers, with its cache."""
     started = time.perf_counter()
     new = list[int]()
     out = model(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=min(KEPT, len(ids)))
@@ -329,7 +316,7 @@ def continued_by_others(model: Any, ids: Sequence[int]) -> Continued:
 
 
 def make_checked_runner(name: str, longest: int) -> ModelRunner:
-    """A runner of the model in float32, with the kernels that a run on this CPU takes."""
+    """A float32 runner with the kernels that a run on this CPU takes."""
     run = find(config_of(name, "float32", longest), Launch(), SetupCache())
     group = Group((0,), 0)
     device = torch.device("cpu")
@@ -340,8 +327,8 @@ def make_checked_runner(name: str, longest: int) -> ModelRunner:
 
 @torch.inference_mode()
 def continued(runner: ModelRunner, ids: Sequence[int], following: Sequence[int]) -> Continued:
-    """By this project, where the tokens after the text are `following`. `tokens` are its own
-    choices in their places."""
+    """This project's result after the text and `following`; `tokens` are its own choices in their
+    places."""
     started = time.perf_counter()
     runner.cache.release(0)
     runner.allocate(0)
@@ -358,6 +345,5 @@ def continued(runner: ModelRunner, ids: Sequence[int], following: Sequence[int])
 
 
 def difference(found: Continued, expected: Continued) -> tuple[float, float]:
-    """The largest difference of two logits, and how large it may be."""
     limit = TOLERANCE * float(expected.logits.abs().max())
     return float((found.logits - expected.logits).abs().max()), limit

@@ -1,14 +1,9 @@
-"""Outcome: what a run ends with. Its record has metrics only if the check of the tokens passed, and
-of a run that Ctrl-C has ended it has the batches that were done by then.
-
-Owns what of a run goes into its record. Must not measure anything; `records/metrics.py` computes.
-Nothing here needs the other ranks, which may have ended.
+"""Outcome: the record of a run. It has metrics only if the check of the tokens passed, and after
+Ctrl-C the finished batches. Nothing here needs the other ranks, which may have ended.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from magicdec.config.resolved import ResolvedConfig
@@ -17,7 +12,7 @@ from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment
 from magicdec.records.metrics import run_metrics
 from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples, hash_output
 from magicdec.runner.request import Request
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.setup.prepare import Prepared
@@ -26,7 +21,7 @@ from magicdec.workload.answers import answer_scores
 
 @dataclass
 class Outcome:
-    """The record of a run, and its finished requests in the order of the prompts."""
+    """The record, and finished requests in the order of the prompts."""
 
     record: RunRecord
     requests: list[Request] = field(default_factory=list)
@@ -34,8 +29,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The measurements of a run, for all ranks together. The last pass is the requested strategy.
-    If the baseline was decoded too, it comes before that."""
+    """The measurements of all ranks. The last pass is the requested strategy, after the baseline,
+    if any."""
 
     samples: dict[str, PassSamples]  # for each pass
     finished: dict[str, list[Request]]  # for each pass, the requests in the order of the prompts
@@ -48,14 +43,12 @@ class MeasuredRun:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that the requested strategy has finished."""
         return self.finished[self.strategy]
 
 
 def make_record(
     prepared: Prepared, measured: MeasuredRun, correctness: Correctness, environment: Environment
 ) -> RunRecord:
-    """The record of a run. It has metrics only if the check of the tokens passed."""
     strategy = measured.strategy
     passed = correctness.passed
     is_random = prepared.is_random
@@ -93,7 +86,7 @@ def unfinished_record(
     environment: Environment,
     error: str,
 ) -> RunRecord:
-    """The record of a run that has failed. `prepared` is None if it was refused before."""
+    """The record of a failed run. `prepared` is None if it was refused before."""
     return RunRecord(
         status="failed",
         config=config.to_dict(),
@@ -102,8 +95,3 @@ def unfinished_record(
         workload=None if prepared is None else prepared.describe_workload(),
         memory=None if prepared is None else describe_memory(prepared.plan, prepared.free),
     )
-
-
-def hash_output(token_ids: Sequence[int]) -> str:
-    """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
-    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]

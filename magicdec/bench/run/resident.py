@@ -1,10 +1,6 @@
-"""What a rank keeps in memory from one run of a study to the next: loaded models, and the prompts
-of a run in KV caches, from which every pass starts.
-
-Owns which caches there are (one that the batches take in turn, or one for each batch, so that the
-runs of a study which share their prompts prefill them once) and when models and caches are dropped.
-A run outside a study has a `Resident` of its own, which ends with it. Must not know how tokens are
-decoded.
+"""Loaded models, and prompts in KV caches, that a rank keeps from one run of a study to the next.
+Every pass starts from the prompts. Batches take turns in one cache, or have one each, so that runs
+with the same prompts prefill them once. A run outside a study has its own `Resident`.
 """
 
 from __future__ import annotations
@@ -33,8 +29,8 @@ from magicdec.speculation.policies.policy import keep_queries, make_policy
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A batch whose prompts are in the cache of the engine's runner. Every pass rewinds the engine
-    to `snapshots`."""
+    """A batch whose prompts are in the engine's cache. Every pass rewinds the engine to
+    `snapshots`."""
 
     engine: Engine
     snapshots: list[Request]
@@ -43,17 +39,14 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class MeasuredBatch:
-    """What a pass over one batch has left: its samples, its requests, which have ended, and how
-    its steps were judged again, if tokens are compared."""
-
     samples: PassSamples
     requests: list[Request]
     judged: JudgedAgain | None
 
 
 class Prompts:
-    """Prefills batches on request. If they are kept, each has a runner of its own. `baselines` are
-    the passes without drafts over the batches so far, where runs share one."""
+    """Batches, prefilled on request; if kept, each has its own runner. `baselines` are passes
+    without drafts that runs share."""
 
     def __init__(
         self, make_runner: Callable[[], ModelRunner], chunk: int, progress: Progress, is_kept: bool
@@ -68,11 +61,9 @@ class Prompts:
         self.baselines: dict[int, MeasuredBatch] = {}
 
     def holds(self, index: int) -> bool:
-        """Whether the prompts of the batch are in a cache."""
         return index in self._batches or index == self._last
 
     def batch(self, index: int, prepared: Prepared) -> Prefilled:
-        """The batch of that number, prefilled now unless it was kept."""
         if index in self._batches:
             return self._batches[index]
         if self.is_kept and index:
@@ -85,7 +76,6 @@ class Prompts:
         return batch
 
     def forget(self) -> None:
-        """The caches no longer hold the prompts."""
         self._batches.clear()
         self._last = None
 
@@ -103,9 +93,8 @@ class Prompts:
 
 
 def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
-    """Prefill one full chunk of a prompt and one chunk as short as its last, so that kernels that
-    are built at their first call exist before a prefill is timed. The request ends with its first
-    token, so the engine is free again afterwards."""
+    """Prefills one full chunk and one as short as the prompt's last, so that kernels are built
+    before a prefill is timed. The request ends with its first token and frees the engine."""
     beginning = tuple(prompt[: min(len(prompt), chunk + len(prompt) % chunk)])
     engine.prefill([Request(-1, beginning, SamplingParams(max_new_tokens=1))])
 
@@ -125,9 +114,9 @@ def make_requests(prepared: Prepared, batch: int) -> list[Request]:
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """What the caches of runs that share their prompts must offer: tokens of a row, and the KV
-    section whose policy needs the queries of most prompt tokens. `is_kept`: every batch keeps a
-    cache of its own, so that the prompts are prefilled once for all these runs."""
+    """The caches of runs that share their prompts: tokens of a row, and the KV section whose policy
+    needs queries of most prompt tokens. `is_kept`: every batch has its own cache and is prefilled
+    once."""
 
     max_tokens: int
     kv: KVSection | None
@@ -142,8 +131,7 @@ class CacheDemand:
 
 
 def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
-    """Equal for two runs if the state after prefill is the same: the first tokens, and what the
-    target's cache holds."""
+    """A key that equals another run's if both have the same state after prefill."""
     model = config.model
     return (
         *(model.model, model.dtype, model.linear, model.elementwise, model.native_steps),
@@ -161,8 +149,8 @@ def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
 
 
 class Resident:
-    """Runs that are made for their counts (`is_counted`), whose times mean nothing, share one
-    baseline pass over their prompts, and log what they draft (`kv.draft_log`)."""
+    """The models and prompts that runs share. Runs for their counts (`is_counted`), not times, also
+    share a baseline pass, and log their drafts (`kv.draft_log`)."""
 
     def __init__(self, device: torch.device, progress: Progress, is_counted: bool = False) -> None:
         self.models = LoadedModels(device, progress)
@@ -178,8 +166,8 @@ class Resident:
     def prompts(
         self, config: ResolvedConfig, room: CacheDemand, make_runner: Callable[[int], ModelRunner]
     ) -> Prompts:
-        """The caches of a run, with what the last run left in them if it had the same prompts.
-        `make_runner` gets the tokens of a row."""
+        """The caches of a run, filled if the last run had the same prompts. `make_runner` gets the
+        tokens of a row."""
         key = prefill_key(config), room
         if self._prompts is None or key != self._key:
             self._prompts = None  # before others take their memory

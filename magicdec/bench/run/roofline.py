@@ -1,7 +1,5 @@
-"""The bytes of the roofline: how many bytes a pass must read at least.
-
-Weights are counted once per forward. KV is counted by what each forward's view shows, not by the
-cache's capacity.
+"""The bytes that a pass must read at least: weights once per forward, and the KV that each
+forward's view shows.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ TABLES = ("embedding.", "position_embedding.")  # a forward reads only a few of 
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Bytes of this rank's weights that one forward reads: all layers, norms and head rows. The few
-    rows read from embeddings are counted as 0, and so are the zeros that fill up packed layers."""
+    """Bytes of this rank's weights that a forward reads: layers, norms and head rows, without
+    embeddings and the padding of packed layers."""
     names = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
     total = sum(size for name, size in names.items() if not name.startswith(TABLES))
     packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
@@ -26,7 +24,6 @@ def weight_bytes(model: Transformer) -> int:
 
 
 def kv_bytes_per_token(model: Transformer) -> int:
-    """Bytes of one cached token's K and V in this rank's layers and heads."""
     config = model.config
     weight = next(model.parameters())
     _, (first, last) = model.shard.heads(config.num_heads, config.num_kv_heads)
@@ -34,5 +31,4 @@ def kv_bytes_per_token(model: Transformer) -> int:
 
 
 def bytes_read(model: Transformer, counts: ForwardCounts) -> int:
-    """The bytes this rank had to read at least for the forwards in `counts`."""
     return counts.num_forwards * weight_bytes(model) + counts.kv_bytes_read

@@ -1,11 +1,8 @@
-"""Rounding: by how much two computations of the same logits differ in this run, measured by
-replaying known outputs, and what this predicts for the outputs of two passes.
+"""Rounding: the difference between two computations of the same logits in this run, measured by
+replaying known outputs, and its predictions for the outputs of two passes.
 
-Owns the replays and these predictions. Must not know which strategy emitted an output, nor what is
-excused (`check`).
-
-A *gap* is the difference between the logits of the two best tokens of a position. Shapes: B
-requests of a batch, N output tokens after the first, V vocabulary.
+A *gap* is the difference between the logits of a position's two best tokens. Shapes: B requests of
+a batch, N output tokens after the first, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ MIN_TOKENS = 256  # errors are measured over at least so many tokens, if the run
 
 @dataclass(frozen=True)
 class Gaps:
-    """The gaps of one output at each token after the first, as the run's own model computes them
-    in the two shapes of a run."""
+    """The gaps of an output by the run's own model in both shapes of a run."""
 
     pairs: Tensor  # int64 [N, 2]: the two best tokens of the decode step, the best one first
     decode: Tensor  # float64 [N]: their gap if each step computes one token; never negative
@@ -42,7 +38,7 @@ class Gaps:
 
 @dataclass(frozen=True)
 class WiderView:
-    """What the wider model says about one output."""
+    """The wider model's view of an output."""
 
     shortfalls: Tensor  # float64 [N + 1]: its largest logit minus the logit of the emitted token
     gaps: Tensor  # float64 [N]: its gaps between the pairs that it was asked about, if any
@@ -52,13 +48,9 @@ class WiderView:
 def measure_gaps(
     runner: ModelRunner, requests: Sequence[Request], gamma: int, prefill_chunk: int
 ) -> list[Gaps]:
-    """The gaps of the outputs of `requests`, which `runner` decoded in this order, in batches of as
-    many as it has rows.
-
-    Costs a prefill of every prompt, a forward for each output token of a batch, and one more for
-    each `gamma` + 1 of them: about as much as the prefill and the baseline's pass of the run.
-    Every rank of the group must call this with the same requests.
-    """
+    """The gaps of outputs that `runner` decoded in this order, in batches of its rows. It costs
+    about one more prefill and baseline pass. Every rank of the group calls this with the same
+    requests."""
     gaps = []
     for first in range(0, len(requests), runner.num_rows):
         batch = [
@@ -85,9 +77,8 @@ def measure_gaps(
 def _replay(
     runner: ModelRunner, ids: Tensor, step: int, pairs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Append ids [B, N] to the first B rows, `step` tokens in each forward (the last forward is
-    padded). Returns the pairs [B, N, 2], by default the two best tokens of each position, and
-    their gaps [B, N]."""
+    """Appends ids [B, N] to the first B rows, `step` tokens a forward, padded. Returns pairs [B, N,
+    2], by default the two best tokens of each position, and their gaps [B, N]."""
     rows = range(len(ids))
     chosen = []
     gaps = []
@@ -103,8 +94,8 @@ def _replay(
 
 
 def _gap(logits: Tensor, pairs: Tensor) -> Tensor:
-    """The gaps between pairs [..., 2] of tokens in logits [..., V], float64. Where there is none,
-    because of a NaN, it is 0: the wider model's shortfall decides."""
+    """Float64 gaps between pairs [..., 2] of tokens in logits [..., V]; 0 for NaN, about which the
+    wider model's shortfall decides."""
     best, second = logits.gather(-1, pairs).double().unbind(-1)
     return (best - second).nan_to_num(nan=0.0)
 
@@ -113,11 +104,9 @@ def _gap(logits: Tensor, pairs: Tensor) -> Tensor:
 def view_of(
     wider: ModelRunner, request: Request, prefill_chunk: int, pairs: Tensor | None = None
 ) -> WiderView:
-    """Replay one whole request, prompt and output, through the wider model. `pairs` [N, 2] are
-    the tokens whose gaps are wanted. The shortfall is infinite where a logit is NaN.
-
-    Costs a prefill of prompt and output. Every rank of the group must call this.
-    """
+    """Replays one request, prompt and output, through the wider model, at the cost of a prefill.
+    `pairs` [N, 2] are tokens whose gaps are wanted. The shortfall of a NaN is infinite. Every rank
+    of the group calls this."""
     output = request.output_ids
     wider.cache.release(0)
     wider.allocate(0)
@@ -143,8 +132,7 @@ def view_of(
 
 
 def sequences_to_measure(differing: Sequence[int], requests: Sequence[Request]) -> list[int]:
-    """The sequences whose errors are measured against the wider model: those that differ, and
-    others while these have fewer than MIN_TOKENS tokens."""
+    """The sequences that differ, and others until MIN_TOKENS tokens are reached."""
     chosen = list(differing)
     for i in range(len(requests)):
         if sum(len(requests[j].output_ids) for j in chosen) >= MIN_TOKENS:
@@ -155,21 +143,20 @@ def sequences_to_measure(differing: Sequence[int], requests: Sequence[Request]) 
 
 
 def chances_to_differ(gaps: Sequence[Gaps]) -> list[float]:
-    """For each output, the probability that rounding alone changes one of its tokens in a pass of
-    the other shape.
+    """For each output, the probability that rounding alone changes a token in a pass of the other
+    shape.
 
-    A token changes if the gap moves from one shape to the other by more than its size, and to the
-    smaller side. How far gaps move is taken from all positions together, in either direction
-    alike. Half of the moves of just the size of the gap change the token too, because the
-    token with the smaller id wins among equal logits.
+    A token changes if its gap moves by more than its size, to the smaller side; and in half of the
+    moves of just that size, as the smaller id wins among equal logits. Moves come from all
+    positions, in either direction alike.
     """
     moves = torch.cat([(g.verify - g.decode).abs() for g in gaps]).sort().values
     return [1 - (1 - changes(moves, g.decode)).prod().item() for g in gaps]
 
 
 def changes(moves: Tensor, gaps: Tensor) -> Tensor:
-    """For gaps [N] between two tokens, the probability [N] that a move to either side alike, of one
-    of the sizes `moves` [M], which are sorted, changes which of them has the larger logit."""
+    """For gaps [N] between two tokens, the probability [N] that a move, of a size in the sorted
+    `moves` [M] and to either side alike, changes the larger one."""
     if len(moves) == 0:
         return torch.zeros_like(gaps)
     smallest = torch.finfo(moves.dtype).tiny
@@ -179,8 +166,8 @@ def changes(moves: Tensor, gaps: Tensor) -> Tensor:
 
 
 def most_by_chance(chances: Sequence[float], confidence: float = CONFIDENCE) -> int:
-    """The number of events, independent and with these probabilities, that is exceeded with a
-    probability of at most 1 - `confidence`."""
+    """The number of independent events that is exceeded with a probability of at most 1 -
+    `confidence`."""
     of_count = np.ones(1)  # the probability of each number of events
     for chance in chances:
         of_count = np.convolve(of_count, [1 - chance, chance])
@@ -188,21 +175,20 @@ def most_by_chance(chances: Sequence[float], confidence: float = CONFIDENCE) -> 
 
 
 def is_by_chance(expected: int, found: int) -> bool:
-    """Whether `found` may exceed `expected` by chance, if both count events of the same rate: the
-    one-sided sign test at CONFIDENCE."""
+    """Whether the count `found` may exceed `expected` by chance: the one-sided sign test at
+    CONFIDENCE."""
     total = expected + found
     as_many = sum(math.comb(total, count) for count in range(found, total + 1))
     return as_many > (1 - CONFIDENCE) * 2**total
 
 
 def largest_error(gaps: Sequence[Gaps], wider: Sequence[WiderView]) -> float:
-    """The largest error, in logits, that rounding is taken to make in a gap of the run's own model:
-    TAIL times the root of the mean square of the errors against the wider model.
+    """The largest error, in logits, that rounding makes in a gap of the run's own model: TAIL times
+    the root mean square error against the wider model.
 
-    Only the quarter of the positions with the smallest gaps counts: rounding does not change the
-    tokens of the others, and it is larger there, because their logits are larger. Of the two shapes
-    the one with the smaller errors counts: what is wrong in the kernels of one shape does not
-    excuse what it causes.
+    Only the quarter of positions with the smallest gaps counts: elsewhere rounding changes no
+    token, and errors grow with the logits. The shape with smaller errors counts, so that a wrong
+    kernel of one shape does not excuse itself.
     """
     true = torch.cat([view.gaps for view in wider])
     if len(true) == 0:

@@ -1,9 +1,6 @@
-"""One run on one rank: load the models, measure, check the tokens and make the record. All ranks of
-the group execute the same steps together.
-
-Owns the order of a run: each batch is prefilled once (`prompts`), every pass starts from the state
-after that prefill, and at the end the outputs of the two passes are compared. Must not know how a
-strategy decodes.
+"""One run on one rank: load the models, measure, check the tokens and make the record. Each batch
+is prefilled once, every pass starts from that state, and the outputs of both passes are compared.
+All ranks of the group execute the same steps together.
 """
 
 from __future__ import annotations
@@ -63,8 +60,6 @@ from magicdec.speculation.steps.witness import Witness
 
 
 class RankCounts(NamedTuple):
-    """What a rank tells the others of a pass over a batch."""
-
     bytes_read: int
     peak_bytes: int
     draft_kv_tokens: int
@@ -73,21 +68,19 @@ class RankCounts(NamedTuple):
 
 
 class RankLog(NamedTuple):
-    """What a rank tells the others of its log of a pass over one batch: by batch, step and row."""
+    """A rank's log of a pass over one batch, by batch, step and row."""
 
     hashes: list[list[list[str]]]
     keys: list[list[list[int]]]
 
     def steps(self) -> Iterator[list[Digest]]:
-        """The digests of the rows of each step."""
         for hashes, keys in zip(chain(*self.hashes), chain(*self.keys), strict=True):
             yield list(zip(hashes, keys, strict=True))
 
 
 class Run:
-    """One rank's part of a run: its models and runners, and its measurements. In a study,
-    `resident` has what earlier runs have left, and `room` is that of all runs with these
-    prompts."""
+    """One rank's part of a run: models, runners and measurements. `resident` has what a study's
+    earlier runs left, and `room` is that of all runs with these prompts."""
 
     def __init__(
         self,
@@ -126,11 +119,9 @@ class Run:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner that holds the current batch."""
         return self.engine.runner
 
     def make_runner(self, max_tokens: int) -> ModelRunner:
-        """A runner for the batches of this run, and of others with these prompts."""
         source = self.prepared.source
         group = self.groups.target
         plan = self.plan_of(max_tokens)
@@ -140,7 +131,6 @@ class Run:
         return runner_of(plan, model, group)
 
     def plan_of(self, max_tokens: int) -> ModelPlan:
-        """What this rank holds of the target, in rows of so many tokens."""
         return ModelPlan(
             self.config,
             self.prepared.source.config,
@@ -150,8 +140,8 @@ class Run:
         )
 
     def use(self, prefilled: Prefilled) -> None:
-        """Decode this batch from now on. Its runner, which runs with other drafts share, drafts
-        with the copy of this run."""
+        """Makes this batch current. Its runner, shared by runs with other drafts, drafts with this
+        run's copy."""
         self.engine = prefilled.engine
         runner = self.runner
         plan = self.plan_of(self.max_tokens)
@@ -161,8 +151,8 @@ class Run:
         runner.drafting = self.copies[id(runner)]
 
     def load_wider(self, part: StagePart = StagePart()) -> Transformer:
-        """This rank's weights of the target, or of a part of it, in a wider dtype, for torch's own
-        operators alone."""
+        """This rank's weights of the target or a part in a wider dtype, for torch's own
+        operators."""
         dtype = WIDER[self.config.model.dtype]
         weights = "int8" if self.config.model.target_dtype == "int8" else dtype
         source = self.prepared.source
@@ -171,13 +161,12 @@ class Run:
         return load_model(source, group, kinds, self.device, self.progress, part)
 
     def make_reference(self) -> ModelRunner:
-        """A runner of the whole target in a wider dtype."""
         model = self.load_wider()
         backend = make_backend(REFERENCE_BACKEND)
         return ModelRunner(model, backend, self.groups.target, 1, self.max_tokens)
 
     def make_witness(self, name: str) -> Witness | None:
-        """Who keeps logits of the next pass of that name; None if nothing is compared."""
+        """A witness that keeps logits of the next pass; None if nothing is compared."""
         if not self.is_compared:
             return None
         w = self.config.workload
@@ -202,24 +191,21 @@ class Run:
         )
 
     def runners(self) -> list[ModelRunner]:
-        """The runners of this rank: the target's, and the draft's if this rank has a shard of
-        it."""
+        """The target's runner, and the draft's if this rank has a shard of it."""
         draft = self.runner.drafting if self.draft is None else self.draft.runner
         return [self.runner] if draft is None else [self.runner, draft]
 
     @property
     def num_forwards(self) -> int:
-        """The forwards of this rank's runners so far, which the host has counted itself."""
+        """The forwards of this rank's runners so far, as the host counted them."""
         return sum(runner.counts.num_forwards for runner in self.runners())
 
     def measure(self) -> None:
-        """Measure every batch."""
         for batch in range(self.config.workload.num_batches):
             with naming(f"batch {batch}"):
                 self.measure_batch(batch)
 
     def measure_batch(self, batch: int) -> None:
-        """Every pass starts from the state after the prefill of the batch."""
         prefilled = self.prompts.batch(batch, self.prepared)
         self.prefilled.append(prefilled)
         self.use(prefilled)
@@ -237,8 +223,7 @@ class Run:
                 self.prompts.baselines[batch] = self.measured[name][-1]
 
     def warm_up(self, snapshots: list[Request], passes: Sequence[str] | None = None) -> None:
-        """Decode the first batch with every strategy, or with these, as often as the config
-        says."""
+        """Decodes the first batch with every strategy, or these, as often as the config says."""
         rounds = self.config.workload.warmup_batches
         names = list(passes or self.passes)
         with self.progress.task("warm-up", rounds * len(names)) as advance:
@@ -251,8 +236,7 @@ class Run:
         self.draft_length.forget_times()
 
     def decode_unmeasured(self, name: str, snapshots: list[Request], timer: PhaseTimer) -> None:
-        """A pass that changes no number in the record. Like the measured ones, it starts from the
-        state after prefill."""
+        """Decodes from the state after prefill, without effect on the record."""
         self.engine.rewind(snapshots)
         with naming(f"warm-up, {name}"):
             strategy = self.make_strategy(name, timer)
@@ -260,7 +244,7 @@ class Run:
             self.engine.decode(strategy)
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
-        """Measure a pass over the batch in use. One that is interrupted leaves nothing."""
+        """Measures a pass over the current batch. An interrupted one leaves nothing."""
         samples = PassSamples.empty()
         w = self.config.workload
         threads = ThreadCount()
@@ -311,9 +295,8 @@ class Run:
         before: Sequence[ForwardCounts],
         threads: ThreadCount,
     ) -> None:
-        """Add what all ranks have counted in a pass over one batch; `before` are the counts of this
-        rank's runners before it. Raises AssertionError if a rank has computed with other threads
-        than its config says."""
+        """Adds all ranks' counts of a pass over one batch; `before` are this rank's counts before
+        it. Raises AssertionError if a rank computed with other threads than its config says."""
         rank = self.groups.rank
         pairs = zip(self.runners(), before, strict=True)
         used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
@@ -335,8 +318,8 @@ class Run:
         samples.draft_rows.append(max(draft_rows))
 
     def gather_log(self, samples: PassSamples) -> None:
-        """Put what all ranks have drafted and read in a pass over one batch in the place of what
-        this rank has. Each of them sees its own KV heads, or no part of a draft model."""
+        """Replaces this rank's log of a pass over one batch by that of all ranks, which see their
+        own KV heads or no part of a draft model."""
         mine = RankLog(samples.draft_hashes or [], samples.draft_keys or [])
         logs = self.groups.target.all_gather_values(mine, RankLog)
         if not all(log.hashes for log in logs):  # a rank has none of forwards that were replayed
@@ -353,7 +336,7 @@ class Run:
         samples.draft_keys = [keys]
 
     def begin(self, name: str, strategy: DecodingStrategy, samples: PassSamples) -> None:
-        """Let the strategy prepare, and note how long that took and how much was calibration."""
+        """Lets the strategy prepare, and notes the time and how much was calibration."""
         calibrated_s = self.draft_length.calibration_s
         self.groups.target.barrier()
         started = time.perf_counter()
@@ -367,8 +350,7 @@ class Run:
         samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
 
     def merged(self, memory: MemoryTaken, num_batches: int | None = None) -> MeasuredRun:
-        """The measurements from which the record is made: those of the first batches, or of
-        all."""
+        """The measurements of the first batches, or all."""
         batches = {name: each[:num_batches] for name, each in self.measured.items()}
         samples = {
             name: PassSamples.merged([batch.samples for batch in each])
@@ -385,15 +367,13 @@ class Run:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the outputs are compared with the baseline's. Sampled tokens differ between
-        passes, so they cannot be compared; the tests check that speculation keeps their
-        distribution."""
+        """Whether outputs are compared with the baseline's. Sampled tokens differ between passes;
+        tests check that speculation keeps their distribution."""
         return BASELINE in self.passes[:-1] and self.config.sampling.temperature == 0
 
     def check(self, measured: MeasuredRun, is_whole: bool = True) -> Correctness:
-        """Compare the tokens of the requested strategy with those of the baseline of this run, and
-        judge its steps and, if the last batch `is_whole`, its forwards. Those of a counted run are
-        not measured: it may have no baseline of its own, and every step of it is compared with an
+        """Compares the tokens with the baseline's, and judges steps and, if the last batch
+        `is_whole`, forwards; not those of a counted run, whose steps are all compared with an
         earlier run's."""
         requests = measured.requests
         if not self.is_compared:
@@ -416,7 +396,6 @@ class Run:
         )
 
     def measure_forwards(self) -> ForwardErrors:
-        """Of the last batch, by what was kept of both passes over it."""
         last = len(self.measured[BASELINE]) - 1
         if not self.prompts.holds(last):
             self.use(self.prompts.batch(last, self.prepared))
@@ -431,7 +410,7 @@ class Run:
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
-    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record."""
+    """Executes the run on this rank. Exceptions propagate; the caller records them."""
     with session_of(prepared) as session:
         return execute_in(session, prepared, make_progress(is_leader))
 
@@ -443,7 +422,7 @@ def execute_in(
     resident: Resident | None = None,
     room: CacheDemand | None = None,
 ) -> Outcome:
-    """As `execute`, in a session that is open. `resident` and `room` as in `Run`."""
+    """`execute` in an open session. `resident` and `room` as in `Run`."""
     group = session.groups.target
     device = session.device
     was_in_use = resident is not None and not resident.is_empty

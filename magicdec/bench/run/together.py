@@ -1,9 +1,6 @@
-"""Several runs at once that differ in their drafts alone: every batch is prefilled once, decoded
-once without drafts, and then with each draft, so that all drafts are compared with one baseline,
-measured in the same minute. All ranks execute the same steps together.
-
-Owns the order of the passes, and what is left when the time or the user ends the measuring: a run
-keeps the batches that are done. Must not know what the runs are for.
+"""Several runs that differ in their drafts alone: every batch is prefilled once, decoded without
+drafts, then with each draft, so that all drafts have one baseline of the same minute. A run that
+ends early keeps its finished batches. All ranks execute the same steps together.
 """
 
 from __future__ import annotations
@@ -30,34 +27,31 @@ SLOWEST = 1.5  # a pass with drafts is expected to take so many times as long as
 
 
 class Pace(Progress, Protocol):
-    """Watches the passes, shows their progress, and may end them."""
+    """An observer of the passes that shows their progress and may end them."""
 
     def begin(self, name: str) -> None:
-        """A pass of the run of that name begins, or of `BASELINE`."""
+        """A pass of a run, or of `BASELINE`, begins."""
 
     def end(self) -> None:
-        """It has ended."""
+        """The pass has ended."""
 
     def has_time(self, seconds: float) -> bool:
-        """Whether something that takes so long may begin. The answer of the first rank counts."""
+        """Whether an action of `seconds` may begin. The first rank's answer counts."""
 
     def is_interrupted(self) -> bool:
-        """Whether this rank was asked to stop, after the pass that runs."""
+        """Whether this rank was asked to stop after the current pass."""
 
 
 class Interrupted(Exception):
-    """A rank was asked to stop, and all ranks know it."""
+    """A stop of all ranks that one was asked for."""
 
 
 class OutOfTime(Exception):
-    """A pass went on for longer than there was time; the progress of a pass may raise it on a
-    rank that is alone."""
+    """The end of the time within a pass; its progress may raise it on a rank that is alone."""
 
 
 @dataclass
 class Drafted:
-    """One of the runs."""
-
     name: str
     run: Run
     session: RankSession
@@ -69,7 +63,7 @@ class Drafted:
 
 
 class Together:
-    """The runs of `prepared`, by their names, whose prompts are the same."""
+    """The runs of `prepared`, by name, whose prompts are the same."""
 
     def __init__(
         self,
@@ -99,15 +93,13 @@ class Together:
 
     @property
     def num_batches(self) -> int:
-        """The batches that are done, for at least one of the drafts."""
+        """The batches that are done for at least one draft."""
         return max((self.num_done(each) for each in self.drafted), default=0)
 
     def num_done(self, each: Drafted) -> int:
-        """The batches that are done with this draft and without one."""
         return min(len(self.lead.measured[BASELINE]), len(each.run.measured[each.strategy]))
 
     def measure(self) -> None:
-        """Measure batch after batch, until all are done or the pace ends it."""
         self.bandwidth = read_bandwidth(self.group, self.device)
         self.load.begin()
         try:
@@ -131,13 +123,12 @@ class Together:
 
     @property
     def expected_s(self) -> float:
-        """The seconds of a further batch, from those of the last one."""
         drafts_s = sum(each.pass_s[-1] for each in self.drafted)
         return self.prefill_s + self.baseline_s[-1] + drafts_s
 
     def measure_batch(self, batch: int) -> None:
-        """Measure all passes over a batch. In the first one, a draft for which there is no time is
-        left out; the baseline, which begins, says how long a pass may take."""
+        """Measures all passes over a batch. In the first one, drafts without time left are omitted,
+        judged by the baseline, which begins."""
         self.pace.begin(BASELINE)
         prefilled = self.lead.prompts.batch(batch, self.lead.prepared)
         self.prefill_s = prefilled.seconds
@@ -154,12 +145,11 @@ class Together:
 
     @property
     def most_s(self) -> float:
-        """The most seconds that the first pass with a draft is expected to take with its
-        warm-up."""
+        """The expected most seconds of the first pass with a draft and its warm-up."""
         return (1 + self.lead.config.workload.warmup_batches) * SLOWEST * self.baseline_s[-1]
 
     def measure_pass(self, each: Drafted | None, prefilled: Prefilled, batch: int) -> float:
-        """Measure a pass, in the first batch after a warm-up. Returns the seconds of the pass."""
+        """Measures a pass, in the first batch after a warm-up. Returns the seconds of the pass."""
         if any(self.group.all_gather_values(self.pace.is_interrupted(), bool)):
             raise Interrupted
         run, name = (self.lead, BASELINE) if each is None else (each.run, each.strategy)
@@ -178,17 +168,15 @@ class Together:
         return seconds
 
     def may_begin(self, seconds: float) -> bool:
-        """Whether something that takes so long may begin, on all ranks as the first one has it."""
+        """Whether the first rank has time for an action of `seconds`."""
         return self.group.all_gather_values(self.pace.has_time(seconds), bool)[0]
 
     def records(self) -> dict[str, RunRecord]:
-        """A record of each run, of the batches that are done. A run without one has none."""
         records = {each.name: self.record(each) for each in self.drafted if self.num_done(each)}
         return {name: record for name, record in records.items() if record is not None}
 
     def record(self, each: Drafted) -> RunRecord | None:
-        """None if tokens differ, and a pass that has not come to its end is in the way of judging
-        that."""
+        """None if tokens differ and an unfinished pass prevents judging that."""
         run = each.run
         num_batches = self.num_done(each)
         run.measured[BASELINE] = self.lead.measured[BASELINE]

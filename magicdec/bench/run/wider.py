@@ -1,9 +1,9 @@
-"""WiderTexts: what the model says in a wider dtype, by torch's own operators, about texts whose
+"""WiderTexts: logits of the model in a wider dtype, by torch's own operators, for texts whose
 prompts are in a cache of the run.
 
-K and V of the prompts are taken from that cache, because the passes share their prefill: what is
-measured is the error of their own forwards. A part of the layers is loaded at a time, so that this
-takes little memory, and the weights are read once.
+The prompts' K and V are taken from that cache, so that the error of the passes' own forwards is
+measured. Parts of the layers are loaded in turn, which takes little memory and reads the weights
+once.
 
 Shapes: R rows, N tokens after the prompt, V vocabulary rows on this rank.
 """
@@ -31,24 +31,23 @@ TILE_TOKENS = 1024  # of a prompt that are copied together
 
 @dataclass(frozen=True)
 class WiderTexts:
-    """`source` is the runner of the run; `load` loads this rank's shard of a part of the model in
-    the wider dtype."""
+    """A source of logits in a wider dtype. `source` is the run's runner; `load` loads this rank's
+    shard of a part."""
 
     source: ModelRunner
     load: Callable[[StagePart], Transformer]
     make_backend: Callable[[], AttentionBackend]
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """Of the K and V of so many tokens in one layer."""
         shape = self.source.cache.shape
         return 2 * NUMBER_BYTES * shape.num_kv_heads * shape.head_dim * num_tokens
 
     def most_rows(self, num_tokens: int) -> int:
-        """Of so many tokens each, whose K and V in one layer take at most PART_BYTES."""
+        """The rows of `num_tokens` whose K and V in one layer take at most PART_BYTES."""
         return max(1, PART_BYTES // self.kv_bytes(num_tokens))
 
     def parts(self, num_tokens: int) -> list[StagePart]:
-        """The parts of the model that are loaded in turn, for so many tokens in all rows."""
+        """The parts that are loaded in turn, for these tokens in all rows."""
         model = self.source.model
         num_layers = model.config.num_layers
         weights = NUMBER_BYTES * linear_parameters(model.config, model.shard) // num_layers
@@ -63,9 +62,9 @@ class WiderTexts:
     def logits(
         self, rows: Sequence[int], prompt_lens: Sequence[int], ids: Tensor
     ) -> Iterator[tuple[int, Tensor]]:
-        """This rank's logits after each of the tokens ids [R, N], which follow the prompts that
-        `rows` of the cache begin with, in chunks: (first token, [R, n, V]). Every rank of the
-        group must take all of them."""
+        """Yields this rank's logits after the tokens ids [R, N], which follow the prompts in `rows`
+        of the cache, in chunks: (first token, [R, n, V]). Every rank of the group must take all of
+        them."""
         x = ids
         (first, last) = self.source.model.head_rows
         step = max(1, LOGIT_BYTES // (NUMBER_BYTES * len(rows) * (last - first)))
@@ -87,7 +86,6 @@ class WiderTexts:
     def runner_of(
         self, model: Transformer, rows: Sequence[int], prompt_lens: Sequence[int], num_new: int
     ) -> ModelRunner:
-        """A runner of a part of the model whose rows hold the prompts."""
         longest = max(prompt_lens) + num_new
         runner = ModelRunner(model, self.make_backend(), self.source.group, len(rows), longest)
         for place, (row, length) in enumerate(zip(rows, prompt_lens, strict=True)):
@@ -98,7 +96,6 @@ class WiderTexts:
         return runner
 
     def _copy(self, runner: ModelRunner, layer: int, place: int, row: int, length: int) -> None:
-        """Copy K and V of a prompt in one layer from the cache of the run."""
         source = self.source.cache
         target = runner.cache
         device = self.source.device

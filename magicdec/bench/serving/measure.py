@@ -69,16 +69,19 @@ class MeasuredPasses:
     traces: list[PassTrace | None] = field(default_factory=list)  # of each record
 
 
-def measure(prepared: PreparedServing, keep: Callable[[ServingRecord], None]) -> MeasuredPasses:
+def measure(
+    prepared: PreparedServing, keep: Callable[[ServingRecord], None], is_logged: bool = False
+) -> MeasuredPasses:
     """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
-    only that one. All ranks call it; only the first makes records. Raises PeerLost, or the
-    RuntimeError of a collective, if another rank has ended."""
+    only that one. With `is_logged` steps say what was drafted and read, as the gate compares it.
+    All ranks call it; only the first makes records. Raises PeerLost, or the RuntimeError of a
+    collective, if another rank has ended."""
     launch = prepared.launch
     options = prepared.options
     session = RankSession(launch, prepared.run.config.parallel)
     session.begin()
     start_process_group(launch, session.device)
-    experiment = Experiment(prepared, session, keep)
+    experiment = Experiment(prepared, session, keep, is_logged)
     for each in options.passes:
         experiment.measure(each)
     experiment.close()
@@ -94,13 +97,15 @@ class Experiment:
         prepared: PreparedServing,
         session: RankSession,
         keep: Callable[[ServingRecord], None],
+        is_logged: bool = False,
     ) -> None:
         self.prepared = prepared
         self.session = session
         self.keep = keep
         self.launch = prepared.launch
         self.measured = MeasuredPasses()
-        self.progress = make_progress(self.launch.rank == 0)
+        self.progress = make_progress(self.launch.rank == 0 and not is_logged)
+        self.is_logged = is_logged
         self.system: System | None = None
         self.reference: Served | None = None
 
@@ -113,7 +118,11 @@ class Experiment:
             with naming(f"{each.name}: warm-up"):
                 self._warm_up(each, system.warm_up_rows(each))
             with self.progress.task(each.name, num_tokens) as advance, naming(each.name):
-                served = self.serve(each, shapes, PassObserver(advance=advance, is_measured=True))
+                served = self.serve(
+                    each,
+                    shapes,
+                    PassObserver(advance=advance, is_measured=True, is_logged=self.is_logged),
+                )
         except NotFinite as error:
             if self.launch.rank == 0:
                 self.keep(self.describe_failed(each, str(error)))

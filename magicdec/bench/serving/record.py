@@ -8,16 +8,19 @@ their arrivals. Like that one, it has metrics only if its tokens are not known t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from magicdec.bench.serving.metrics import ServingMetrics
-from magicdec.records.acceptance import Verifications
+from magicdec.config.sections import MODEL_PREFIX
+from magicdec.records.acceptance import Verification, Verifications
+from magicdec.records.drafted import DraftedPass, StepLog
 from magicdec.records.fields import RecordPart, recorded
-from magicdec.records.record import MeasuredRecord
+from magicdec.records.record import MeasuredRecord, margin_field, seal_field, sealed_json
+from magicdec.records.samples import hash_output
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import Moves, Request
 from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
@@ -32,7 +35,13 @@ FAILED = "failed"
 STATUSES = ("ok", "differs", "diverged", UNCHECKED, FAILED)
 WITHOUT_METRICS = ("diverged", FAILED)
 NO_VERIFICATIONS = "if nothing was drafted for it; with random weights"
+UNLOGGED = "except in the passes of the gate; of pipelined speculation; where steps are captured"
 NO_STAGES = "of other modes, or if `diverged` or `failed`"
+# The flags of a mode on which its drafts depend, beside those of a run.
+SERVING_FLAGS = (
+    *("num_requests", "arrival", "batch_size", "n_samples", "lanes", "max_in_flight", "pr", "pd"),
+    *("prefill_tokens", "block_tokens", "cache_tokens", "window_ms", "emulate_acceptance"),
+)
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
@@ -66,11 +75,38 @@ class RequestRecord(RecordPart):
         "tokens",
         null=NO_VERIFICATIONS,
     )
+    draft_hashes: list[str] | None = recorded(
+        "of each of these verifications the hash of the tokens that were drafted, and that of the "
+        "positions that the draft forwards read; four hexadecimal digits of each",
+        null=UNLOGGED,
+    )
+    draft_keys: list[int] | None = recorded(
+        "of each of these verifications the keys that one KV head read in the draft forwards",
+        "tokens",
+        null=UNLOGGED,
+    )
+    output_hash: str = recorded(
+        "hash of its output token ids, the first 16 hexadecimal digits of SHA-256"
+    )
     num_cancelled_draft_tokens: int | None = recorded(
         "its draft tokens that were cancelled before they were judged",
         "tokens",
         null="of systems that cancel none; with random weights",
     )
+
+    def verifications(self) -> list[Verification]:
+        """The verifications of its drafts, in order."""
+        count = len(self.per_step_drafted or ())
+        digests: Iterable[tuple[str, int] | None] = [None] * count
+        if self.draft_hashes is not None and self.draft_keys is not None:
+            digests = zip(self.draft_hashes, self.draft_keys, strict=True)
+        columns = (
+            self.per_step_drafted or (),
+            self.per_step_accepted or (),
+            self.per_step_emitted or (),
+            digests,
+        )
+        return [Verification(*counts) for counts in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +161,11 @@ class ServingRecord(MeasuredRecord):
     error: str | None = recorded(
         "what has ended the pass, with the step", null=f"unless `{FAILED}`", default=None
     )
+    margin: float | None = margin_field()
+    seal: str | None = seal_field()
+
+    def to_json(self) -> str:
+        return sealed_json(self)
 
     def __post_init__(self) -> None:
         known = {UNCHECKED: None, FAILED: None, "ok": 0}
@@ -134,6 +175,63 @@ class ServingRecord(MeasuredRecord):
         has_none = self.status in WITHOUT_METRICS
         assert (self.metrics is None) == has_none, "metrics contradict status"
         assert (self.error is None) == (self.status != FAILED), "an error belongs to `failed`"
+
+    @property
+    def passed(self) -> bool:
+        return self.status not in WITHOUT_METRICS
+
+    @property
+    def mode(self) -> str:
+        return self.name
+
+    @property
+    def is_logged(self) -> bool:
+        return self.seal is not None
+
+    @property
+    def why_other_drafts(self) -> str | None:
+        if self.config["workload"]["mode"] == "async":
+            return "which drafts are judged in time follows from measured times"
+        if self.config["workload"]["arrival"] != "burst":
+            return "requests join at measured times"
+        return None
+
+    @property
+    def is_uncompared(self) -> bool:
+        return False  # its tokens are compared with those of the baseline
+
+    def config_as_run(self) -> dict[str, Any]:
+        """The sections of a run's config. In pipelined speculation the config of the stages drafts
+        nothing."""
+        drafter, is_model, _ = self.config["workload"]["draft"].partition(MODEL_PREFIX)
+        decoding = self.config["decoding"] | {"strategy": "speculative"}
+        decoding |= {"drafter": f"{drafter}model" if is_model else drafter}
+        return {"draft": None, "kv": None} | self.config | {"decoding": decoding}
+
+    def serving_flags(self) -> dict[str, Any]:
+        return {name: self.config["workload"][name] for name in SERVING_FLAGS}
+
+    def drafted_pass(self) -> DraftedPass:
+        """As `DraftingRecord`."""
+        if self.metrics is None or self.metrics.draft_acceptance_rate is None:
+            raise ValueError("has no draft_acceptance_rate")
+        found = Verifications()
+        for number, request in enumerate(self.requests):
+            for each in request.verifications():
+                found.add(number, each.drafted, each.accepted, each.emitted, each.digest)
+        steps = [
+            [step_log(i, each) for i, each in enumerate(found.by_request.get(number, ()))]
+            for number in range(len(self.requests))
+        ]
+        hashes = [request.output_hash for request in self.requests]
+        return DraftedPass(found, hashes, steps if self.is_logged else None, {})
+
+
+def step_log(number: int, verification: Verification) -> StepLog:
+    """One of the verifications of a request."""
+    hashes, num_read = verification.digest or (None, 0)
+    counts = verification.drafted, verification.accepted, verification.emitted
+    return StepLog(number, hashes, num_read, *counts)
 
 
 def parts_of(config: Mapping[str, Any], has_drafts: bool) -> dict[str, Any]:
@@ -199,6 +297,11 @@ def describe_requests(
     def after(request: Request, at_s: float) -> float:
         return ms(next((t for t in request.token_times_s if t >= at_s), None))
 
+    def of_log(request: Request, part: int) -> list[Any] | None:
+        digests = [each.digest for each in judged.by_request.get(request.request_id, ())]
+        known = [digest[part] for digest in digests if digest is not None]
+        return known if known and len(known) == len(digests) else None
+
     return [
         RequestRecord(
             arrival_ms=ms(request.arrived_s),
@@ -212,6 +315,9 @@ def describe_requests(
             per_step_drafted=per_step(request, "drafted"),
             per_step_accepted=per_step(request, "accepted"),
             per_step_emitted=per_step(request, "emitted"),
+            draft_hashes=of_log(request, 0),
+            draft_keys=of_log(request, 1),
+            output_hash=hash_output(request.output_ids),
             num_cancelled_draft_tokens=judged.num_cancelled.get(request.request_id),
         )
         for request in requests

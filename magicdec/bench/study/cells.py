@@ -1,6 +1,4 @@
-"""Cells: the runs of a study, resolved and checked, with the refusals of those that cannot run.
-
-Owns what of a cell is known before anything is loaded, and by what a cell is recognised among
+"""Cells: the resolved and checked runs of a study, with refusals, and keys that find them among
 records. Every rank makes the same cells.
 """
 
@@ -27,8 +25,8 @@ from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, 
 
 @dataclass(frozen=True)
 class StudyCell:
-    """One run of a study. `prepared` is None if it was refused, for the reason in `refusal`.
-    `names` has a `name_of` for each way in which the study writes it."""
+    """One run of a study. `prepared` is None if it was refused. `names` has a `name_of` for each
+    way in which the study writes it."""
 
     resolved: ResolvedRun
     names: tuple[str, ...]
@@ -41,15 +39,15 @@ class StudyCell:
 
     @cached_property
     def prompts_key(self) -> object:
-        """Equal for cells that can share a prefill. What a draft may choose in a model's sliding
-        window follows from the room of a row, so that there this must be equal too."""
+        """A key that cells share if they can share a prefill. With a sliding window, a draft's
+        choice depends on the length of a row."""
         config = self.resolved.config
         window = self.resolved.source.config.sliding_window
         return prefill_key(config), None if window is None else max_tokens(config)
 
     @property
     def model_key(self) -> object:
-        """Equal for cells whose target is loaded once."""
+        """A key that cells share if their target is loaded once."""
         model = self.resolved.config.model
         parallel = self.resolved.config.parallel
         kind = model.dtype, model.target_dtype, model.linear, model.elementwise
@@ -57,8 +55,8 @@ class StudyCell:
 
 
 def config_key(config: dict[str, Any]) -> str:
-    """Equal for records of one resolved config. Where results go, and the reasons of choices, do
-    not matter; nor does a null, which an older record may lack."""
+    """A key of a resolved config, without output, reasons of choices and nulls, which an older
+    record may lack."""
     sections: dict[str, Any] = {}
     for name, section in config.items():
         if name == "output" or section is None:
@@ -69,8 +67,8 @@ def config_key(config: dict[str, Any]) -> str:
 
 
 def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[StudyCell]:
-    """The cells, each once. Raises ValueError for what keeps a cell from having a resolved config,
-    such as a model that does not exist."""
+    """The distinct cells. Raises ValueError if one has no resolved config, for example without its
+    model."""
     cache = SetupCache()
     cells = dict[str, StudyCell]()
     for config in configs:
@@ -90,22 +88,19 @@ def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[StudyCell]:
 
 
 def name_of(config: RunConfig) -> str:
-    """Names a run by what the user wrote, before anything is resolved: `auto` may become something
-    else on another machine."""
+    """A run's name from the user's words, as `auto` may differ on another machine."""
     sections = asdict(config) | {"output": None}
     text = json.dumps(sections, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def file_of(results: Path, name: str) -> Path:
-    """The file of a run that is measured in a job. No other job writes to it, so that a file system
-    without locks will do."""
+    """The file of a run in a job. No other job writes to it, so that file systems without locks
+    will do."""
     return Path(f"{results}.jobs") / f"{name}.jsonl"
 
 
 def whole_records(path: Path) -> list[RunRecord]:
-    """The records of such a file, without a line that a killed job has left unfinished, or that is
-    just being written."""
     records = list[RunRecord]()
     if not exists(path):
         return records
@@ -118,8 +113,8 @@ def whole_records(path: Path) -> list[RunRecord]:
 
 
 def results_in(path: Path) -> list[RunRecord]:
-    """The records of runs in a results file, in its order; none if there is no file, or if it ends
-    within its first line. Raises ValueError for a file of something else."""
+    """The records of a results file, in its order; empty without a file or a whole first line.
+    Raises ValueError for a file of something else."""
     if not path.is_file():
         return []
     with open_regular(path) as file:

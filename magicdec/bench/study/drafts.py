@@ -1,7 +1,5 @@
-"""Measures several drafts of one model beside each other, within a given time if there is one.
-
-Owns which runs share their prompts and their baseline, and what a workload is cut down to. Must not
-know why the drafts are compared. All ranks execute this together.
+"""Measures several drafts of one model beside each other, within a given time, if any: groups runs
+that share prompts and baseline, and cuts workloads down. All ranks execute this together.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ LEAST_BATCHES = 3
 
 @dataclass
 class Found:
-    """The records of the drafts by name, and what has none, or has less than was asked for, in
-    words. `error` is what ended a pass."""
+    """The records of the drafts by name, and in words what is missing. `error` ended a pass."""
 
     records: dict[str, RunRecord] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -54,7 +51,6 @@ class BaselineTimes:
     step_s: float
 
     def seconds(self, w: WorkloadSection, num_candidates: int) -> float:
-        """What this workload is expected to take with so many drafts."""
         passes_s = (1 + SLOWEST * num_candidates) * w.num_new_tokens * self.step_s
         batch_s = w.batch_size * w.prefix_len * self.prefill_s + passes_s
         return w.most_batches * batch_s + w.warmup_batches * passes_s
@@ -96,7 +92,7 @@ class DraftTrials:
         return session.groups.target.all_gather_values(rates, BaselineTimes)[0]
 
     def measure(self, configs: Mapping[str, RunConfig]) -> Found:
-        """Measure the drafts, by their names. Raises ValueError if none of them can run."""
+        """Measures the drafts, by their names. Raises ValueError if none can run."""
         found = Found()
         prepared = self._prepare(configs, found)
         groups = self._groups(prepared)
@@ -127,8 +123,6 @@ class DraftTrials:
         return self.resident
 
     def _prepare(self, configs: Mapping[str, RunConfig], found: Found) -> dict[str, Prepared]:
-        """What can run. What cannot is left out, unless nothing is left: then ValueError is
-        raised, as for a single run."""
         prepared = dict[str, Prepared]()
         refusals = list[str]()
         for name, config in configs.items():
@@ -144,8 +138,8 @@ class DraftTrials:
         return prepared
 
     def _groups(self, prepared: Mapping[str, Prepared]) -> list[dict[str, Prepared]]:
-        """The runs that are measured together: with the same state after prefill, and, where the
-        memory has no room for all drafts at once, with the same draft."""
+        """Runs to measure together: with the same state after prefill, and the same draft where
+        memory is short."""
         cells = [StudyCell(each, (name,), each) for name, each in prepared.items()]
         groups = grouped(cells, lambda cell: (cell.model_key, cell.prompts_key))
         parts = [
@@ -161,13 +155,13 @@ def group_batches(group: Mapping[str, Prepared]) -> int:
 
 
 def draft_of(cell: StudyCell) -> object:
-    """Equal for runs whose drafts need the same weights."""
+    """A key that runs share if their drafts need the same weights."""
     config = cell.resolved.config
     return config.low_bit, None if config.draft is None else config.draft.model
 
 
 def has_room(cells: Sequence[StudyCell]) -> bool:
-    """Whether the free memory has room for the drafts of all these runs beside one target."""
+    """Whether all drafts of these runs fit into memory beside one target."""
     assert cells[0].prepared is not None
     free = cells[0].prepared.free
     if free is None:
@@ -189,8 +183,8 @@ def fitting(
     num_candidates: int,
     seconds: float,
 ) -> WorkloadSection:
-    """The largest workload, of at most what was asked for, that is expected to end in so many
-    seconds; the smallest one if none is. The settings in `fixed` stay."""
+    """The largest workload, up to the one asked for, that is expected to end in time, or the
+    smallest. Settings in `fixed` stay."""
     smallest = asked
     for smallest in smaller(asked, fixed):
         if rates.seconds(smallest, num_candidates) <= SHARE * seconds:
@@ -199,8 +193,7 @@ def fitting(
 
 
 def smaller(asked: WorkloadSection, fixed: frozenset[str]) -> Iterator[WorkloadSection]:
-    """Workloads that become smaller: outputs first, then batches, then contexts, which say most of
-    what is asked about."""
+    """Ever smaller workloads: first outputs, then batches, then contexts, which matter most."""
 
     def halves(name: str, value: int, least: int) -> list[int]:
         values = [value]

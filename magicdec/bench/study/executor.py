@@ -1,9 +1,7 @@
-"""Runs a study as jobs, of Slurm or as processes of this machine, through submitit.
+"""Runs a study as jobs, of Slurm or local processes, through submitit.
 
-A job runs `magicdec sweep STUDY --only NAMES`, which writes a file of its own for each run; this
-program alone appends to the study's results. It resolves no config, because `auto` means what it
-means where a job runs. Owns what happens to a job from its submission to its end. Must not know how
-a run is measured.
+A job runs `magicdec sweep STUDY --only NAMES`, which writes a file for each run; this program alone
+appends to the study's results. It resolves no config, because `auto` depends on where a job runs.
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ CellNames = tuple[str, ...]
 
 
 class LocalJobs:
-    """A study whose jobs are processes of this machine. One runs at a time, since jobs that run
-    beside each other would disturb each other's times. `words` are those of the user's `magicdec
-    sweep`, `nproc` the ranks of a node. `wanted` is how many records end each run that is left."""
+    """A study as local processes, one at a time for undisturbed times. `words` are those of the
+    user's `magicdec sweep`, `nproc` the ranks of a node, `wanted` the number of records that ends a
+    run."""
 
     at_once = 1
     poll_s = 0.5
@@ -88,8 +86,8 @@ class LocalJobs:
         self.next_word_s = FIRST_WORD_S
 
     def conclude(self) -> int:
-        """Run what is left, report it, and return the exit code, as `sweep.conclude` does. Raises
-        ValueError for what the user can correct, when the jobs have stopped."""
+        """Runs what is left, reports it, and returns the exit code, as `sweep.conclude`. Raises
+        ValueError for what the user can correct, after the jobs have stopped."""
         is_interrupted = False
         num_runs = len(self.configs)
         self.merge(self.configs)  # what the jobs of an earlier command have left
@@ -106,7 +104,7 @@ class LocalJobs:
         return INTERRUPTED if is_interrupted else int(bool(self.num_bad or self.wanted))
 
     def groups(self) -> list[CellNames]:
-        """The runs of each job to be submitted: a random order of what can share prompts."""
+        """The runs of each job: a random order of groups that share prompts."""
         for name in self.configs:
             records = whole_records(file_of(self.out, name))
             num_done = sum(is_done(record, self.retries_failed) for record in records)
@@ -136,7 +134,8 @@ class LocalJobs:
                 self.stop()
 
     def merge(self, names: Iterable[str]) -> int:
-        """Append the new records of these runs to the results. Returns how many runs have ended."""
+        """Appends the new records of these runs to the results. Returns the number of runs that
+        ended."""
         num_left = len(self.wanted)
         folder = file_of(self.out, "").parent
         for name in {path.stem for path in folder.glob("*.jsonl")}.intersection(names):
@@ -152,8 +151,6 @@ class LocalJobs:
         return num_left - len(self.wanted)
 
     def end(self, states: dict[str, tuple[str, str]]) -> list[CellNames]:
-        """Forget the jobs that have ended. Returns the runs of those that are to be submitted
-        again."""
         again = []
         for job, names in list(self.jobs.items()):
             state, _ = states[job]
@@ -173,7 +170,6 @@ class LocalJobs:
         return again
 
     def tell_waiting(self, states: dict[str, tuple[str, str]]) -> None:
-        """Say now and then that nothing runs, and what Slurm says of that."""
         waiting = Counter(why for state, why in states.values() if state in ("PENDING", "UNKNOWN"))
         now = time.monotonic()
         if not waiting or any(state == "RUNNING" for state, _ in states.values()):
@@ -185,7 +181,6 @@ class LocalJobs:
             say(f"no job has started for {now - self.idle_since:.0f} s; Slurm says: {reasons}")
 
     def stop(self) -> None:
-        """Ask the jobs that are left to stop, wait for their end, and merge what they wrote."""
         names = [n for each in self.jobs.values() for n in each]
         give_up = time.monotonic() + STOP_S
         if self.jobs:
@@ -198,7 +193,7 @@ class LocalJobs:
         self.merge(names)
 
     def command(self, names: Sequence[str]) -> list[str]:
-        """The command line of a job, the same on each of its nodes. The names come last."""
+        """The command line of a job, equal on all of its nodes. Names come last."""
         words = [*package_command(), "sweep", *self.words, "--executor", IN_PROCESS]
         if self.slurm.nodes == 1:
             return [*words, "--only", *names]
@@ -206,7 +201,6 @@ class LocalJobs:
         return ["bash", "-c", TORCHRUN, sys.executable, str(self.nproc), *words]
 
     def script(self, groups: Sequence[CellNames]) -> str:
-        """An array job for `sbatch` that runs each of these groups of runs."""
         tasks = {"array": f"0-{len(groups) - 1}%{self.slurm.jobs_at_once}", "requeue": True}
         options = self.slurm.options | tasks | self.slurm.more_options
         lines = ["#!/bin/bash"]
@@ -220,11 +214,10 @@ class LocalJobs:
 
     @property
     def label(self) -> str:
-        """The name of the study's jobs."""
         return f"{self.out.stem}-{hashlib.sha256(bytes(self.out.absolute())).hexdigest()[:8]}"
 
     def make_executor(self) -> Any:
-        """submitit's executor. Raises ValueError for what keeps jobs from running here."""
+        """submitit's executor. Raises ValueError if jobs cannot run here."""
         if self.slurm.nodes > 1:
             raise ValueError(
                 f"--executor local: [slurm] nodes = {self.slurm.nodes}, but this is "
@@ -238,7 +231,6 @@ class LocalJobs:
         return executor
 
     def submit(self, executor: Any, groups: Sequence[CellNames]) -> None:
-        """Submit a job for each of these groups of runs."""
         # submitit pickles what a job calls into the folder of this study, and the job unpickles it:
         # the name `os.execvp` and words. Whoever can write there can change the study anyway. The
         # process becomes the command, so that signals reach it, and no result is pickled: what a
@@ -251,19 +243,17 @@ class LocalJobs:
             self.jobs |= {job.job_id: names for job, names in zip(jobs, groups, strict=True)}
 
     def states(self) -> dict[str, tuple[str, str]]:
-        """The state of each job, in the words of Slurm, and what it waits for."""
+        """Each job's state in Slurm's words, and what it waits for."""
         return {job: (GONE if self.submitted[job].done() else "RUNNING", "") for job in self.jobs}
 
     def cancel(self) -> None:
-        """Ask all jobs to stop."""
         for job in self.jobs:
             if not self.submitted[job].done():  # whose id is that of a process which passes it on
                 os.kill(int(job), signal.SIGTERM)
 
 
 class SlurmJobs(LocalJobs):
-    """A study in array jobs of Slurm. Their states are those of `squeue`, which needs no
-    accounting."""
+    """A study in array jobs of Slurm, with states from `squeue`, which needs no accounting."""
 
     # how many run at a time is left to Slurm
     at_once = 10**9

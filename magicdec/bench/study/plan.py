@@ -1,12 +1,9 @@
-"""StudyPlan: which cells of a study run, in which order, and whether their caches stay in memory.
-All ranks agree on it before anything is loaded.
+"""StudyPlan: the cells of a study in their order, and which caches stay in memory. All ranks agree
+on it before anything is loaded; the leading rank alone reads the results file.
 
-Cells with one target run one after the other, so that it is loaded once; among these, cells with
-the same prompts, so that they are prefilled once. The order of targets, of prompts, and of the
-cells with the same prompts is random, from the study's seed: no setting is always measured early or
-late.
-
-Owns the agreement. The leading rank alone reads the results file.
+Cells with one target run one after the other, so that it is loaded once; likewise cells with the
+same prompts. Otherwise the order is random, from the study's seed, so that no setting is always
+measured early or late.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """`order` has every run of the study, those included that are done. `todo` are their numbers
-    that are left."""
+    """A plan: `order` has every run, `todo` the numbers of those that are left."""
 
     order: list[StudyCell]
     todo: list[int]
@@ -56,8 +52,8 @@ def make_plan(
     retries_failed: bool,
     is_job: bool = False,
 ) -> StudyPlan:
-    """In a job, each run has a results file of its own. Raises ValueError as `make_cells` does, and
-    for a results file that cannot be read."""
+    """The plan. In a job, each run has its own results file. Raises ValueError as `make_cells`, and
+    for an unreadable results file."""
     cells = make_cells(configs, launch)
     results = Path(settings.out)
     for cell in {id(each.resolved.source): each for each in cells}.values():  # one for each target
@@ -86,7 +82,6 @@ def make_plan(
 
 
 def in_order(cells: Sequence[StudyCell], settings: Settings) -> list[StudyCell]:
-    """Every cell as often as it is to be repeated, in as many rounds."""
     rng = random.Random(settings.order_seed)
     order = list[StudyCell]()
     for _ in range(settings.repeats):
@@ -111,8 +106,7 @@ def grouped(cells: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
 def left(
     order: Sequence[StudyCell], records: Sequence[RunRecord], retries_failed: bool
 ) -> list[int]:
-    """The numbers of the runs that have not run to their end. Of equal ones, the first count as
-    done. A failure is an end, unless it is to be tried again."""
+    """The numbers of runs that have not ended; of equal ones, the first count as done."""
     done = Counter(config_key(r.config) for r in records if is_done(r, retries_failed))
     numbers = []
     for number, cell in enumerate(order):
@@ -123,13 +117,12 @@ def left(
 
 
 def is_done(record: RunRecord, retries_failed: bool) -> bool:
-    """Whether the run has run to its end. A failure is an end, unless it is to be tried again."""
+    """Whether the run has ended. A failure is an end, unless it is to be tried again."""
     return not (retries_failed and record.status == "failed")
 
 
 def make_rooms(cells: Sequence[StudyCell]) -> dict[str, CacheDemand]:
-    """The room of the caches while each cell runs, by the key of the cell. Every batch keeps its
-    cache where the memory has room for that; otherwise batches take turns in one."""
+    """The caches of each cell, by its key. Every batch keeps its own where memory allows."""
     rooms = dict[str, CacheDemand]()
     able = [cell for cell in cells if cell.prepared is not None]
     for group in grouped(able, lambda c: (c.model_key, c.prompts_key)):
@@ -140,7 +133,6 @@ def make_rooms(cells: Sequence[StudyCell]) -> dict[str, CacheDemand]:
 
 
 def has_room(cell: StudyCell) -> bool:
-    """Whether the free memory has room for a cache of each batch."""
     assert cell.prepared is not None, "only cells that can run are planned"
     free = cell.prepared.free
     config = cell.resolved.config

@@ -1,7 +1,5 @@
-"""What the user sees of a study, or of runs that are measured together: a line for what has ended,
-the progress of the current cell or pass, and an estimate of the time that is left.
-
-Owns the estimate. Must not know how a cell is measured.
+"""The progress of a study, or of runs that are measured together, with an estimate of the time
+left.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from magicdec.records.table import method_of
 
 
 class Estimate:
-    """The time that is left if the other parts of a whole take as long as those before them did in
-    the mean."""
+    """The time left, if the remaining parts take the mean of the earlier ones."""
 
     def __init__(self, num_left: int) -> None:
         self.num_left = num_left
@@ -39,7 +36,6 @@ class Estimate:
         self.seconds.append(time.monotonic() - self.started)
 
     def __str__(self) -> str:
-        """The time until all is done; empty before the first part is."""
         if not self.seconds or self.num_left <= 0:
             return ""
         seconds = self.num_left * fmean(self.seconds)
@@ -48,8 +44,7 @@ class Estimate:
 
 
 class Labelled:
-    """The progress of something, between what matters most of what it belongs to and the rest,
-    which a narrow terminal cuts."""
+    """A progress with a label before it, and text after it that a narrow terminal cuts."""
 
     def __init__(self, inner: Progress) -> None:
         self.inner = inner
@@ -63,8 +58,6 @@ class Labelled:
 
 
 class StudyProgress(Labelled):
-    """The progress of the cell that runs, after its number and the time that is left."""
-
     def __init__(self, inner: Progress, plan: StudyPlan) -> None:
         super().__init__(inner)
         self.num_runs = len(plan.order)
@@ -85,10 +78,9 @@ class StudyProgress(Labelled):
 
 
 class PassProgress(Labelled):
-    """The progress of the pass that runs, after its number and the time that is left; and the time
-    until which passes may begin, if there is one. It is the pace of runs that are measured
-    together (`bench/run/together.py`). Where there is no terminal, a line now and then says it. A
-    rank that is alone ends the pass that runs when the time is over."""
+    """The progress of a pass, with its number, the time left, and the time until which passes may
+    begin, if any: the pace of `bench/run/together.py`. Without a terminal, it prints a line now and
+    then. A rank that is alone ends the pass when the time is over."""
 
     def __init__(
         self,
@@ -108,13 +100,12 @@ class PassProgress(Labelled):
         self.said_s = time.monotonic()
 
     def expect(self, num_passes: int, num_groups: int) -> None:
-        """So many passes are to come, in so many groups, which share the time."""
         self.num_passes = num_passes
         self.num_groups = num_groups
         self.left = Estimate(num_passes)
 
     def next_group(self) -> None:
-        """The next group begins, and gets an equal share of the time that is left."""
+        """Begins a group, with an equal share of the time left."""
         if self.deadline_s is not None:
             now = time.monotonic()
             self.until_s = now + (self.deadline_s - now) / self.num_groups
@@ -148,7 +139,6 @@ class PassProgress(Labelled):
 
 
 def describe(config: dict[str, Any]) -> str:
-    """What a resolved config runs, in a few words."""
     w = config["workload"]
     return (
         f"{config['model']['model']}, {method_of(config)}, B {w['batch_size']}, "
@@ -157,7 +147,6 @@ def describe(config: dict[str, Any]) -> str:
 
 
 def shown(record: RunRecord) -> str:
-    """What a cell came to, in a few words."""
     if record.metrics is None:
         return record.status if record.error is None else f"{record.status}: {record.error}"
     metrics = record.metrics
@@ -170,7 +159,6 @@ def shown(record: RunRecord) -> str:
 
 
 def print_order(plan: StudyPlan) -> None:
-    """Every run in its order, with its name for `--only` and with what keeps it from running."""
     todo = set(plan.todo)
     for number, cell in enumerate(plan.order):
         state = "" if number in todo else " (done)"
@@ -180,5 +168,4 @@ def print_order(plan: StudyPlan) -> None:
 
 
 def say(line: str) -> None:
-    """Tell the user of the study's progress."""
     print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,5 @@
-"""Study: many runs that one command measures, as the user wrote them: grids of flags and how to
-work through them. Imports no torch.
-
-Owns what a study file may hold. Must not know any flag of a driver.
+"""Study: a study file's grids of flags, and how to work through them. It knows no flag of a driver.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,10 +22,9 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(frozen=True)
 class FlagGrid:
-    """Every combination of the values of some flags, under one driver. `where` names it in
-    messages. `axes` has the values of each flag, by its name without dashes. `shared` flags are
-    those of all grids, and need not do anything in this one. `places` are the lines of a file that
-    the flags stand in."""
+    """Every combination of the values of some flags, under one driver. `where` names the grid in
+    messages. `axes` has values by a flag's name without dashes. `shared` flags are those of all
+    grids, and need not do anything in this one. `places` are the flags' lines in a file."""
 
     where: str
     driver: str
@@ -36,7 +33,6 @@ class FlagGrid:
     places: Mapping[str, str] = field(default_factory=dict)
 
     def place_of(self, key: str) -> str:
-        """Where a flag stands, for messages."""
         return self.places.get(key, self.where)
 
     @property
@@ -50,8 +46,6 @@ class FlagGrid:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a study is worked through."""
-
     out: str = same(OutputSection, "results")
     order_seed: int = setting(0, "Seed of the order of the runs.", least=0)
     repeats: int = setting(
@@ -64,7 +58,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What the jobs of a study ask of Slurm: the table [slurm] of its file."""
+    """The demands of a study's jobs on Slurm: the table [slurm] of its file."""
 
     partition: str | None = setting(None, "Partition; Slurm's default if it is not given.")
     account: str | None = setting(None, "Account that is charged.")
@@ -84,7 +78,7 @@ class SlurmOptions:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of `sbatch` by name, with an underscore for a dash; without those of `more`."""
+        """Options of `sbatch` by name, with underscores, without those of `more`."""
         own = ("partition", "account", "time", "nodes", "gpus_per_node", "cpus_per_task")
         values = {name: getattr(self, name) for name in own} | {"ntasks_per_node": 1}
         values["mem"] = None if self.mem_gb is None else f"{self.mem_gb}G"
@@ -97,7 +91,7 @@ class SlurmOptions:
 
     @property
     def srun_options(self) -> list[str]:
-        """What `srun` does not take from its job."""
+        """Options that `srun` does not take from its job."""
         return [] if self.cpus_per_task is None else [f"--cpus-per-task={self.cpus_per_task}"]
 
 
@@ -109,7 +103,6 @@ class Study:
 
     @property
     def num_cells(self) -> int:
-        """Cells that are written; equal ones are counted each time."""
         return sum(grid.num_cells for grid in self.grids)
 
 
@@ -140,7 +133,6 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
 
 
 def _read(file: TomlFile, section: type[S], raw: dict[str, Any], others: Sequence[str] = ()) -> S:
-    """The section with the values of a table. `others` are keys that mean something else there."""
     settings = declared(section)
     values = {}
     for key, value in raw.items():

@@ -1,8 +1,5 @@
-"""Runs the cells of a study, one record each: every rank executes this together. At the end it says
-what has become of the study.
-
-Owns what happens between cells: what is dropped, when to stop, and what a failure leaves behind.
-Must not know what a cell measures.
+"""Runs the cells of a study, one record each, and reports the study's end. Every rank executes this
+together.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from magicdec.setup.session import RankSession, Sessions
 
 
 class Sweep:
-    """One rank's part of a study."""
-
     def __init__(self, plan: StudyPlan, launch: Launch, progress: StudyProgress) -> None:
         self.plan = plan
         self.launch = launch
@@ -41,7 +36,7 @@ class Sweep:
         self.records: list[RunRecord] = []
 
     def run(self) -> None:
-        """Run what is left. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
+        """Runs what is left. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
         written."""
         for number in self.plan.todo:
             cell = self.plan.order[number]
@@ -57,8 +52,8 @@ class Sweep:
         close_groups()
 
     def run_cell(self, cell: StudyCell, session: RankSession) -> RunRecord:
-        """The record of a cell. With one rank, a failure is a record and nothing of it stays; with
-        several, whose states may differ after it, the exception ends the study."""
+        """The record of a cell. With one rank, a failure is a record; with several, whose states
+        may differ after it, the exception ends the study."""
         assert cell.prepared is not None
         resident = self.resident = self.resident or Resident(session.device, self.progress)
         resident.models.drop_others(cell.resolved.source, cell.resolved.draft_source)
@@ -80,7 +75,6 @@ class Sweep:
             append_record(path, record)
 
     def failed(self, cell: StudyCell, error: str) -> RunRecord:
-        """The record of a cell that did not run to its end."""
         config = cell.resolved.config
         now = datetime.datetime.now(datetime.UTC)
         environment = describe_environment(self.launch, config.parallel.device, now)
@@ -88,8 +82,8 @@ class Sweep:
 
 
 def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
-    """Run what is left, report it, and return the exit code: 0 if nothing failed, 1 if something
-    did, 130 on Ctrl-C."""
+    """Runs what is left, reports it, and returns the exit code: 0, 1 if something failed, 130 on
+    Ctrl-C."""
     is_leader = launch.rank == 0
     path = Path(settings.out)
     sweep = Sweep(plan, launch, StudyProgress(make_progress(is_leader), plan))

@@ -1,5 +1,5 @@
-"""What follows from the short runs of `magicdec advise`: one sentence, and the command to run. It
-predicts longer contexts with the plan, and runs nothing.
+"""The advice of `magicdec advise` from its short runs: one sentence and a command. The plan
+predicts longer contexts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ LONGEST = 16  # the plan looks at contexts of up to so many times the measured o
 
 @dataclass(frozen=True)
 class MeasuredDraft:
-    """A short run with a draft: the flags that name it, and its net speedup over decoding without
-    one. `interval` is its interval, which holds with 95 % for all `num_candidates` that were tried,
-    of which this is the best; None if the run had too few batches. `predicted` is the plan's net
-    speedup at the same place, None where it has none."""
+    """The best short run: its draft's flags and net speedup. `interval` holds with 95 % for all
+    `num_candidates` together; None with too few batches. `predicted` is the plan's net speedup at
+    the same place, if any."""
 
     draft: str
     speedup: float
@@ -37,8 +36,8 @@ class MeasuredDraft:
 
 
 def describe_advice(best: MeasuredDraft, place: str, expectation: str) -> str:
-    """Whether speculation pays, with which draft, what the plan expects of other contexts, and how
-    sure that is. `place` says where it was measured, such as `B 4 and 2048 tokens of context`."""
+    """The sentence. `place` says where it was measured, such as `B 4 and 2048 tokens of
+    context`."""
     verdict = "pays here"
     draft = f"`{best.draft}`"
     if best.speedup <= 1:
@@ -73,14 +72,13 @@ def _how_sure(best: MeasuredDraft) -> str:
 
 
 def net_speedup(record: RunRecord) -> float:
-    """0 for a run without one."""
+    """The net speedup, or 0 without one."""
     return (record.metrics.net_speedup if record.metrics else None) or 0.0
 
 
 def least_speedup(record: RunRecord) -> float:
-    """The lower end of the interval of the net speedup, or the speedup where there is no interval.
-    Drafts are ranked by it: of many noisy runs, the one with the highest speedup is often the one
-    that was disturbed most."""
+    """The lower end of the net speedup's interval, or the speedup. It ranks drafts, because the
+    highest of many noisy speedups is often the most disturbed."""
     interval = record.metrics.net_speedup_interval if record.metrics else None
     return interval[0] if interval else net_speedup(record)
 
@@ -88,7 +86,7 @@ def least_speedup(record: RunRecord) -> float:
 def find_advice(
     args: AdviceSection, records: Mapping[str, RunRecord], plan: SpeculationPlan | None
 ) -> str:
-    """The sentence, and in a line of its own the command to run. Raises ValueError if no run has a
+    """The sentence, and in a line of its own the command. Raises ValueError if no run has a
     speedup."""
     flags, record = max(records.items(), key=lambda item: least_speedup(item[1]))
     if not net_speedup(record) or record.metrics is None:
@@ -129,8 +127,8 @@ def expectation_of(plan: SpeculationPlan, args: AdviceSection) -> str:
 def make_plan(
     args: AdviceSection, records: Mapping[str, RunRecord], file: Path
 ) -> SpeculationPlan | None:
-    """The plan for the KV policy and the weights of the fastest self-speculation, with the
-    acceptance of the runs in the file. None if none of them is self-speculation that has one."""
+    """The plan for the fastest self-speculation's policy and weights, with the acceptance of the
+    file's runs; None without one that has an acceptance."""
     from magicdec.cli import plan
     from magicdec.model.presets.presets import find_config
 

@@ -2,13 +2,10 @@
 short workload, probes the machine, predicts longer contexts, and ends in one sentence and the
 command to run.
 
-    magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl --nproc 2
 
-All drafts are measured in one process, or on the ranks of `--nproc`, with one prefill and one
-baseline (`bench/study/drafts.py`), and the machine as `magicdec probe` does. The prediction is
-that of `magicdec plan`. What is done when the user, or the time of `--time`, ends it is kept and
-reported.
+All drafts share one prefill and one baseline (`bench/study/drafts.py`). What is done when the user
+or `--time` ends it is kept and reported.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_time(text: str) -> float:
-    """Seconds of a text such as 90s, 5m or 1h; a number alone is seconds. Raises ValueError."""
+    """Seconds of a text such as 90s, 5m, 1h or 90. Raises ValueError."""
     number, unit = (text[:-1], text[-1:]) if text[-1:] in UNITS else (text, "s")
     try:
         seconds = float(number) * UNITS[unit]
@@ -133,7 +130,7 @@ class AdviceSection:
 
     @property
     def workload(self) -> list[str]:
-        """The flags that all runs have, and the command to run has too."""
+        """The flags of all runs and of the advised command."""
         values = {
             "model": self.model,
             "dataset": self.dataset,
@@ -146,7 +143,7 @@ class AdviceSection:
 
 
 def run(words: Sequence[str], launch: Launch) -> int:
-    """Probe, run and plan on all ranks; the first one says what follows."""
+    """Probes, runs and plans on all ranks; the first one reports."""
     began_s = time.monotonic()
     values = build_parser().read(words)
     args = values[AdviceSection]
@@ -184,9 +181,8 @@ def build_parser() -> Parser:
 
 
 class StopRequests:
-    """A context manager: SIGINT and SIGTERM ask for the end of the measuring, not of the report.
-    Ranks that wait for each other end after the pass that runs. A second request ends the
-    command."""
+    """A context in which SIGINT and SIGTERM end the measuring, not the report. Ranks that wait for
+    each other end after the current pass. A second request ends the command."""
 
     def __init__(self, launch: Launch) -> None:
         self.has_other_ranks = launch.world_size > 1
@@ -220,12 +216,11 @@ class StopRequests:
 
     @property
     def code(self) -> int:
-        """The exit code of a command that was asked to stop."""
         return 128 + (self.number or signal.SIGINT)
 
 
 class Advice:
-    """One rank's part. `given` are the settings that the user gave, by name."""
+    """One rank's part. `given` has the names of settings that the user gave."""
 
     def __init__(
         self,
@@ -244,7 +239,6 @@ class Advice:
         self.deadline_s = None if args.time is None else began_s + args.time
 
     def give(self, configs: dict[str, RunConfig]) -> int:
-        """Measure, report and return the exit code."""
         from magicdec.bench.study.drafts import DraftTrials
         from magicdec.bench.study.progress import PassProgress
         from magicdec.distributed.start import close_groups
@@ -271,7 +265,7 @@ class Advice:
         return int(not all(record.passed for record in found.records.values()))
 
     def find_rates(self, config: RunConfig) -> bool:
-        """Probe the machine unless its file is there. Returns whether there are rates to plan
+        """Probes the machine unless its file exists. Returns whether there are rates to plan
         with."""
         args = self.args
         prediction = "the prediction for other contexts"
@@ -289,7 +283,6 @@ class Advice:
         return not machine.busy or args.allow_busy_machine
 
     def probe(self, config: RunConfig) -> MachineFile:
-        """Measure the rates of the machine, on all ranks."""
         from magicdec.config.resolve import resolve
         from magicdec.hardware.environment import probe_machine
         from magicdec.predict.probe import measure_in
@@ -305,7 +298,6 @@ class Advice:
         return session.groups.target.all_gather_values(found, MachineFile)[0]
 
     def cut_down(self, configs: dict[str, RunConfig], rates: BaselineTimes) -> dict[str, RunConfig]:
-        """The runs with a workload for which there is time."""
         from magicdec.bench.study.drafts import fitting
 
         assert self.deadline_s is not None
@@ -331,8 +323,7 @@ class Advice:
             print(f"left out   {what}", flush=True)
 
     def report(self, found: Found, has_rates: bool) -> None:
-        """Keep the records, and say what they and the plan say. Raises ValueError if they say
-        nothing."""
+        """Keeps the records, and prints the advice. Raises ValueError if there is none."""
         from magicdec.bench.study.progress import shown
 
         args = self.args
@@ -362,8 +353,8 @@ class Advice:
 
 
 def make_configs(args: AdviceSection) -> tuple[dict[str, RunConfig], list[str]]:
-    """The run of each source, by the flags that name it, and a line for each that is left out: a
-    policy or weights that cannot run. Raises ValueError for other runs that cannot."""
+    """The run of each source by its flags, and lines for policies or weights that cannot run.
+    Raises ValueError for other runs that cannot."""
     configs = dict[str, RunConfig]()
     notes = list[str]()
     for source in find_sources(args):
@@ -383,9 +374,8 @@ def make_configs(args: AdviceSection) -> tuple[dict[str, RunConfig], list[str]]:
 
 
 def compare_model(name: str, args: AdviceSection, launch: Launch) -> None:
-    """Compare the model with that of transformers unless this was done before, since all that
-    follows is measured with the model as it was loaded. The process that the user started does so.
-    Raises ValueError if the two differ."""
+    """Compares the model with that of transformers, unless this was done before, in the process
+    that the user started. Raises ValueError if they differ."""
     from magicdec.bench.run.model_check import check_model
     from magicdec.model.checkpoint.checked import DIFFERS, TOLD, is_exempt, outcome_of
     from magicdec.model.checkpoint.source import find_model
@@ -422,10 +412,9 @@ def find_sources(args: AdviceSection) -> list[list[str]]:
 
 
 def find_machine(args: AdviceSection) -> tuple[Path, list[str]]:
-    """The machine file, which is written if it does not exist: that of `--machine`, or one beside
-    it if that was probed with another number of ranks, which share the machine differently and
-    whose link it lacks; and what to tell the user. Raises ValueError for one that cannot be read or
-    written, or that was probed on a busy host."""
+    """The machine file, new or not, and notes for the user: `--machine`, or one beside it if that
+    was probed with another number of ranks, which share the machine differently. Raises ValueError
+    for a file that cannot be read or written, or of a busy host."""
     path = args.machine
     wanted = args.num_ranks
     notes = list[str]()
@@ -450,14 +439,13 @@ def find_machine(args: AdviceSection) -> tuple[Path, list[str]]:
 
 
 def probed_ranks(path: Path, default: int) -> int:
-    """The number of ranks with which a machine file was probed; `default` if there is no file."""
     if not path.exists():
         return default
     return int(load_machine(path).description.get("world_size", default))
 
 
 def warn_of_other_machine(args: AdviceSection, records: Mapping[str, RunRecord]) -> None:
-    """Say what of the machine file is not of the machine, or of the threads, of the runs."""
+    """Warns if the machine file is of another machine or other threads than the runs."""
     probed = load_machine(args.machine).description
     here = vars(next(iter(records.values())).environment)
     kinds = [key for key in ("cpu", "gpu", "threads") if probed.get(key, here[key]) != here[key]]

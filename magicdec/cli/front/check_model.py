@@ -3,8 +3,7 @@
     magicdec model check checkpoints/Llama-3.2-1B
 
 Prints what the loader made of config and tokenizer, and compares logits and greedy tokens with
-those of `transformers`, if that is installed. Exits with 1 if they differ. `magicdec run` says once
-for a model that was never compared how to do that.
+`transformers`, if installed. Exits with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class CheckSection:
-    """The model to check."""
-
     model: str = setting(..., "The model, named as --model names it.", "model", metavar="DIR")
     time_s: float = setting(
         120.0, "Leave out a text that would make the comparison take longer, about.", above=0

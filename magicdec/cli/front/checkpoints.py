@@ -1,12 +1,10 @@
-"""The commands around checkpoints: `magicdec model get` fetches one from the Hugging Face hub,
-and `magicdec model convert` writes one as one file of weights with checksums beside it.
+"""`magicdec model get` fetches a checkpoint from the Hugging Face hub; `magicdec model convert`
+writes one file of weights with checksums beside it, which running does not need. `magicdec
+download` and `magicdec convert` are these in the spelling of the original suite.
 
     magicdec model get meta-llama/Llama-3.2-1B
     magicdec model convert checkpoints/meta-llama/Llama-3.2-1B --quantize int8
     magicdec model convert --verify checkpoints/meta-llama/Llama-3.2-1B/model.pth
-
-`magicdec download` and `magicdec convert` are these in the spelling of the original suite.
-Running a checkpoint needs no conversion. Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ QUANTIZATIONS = ("int8",)
 
 @dataclass(frozen=True)
 class DownloadSection:
-    """The model to fetch, and where to."""
+    """The model to fetch, and the destination."""
 
     repo_id: str = setting(
         ..., "The model's name on the hub, as owner/model.", "repo_id", metavar="ID"
@@ -76,7 +74,7 @@ class ConvertSection:
 
 @dataclass(frozen=True)
 class OldDownloadSection(DownloadSection):
-    """In the original suite, the model is a flag too."""
+    """The original suite's spelling, with a flag for the model."""
 
     repo_id: str = same(DownloadSection, "repo_id", flags=("--repo_id",))
     out: Path = same(WrittenSection, "out", ...)
@@ -84,7 +82,7 @@ class OldDownloadSection(DownloadSection):
 
 @dataclass(frozen=True)
 class OldConvertSection(ConvertSection):
-    """In the original suite, the checkpoint is a flag too."""
+    """The original suite's spelling, with a flag for the checkpoint."""
 
     checkpoint_dir: Path | None = same(
         ConvertSection, "checkpoint_dir", flags=("--checkpoint_dir",)
@@ -92,7 +90,7 @@ class OldConvertSection(ConvertSection):
 
 
 def refusing(run: Callable[[ParsedValues], int]) -> Callable[[ParsedValues], int]:
-    """`run`, which refuses an error of a file too."""
+    """`run`, with errors of files as refusals."""
 
     @wraps(run)
     def wrapped(values: ParsedValues) -> int:
@@ -128,7 +126,7 @@ def fetch(values: ParsedValues) -> int:
 
 @refusing
 def convert_or_verify(values: ParsedValues) -> int:
-    """Convert a checkpoint, or verify a file. Returns 1 if a verified file is damaged. Raises
+    """Converts a checkpoint, or verifies a file. Returns 1 if a verified file is damaged. Raises
     ValueError for flags that exclude each other."""
     args: ConvertSection = values.sections["convert"]
     flag = "--checkpoint_dir" if isinstance(args, OldConvertSection) else "DIR"

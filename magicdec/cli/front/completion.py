@@ -1,9 +1,8 @@
-"""`magicdec completion SHELL`: what a shell needs to complete commands, flags and their values.
+"""`magicdec completion SHELL`: a script, made by shtab from all parsers, that completes commands,
+flags and values without running anything.
 
     source <(magicdec completion bash)
     magicdec completion zsh > ~/.zfunc/_magicdec
-
-shtab makes the script from the parsers of all commands, so nothing runs while a line is completed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ main = LoneCommand(
 
 
 def script_of(shell: str) -> str:
-    """The script for that shell."""
     import shtab
 
     from magicdec.cli.commands import COMMANDS, parser_of
@@ -58,7 +56,7 @@ def script_of(shell: str) -> str:
 
 
 def complete_files(parser: Parser) -> Parser:
-    """The parser, whose flags that name files complete them."""
+    """The parser, with completion of flags that name files."""
     import shtab
 
     for action in parser._actions:

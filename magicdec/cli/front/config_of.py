@@ -1,7 +1,5 @@
-"""`magicdec config RECORDS`: the record of a run or of a prediction as a file for `--config` of the
-command that makes such records, so that it can be measured or predicted again.
-
-Owns which flags make a run. It takes what was resolved, so that no `auto` is chosen anew; a
+"""`magicdec config RECORDS`: the record of a run or a prediction as a file for `--config`, to
+measure or predict it again. A run has its resolved values, so that no `auto` is chosen anew; a
 prediction has the flags of its command.
 """
 
@@ -57,7 +55,7 @@ def write_flags(values: ParsedValues) -> int:
 
 
 def find_record(args: RecordSection) -> Record:
-    """Raises ValueError if the file has not so many records of that kind."""
+    """The chosen record. Raises ValueError if the file has fewer records of that kind."""
     records = [each for each in read_records(args.records, Record) if each.kind == args.kind]
     if not 1 <= abs(args.record) <= len(records):
         raise ValueError(
@@ -68,9 +66,9 @@ def find_record(args: RecordSection) -> Record:
 
 
 def flags_of(record: Record) -> dict[str, Any]:
-    """The flags of the command that make the record again, without those that it would ignore and
-    those that name files to write. Raises ValueError for a record of another kind, with the
-    command that made it, and for a prediction without its flags."""
+    """The flags that make the record again, without ignored ones and files to write. Raises
+    ValueError for a record of another kind, with its command, and for a prediction without
+    flags."""
     config = record.config
     if not isinstance(record, MeasuredRecord):
         flags: dict[str, Any] | None = config.get("flags")
@@ -96,8 +94,8 @@ def flags_of(record: Record) -> dict[str, Any]:
 
 
 def value_of(each: Declared, value: Any) -> Any:
-    """A recorded value as a user writes it in TOML; None if it needs no flag, or is a resolved
-    dtype where the flag is auto or int8."""
+    """A recorded value as a user writes it in TOML; None if it needs no flag, or is no choice of
+    the flag."""
     if value is None or value == []:
         return None
     if isinstance(value, bool):

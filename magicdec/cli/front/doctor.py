@@ -1,5 +1,5 @@
-"""`magicdec doctor`: what works on this machine, a line each. Exit code 1 if something that
-every run needs does not work.
+"""`magicdec doctor`: a line each for what works on this machine. Exit code 1 if a need of every run
+does not.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ HEAD_SIZE = 64  # of the demo model
 
 @dataclass(frozen=True)
 class Check:
-    """One thing, whether it works, and what is there or missing. A run can do without it unless
-    `is_needed`."""
+    """A capability of the machine. A run can do without it unless `is_needed`."""
 
     name: str
     works: bool
@@ -44,7 +43,7 @@ def print_checks(values: ParsedValues) -> int:
 
 
 def find_checks() -> Iterator[Check]:
-    """The checks, each made when it is asked for."""
+    """Yields the checks, made one by one."""
     yield Check("magicdec", True, f"{version('magicdec')}, Python {platform.python_version()}")
     if find_spec("torch") is None:
         yield Check("torch", False, "not installed; install it with: pip install torch", True)
@@ -86,7 +85,7 @@ def find_checks() -> Iterator[Check]:
 
 
 def check_kernels(machine: Machine) -> Check:
-    """Build the kernel of attention, unless it was built before, and load it."""
+    """Builds the attention kernel, unless it was built before, and loads it."""
     name = "CPU kernels"
     if not machine.has_compiler:
         return Check(name, False, "they need a C++ compiler")
@@ -103,7 +102,7 @@ def check_kernels(machine: Machine) -> Check:
 
 
 def needed(name: str, describe: Callable[[], str]) -> Check:
-    """Something that every run needs, which works unless `describe` raises ValueError."""
+    """A check that works unless `describe` raises ValueError."""
     try:
         return Check(name, True, describe(), is_needed=True)
     except ValueError as error:
@@ -111,7 +110,7 @@ def needed(name: str, describe: Callable[[], str]) -> Check:
 
 
 def describe_auto(machine: Machine) -> str:
-    """What `auto` means here."""
+    """The meaning of `auto` here."""
     from magicdec.config.resolve import resolve
     from magicdec.config.run_config import RunConfig
 

@@ -1,11 +1,10 @@
-"""`magicdec reproduce`: a published table beside what the plan predicts and what runs here measure.
+"""`magicdec reproduce`: a published table beside predictions and measurements.
 
     magicdec reproduce                                  # lists the tables
     magicdec reproduce magicdec_speedups_a100           # runs it at the published size
     magicdec reproduce magicdec_speedups_a100 --demo    # with the packaged models, on this machine
 
-Owns the flags, and the refusal of a machine with too few GPUs. Heavy imports happen after the flags
-are read.
+Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ WRITTEN = Path("results/reproduce")
 
 @dataclass(frozen=True)
 class PublishedTableSection:
-    """The published table, and what is done with it."""
+    """The published table, and the action on it."""
 
     table: str | None = setting(
         None, "The published table.", "table", choices=tuple(TABLES), metavar="TABLE"
@@ -54,8 +53,8 @@ class PublishedTableSection:
 
 
 def reproduce(values: ParsedValues) -> int:
-    """Do what the flags say. Returns the exit code. Raises ValueError for what cannot be, if a file
-    cannot be read or written, or if there are too few GPUs."""
+    """Does what the flags say. Returns the exit code. Raises ValueError for impossible flags, a
+    file that cannot be read or written, and too few GPUs."""
     if is_launched():
         raise ValueError("reproduce starts the ranks itself; start it without torchrun")
     args = values[PublishedTableSection]

@@ -1,5 +1,6 @@
-"""Which settings a run ignores, and why: such a flag is refused where the user gave it. Imports no
-torch itself, but asking a KV policy does."""
+"""The settings that a run ignores, with reasons: such a flag is refused where the user gave it.
+Asking a KV policy imports torch.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ OF_EVERY_POLICY = ("policy", "budget")
 
 
 def refuse_ignored(config: RunConfig, values: ParsedValues, used: Sequence[str] = ()) -> None:
-    """Raises ValueError for a flag on the command line that would do nothing in a run of `config`.
-    If it is in a file, say so. `used` names settings that the command uses in any case."""
+    """Raises ValueError for a flag on the command line that a run of `config` ignores, and prints
+    one in a file. `used` names settings that the command uses in any case."""
     launch = read_launch()
     # The first rank says so, unless it only starts the ranks that run.
     is_leader = launch.rank == 0 and not is_other_start(config.parallel.nproc, launch)
@@ -37,7 +38,7 @@ def refuse_ignored(config: RunConfig, values: ParsedValues, used: Sequence[str] 
 
 
 def why_ignored(config: RunConfig, setting: str) -> str | None:
-    """Why the run does not use a setting, such as `kv.window_size`; None if it does."""
+    """The reason why the run ignores a setting such as `kv.window_size`, if it does."""
     section, _, name = setting.partition(".")
     decoding = config.decoding
     is_of_drafts = section in ("kv", "draft") or setting in OF_DRAFTING

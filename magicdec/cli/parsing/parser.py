@@ -1,8 +1,5 @@
-"""Parser: the argparse parser of every command, made from sections of settings. It raises errors
-instead of exiting, has help in two levels, and reads flags from a TOML file too. Imports no torch.
-
-`ParsedValues` is what it read: the sections with the user's values, and which settings the user
-gave.
+"""Parser: argparse from sections of settings, with help in two levels and flags from a TOML file
+too. It raises errors instead of exiting. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,8 +29,8 @@ class ConfigFile:
 
 @dataclass(frozen=True)
 class ParsedValues:
-    """`sections` by name. A setting is named by its section and its field, such as `kv.budget`:
-    `typed` are those of the command line, `filed` those of the file of `--config`."""
+    """The read sections by name. Settings are named by section and field, such as `kv.budget`; the
+    user gave `typed` ones on the command line, and `filed` ones in the file of `--config`."""
 
     sections: Mapping[str, Any]
     typed: frozenset[str]
@@ -41,7 +38,6 @@ class ParsedValues:
     settings: Mapping[str, Declared]
 
     def __getitem__(self, kind: type[SectionType]) -> SectionType:
-        """The section of that type."""
         return next(each for each in self.sections.values() if type(each) is kind)
 
     @property
@@ -52,22 +48,20 @@ class ParsedValues:
         return self.settings[name].flag
 
     def refuse_given(self, names: Iterable[str], reason: str) -> None:
-        """Raises ValueError for a setting that the user gave and that does nothing."""
+        """Raises ValueError for settings that the user gave in vain."""
         for name in names:
             if name in self.given:
                 raise ValueError(f"{self.flag_of(name)} does nothing here: {reason}; leave it out")
 
     def refuse_typed(self, names: Iterable[str], reason: str) -> None:
-        """As `refuse_given`, for the settings on the command line alone."""
+        """`refuse_given` for settings on the command line alone."""
         self.refuse_given([name for name in names if name in self.typed], reason)
 
 
 class Parser(argparse.ArgumentParser):
-    """`sections` are the sections that the flags belong to, by name, with their defaults; a section
-    with settings that have none is given as its type. `only` names the fields of a section that
-    have a flag here; without it, all have one. `aliases` are further spellings of settings.
-    `everyday` names the flags that `--help` shows; `--help_all` shows them all. Without it,
-    `--help` does."""
+    """A parser of `sections`, given by name with their defaults, or as types where settings have
+    none. `only` names the fields of a section that have a flag here, `aliases` further spellings,
+    and `everyday` the flags that `--help` shows, where `--help_all` shows all."""
 
     def __init__(
         self,
@@ -126,13 +120,13 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(*flags, **options)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Values are checked by their settings, which word it as the project does."""
+        """Leaves the check of values to their settings, for their wording."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
     def print_help(self, file: Any = None) -> None:
-        """Only one rank prints, so that the help appears once under torchrun."""
+        """Prints the help on one rank, so that it appears once under torchrun."""
         if read_launch().rank == 0:
             super().print_help(file)
 
@@ -156,10 +150,9 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def read(self, words: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ParsedValues:
-        """The sections with the values of the command line and of the file of `--config`. The user
-        wrote `defaults` elsewhere: values by the spellings of flags without dashes. Raises
-        ValueError, one line, for a flag that does not exist, with the name that is most like it,
-        and for a value that a setting cannot have."""
+        """The sections with the values of the command line, the file of `--config`, and `defaults`,
+        which the user wrote elsewhere, by spellings of flags without dashes. Raises ValueError, one
+        line, for an unknown flag, with the name most like it, and for an impossible value."""
         texts = self._parse(words)
         typed = {name: self.settings[name].read(text) for name, text in texts.items()}
         path = typed.get("file.config")
@@ -177,7 +170,6 @@ class Parser(argparse.ArgumentParser):
         return ParsedValues(sections, frozenset(typed), given, self.settings)
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """The texts that the command line gives, by the names of settings."""
         parsed, unknown = self.parse_known_args(words)
         if unknown:
             raise ValueError(f"unknown argument {unknown[0]}; {self._meant(unknown[0])}")
@@ -185,8 +177,7 @@ class Parser(argparse.ArgumentParser):
         return {names.get(name, name): text for name, text in vars(parsed).items()}
 
     def _meant(self, word: str) -> str:
-        """A hint at the flag that a user meant by an unknown word: its setting may have that name
-        here or in other programs."""
+        """A hint at the flag that an unknown word means, by its name here or in other programs."""
         flag = word.partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")
         for each in self.settings.values():
@@ -195,8 +186,6 @@ class Parser(argparse.ArgumentParser):
         return most_like(flag, [flag for each in self._actions for flag in each.option_strings])
 
     def read_file(self, file: TomlFile) -> dict[str, Any]:
-        """The values of the file by the names of settings. Raises ValueError, naming the file, the
-        key and its line."""
         values: dict[str, Any] = {}
         for key, value in file.values.items():
             try:
@@ -207,7 +196,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def names(self) -> dict[str, str]:
-        """The names of settings by the spellings of their flags, without dashes."""
+        """The names of settings by their flags' spellings without dashes."""
         return {
             flag.lstrip("-"): name for name, each in self.settings.items() for flag in each.flags
         }
@@ -231,8 +220,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def help_text(each: Declared) -> str:
-    """The meaning of a setting, with its default in this command; docs/flags.md has those of the
-    other commands too."""
+    """The help of a setting with its default in this command."""
     default = each.default
     text = each.setting.help
     if default is None or default is MISSING or default == () or each.kind is bool:

@@ -1,7 +1,5 @@
-"""Whether a model can be divided among as many ranks as `--nproc` asks for, found before any of
-them starts: a hundred ranks would take minutes to say that they are too many.
-
-Imports torch when a check is made.
+"""Checks that a model divides among the ranks of `--nproc` before any of them starts: a hundred
+ranks would take minutes to refuse. A check imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_heads(config: RunConfig, nproc: int) -> None:
-    """Raises ValueError for more ranks than the target has attention heads, which they share."""
+    """Raises ValueError for more ranks than the target has attention heads."""
     with _checked_source(config, nproc) as source:
         Shard(0, nproc).heads(source.config.num_heads, source.config.num_kv_heads)
 
@@ -49,7 +47,7 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
 
 @contextmanager
 def _checked_source(config: RunConfig, nproc: int) -> Iterator[ModelSource]:
-    """The target's source, within which errors name `--nproc` if they name no flag."""
+    """A context with the target's source, in which errors name `--nproc` if they name no flag."""
     from magicdec.model.checkpoint.source import find_model
 
     source = find_model(flag_of(config.model, "model"), config.model.model)

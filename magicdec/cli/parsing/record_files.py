@@ -1,5 +1,5 @@
-"""The arguments that name files of records, and the records of these files: for commands that read
-what runs left behind. A new kind of record is a line in `TABLES`. Imports no torch.
+"""Arguments that name files of records, and their records. A new kind of record is a line in
+`TABLES`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from magicdec.records.record import MeasuredRecord, Record
 
 @dataclass(frozen=True)
 class RecordFilesSection:
-    """The files, and what is done with lines that are no records."""
+    """The files, and the treatment of lines that are no records."""
 
     files: tuple[Path, ...] = setting(
         ..., "Files of records, as JSON lines.", "files", metavar="FILE"
@@ -34,8 +34,8 @@ class RecordFilesSection:
 def read_every_kind(
     args: RecordFilesSection, kinds: Sequence[str] = tuple(RECORDS)
 ) -> Iterator[tuple[Path, Record]]:
-    """Each record of these kinds in the files with its file, one after the other. Raises ValueError
-    as `read_records` does, and if there is no record."""
+    """Yields the records of these kinds with their files. Raises ValueError as `read_records` does,
+    and if there is no record."""
     is_empty = True
     for path in args.files:
         for record in read_records(path, Record, args.strict):
@@ -58,14 +58,14 @@ TABLES = {
 
 
 def commands_of(records: Iterable[Record]) -> Iterator[list[Any]]:
-    """The records of each command: those of one kind that follow each other and have one command
-    line and one start or, of simulations, the same options and work."""
+    """The records of each command: neighbours of one kind with one command line and start or, of
+    simulations, equal options and work."""
     for _, group in groupby(records, _command_of):
         yield list(group)
 
 
 def _command_of(record: Record) -> tuple[object, ...]:
-    """What is the same in all records of one command, and in no other's that follows it."""
+    """A key that the records of one command share."""
     if isinstance(record, MeasuredRecord):
         return record.kind, record.environment.time_utc, record.environment.argv
     return record.kind, record.config.get("options"), record.config.get("work")
@@ -75,8 +75,8 @@ UNRECORDED = ("config", "out", "plot", "plot_ms")
 
 
 def given_flags(values: ParsedValues) -> dict[str, Any]:
-    """The flags that the user gave, without those of files to write, as a file of `--config` has
-    them: for the record of a prediction, which `magicdec config` writes."""
+    """The user's flags as in a file of `--config`, without files to write: for the record of a
+    prediction."""
     flags = {}
     for name, each in values.settings.items():
         section, _, key = name.partition(".")

@@ -1,7 +1,5 @@
-"""What `--attention auto` means, and the choice of CUDA graphs, which depends on the backend.
-Imports no torch itself, but reading the capabilities of a backend does. Knows a backend only by its
-`Capabilities` and its place in the table `AUTO_BACKENDS`.
-"""
+"""The meaning of `--attention auto`, and of `--cuda_graphs`, which depends on the backend, known
+only by its `Capabilities` and its place in `AUTO_BACKENDS`. Reading capabilities imports torch."""
 
 from __future__ import annotations
 
@@ -21,9 +19,8 @@ from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What a run asks of the attention of one of its models: the dtype of its keys, the tokens that
-    a row comes to hold at most (`longest`), and the KV policy with which the model drafts for
-    itself (None: it does not)."""
+    """The demands of a run on a model's attention: dtype, most tokens of a row (`longest`), and the
+    KV policy of self-speculation (None without)."""
 
     device: str
     dtype: str = "float32"
@@ -32,7 +29,7 @@ class AttentionCase:
     kv_policy: str | None = None
 
     def obstacle(self, capabilities: Capabilities, machine: Machine) -> str | None:
-        """Why a backend cannot serve this case, or not in a useful time; None if it can."""
+        """The reason why a backend cannot serve this case in useful time, or None."""
         name = capabilities.name
         window = self.model.sliding_window
         is_alibi_rounded = (self.model.has_alibi, self.dtype) == (True, "bfloat16")
@@ -56,9 +53,8 @@ class AttentionCase:
 
 
 def choose_backend(value: str, machine: Machine, case: AttentionCase) -> Choice:
-    """The attention backend to use. Raises ValueError if the user named one that cannot serve the
-    machine or the model's heads; what else it lacks is refused with the model's name
-    (`setup.model_checks`)."""
+    """The attention backend. Raises ValueError if a named one cannot serve the machine or the
+    model's heads; `setup.model_checks` refuses other gaps."""
     if value == "auto":
         return _first_that_serves(machine, case)
     capabilities = capabilities_of(value)
@@ -69,7 +65,6 @@ def choose_backend(value: str, machine: Machine, case: AttentionCase) -> Choice:
 
 
 def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
-    """The first backend of the device's line that can serve, and why those before it cannot."""
     obstacles: list[str] = []
     for name in AUTO_BACKENDS[case.device]:
         obstacle = case.obstacle(capabilities_of(name), machine)
@@ -81,8 +76,7 @@ def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
 
 
 def check_returns_weights(backend: str, policy: str) -> None:
-    """Raise ValueError if the policy needs the target's attention weights and the backend does not
-    return them."""
+    """Raises ValueError if the policy needs attention weights that the backend lacks."""
     if policy_called(policy).needs_weights and not capabilities_of(backend).returns_weights:
         fitting = ", ".join(list_backends(lambda c: c.returns_weights))
         raise ValueError(
@@ -98,9 +92,8 @@ def choose_graphs(
     is_staged: bool = False,
     pa: float | None = None,
 ) -> Choice:
-    """Whether CUDA graphs are on or off. `backends` are the target's and a draft's. `is_staged`:
-    the ranks are stages of a pipeline. `pa` is `--pa`. Raises ValueError if the user asked for
-    graphs that cannot be captured."""
+    """Whether CUDA graphs are on, for the target's and a draft's `backends`. Raises ValueError for
+    impossible ones."""
     unfit = next((name for name in backends if not capabilities_of(name).can_be_recorded), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",

@@ -1,6 +1,5 @@
-"""Choice: the resolved value of a flag that can be `auto`, and the reason for it. Imports nothing
-of this package and no torch.
-"""
+"""Choice: the resolved value of a flag that can be `auto`. Imports nothing of this package and no
+torch."""
 
 from __future__ import annotations
 
@@ -11,8 +10,6 @@ INTERPRETED = "asked for; interpreted on a CPU, for checks and not for times"
 
 
 class How(Enum):
-    """Who chose."""
-
     ASKED = "the user"
     INTERPRETED = "the user, though the kernels then run in Triton's interpreter"
     AUTO = "auto took what suits the machine best"
@@ -20,8 +17,7 @@ class How(Enum):
 
 
 class Choice(str):
-    """The name of what was chosen, which knows `why`, for the record and for messages, and `how`,
-    for code."""
+    """A chosen name, with its reason for records and messages (`why`) and for code (`how`)."""
 
     why: str
     how: How
@@ -38,15 +34,13 @@ class Choice(str):
 
 
 def first_obstacle(obstacles: Mapping[str, bool]) -> str | None:
-    """The first reason that applies; None if none does."""
     return next((reason for reason, applies in obstacles.items() if applies), None)
 
 
 def asked_for(
     flag: str, name: str, obstacle: str | None, others: str, is_interpreted: bool = False
 ) -> Choice:
-    """The choice of a user who named it. Raises ValueError, which names `others`, if an obstacle
-    keeps it from serving."""
+    """The user's own choice. Raises ValueError, naming `others`, for an obstacle."""
     if obstacle:
         raise ValueError(f"{flag} {name}: {obstacle}; choose from {others}")
     if is_interpreted:

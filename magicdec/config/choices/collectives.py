@@ -1,7 +1,5 @@
-"""What `--collectives auto` means on a machine, which collectives cannot serve there, and how the
-messages of a pipeline travel between its stages: from GPU to GPU, or through the memory of the
-host. Imports no torch.
-"""
+"""The meaning of `--collectives auto`, and how messages travel between stages: from GPU to GPU, or
+through host memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ GPU_FREE = "--device cpu --collectives gloo"  # what serves more ranks than GPUs
 def choose_collectives(
     value: str, device: str, machine: Machine, is_staged: bool = False
 ) -> Choice | None:
-    """The collectives to use; None for one rank. `is_staged`: the ranks are stages of a pipeline.
-    Between these only hidden states pass, which can also be copied through the memory of the host,
-    so that ranks may share a GPU. Raises ValueError if the user named some that cannot serve on
-    this device or between these hosts."""
+    """The collectives, None for one rank. Stages (`is_staged`) may pass hidden states through host
+    memory, and so share a GPU. Raises ValueError for named ones that cannot serve."""
     ranks = machine.local_world_size
     gpus = machine.num_gpus
     if machine.world_size == 1:
@@ -55,7 +51,7 @@ def choose_collectives(
 def choose_host_collectives(
     value: str, device: str, machine: Machine, is_staged: bool = False
 ) -> Choice:
-    """As `choose_collectives`, for what ranks exchange through the memory of hosts."""
+    """As `choose_collectives`, for exchange through the memory of hosts."""
     has_other_hosts = machine.local_world_size != machine.world_size
     obstacles = {
         "several hosts": has_other_hosts,
@@ -75,7 +71,7 @@ def choose_host_collectives(
 
 
 def lacking_memory(machine: Machine, is_staged: bool) -> str | None:
-    """Why the ranks of this host cannot exchange through its shared memory, or None."""
+    """The reason why this host's ranks cannot exchange through shared memory, or None."""
     needed = machine.local_world_size * (STAGE_BYTES if is_staged else GROUP_BYTES)
     free = machine.shared_memory_bytes
     if machine.shared_memory_obstacle or free is None or free >= needed:
@@ -88,16 +84,14 @@ SHOWN = {"shared_memory": "shared memory", "gloo": "gloo"}
 
 @dataclass(frozen=True)
 class Transport:
-    """`headers` is gloo or shared_memory. `payloads` says how hidden states travel. IN_MESSAGES:
-    behind their header, from a CPU. HOST_COPIES: the same way, copied from the GPU to the host and
-    back. NCCL: from GPU to GPU. `why` is the reason on a GPU."""
+    """The way of messages. `headers` is gloo or shared_memory; `payloads` IN_MESSAGES (CPU),
+    HOST_COPIES (by host memory) or NCCL. `why` is the reason on a GPU."""
 
     headers: str
     payloads: str
     why: str = ""
 
     def describe(self) -> str:
-        """One line to print."""
         headers = SHOWN[self.headers]
         if self.payloads == NCCL:
             return f"headers through {headers}, hidden states from GPU to GPU by NCCL ({self.why})"
@@ -113,8 +107,7 @@ class Transport:
 def choose_transport(
     parallel: ResolvedParallel, machine: Machine, obstacle: str | None = None
 ) -> Transport | None:
-    """None for one rank. `obstacle` says why hidden states cannot go from GPU to GPU, even if each
-    rank has a GPU of its own."""
+    """The transport, None for one rank. `obstacle` forbids GPU to GPU."""
     choice = parallel.collectives
     if choice is None:
         return None
@@ -130,8 +123,7 @@ def choose_transport(
 
 
 def check_stage_group(flag: str, parallel: ResolvedParallel) -> None:
-    """Raises ValueError if ranks on CUDA are to share layers and have no collectives for that.
-    `flag` is what asks for it, with its value."""
+    """Raises ValueError, naming `flag`, if ranks on CUDA share layers without NCCL."""
     name = parallel.collectives
     if parallel.device == "cuda" and name not in (None, NCCL):
         raise ValueError(

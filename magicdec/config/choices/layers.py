@@ -1,7 +1,5 @@
-"""What `auto` means for a model's layers: the dtypes, how matrices are multiplied, what computes
-norms, rotation and gates, and whether a whole forward is one native call. Imports no torch itself,
-but reading capabilities does.
-"""
+"""The meaning of `auto` for dtypes, matrix products, elementwise operations, and native forwards.
+Reading capabilities imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ PACKED_DTYPES = ("bfloat16", "float32")
 
 def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
     """The dtype of activations and KV cache. `auto` is bfloat16 where it is fast: on CUDA, on CPUs
-    with dot products for it, and on others if the project's own kernels read it, which widen it."""
+    with products of it, and where our kernels widen it."""
     model = config.model
     if model.dtype != "auto":
         return model.dtype
@@ -34,8 +32,7 @@ def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
 
 
 def choose_weights(flag: str, value: str, dtype: str) -> str:
-    """The dtype of a model's matrices in a run of `dtype`. Raises ValueError if the user asked for
-    another floating-point type."""
+    """The dtype of matrices. Raises ValueError for a floating-point type other than `dtype`."""
     if value in ("auto", dtype):
         return dtype
     if value == "int8":
@@ -47,14 +44,14 @@ def choose_weights(flag: str, value: str, dtype: str) -> str:
 
 
 def check_low_bit(low_bit: str | None, device: str, machine: Machine) -> None:
-    """Raises ValueError if a draft's matrices should be int4 where nothing multiplies them well."""
+    """Raises ValueError for an int4 draft where nothing multiplies it well."""
     missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
     if low_bit == "int4" and device == "cuda" and missing:
         raise ValueError(f"--draft_weights {low_bit} --device cuda: {missing}; or choose int8")
 
 
 def check_copy(low_bit: str | None, weights: str) -> None:
-    """Raises ValueError if a self-draft should have a copy of matrices that are int8 themselves."""
+    """Raises ValueError for a self-draft copy of matrices that are int8 themselves."""
     if low_bit is not None and weights == "int8":
         raise ValueError(
             f"--draft_weights {low_bit}: the model's own weights are int8 already; leave it out"
@@ -64,8 +61,7 @@ def check_copy(low_bit: str | None, weights: str) -> None:
 def choose_linear(
     value: str, device: str, dtype: str, machine: Machine, weights: Sequence[str] = ()
 ) -> str:
-    """How linear layers multiply, in a run of `dtype` whose models have matrices in `weights`.
-    Raises ValueError if the user asked for `packed` and this run cannot use it."""
+    """The kind of matrix products. Raises ValueError for an impossible `packed`."""
     is_bfloat16 = dtype == "bfloat16"
     obstacles = {
         "it is for --device cpu": device != "cpu",
@@ -82,8 +78,8 @@ def choose_linear(
 def choose_elementwise(
     value: str, device: str, dtype: str, linear: str, machine: Machine
 ) -> Choice:
-    """What computes the elementwise operations, in a model with linear layers of that kind. Raises
-    ValueError if the user named one that cannot serve."""
+    """The elementwise operations beside `linear` layers. Raises ValueError for a named one that
+    cannot serve."""
     if value == "auto" and device == "cuda":
         missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
         if missing:
@@ -102,8 +98,8 @@ def choose_elementwise(
 
 @dataclass(frozen=True)
 class StepParts:
-    """What computes the parts of a forward. `collectives` is None for one rank. `avoids_native`:
-    the environment asks for forwards layer by layer."""
+    """The implementations of a forward's parts. `avoids_native`: the environment asks for forwards
+    layer by layer."""
 
     device: str
     backend: str
@@ -113,7 +109,7 @@ class StepParts:
     avoids_native: bool
 
     def obstacle(self) -> str | None:
-        """Why a forward of these parts cannot be one native call; None if it can."""
+        """The reason why they cannot be one native call, or None."""
         if self.device != "cpu":
             return f"--device {self.device}"
         is_native_attention = capabilities_of(self.backend).is_part_of_native_steps
@@ -127,9 +123,8 @@ class StepParts:
 
 
 def choose_native_steps(value: str, parts: StepParts, layer_obstacle: str | None) -> Choice:
-    """`layer_obstacle` says what in the model's layers the library does not compute. `auto` takes
-    the second best only for that reason: for the others, the choice of the part says it already.
-    Raises ValueError if the user asked for native steps that are not possible."""
+    """Whether native steps are on. Only `layer_obstacle`, a part of the layers that the library
+    lacks, makes `auto` second best. Raises ValueError if the user asked for impossible ones."""
     of_parts = parts.obstacle()
     if value != "auto":
         obstacle = of_parts or layer_obstacle

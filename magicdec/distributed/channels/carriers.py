@@ -1,10 +1,5 @@
-"""What carries tensors along one edge between two ranks: a ring buffer in shared memory
-(`shared_ring.cpp`), or a process group, by gloo or from GPU to GPU by NCCL. And the collectives of
-ranks whose edges go through gloo.
-
-Owns the shared memory segments of edges, how many tensors are under way, and how the end of a peer
-is noticed while a rank or its device waits for it.
-"""
+"""Carriers of tensors between two ranks: a ring buffer in shared memory (`shared_ring.cpp`), or a
+process group of gloo or NCCL. Also the collectives of ranks with gloo edges."""
 
 from __future__ import annotations
 
@@ -35,8 +30,8 @@ DIRECT_BYTES = 1 << 16  # of a sum for which each of three or more ranks sends i
 
 
 class GroupCarrier:
-    """One end of an edge through a process group, to `peer`. At most `depth` tensors are under way.
-    `is_on_device`: the group's `wait` returns at once and lets the stream of the device wait."""
+    """One end of an edge to `peer` through a process group, with at most `depth` tensors under way.
+    `is_on_device`: the group's `wait` is the device stream's."""
 
     def __init__(
         self,
@@ -62,14 +57,13 @@ class GroupCarrier:
         self.num_bytes += tensor.nbytes
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        """What is sent one after the other in place of a contiguous tensor."""
         return [tensor]
 
     def fill(self, tensor: Tensor) -> None:
         self.wait_for(self._start(dist.irecv, tensor), self.peer, self.processes)
 
     def is_there(self, seconds: float) -> bool:
-        """A process group says nothing of what it has not been asked to receive."""
+        """A process group cannot tell what has come unasked."""
         return True
 
     def close(self) -> None:
@@ -89,10 +83,12 @@ class GroupCarrier:
 
 
 class PacketCarrier(GroupCarrier):
-    """One end of an edge through gloo, which carries tensors in packets. The receiver is ready for
-    packets before they are sent: to one that is not, gloo sends a question first, so that a tensor
-    takes the delay of the link three times. No send waits for the receiver of that tensor: two
-    ranks that send to each other would both wait."""
+    """One end of an edge through gloo, with tensors in packets.
+
+    The receiver is ready before packets are sent; otherwise gloo asks first, and a tensor takes the
+    link's delay three times. No send waits for its receiver, or two ranks would wait for each
+    other.
+    """
 
     def __init__(
         self,
@@ -108,7 +104,6 @@ class PacketCarrier(GroupCarrier):
             self._expect(torch.empty(PACKET_BYTES, dtype=torch.uint8))
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Its bytes, in packets that share its memory."""
         return tensor.view(-1).view(torch.uint8).split(PACKET_BYTES)
 
     def fill(self, tensor: Tensor) -> None:
@@ -123,13 +118,12 @@ class PacketCarrier(GroupCarrier):
 
 
 class DirectExchange:
-    """Collectives of the CPU ranks of a group of which each sends what it has to all others, so
-    that they take the delay of a link once. Gloo's own take it several times."""
+    """Collectives of CPU ranks, which must create it together. Each sends to all others, and so
+    takes a link's delay once; gloo's own take it several times."""
 
     def __init__(
         self, handle: ProcessGroup, ranks: Sequence[int], index: int, processes: Processes
     ) -> None:
-        """All these ranks must create it together."""
         self.handle = handle
         self.index = index
         self.size = len(ranks)
@@ -143,7 +137,7 @@ class DirectExchange:
         ]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, in place. The result is the same to the bit on each rank."""
+        """Sum x over the ranks, in place: equal to the bit on each rank."""
         if self.size > 2 and x.nbytes > DIRECT_BYTES:  # a ring of ranks sends fewer bytes
             dist.all_reduce(x, group=self.handle)
             return x
@@ -165,7 +159,7 @@ class DirectExchange:
 
 
 def wait_for(work: Any, peer: int, processes: Processes) -> None:
-    """Raises PeerLost if the peer has ended, or for a wait that is too long."""
+    """Wait for the work. Raises PeerLost if the peer has ended, or after PATIENCE_S."""
     try:
         work.wait(timedelta(seconds=PATIENCE_S))
     except RuntimeError as error:
@@ -173,8 +167,8 @@ def wait_for(work: Any, peer: int, processes: Processes) -> None:
 
 
 def wait_for_device(work: Any, peer: int, processes: Processes) -> None:
-    """As `wait_for`, for backends such as NCCL, whose `wait` returns at once and lets the device's
-    stream wait. The host looks until the device is done."""
+    """As `wait_for`, for backends such as NCCL, whose `wait` is the device stream's: the host
+    polls."""
     now = time.monotonic()
     end = now + PATIENCE_S
     look_at = now + CHECK_S
@@ -195,8 +189,7 @@ def wait_for_device(work: Any, peer: int, processes: Processes) -> None:
 
 
 class SharedRing:
-    """One end of an edge in shared memory, which the receiver creates. Both ends must be made
-    together."""
+    """One end of an edge in shared memory. Both ends must be made together."""
 
     def __init__(
         self,
@@ -218,7 +211,7 @@ class SharedRing:
         self._ring = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
     def send(self, tensor: Tensor) -> None:
-        """Returns when the tensor is in the ring, which it may leave at once."""
+        """Put the tensor into the ring. It may be overwritten afterwards."""
         self._move(self._library.magicdec_ring_write, tensor)
         self.num_bytes += tensor.nbytes
 
@@ -235,10 +228,9 @@ class SharedRing:
         return False
 
     def close(self) -> None:
-        """What is in the ring reaches the receiver without this rank."""
+        """The receiver gets what is in the ring without this rank."""
 
     def _move(self, function: Callable[..., int], tensor: Tensor) -> None:
-        """Write or read the whole tensor."""
         count = tensor.nbytes
         done = 0
         deadline: float | None = None

@@ -1,9 +1,5 @@
-"""Connects ranks by channels. Headers of one host go through shared memory, others through gloo.
-Payloads on a GPU are copied through pinned memory of the host, or sent apart from their headers,
-from GPU to GPU. On a CPU there is nothing to copy, and the same code sends the same messages.
-
-Owns the process groups of the edges.
-"""
+"""Connects ranks by channels. Headers on one host go through shared memory, others through gloo;
+GPU payloads through pinned host memory, or from GPU to GPU apart from their headers."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ CAPACITY = 1 << 22
 
 
 class Connector:
-    """Makes channels. All ranks must make the same ones in the same order."""
+    """A maker of channels. All ranks must make the same ones in the same order."""
 
     def __init__(
         self,
@@ -49,11 +45,9 @@ class Connector:
         depth: int = DEPTH,
         capacity: int = CAPACITY,
     ) -> None:
-        """Messages go through `headers`, gloo or shared_memory; None if no rank sends to another.
-        `form` is that of hidden states, which are for `device`; with `apart` they go by process
-        groups of that backend. With `delay_s`, messages arrive later by that. At most `depth`
-        messages are under way on an edge; in shared memory, as many as fit into `capacity`
-        bytes."""
+        """`headers` is gloo or shared_memory, None if no rank sends to another. `form` is of hidden
+        states for `device`, `apart` a process group backend for them. Messages arrive `delay_s`
+        later; an edge holds at most `depth` messages, in shared memory `capacity` bytes."""
         self.rank = launch.rank
         self.headers = headers
         self.form = form
@@ -68,7 +62,6 @@ class Connector:
     def edge(
         self, sender: int, receiver: int, form: MessageForm, apart: str | None = None
     ) -> tuple[Sender | None, Receiver | None]:
-        """This rank's ends of a channel from one rank to another, or to itself."""
         if sender == receiver:
             channel = Loopback()
             return (channel, channel) if self.rank == sender else (None, None)
@@ -92,8 +85,7 @@ class Connector:
         return DelayedSender(channel_sender, self.delay_s), None
 
     def _payloads(self, sender: int, receiver: int, backend: str) -> Carrier | None:
-        """One number is exchanged, with which NCCL connects both ends, so that no later message
-        waits for that."""
+        """A carrier, used once so that no later message waits for NCCL's setup."""
         ranks = sorted((sender, receiver))
         patience = timedelta(seconds=PATIENCE_S)
         handle = dist.new_group(ranks, timeout=patience, backend=backend)
@@ -111,8 +103,7 @@ class Connector:
         return carrier
 
     def ring(self, grid: StageGrid) -> Ends:
-        """This rank's ends of a ring along the edges of `grid`. Those of a rank in no stage lead
-        nowhere."""
+        """This rank's ends of a ring along the edges of `grid`; outside they lead nowhere."""
         inbound: Receiver | None = None
         outbound: Sender | None = None
         for edge in grid.edges():

@@ -1,11 +1,5 @@
-"""Messages from one rank to another, in order: numbers, and a tensor of hidden states behind them.
-
-Owns the form of a message and both ends of a channel. Nothing is pickled. `pipeline` gives the
-kinds their meaning.
-
-A rank that waits for a peer which has ended raises `PeerLost`, and so does one that waits for
-longer than PATIENCE_S.
-"""
+"""Messages from one rank to another, in order: numbers, and a tensor of hidden states. Nothing is
+pickled. A wait for an ended peer, or beyond PATIENCE_S, raises `PeerLost`."""
 
 from __future__ import annotations
 
@@ -36,33 +30,32 @@ class Kind(IntEnum):
 
 
 def sleep_until(due_s: float) -> None:
-    """Return at that time of `time.perf_counter`, or at once if it is over."""
     time.sleep(max(0.0, due_s - time.perf_counter()))
 
 
 class Due(threading.local):
-    """When this thread was due to have done the emulated work that it has done, in seconds of
-    `time.perf_counter`; None if it emulates nothing. A process wakes late from a sleep. What it
-    emulates next counts from when the sleep was due to end, so that lateness does not add up. It is
-    the thread's and no parameter, because what sleeps is a model or a drafter many calls below the
-    loop that has the message, and the code between is that of real stages."""
+    """When, in seconds of `time.perf_counter`, this thread was due to have done its emulated work;
+    None if it emulates nothing.
+
+    The next emulated work counts from then, so that late wake-ups do not add up. It is per thread
+    because what sleeps is many calls below the loop that has the message.
+    """
 
     time_s: float | None = None
 
     def reach(self, due_s: float | None) -> None:
-        """A message is there that was due at that time. None: real time counts."""
+        """Take a message that was due then; None: real time counts."""
         if due_s is not None and self.time_s is not None:
             due_s = max(due_s, self.time_s)
         self.time_s = due_s
 
     def begin(self) -> None:
-        """Emulated work begins: now, unless the message or the work before it says when."""
+        """Begin emulated work: now, unless earlier work or a message says when."""
         if self.time_s is None:
             self.time_s = time.perf_counter()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep from when this thread was due to have done all before. Real time counts for a
-        thread that emulates nothing."""
+        """Sleep from when all before was due, or from now without emulation."""
         if self.time_s is None:
             return time.sleep(seconds)
         self.time_s += seconds
@@ -74,10 +67,8 @@ DUE = Due()
 
 @dataclass(frozen=True)
 class Message:
-    """`run` is the number of the run, or of the draft step, that it belongs to. `words` are numbers
-    whose meaning the kind gives. `payload` are hidden states [rows, tokens, hidden], None if there
-    are none. `due_s` says when it is due to arrive, or to leave the thread that makes it; None
-    unless it follows from emulated work (`Due`)."""
+    """A message of the run or draft step `run`: `words` with a meaning by kind, and a `payload` of
+    hidden states [rows, tokens, hidden] or None. `due_s` is its time in emulated work (`Due`)."""
 
     kind: Kind
     run: int = 0
@@ -88,28 +79,27 @@ class Message:
 
 
 def words_of(values: Iterable[float]) -> tuple[int, ...]:
-    """Words with the bits of float64 numbers."""
+    """The bits of float64 numbers as words."""
     return tuple(array("q", array("d", values).tobytes()))
 
 
 def floats_of(words: Sequence[int]) -> list[float]:
-    """The numbers whose bits the words have."""
+    """The float64 numbers of the bits of words."""
     return array("d", array("q", words).tobytes()).tolist()
 
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What both ends of a channel must agree on. A message is a header, int64 [7 + num_words]; the
-    words that do not fit there, as a tensor of their own; and the payload as it is, of `width` and
-    `dtype`."""
+    """The format of a channel: a header, int64 [7 + num_words], a tensor of further words, and the
+    payload, of `width` and `dtype`."""
 
     width: int
     dtype: torch.dtype
     num_words: int
 
     def numbers(self, message: Message) -> list[Tensor]:
-        """All but the payload. The header has kind, run, status, rows, tokens, when the message is
-        due in ns (0: it is not said), the number of words, and the first words."""
+        """The header (kind, run, status, rows, tokens, due time in ns or 0, number of words, first
+        words), and further words."""
         count = self.num_words
         words = message.words
         rows, tokens = (0, 0) if message.payload is None else message.payload.shape[:2]
@@ -122,13 +112,13 @@ class MessageForm:
         return tensors
 
     def num_bytes(self, num_tokens: int, num_words: int = 0) -> int:
-        """Bytes of a message with the hidden states of so many tokens, of all rows together."""
+        """Bytes of a message with `num_tokens` hidden states."""
         header_bytes = WORD_BYTES * (NUM_FIELDS + max(self.num_words, num_words))
         return header_bytes + num_tokens * self.width * self.dtype.itemsize
 
 
 class Traffic(NamedTuple):
-    """What was sent through a channel so far, headers included."""
+    """Counts of sent messages and bytes, headers included."""
 
     num_messages: int = 0
     num_bytes: int = 0
@@ -138,46 +128,46 @@ class Traffic(NamedTuple):
 
 
 class Sender:
-    """One end of a channel. What a subclass does not say has nothing to do."""
+    """The sending end of a channel. By default it does nothing."""
 
     @property
     def traffic(self) -> Traffic:
         return Traffic()
 
     def send(self, message: Message) -> None:
-        """Returns before the receiver has the message, unless too many are under way."""
+        """Send the message. Waits only if too many are under way."""
 
     def close(self) -> None:
-        """Wait until everything is sent. There may be nothing to wait for."""
+        """Wait until everything is sent."""
 
 
 class Receiver(Protocol):
     def receive(self) -> Message:
-        """The next message. Waits for it."""
+        """The next message, once it has come."""
 
     def is_there(self, seconds: float) -> bool:
-        """False if the next message, which is under way, has not come after so many seconds, about
-        which a channel that cannot tell returns True at once."""
+        """False if the next message, under way, has not come after so many seconds. A channel that
+        cannot tell returns True at once."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """This rank's ends of two channels: from the rank before it, and to the next."""
+    """This rank's ends of the channels from the previous rank and to the next."""
 
     inbound: Receiver
     outbound: Sender
 
 
 class Carrier(Protocol):
-    """One end of what carries tensors between two ranks."""
+    """One end of a carrier of tensors between two ranks."""
 
     num_bytes: int  # that were sent
 
     def send(self, tensor: Tensor) -> None:
-        """Returns before the peer has it, unless too many are under way."""
+        """Send the tensor. Waits only if too many are under way."""
 
     def fill(self, tensor: Tensor) -> None:
-        """Receive into `tensor`. Waits until it is in the memory of this rank."""
+        """Receive into `tensor`, and wait until it is in this rank's memory."""
 
     def is_there(self, seconds: float) -> bool:
         """As `Receiver.is_there`."""
@@ -187,8 +177,7 @@ class Carrier(Protocol):
 
 
 class ChannelSender(Sender):
-    """Payloads that are on a GPU are copied through the memory of the host, unless `payloads`
-    carries them from device to device, apart from their headers."""
+    """A sender that copies GPU payloads through host memory, unless `payloads` carries them."""
 
     def __init__(self, form: MessageForm, writer: Carrier, payloads: Carrier | None = None) -> None:
         self.form = form
@@ -217,9 +206,8 @@ class ChannelSender(Sender):
 
 @dataclass(frozen=True)
 class ChannelReceiver:
-    """Payloads arrive on `device`: by `payloads` if they go apart from their headers.
-    `shares_clock`: both ends are on one host, so that the time when a message is due has a meaning
-    here."""
+    """A receiver of payloads on `device`, by `payloads` if they go apart. Due times hold only if it
+    `shares_clock`, on one host."""
 
     form: MessageForm
     reader: Carrier
@@ -254,8 +242,8 @@ class ChannelReceiver:
 
 @dataclass(frozen=True)
 class SharedReceiver:
-    """Of the first of several ranks that compute together. What it receives, the `others` get too,
-    after `change`."""
+    """The receiver of the first of ranks that compute together; `others` get its messages after
+    `change`."""
 
     receiver: Receiver
     others: Sequence[Sender]
@@ -274,9 +262,8 @@ class SharedReceiver:
 
 
 class DelayedSender(Sender):
-    """Sends through `sender`, which only its thread uses, as if over a link on which a message
-    takes `delay_s`. That counts from when a message was due to be sent, if it says so, and else
-    from now on."""
+    """A sender as over a link of `delay_s`, from a message's due time if it has one. Its thread
+    owns `sender`."""
 
     def __init__(self, sender: Sender, delay_s: float) -> None:
         self.sender = sender
@@ -323,12 +310,11 @@ class DelayedSender(Sender):
 
 
 class Nowhere(Sender):
-    """The outbound end of a rank whose answers its first rank sends."""
+    """The outbound end of a rank whose answers its stage's first rank sends."""
 
 
 class Loopback(Sender):
-    """Both ends of a channel from a rank to itself: of a ring of one stage, or between two of its
-    threads. Nothing is copied."""
+    """Both ends of a channel within a rank, without a copy."""
 
     def __init__(self) -> None:
         self._messages: SimpleQueue[Message] = SimpleQueue()
@@ -350,8 +336,7 @@ class Loopback(Sender):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory of the host; a tensor that is there is returned as it is. Waits for
-    the work on the tensor's stream."""
+    """A complete copy in pinned host memory, or the tensor itself on the host."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -361,15 +346,14 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, which is complete for all later work on its stream; a tensor that is on
-    such a device is returned as it is."""
+    """A copy on `device` for later work on its stream, or the tensor itself there."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Wait until the device has computed what this thread started. It does not wait for messages
-    that other streams send: their receiver may be waiting for this rank."""
+    """Wait for this thread's work on the device, but not for messages of other streams, whose
+    receiver may be waiting for this rank."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,8 +1,5 @@
-"""The processes of all ranks, to name the one that has ended, and the line that a rank leaves to
-its launcher when it ends.
-
-Owns how the end of a rank is noticed.
-"""
+"""The processes of all ranks: which have ended or stopped, and the line that this one leaves to its
+launcher."""
 
 from __future__ import annotations
 
@@ -21,33 +18,32 @@ NOTICE_S = 0.2  # until a process whose connection has closed is seen to have en
 
 
 class PeerLost(RuntimeError):
-    """Another rank has ended, or is not heard of any more. One line, which names the rank."""
+    """The loss of another rank, which has ended or is silent. Its one line names the rank."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """`pids` are the processes of all ranks in their order, None for a rank of another host."""
+    """The processes of all ranks in order, None for a rank of another host."""
 
     pids: tuple[int | None, ...] = ()
 
     def ended(self) -> list[int]:
-        """The ranks of this host whose processes have ended."""
         pids = enumerate(self.pids)
         return [rank for rank, pid in pids if pid is not None and not is_alive(pid)]
 
     def stopped(self) -> list[int]:
-        """The ranks of this host whose processes are stopped, by SIGSTOP for example."""
+        """The ranks of this host stopped by a signal, such as SIGSTOP."""
         pids = enumerate(self.pids)
         return [rank for rank, pid in pids if pid is not None and state_of(pid) == STOPPED]
 
     def check(self) -> None:
-        """Raise PeerLost if the process of any rank has ended."""
+        """Raises PeerLost if the process of any rank has ended."""
         if ended := self.ended():
             raise PeerLost(describe(ended))
 
     def lost(self, peer: int, error: Exception) -> PeerLost:
-        """What to raise when the connection with `peer` has failed. A rank that has ended is named
-        rather than one that stopped because of it."""
+        """The error for a lost connection with `peer`: names a rank that has ended, if there is
+        one."""
         time.sleep(NOTICE_S)
         if ended := self.ended():
             return PeerLost(describe(ended))
@@ -57,9 +53,7 @@ class Processes:
 
 @cache
 def processes_of(launch: Launch) -> Processes:
-    """Those of all ranks. All ranks must call it, and it returns when all have. It goes through the
-    rendezvous store, so that it needs no process group; it is cached, because a rank keeps its
-    process."""
+    """The processes of all ranks, cached. All ranks must call it, before groups exist too."""
     ours = processes_seen_here()
     texts = exchange_texts(launch, f"{os.getpid()} {ours}", "processes")
     pids = [text.partition(" ") for text in texts]
@@ -67,9 +61,7 @@ def processes_of(launch: Launch) -> Processes:
 
 
 def processes_seen_here() -> str:
-    """What ranks have in common that see each other's processes under the same numbers: the machine
-    since its last boot, and the namespace of its processes, which each container may have of its
-    own."""
+    """The machine's boot and process namespace, alike on ranks that see each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -80,12 +72,12 @@ def describe(ranks: list[int]) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs. A zombie process does not."""
+    """Whether the process runs; a zombie does not."""
     return state_of(pid) not in (None, "Z", "X")
 
 
 def state_of(pid: int) -> str | None:
-    """The letter for the state of a process, as proc(5) names them; None if there is none."""
+    """The letter of a process's state as in proc(5); None without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -94,8 +86,8 @@ def state_of(pid: int) -> str | None:
 
 
 def report_error(line: str) -> bool:
-    """Leave the line to the launcher of this rank, which prints it when all ranks have ended. False
-    if there is no launcher that would."""
+    """Leave the line to the launcher, which prints it when all ranks have ended. False without
+    one."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return False

@@ -1,15 +1,11 @@
-"""Ends this rank when another one has ended, in every phase of a command, whatever this rank waits
-for: for the store, for groups, for a channel that is being connected, for weights that another rank
-loads.
+"""Ends this rank when another one has ended, whatever this rank waits for.
 
-On its own host a rank looks at the other processes, and ends as well if one is stopped for
-PATIENCE_S. Where the main thread notices itself that a
-rank has ended, because a collective fails for example, it has the time to say so.
+A rank watches the processes of its host, and also ends if one is stopped for PATIENCE_S. A main
+thread that notices a loss itself has time to say so.
 
-A host that is cut off closes no connection, so that a collective with it would wait until its own
-time-out, half an hour for gloo. Between hosts, each rank therefore counts up a number in the
-rendezvous store and reads those of the others (`Heartbeat`). A number that stands still for
-PATIENCE_S ends the process, and so does the line of a rank that has noticed a loss before.
+A host that is cut off closes no connection, and gloo would wait for half an hour. Between hosts
+each rank therefore counts up a number in the rendezvous store (`Heartbeat`): one that stands still
+for PATIENCE_S ends the process, as does another rank's report.
 """
 
 from __future__ import annotations
@@ -49,8 +45,7 @@ ENDING = threading.Lock()  # taken by the first thread that ends the process, an
 
 
 class Watcher(threading.Thread):
-    """`on_lost` gets one line that names what was lost; it is called in this thread, while the main
-    thread may wait for the lost rank."""
+    """A thread that calls `on_lost` with one line about a loss."""
 
     def __init__(self, name: str, on_lost: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -63,10 +58,9 @@ class Watcher(threading.Thread):
 
 
 class RankWatch(Watcher):
-    """Looks whether the ranks of this host run. One that has ended before the last look, so that
-    the main thread has had LOOK_S, is named to `on_lost`, in this thread. So is one that was found
-    stopped at all looks of PATIENCE_S: looks are counted, because time goes on for all ranks that
-    are stopped together and then continued."""
+    """The watcher of this host's processes. It reports a rank that ended before its last look, so
+    that the main thread had LOOK_S, or was stopped at all looks of PATIENCE_S. Looks are counted
+    because ranks may all be stopped and continued."""
 
     def __init__(
         self, launch: Launch, processes: Processes, on_lost: Callable[[str], None]
@@ -95,8 +89,7 @@ class RankWatch(Watcher):
 
 
 def watch_ranks(launch: Launch) -> None:
-    """Watch the other ranks until `leave_ranks`. All ranks must call it, and it returns when all
-    have. It does nothing on one rank, or if this rank watches already."""
+    """Watch the other ranks until `leave_ranks`. All ranks must call it; waits for all."""
     if launch.world_size == 1 or find_watch() is not None:
         return
     meet(launch, "begin")
@@ -108,8 +101,7 @@ def watch_ranks(launch: Launch) -> None:
 
 
 def leave_ranks() -> None:
-    """This rank needs no other any more. All ranks that watch must call it, and it returns when
-    none needs another. It does nothing on a rank that does not watch."""
+    """Stop watching. All ranks that watch must call it; waits until none needs another."""
     if (watch := find_watch()) is None:
         return
     meet(watch.launch, "leave")
@@ -122,8 +114,8 @@ def leave_ranks() -> None:
 
 
 def meet(launch: Launch, place: str, patience: timedelta | None = None) -> None:
-    """Return when all ranks have called it with this place, as often as this one. Works before any
-    process group exists. Raises RuntimeError if that takes too long."""
+    """Wait until all ranks have called it equally often with this place. Needs no process group.
+    Raises RuntimeError beyond `patience`."""
     from torch.distributed import PrefixStore
 
     store = PrefixStore("meeting", rendezvous_store(launch))
@@ -138,21 +130,20 @@ def meet(launch: Launch, place: str, patience: timedelta | None = None) -> None:
 
 
 def stop_watching() -> None:
-    """This rank is about to end, and waits for no other rank."""
+    """Stop this rank's watchers before it ends."""
     for thread in threading.enumerate():
         if isinstance(thread, Watcher):
             thread.stop()
 
 
 def find_watch() -> RankWatch | None:
-    """The watch of this rank, if it has one."""
     watches = (thread for thread in threading.enumerate() if isinstance(thread, RankWatch))
     return next(watches, None)
 
 
 @contextmanager
 def naming_lost(launch: Launch) -> Iterator[None]:
-    """If something fails inside because another rank has ended, end this one, which names it."""
+    """A context that ends this rank with the name of the rank whose end made it fail."""
     try:
         try:
             yield
@@ -164,9 +155,8 @@ def naming_lost(launch: Launch) -> Iterator[None]:
 
 
 def name_lost(error: RuntimeError) -> None:
-    """Raise PeerLost if the main thread's `error` came, in a collective for example, because a rank
-    of this host has ended. If it is a connection's, the other rank may still be ending, or another
-    host may be the reason: the heartbeat then has the time to name it, and ends this process."""
+    """Raises PeerLost if `error` of the main thread came from an ended rank of this host. After a
+    lost connection it waits: the rank may still be ending, or the heartbeat names another host."""
     watch = find_watch()
     if isinstance(error, PeerLost) or watch is None:
         return
@@ -182,15 +172,15 @@ def name_lost(error: RuntimeError) -> None:
 
 
 def is_of_connection(error: RuntimeError) -> bool:
-    """Whether it comes from torch.distributed, whose gloo has no exceptions of its own."""
+    """Whether torch.distributed raised it; gloo has no exceptions of its own."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or "gloo" in str(error)
 
 
 def end_process(launch: Launch, line: str) -> NoReturn:
-    """End this rank at once, whatever it waits for: what it shares with other ranks cannot be
-    closed without them. Leave the line, which says what was lost, to the launcher and the user."""
+    """End this rank at once, since shared resources cannot be closed without the others. Leave the
+    line about the loss to launcher and user."""
     with ENDING:
         has_other_hosts = launch.local_world_size != launch.world_size
         line = f"rank {launch.rank}: {first_word(line) if has_other_hosts else line}"
@@ -203,8 +193,8 @@ def end_process(launch: Launch, line: str) -> NoReturn:
 
 
 def end_stopped() -> None:
-    """End the ranks of this host that are stopped, when the other ranks have named them. Their
-    launcher asks all ranks to end now, which reaches such a process only when it is continued."""
+    """Kill the stopped ranks of this host, once the others have named them: the launcher's request
+    reaches them only when continued."""
     watch = find_watch()
     if watch is not None and watch.processes.stopped():
         time.sleep(NAMING_S)
@@ -216,8 +206,7 @@ def end_stopped() -> None:
 
 
 def first_word(line: str) -> str:
-    """What that rank says was lost which noticed it first. It ends, too, and a rank of another host
-    that sees no more than that would name the wrong one."""
+    """The line of the rank that noticed the loss first; later ranks would name the wrong one."""
     try:
         return str(open_store().compare_set(lost_key(), "", line), "utf-8")
     except RuntimeError:  # the store's host does not answer
@@ -229,7 +218,7 @@ PATIENCE_S = 20.0
 
 
 class Heartbeat(Watcher):
-    """`store` must not be used by another thread."""
+    """The watcher of ranks on other hosts. No other thread may use `store`."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, on_lost: Callable[[str], None]
@@ -273,12 +262,11 @@ class Heartbeat(Watcher):
 
 
 def lost_key() -> str:
-    """The store's key for the line of the rank that noticed first that another one is lost."""
     return f"lost in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
 def open_store() -> Store:
-    """A new connection to the rendezvous store. Raises RuntimeError if that does not answer."""
+    """A new connection to the rendezvous store. Raises RuntimeError without an answer."""
     from torch.distributed import TCPStore
 
     address = os.environ["MASTER_ADDR"]

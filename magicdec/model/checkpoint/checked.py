@@ -1,9 +1,6 @@
-"""Remembers which checkpoints were compared with another implementation of their models, in
-`~/.cache/magicdec/checked`, and how that ended.
-
-Owns when two checkpoints are the same: they have the same config files, and weight files of the
-same names, sizes and times. Where they lie does not matter. A cache that cannot be read or written
-is no error; then nothing is remembered.
+"""A record in `~/.cache/magicdec/checked` of checkpoints compared with another implementation, and
+the outcome. Equal config files, and equal names, sizes and times of weight files, make a checkpoint
+the same. An unusable cache is no error.
 """
 
 from __future__ import annotations
@@ -27,13 +24,13 @@ TOLD = "told"
 
 
 def is_exempt(source: ModelSource) -> bool:
-    """Whether there is nothing to check: tests of this project compare the packaged models, and
-    nobody has trained random weights."""
+    """Whether a source needs no comparison: tests compare packaged models, and random weights
+    are untrained."""
     return source.is_random or source.name in DEMO_DIRECTORIES
 
 
 def outcome_of(source: ModelSource) -> str | None:
-    """How the comparison of this checkpoint has ended, or TOLD; None if there was none."""
+    """The outcome of this checkpoint's comparison, or TOLD; None if there was none."""
     try:
         value = json.loads(_file_of(source).read_text(encoding="utf-8"))
         return str(value["outcome"])
@@ -42,7 +39,6 @@ def outcome_of(source: ModelSource) -> str | None:
 
 
 def remember(source: ModelSource, outcome: str) -> None:
-    """The comparison of this checkpoint has ended so."""
     with suppress(OSError):
         file = _file_of(source)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
-"""Convert any readable checkpoint to one file of weights, tensor by tensor, with a checksum of it
-beside it (FILE.manifest.json).
+"""Converts any readable checkpoint to one file of weights, tensor by tensor, with a checksum in
+FILE.manifest.json.
 
-Owns the order of writing. A crash leaves no partial file: everything is written under a temporary
-name and renamed when it is complete. Holds a bounded part of one tensor in memory at a time. Must
-not know of command lines.
+A crash leaves no partial file: files are renamed when complete. Memory is bounded by a part of one
+tensor.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ Tensors = Mapping[str, StoredTensor]
 
 
 def find_checkpoint(flag: str, directory: Path) -> ModelSource:
-    """The checkpoint in `directory`. Raises ValueError in the same cases as `find_model`."""
+    """The checkpoint in `directory`. Raises ValueError as `find_model` does."""
     if not directory.is_dir():
         raise ValueError(f"{flag} {directory} is not a directory; name one that holds a checkpoint")
     return find_model(flag, str(directory.resolve()))  # never a packaged model of that name
 
 
 def quantized(source: ModelSource) -> ModelSource:
-    """The same model with its matrices in int8; unchanged if they are stored in int8 already."""
     if source.is_int8:
         return source
     return replace(source, weights=QuantizedWeights(source.weights, source.config))
@@ -67,13 +65,15 @@ def convert(
     dtype: str | None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Tensors:
-    """Write the model's tensors to `out` (`.safetensors` or `.pth`) and the manifest beside it.
-    Returns what was written.
+    """Write the model's tensors to `out` (`.safetensors` or `.pth`), with a manifest. Returns
+    the tensors written.
 
-    `dtype` None keeps the stored dtypes; int8 matrices and their scales are always kept. `progress`
-    is called with each tensor's name. Raises ValueError when `out` is one of the files to read or
-    the disk has too little space, when a value is not finite as it is to be written, or when
-    writing fails; `out` is then unchanged.
+    `dtype` None keeps stored dtypes; int8 matrices and scales are always kept. `progress` gets
+    tensor names.
+
+    Raises:
+        ValueError: `out` is an input file, the disk has too little space, a value is not finite as
+            written, or writing fails. `out` is then unchanged.
     """
     tensors = source.tensors
     files = {tensor.file for tensor in tensors.values()}
@@ -102,8 +102,8 @@ def convert(
 def write_checkpoint(
     out: Path, source: WeightSource, tensors: Tensors, progress: Callable[[str], None]
 ) -> None:
-    """Write the tensors to `out`, and the manifest beside it. After a crash `out` may lack a
-    manifest, but never has that of another file."""
+    """Write the tensors to `out`, then its manifest. After a crash `out` may lack one, but never
+    has another file's."""
     with complete_file(FLAG, out) as partial:
         if out.suffix == ".pth":
             flat = partial.with_suffix(".tensors")
@@ -124,8 +124,7 @@ def write_checkpoint(
 def _write_safetensors(
     path: Path, source: WeightSource, tensors: Tensors, progress: Callable[[str], None]
 ) -> int:
-    """Returns the byte offset of the first tensor. The library would write a file from memory
-    alone."""
+    """Returns the byte offset of the first tensor. The library would need all in memory."""
     header = safetensors_header(tensors)
     with path.open("wb") as handle:
         handle.write(header)
@@ -141,7 +140,6 @@ def _write_safetensors(
 
 
 def safetensors_header(tensors: Tensors) -> bytes:
-    """The header's length and JSON table, padded to align the tensors that follow it."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype, _) in tensors.items():
@@ -155,8 +153,6 @@ def safetensors_header(tensors: Tensors) -> bytes:
 
 
 def _write_pth(path: Path, flat: Path, start: int, tensors: Tensors) -> None:
-    """torch.save a dict of the tensors that are in the file `flat` from byte `start` on. The file
-    is memory-mapped, so that the tensors are not loaded into memory."""
     saved: dict[str, Tensor] = {}
     for name, (shape, dtype, _) in tensors.items():
         size = prod(shape) * _dtype(dtype).itemsize
@@ -172,9 +168,8 @@ def manifest_path(file: Path) -> Path:
 
 
 def find_damage(file: Path) -> str | None:
-    """One line that says how `file` differs from its manifest; None if it does not. Raises
-    ValueError naming the manifest when it is missing or unreadable, or the file when it is not
-    there."""
+    """A line on how `file` differs from its manifest, or None. Raises ValueError if either
+    cannot be read."""
     path = manifest_path(file)
     try:
         manifest = load_json(path)
@@ -192,7 +187,6 @@ def find_damage(file: Path) -> str | None:
 
 
 def copy_companions(source: ModelSource, directory: Path) -> None:
-    """Copy the config and tokenizer files that `directory` does not have."""
     assert source.tokenizer_directory is not None, "a checkpoint on disk has a directory"
     for name in COMPANIONS:
         theirs = source.tokenizer_directory / name

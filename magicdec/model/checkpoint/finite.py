@@ -1,7 +1,5 @@
-"""Whether stored weights are finite numbers. Owns the check and its error, which names the tensor.
-
-The check looks at the values that a model will compute with: a number that float32 holds may be
-infinite in bfloat16 or float16. It reads what is in memory anyway, once.
+"""The check that weights are finite in the dtype that a model computes with: a float32 number may
+be infinite in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ from magicdec.model.checkpoint.weight_files import Index, WeightSource
 
 
 class WeightsRefused(ValueError):
-    """Weights that nothing can be computed with. One line, which names the file and the tensor."""
+    """Weights that cannot be computed with, in one line with file and tensor."""
 
 
 def check_finite(
     values: Tensor, stored: Tensor, source: WeightSource, name: str, at: Index
 ) -> None:
-    """Raises WeightsRefused if one of the `values` is infinite or NaN. They come from `stored`, the
-    slice `at` of the tensor `name` of `source`, and have its shape."""
+    """Raise WeightsRefused if one of `values` is infinite or NaN. They come from `stored`, the
+    slice `at` of tensor `name`."""
     if values.numel() == 0 or not values.is_floating_point():
         return
     least, most = torch.aminmax(values)  # NaN if any value is

@@ -1,10 +1,9 @@
-"""A model's files from the Hugging Face hub: which are needed, and whether they arrived intact; and
-the models that a run names as on the hub, which are fetched once, into a directory of their name.
+"""Model files from the Hugging Face hub: which are needed, and whether they arrived intact. Imports
+no torch.
 
-`huggingface_hub` lists and transfers the files, tries again when a connection is lost, and finds
-the token (environment, stored login). It compares sizes only, so the checksums are compared here.
-Its own messages may hold a token and run over many lines, so every refusal becomes a line of ours,
-which never has a token. Imports no torch."""
+`huggingface_hub` transfers files, retries and finds the token. It compares only sizes, so checksums
+are compared here. Its messages may hold a token, so refusals are lines of ours.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +53,6 @@ def explained(repo_id: str, revision: str, token: str | None) -> Iterator[None]:
 
 
 def _reason(error: BaseException, revision: str, token: str | None) -> str:
-    """What follows the name of the repository."""
     from huggingface_hub import errors, get_token
 
     has_token = bool(token or get_token())
@@ -91,8 +89,8 @@ SOURCE_FILE = "download.json"  # the repository, the commit and the checksums of
 
 
 def find_repository(repo_id: str, revision: str, token: str | None) -> ModelInfo:
-    """Ask the hub what the revision holds: its commit `sha`, and its files as `siblings`. Raises
-    ValueError, in one line that names the flag, when the hub refuses."""
+    """The hub's answer on a revision: its commit `sha` and files (`siblings`). Raises ValueError
+    when the hub refuses."""
     from huggingface_hub import HfApi
 
     with explained(repo_id, revision, token):
@@ -104,11 +102,11 @@ def find_repository(repo_id: str, revision: str, token: str | None) -> ModelInfo
 def download(
     info: ModelInfo, repo_id: str, directory: Path, token: str | None
 ) -> list[RepoSibling]:
-    """Fetch what is needed to run the model into `directory`: the config, one tokenizer and the
-    weights as safetensors, all of one commit. Returns the files, all verified.
+    """Fetch a runnable model of one commit into `directory`: config, one tokenizer, and
+    safetensors. Returns the verified files.
 
-    Raises ValueError before any weights are fetched if the model cannot run or the disk is too
-    full.
+    Raises:
+        ValueError: before weights are fetched, if the model cannot run or the disk is too full.
     """
     files = {file.rfilename: file for file in info.siblings or ()}
     what = f"--repo_id {repo_id}"
@@ -142,8 +140,7 @@ def download(
 def fetch(
     info: ModelInfo, repo_id: str, files: Sequence[RepoSibling], directory: Path, token: str | None
 ) -> None:
-    """Fetch those files that are not in `directory` yet or are damaged there. Prints a line for
-    each, which is also useful in a log file."""
+    """Fetch the files that are missing or damaged in `directory`, with a printed line each."""
     from huggingface_hub import snapshot_download
 
     missing = [file for file in files if not is_intact(directory, file)]
@@ -174,7 +171,6 @@ def fetch(
 
 
 def check_space(files: Sequence[RepoSibling], directory: Path) -> None:
-    """Raises ValueError when the disk has no room for `files`."""
     size = sum(file.size or 0 for file in files)
     free = shutil.disk_usage(directory).free
     if size > free:
@@ -185,7 +181,6 @@ def check_space(files: Sequence[RepoSibling], directory: Path) -> None:
 
 
 def is_intact(directory: Path, file: RepoSibling) -> bool:
-    """Whether the file is there with the hub's size and checksum."""
     path = directory / file.rfilename
     if not path.is_file() or path.stat().st_size != file.size:
         return False
@@ -199,8 +194,8 @@ def checksum(file: RepoSibling) -> str | None:
 
 
 def with_local_models(config: RunConfig) -> RunConfig:
-    """`config` with a directory in place of every model that is named as on the hub. Models that
-    are not there yet are fetched. Raises ValueError, one line naming the flag, if that fails."""
+    """`config` with a directory for every model named as on the hub, fetched if needed. Raises
+    ValueError if that fails."""
     model = config.model
     draft = config.draft
     model = replace(model, model=find_local(flag_of(model, "model"), model.model))
@@ -210,7 +205,7 @@ def with_local_models(config: RunConfig) -> RunConfig:
 
 
 def find_local(flag: str, name: str) -> str:
-    """`name` itself, or the directory of the model of that name on the hub."""
+    """`name` itself, or the directory of the hub's model of that name."""
     path = Path(name)
     directory = DIRECTORY / name
     if path.suffix in WEIGHT_SUFFIXES or path.exists() or not HUB_NAME.fullmatch(name):

@@ -1,11 +1,8 @@
-"""Weight quantization. int8: w = int8 * scale, with one scale per output channel of a matrix. int4,
-for drafts alone: one scale for each output channel and GROUP inputs.
+"""Weight quantization. int8: w = int8 * scale, one scale per output channel. int4, for drafts: one
+per output channel and GROUP inputs.
 
-Owns the arithmetic of quantization, the choice of tensors (the matrices of all layers and the head,
-but no embedding, norm or bias) and the detection of int8 checkpoints. Quantization is symmetric:
-int8 is -127 .. 127, and the largest number of an int4 group is -8, which is exact. In a checkpoint,
-a channel's scale is computed from its whole row, even if the row is sharded over ranks.
-`linear/packed.py` has the modules.
+Matrices of layers and the head are quantised, symmetrically: int8 is -127 .. 127, and an int4
+group's largest number is -8, exactly. A channel's scale comes from its whole row, also on shards.
 """
 
 from __future__ import annotations
@@ -35,14 +32,13 @@ LARGEST = 127
 
 
 def channel_scales(rows: Tensor) -> Tensor:
-    """[out, in] float32 -> scales [out] float32: the largest magnitude of a row / 127; 1 for a row
-    of zeros."""
+    """[out, in] float32 -> scales [out] float32: largest magnitude / 127; 1 for zeros."""
     scales = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1)) / LARGEST
     return torch.where(scales == 0, 1.0, scales)
 
 
 def quantize(weights: Tensor, scales: Tensor) -> Tensor:
-    """int8 of float32 weights / scales, which broadcast; rounded to nearest, ties to even."""
+    """int8 of float32 weights / scales (broadcast), to nearest, ties to even."""
     # The quotient can exceed 127 where the scale is a subnormal number, hence the clamp.
     return (weights / scales).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
 
@@ -57,9 +53,8 @@ def quantize_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def low_bit_copy(model: Transformer, weights: str, is_packed: bool) -> Transformer:
-    """A model that shares everything with `model`, whose weights are bfloat16 or float32, but its
-    matrices, which it has as `weights`, int8 or int4. Raises ValueError if one of them holds
-    infinities or NaN."""
+    """A model that shares all but its matrices, in int8 or int4, with `model` in bfloat16 or
+    float32. Raises ValueError for infinities or NaN."""
     return model.with_linears(partial(_low_bit, weights=weights, is_packed=is_packed))
 
 
@@ -85,23 +80,20 @@ def _low_bit(linear: Linear, weights: str, is_packed: bool) -> Linear:
 
 
 def holds_int8(source: WeightSource) -> bool:
-    """Whether `source` has weights quantised by this project, recognised by its names of scales."""
+    """Whether `source` has weights quantised by this project, by names of scales."""
     tensors = source.tensors
     return any(t.dtype == "int8" and name + SCALE in tensors for name, t in tensors.items())
 
 
 def check_range(what: str, values: Tensor) -> None:
-    """Raises ValueError for stored int8 weights of -128, which `quantize` never produces."""
+    """Raise ValueError for int8 weights of -128, which `quantize` never produces."""
     if values.numel() and int(values.min()) < -LARGEST:
         raise ValueError(f"{what} holds -128; int8 weights are -127 .. 127")
 
 
 class QuantizedWeights(WeightSource):
-    """A `WeightSource` that quantises a floating-point checkpoint while it is read. The values do
-    not depend on how the tensors are divided into slices.
-
-    Raises WeightsRefused on reading a matrix that holds infinities or NaN.
-    """
+    """A source that quantises a floating-point checkpoint while it is read. Values do not depend
+    on slices. Raises WeightsRefused for infinities or NaN."""
 
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
         super().__init__(source.path)
@@ -148,7 +140,6 @@ class QuantizedWeights(WeightSource):
         return self._scales.setdefault(name, unknown)
 
     def _scales_of(self, name: str, outputs: slice) -> Tensor:
-        """They are known if these outputs' weights have been read."""
         scales = self._kept_scales(name)
         first, last, _ = outputs.indices(len(scales))
         for span in row_spans((first, last), self._matrices[name].width):

@@ -1,9 +1,7 @@
 """Random weights for benchmarks without a checkpoint.
 
-Owns the rule that a weight's value depends only on the tensor's name and the position in it, so
-that ranks hold shards of the same model for any number of ranks. They are drawn on the device that
-will hold them. Values are reproducible on one kind of device: another kind of CPU may differ in the
-last bits, and a GPU draws other numbers than a CPU.
+A value depends only on tensor name and position, so that any number of ranks holds the same model.
+Weights are drawn on their device; other kinds of devices draw other numbers.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ TILE_COLUMNS = 1024
 
 
 class RandomWeights(WeightSource):
-    """Normally distributed weights and biases, and norm weights of one, all float32.
-
-    `shapes` has the full shape of every tensor (`weight_map.expected_shapes(config)`).
-    """
+    """Normal weights and biases, and norm weights of one, float32, of full `shapes`
+    (`weight_map.expected_shapes`)."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], device: torch.device = torch.device("cpu")
@@ -39,12 +35,11 @@ class RandomWeights(WeightSource):
         self.tensors = {name: StoredTensor(shape, "float32") for name, shape in shapes.items()}
 
     def on(self, device: torch.device) -> RandomWeights:
-        """The weights that are drawn on `device`."""
         shapes = {name: stored.shape for name, stored in self.tensors.items()}
         return RandomWeights(shapes, device)
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """float32, on the device. A weight's value does not depend on the slice."""
+        """float32, on the device. A value does not depend on the slice."""
         shape = self.tensors[name].shape
         whole = [slice(None)] * (len(shape) - len(index))
         parts = zip(shape, (*index, *whole), strict=True)
@@ -81,7 +76,6 @@ class RandomWeights(WeightSource):
         return out
 
     def _tile(self, name: str, shape: tuple[int, ...], top: int, left: int) -> Tensor:
-        """The tile whose first element is [top, left]; smaller at the tensor's edge."""
         digest = hashlib.blake2b(f"{name}/{top}/{left}".encode(), digest_size=8).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
         size = min(TILE_ROWS, shape[0] - top), min(TILE_COLUMNS, shape[1] - left)

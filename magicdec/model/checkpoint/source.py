@@ -1,8 +1,5 @@
-"""From a model's name on the command line to its loaded shard: finds, checks and loads weights.
-
-A checkpoint is checked from the headers of its files, before anything is loaded: a tensor may be
-missing, have the wrong shape, not belong to the model or have an unsupported dtype. A hash
-(`fingerprint`) tells two models of the same shape apart without reading all their weights.
+"""From a model's name to its loaded shard: finds, checks and loads weights. Checkpoints are checked
+by file headers, before loading.
 """
 
 from __future__ import annotations
@@ -53,10 +50,10 @@ GPT_FAST_NAME = "tok_embeddings.weight"  # in the files of the original suite's 
 
 
 def check_weights(config: ModelConfig, source: WeightSource) -> None:
-    """Compare names, shapes and dtypes of the stored tensors with the config.
+    """Compare names, shapes and dtypes of stored tensors with the config.
 
-    Raises ValueError naming the file and the first tensors that are missing, have the wrong shape
-    or dtype, or are not part of the model.
+    Raises:
+        ValueError: names the file and the first tensors that are missing, wrong or foreign.
     """
     num_tensors = len(source.tensors)
     if config.num_layers > num_tensors:  # a broken config may ask for a huge number of layers
@@ -76,8 +73,7 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
 def _problems(
     config: ModelConfig, source: WeightSource, expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """What is wrong with each faulty tensor, missing ones first. Integer weights without scales are
-    faulty, because their values are unknown."""
+    """Faults by tensor, missing ones first. Integer weights without scales are faulty."""
     # Rotary frequencies and masks that old checkpoints store, and a stored copy of a tied head.
     family = find_family(config.architecture)
     tied_head = f"{family.names(config).head}.weight" if config.tie_word_embeddings else None
@@ -109,8 +105,8 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found and checked, but not loaded. `tokenizer_directory` is None for random
-    weights."""
+    """A model that was found and checked, not loaded. Random weights have no
+    `tokenizer_directory`."""
 
     name: str
     config: ModelConfig
@@ -120,20 +116,19 @@ class ModelSource:
 
     @property
     def is_int8(self) -> bool:
-        """Whether its matrices are stored in int8."""
         return holds_int8(self.weights)
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every stored tensor that is part of the model."""
         return {n: self.weights.tensors[n] for n in expected_shapes(self.config, self.is_int8)}
 
 
 def find_model(flag: str, name: str) -> ModelSource:
-    """The model a user named with `flag` ("--model").
+    """The model that a user named with `flag` ("--model"). `demo` and `demo-draft` precede
+    directories.
 
-    `demo` and `demo-draft` take precedence over directories of that name. Raises ValueError when
-    the name is unknown or the checkpoint is incomplete, broken or does not fit its config.
+    Raises:
+        ValueError: the name is unknown, or the checkpoint broken or unfit for its config.
     """
     path = demo_directory(name) if name in DEMO_DIRECTORIES else Path(name).expanduser()
     if name.startswith(RANDOM_PREFIX):
@@ -152,8 +147,8 @@ def find_model(flag: str, name: str) -> ModelSource:
 
 
 def find_stored_config(flag: str, name: str) -> ModelConfig:
-    """The config of the model a user named with `flag`, as in `find_config`, with its head as it is
-    stored where the checkpoint's weights are there. Raises ValueError if they are broken."""
+    """The config of a named model, as in `find_config`, with its head as stored where weights
+    are there. Raises ValueError if they are broken."""
     config = find_config(flag, name)
     path = Path(name).expanduser()
     is_file = path.is_file() and path.suffix in WEIGHT_SUFFIXES
@@ -173,12 +168,14 @@ def load_transformer(
     has_ends: bool | None = None,
 ) -> Transformer:
     """Layers `layers` (None: all) of the shard, frozen, in eval mode, without a rotary table.
-    `has_ends` as in `Transformer`.
+    `has_ends`: see `Transformer`.
 
-    Reads only this rank's slices, into tensors of their final `dtype` on `device`. `is_int8`: all
-    matrices are int8, and quantised here unless they are stored so; the scales need whole rows to
-    be read. Raises ValueError for files that became unreadable after `find_model`, and
-    WeightsRefused for a value that is not finite in `dtype`.
+    Reads only this rank's slices, into tensors of `dtype` on `device`. `is_int8`: matrices are
+    int8, quantised here unless stored so.
+
+    Raises:
+        ValueError: a file became unreadable after `find_model`.
+        WeightsRefused: a value is not finite in `dtype`.
     """
     layers = range(config.num_layers) if layers is None else layers
     assert is_int8 or not holds_int8(source), "is_int8 is set if the stored weights are int8"
@@ -206,8 +203,8 @@ def load_transformer(
 
 
 def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
-    """Copy the pieces into `tensor` one below the other, a bounded number of elements at a time.
-    Raises WeightsRefused if a value is not finite."""
+    """Copy the pieces into `tensor` one below the other, in bounded parts. Raises WeightsRefused
+    if a value is not finite."""
     filled = 0
     for piece in pieces:
         for rows in row_spans(piece.rows, piece.width):
@@ -229,7 +226,6 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
 
 
 def _stored(path: Path, config: ModelConfig) -> WeightSource:
-    """The weights of a directory or a file, whatever their format, by their names."""
     source = open_weights(path)
     family = find_family(config.architecture)
     body = family.body
@@ -244,7 +240,7 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
 
 
 def fingerprint(source: ModelSource) -> str:
-    """It is cheap: besides names and shapes, only the one-dimensional tensors are read."""
+    """A hash that tells models of one shape apart. Of the values it reads only vectors."""
     shapes = {name: tensor.shape for name, tensor in source.weights.tensors.items()}
     digest = hashlib.sha256(repr(sorted(shapes.items())).encode())
     config = source.config

@@ -1,8 +1,6 @@
-"""Whether a model's head is its embedding: what is stored decides, not `tie_word_embeddings` alone.
-
-A config may call the head tied although the checkpoint has another one (a model that was trained
-further, say). As in transformers, a stored head counts, and it is tied where it equals the
-embedding. The values are compared, because files may hold a copy of a tied head.
+"""Decides whether a model's head is its embedding: as in transformers, a stored head counts,
+whatever `tie_word_embeddings` says, and is tied where it equals the embedding. Values are compared,
+because files may hold a copy.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from magicdec.model.families.family import find_family
 
 
 def as_stored(config: ModelConfig, source: WeightSource) -> tuple[ModelConfig, WeightSource]:
-    """The config of the stored model, and its weights. Of a tied pair, one tensor may be stored
-    under either name. A head of its own has a bias if there is one."""
+    """The stored model's config and weights. A tied pair may be stored under either name. An
+    untied head has a bias if one is stored."""
     if not config.tie_word_embeddings:
         return config, source
     family = find_family(config.architecture)
@@ -40,7 +38,6 @@ def as_stored(config: ModelConfig, source: WeightSource) -> tuple[ModelConfig, W
 
 
 def are_equal(source: WeightSource, first: str, second: str) -> bool:
-    """Whether two stored tensors have the same values."""
     shape = source.tensors[first].shape
     if shape != source.tensors[second].shape or len(shape) != 2:
         return False

@@ -1,8 +1,5 @@
-"""Weights from files: safetensors, and dicts of tensors by torch.save (`.bin`, `.pth`), in one file
-or in several with an index.
-
-Owns reading headers and slices, and the errors for broken files. Runs no code from a file: pickles
-are read by torch's restricted loader.
+"""Weights from files: safetensors, or torch.save dicts (`.bin`, `.pth`), whole or with an index.
+Runs no code from a file: pickles go through torch's restricted loader.
 """
 
 from __future__ import annotations
@@ -41,8 +38,7 @@ Index = tuple[slice, ...]
 
 
 class StoredTensor(NamedTuple):
-    """What a header says of a tensor: its full shape, and torch's name of its type, as "bfloat16".
-    `file` is None where no file holds it."""
+    """A tensor's header: full shape, torch's dtype name as "bfloat16", and `file`, if any."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,26 +46,25 @@ class StoredTensor(NamedTuple):
 
 
 class WeightSource:
-    """A source of a model's tensors, which `tensors` has by their Hugging Face names. `path` is the
-    file or the index that was named; None where there is no file."""
+    """A source of tensors by Hugging Face names. `path` is the named file or index, if any."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.tensors: dict[str, StoredTensor] = {}
 
     def where(self, name: str) -> Path | None:
-        """The file that holds `name`, or the one that should have it, for messages."""
+        """The file that holds `name`, or should, for messages."""
         return self.tensors[name].file if name in self.tensors else self.path
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """A slice of one tensor, on the CPU, in the stored dtype. From a file, it is a view of the
-        mapped file, which is read when it is copied."""
+        """A slice of one tensor on the CPU in the stored dtype; from a file, a view that is read
+        when copied."""
         raise NotImplementedError
 
 
 def row_spans(rows: IndexRange, width: int) -> Iterator[IndexRange]:
-    """`rows` of so many elements in parts of a bounded size, divided at multiples of TILE_ROWS, so
-    that no tile of random weights is generated twice."""
+    """`rows` of `width` elements in bounded parts, cut at multiples of TILE_ROWS, so that no
+    random tile is generated twice."""
     step = max(READ_ELEMENTS // max(width, 1) // TILE_ROWS, 1) * TILE_ROWS
     first, end = rows
     while first < end:
@@ -79,8 +74,8 @@ def row_spans(rows: IndexRange, width: int) -> Iterator[IndexRange]:
 
 
 class FileWeights(WeightSource):
-    """Tensors of one file, or of the files that an index names. Raises ValueError naming the file
-    when one is missing or unreadable, or lacks a tensor that the index places in it."""
+    """Tensors of one file, or of an index. Raises ValueError for a missing or unreadable file,
+    or one without a tensor that the index places there."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -94,16 +89,12 @@ class FileWeights(WeightSource):
             self.tensors |= {name: stored[name] for name in names or stored}
 
     def open(self, file: Path) -> dict[str, StoredTensor]:
-        """All tensors of one file."""
         raise NotImplementedError
 
 
 class SafetensorsWeights(FileWeights):
-    """Tensors of `.safetensors` files.
-
-    Files are opened for each read. A rank therefore keeps no mapped pages of slices that it has
-    copied, and the object can be pickled.
-    """
+    """Tensors of `.safetensors` files, opened for each read, so that no mapped pages stay and
+    the object can be pickled."""
 
     def open(self, file: Path) -> dict[str, StoredTensor]:
         with _open(file) as handle:
@@ -124,11 +115,8 @@ class SafetensorsWeights(FileWeights):
 
 
 class PthWeights(FileWeights):
-    """Tensors of `.pth` or `.bin` files, dicts from names to tensors; memory-mapped.
-
-    Pages that were read count as resident memory, but they are file cache that the system may drop.
-    Raises ValueError naming a file that holds anything but tensors.
-    """
+    """Tensors of memory-mapped `.pth` or `.bin` dicts. Pages read are file cache that the system
+    may drop. Raises ValueError for a file that holds anything but tensors."""
 
     def __init__(self, path: Path) -> None:
         self._mapped: dict[Path | None, dict[str, Tensor]] = {}
@@ -150,7 +138,7 @@ class PthWeights(FileWeights):
 
 
 class RenamedWeights(WeightSource):
-    """Weights of which some are stored under other names, which `stored_as` has by their own."""
+    """Weights of which some are stored under other names, in `stored_as` by their own."""
 
     def __init__(self, source: WeightSource, stored_as: dict[str, str]) -> None:
         super().__init__(source.path)
@@ -163,8 +151,8 @@ class RenamedWeights(WeightSource):
 
 
 def with_body(source: WeightSource, body: str, head: str) -> WeightSource:
-    """A checkpoint of the model's body alone. Its names lack the prefix `body`, as in
-    "transformer.", and are returned with it; those of a `head` beside the body never have one."""
+    """A checkpoint of the model's body, whose names lack the prefix `body` ("transformer."),
+    with it. Names of the `head` never have one."""
     stored_as = {
         name if name.startswith(f"{head}.") else body + name: name for name in source.tensors
     }
@@ -174,11 +162,8 @@ def with_body(source: WeightSource, body: str, head: str) -> WeightSource:
 
 
 def open_weights(path: Path) -> FileWeights:
-    """Weights of a `.safetensors`, `.bin` or `.pth` file, or of the first of `WEIGHT_FILES` that a
-    directory holds.
-
-    Raises ValueError naming the path when a directory holds none of them.
-    """
+    """Weights of a file, or of the first of `WEIGHT_FILES` in a directory. Raises ValueError if
+    it holds none."""
     if path.is_dir():
         files = [path / name for name in WEIGHT_FILES if (path / name).exists()]
         if not files:
@@ -198,9 +183,8 @@ def _open(path: Path | None) -> Any:
 
 
 def _names_by_file(path: Path) -> dict[Path, list[str]]:
-    """The tensors that are to be read from each file: those that an index places there. An empty
-    list, for a file that is no index, stands for all of them. Raises ValueError if a file that an
-    index names does not exist."""
+    """The tensors to read from each file, by index; an empty list stands for all. Raises
+    ValueError for a missing file."""
     if path.suffix != ".json":
         return {path: []}
     names_of: dict[Path, list[str]] = {}

@@ -1,8 +1,5 @@
-"""The table from each parameter of the decoder to the slices of checkpoint tensors that make it.
-
-Owns the slicing of every layout: q, k and v as three tensors or as one packed tensor, stored
-[out, in] or transposed. Names and layout come from the model's family. Imports no torch. Must not
-know how a tensor is stored in a file or loaded.
+"""The table from decoder parameters to slices of checkpoint tensors, for every layout: q, k and v
+apart or packed, stored [out, in] or transposed. Names come from the family. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ WeightPart = tuple[str, IndexRange, int]
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, by the index of a checkpoint in several files. Raises ValueError for
-    a file that is no index, and for one that names a file outside its directory."""
+    """The file of each tensor, by a checkpoint's index. Raises ValueError if it is none, or
+    names a file outside its directory."""
     try:
         table = load_json(path)["weight_map"]
         files = {str(name): str(file) for name, file in table.items()}
@@ -41,9 +38,8 @@ def read_index(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of one checkpoint tensor, with rows and columns counted as [out, in]. `columns` is
-    None for a vector and for all columns. `full_shape` is the stored shape of the whole tensor:
-    [in, out] if it is `transposed`."""
+    """A slice of a checkpoint tensor, counted as [out, in]. `columns` is None for a vector and
+    for all columns. `full_shape` is as stored, [in, out] if `transposed`."""
 
     name: str
     rows: IndexRange
@@ -53,18 +49,16 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Number of columns of the whole tensor; 1 for a vector."""
+        """Columns of the whole tensor; 1 for a vector."""
         return 1 if len(self.full_shape) == 1 else self.full_shape[0 if self.transposed else 1]
 
     @property
     def scales(self) -> Piece:
-        """The scales of these rows in a quantised checkpoint, one per output channel."""
         outputs = self.full_shape[1 if self.transposed else 0]
         return Piece(self.name + SCALE, self.rows, None, (outputs,))
 
     @property
     def stored(self) -> tuple[slice, ...]:
-        """The index of this piece in the stored tensor."""
         rows = slice(*self.rows)
         if self.transposed:
             return slice(*(self.columns or (0, self.width))), rows
@@ -78,8 +72,8 @@ def weight_map(
     with_scales: bool = False,
     has_ends: bool | None = None,
 ) -> dict[str, list[Piece]]:
-    """For each parameter of `Transformer(config, shard, layers, has_ends)`: the pieces that make it
-    when stacked by rows. `with_scales`: includes the scales of an int8 checkpoint."""
+    """For each parameter of `Transformer(config, shard, layers, has_ends)`, the pieces to stack
+    by rows. `with_scales`: with those of an int8 checkpoint."""
     table = _Table(config, shard, with_scales)
     names = table.names
     has_embedding = layers.start == 0 if has_ends is None else has_ends
@@ -105,30 +99,28 @@ def weight_map(
 
 
 def untie_head(config: ModelConfig) -> ModelConfig:
-    """The config of the model with int8 weights. A tied head becomes a matrix of its own, because
-    the head is quantised and the embedding is not."""
+    """The config with int8 weights: the head is quantised and the embedding is not, so it is
+    untied."""
     if not config.tie_word_embeddings:
         return config
     return replace(config, tie_word_embeddings=False, head_bias=False)
 
 
 def find_pieces(config: ModelConfig, is_int8: bool = False) -> dict[str, Piece]:
-    """The pieces that make the unsharded model, by the names of their tensors. `is_int8`: those of
-    its int8 checkpoint, which has scales and never a tied head."""
+    """The unsharded model's pieces by tensor name; `is_int8`: with scales and an untied head."""
     config = untie_head(config) if is_int8 else config
     table = weight_map(config, Shard(), range(config.num_layers), is_int8)
     return {piece.name: piece for pieces in table.values() for piece in pieces}
 
 
 def expected_shapes(config: ModelConfig, is_int8: bool = False) -> dict[str, tuple[int, ...]]:
-    """Full shape of every tensor in a checkpoint of this model, by its Hugging Face name. In an
-    int8 checkpoint a tensor is int8 if there is a second one named after it with the suffix
-    `SCALE`; the others are floating-point."""
+    """Full shapes of a checkpoint's tensors by Hugging Face name. In int8 checkpoints a tensor
+    is int8 if another has its name with suffix `SCALE`."""
     return {name: piece.full_shape for name, piece in find_pieces(config, is_int8).items()}
 
 
 class _Table:
-    """Collects the pieces of one model's shard."""
+    """The pieces of one model's shard."""
 
     def __init__(self, config: ModelConfig, shard: Shard, with_scales: bool) -> None:
         self.config = config
@@ -212,12 +204,10 @@ class _Table:
         self.pieces[parameter] = [Piece(name, (0, size), None, (size,))]
 
     def whole(self, parameter: str, name: str, rows: int) -> None:
-        """An embedding table [rows, hidden]."""
         shape = (rows, self.config.hidden_size)
         self.pieces[parameter] = [Piece(f"{name}.weight", (0, rows), None, shape)]
 
     def _qkv(self, prefix: str) -> list[WeightPart]:
-        """The parts of q, k and v, in this order."""
         c = self.config
         n = self.names
         queries, keys = self.shard.heads(c.num_heads, c.num_kv_heads)
@@ -237,8 +227,8 @@ class _Table:
 
 
 def grouped_rows(config: ModelConfig, queries: IndexRange, keys: IndexRange) -> list[IndexRange]:
-    """This rank's rows in a tensor that holds, for each KV head, its query heads, its K and its V.
-    First the spans of the query heads, then those of K, then those of V."""
+    """This rank's rows in a tensor that holds, by KV head, query heads, K and V: spans of the
+    query heads, then K, then V."""
     size = config.head_dim
     group = config.group_size
     groups = range(*keys)

@@ -1,7 +1,5 @@
-"""Elementwise operations in C++ for bfloat16 and float32 on CPUs (`native.cpp`): one call replaces
-up to ten of torch's operators.
-
-Owns the calls into that library.
+"""Elementwise operations in C++ for bfloat16 and float32 on CPUs (`native.cpp`): a call replaces up
+to ten torch operators.
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ def check(x: Tensor) -> None:
 
 
 class NativeElementwise(Elementwise):
-    """bfloat16 or float32 storage on a CPU; computes in float32 and rounds once. Rotates in
-    place."""
+    """Elementwise operations on a CPU, in float32 with one rounding. Rotates in place."""
 
     requirements = Requirements(
         "native", devices=("cpu",), dtypes=("bfloat16", "float32"), needs_compiler=True

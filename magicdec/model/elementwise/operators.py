@@ -1,8 +1,6 @@
-"""The operations between a layer's GEMMs: norms, rotary embedding, gated activation.
-
-Owns their interface, and the reference implementation with torch's operators for any dtype and
-device. A faster implementation is a file beside this one and a line in `names.ELEMENTWISE`. In each
-implementation the result of a row is independent of the other rows.
+"""The operations between a layer's GEMMs (norms, rotary embedding, gated activation), with torch's
+operators as the reference. Implementations are listed in `names.ELEMENTWISE`. A row's result is
+independent of other rows.
 
 Shapes: B rows, T new tokens, D head size, R rotated dimensions of a head, F MLP units.
 """
@@ -19,7 +17,7 @@ from magicdec.config.capabilities import Requirements
 
 
 class Elementwise:
-    """The reference with torch's operators. A subclass overrides the operations it speeds up."""
+    """The reference with torch's operators. Subclasses override those that they speed up."""
 
     requirements: ClassVar[Requirements] = Requirements("torch")
     has_views: ClassVar[bool] = False
@@ -32,14 +30,13 @@ class Elementwise:
     def add_rms_norm(
         self, x: Tensor, y: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """x + y, both [..., W], rounded to their dtype, and the `rms_norm` of that sum."""
+        """x + y, both [..., W], rounded to their dtype, and the sum's `rms_norm`."""
         total = x + y
         return total, self.rms_norm(total, weight, eps)
 
     def rotate(self, heads: Tensor, table: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
-        """The first `num_rotated` heads of `heads` [B, T, N, D], with their first R dimensions
-        rotated by `table` [B, T, 2, R/2] float32: [B, T, num_rotated, D]. May overwrite these heads
-        in `heads`; the other heads are unchanged."""
+        """The first `num_rotated` heads of [B, T, N, D], their first R dimensions rotated by
+        `table` [B, T, 2, R/2] float32: [B, T, num_rotated, D]. May overwrite these heads."""
         return apply_rope(heads[:, :, :num_rotated], table, interleaved)
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
@@ -49,8 +46,8 @@ class Elementwise:
 
 
 def apply_rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the first R dimensions of x [B, T, H, D] by table [B, T, 2, R/2] (the rows of
-    `rope_table` at each token's position)."""
+    """Rotate the first R dimensions of x [B, T, H, D] by table [B, T, 2, R/2] (rows of
+    `rope_table`)."""
     cos, sin = table.to(x.dtype).unsqueeze(3).unbind(2)  # [B, T, 1, R/2] each
     size = 2 * cos.shape[-1]
     if size < x.shape[-1]:

@@ -1,8 +1,8 @@
-"""Elementwise operations in Triton for GPUs: one launch replaces up to eight of torch's operators.
-On a CPU the same kernels run in Triton's interpreter, which is correct but slow, for tests.
+"""Elementwise operations in Triton for GPUs: a launch replaces up to eight torch operators.
+Interpreted on a CPU, for tests.
 
-Owns the launch grids and tile sizes. They, the strides and the allocations depend on shapes alone,
-and nothing is read back to the host, so that a CUDA graph can capture a call after one warm-up.
+Grids, tiles, strides and allocations follow from shapes, so that a CUDA graph can capture a call
+after a warm-up.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def is_interpreted(x: Tensor) -> bool:
 
 
 class TritonElementwise(Elementwise):
-    """float32 or bfloat16 storage, computed in float32. Rotates in place. The last dimension must
-    be contiguous; the others may be strided."""
+    """Elementwise operations on float32 or bfloat16, computed in float32. Rotates in place. Only
+    the last dimension must be contiguous."""
 
     requirements = Requirements("triton", is_interpreted_on_cpu=True)
     has_views = True
@@ -97,8 +97,8 @@ class TritonElementwise(Elementwise):
 
 
 def choose_tile(num_heads: int, pairs: int) -> tuple[int, int, int]:
-    """(heads, pairs of a head, warps) of a `rotate_heads` program: powers of two, with at least as
-    many pairs in all as threads."""
+    """(heads, pairs of a head, warps) of a `rotate_heads` program: powers of two, at least as
+    many pairs as threads."""
     block_p = next_power(pairs)
     least = max(1, WARP // block_p)
     most = max(1, PAIRS // block_p)
@@ -109,8 +109,7 @@ def choose_tile(num_heads: int, pairs: int) -> tuple[int, int, int]:
 def _launch_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor
 ) -> None:
-    """x and y [..., N, W]. `total` is written if there is a `y`; `total` and `out` are
-    contiguous."""
+    """x and y [..., N, W]. `total`, written if there is a `y`, and `out` are contiguous."""
     assert x.dtype in STORAGE and weight.is_contiguous()
     inner, width = x.shape[-2:]
     block = next_power(width)
@@ -138,13 +137,11 @@ def _launch_norm(
 
 
 def _warps(numbers: int) -> int:
-    """Warps of a program with so many elements (a power of two, so the result is one as well)."""
     return max(1, min(16, numbers // (WARP * VECTOR)))
 
 
 def _adjacent(x: Tensor, unit: int = 1) -> Tensor:
-    """x, or a copy of it, with a contiguous last dimension and rows that begin at multiples of
-    `unit` elements."""
+    """x, maybe copied: contiguous last dimension, rows at multiples of `unit` elements."""
     begins = (x.storage_offset(), *x.stride()[:-1])
     fits = x.stride(-1) == 1 and all(begin % unit == 0 for begin in begins)
     return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -1,12 +1,8 @@
-"""Triton kernels for the operations between a layer's GEMMs: norm, rotary embedding, gated
-activation.
+"""Triton kernels between a layer's GEMMs: norm, rotary embedding, gated activation, in float32,
+rounded once. Imported only where Triton is installed.
 
-Owns the computation on the device: float32 arithmetic on values stored as float32 or bfloat16,
-rounded once. Strides and sizes come from `triton.py`. Imported only where Triton is installed.
-
-How a row is divided depends on the model's sizes alone, not on the number of rows or their strides
-(the strides of a norm are therefore not specialised). So a row has the same bits alone and in a
-batch.
+The division of a row depends on the model's sizes alone (norm strides are not specialised), so a
+row has the same bits alone and in a batch.
 """
 
 from __future__ import annotations
@@ -44,9 +40,9 @@ def norm_rows(
     ADDS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out [outer, inner, WIDTH] = the RMS norm of x; with ADDS, total = x + y is stored, and out is
-    the norm of the rounded total. out and total are contiguous; strides are in units of UNIT
-    elements. Grid: (outer * inner,)."""
+    """out [outer, inner, WIDTH] = RMS norm of x; with ADDS, of the rounded and stored total = x
+    + y. out and total are contiguous; strides are in units of UNIT elements. Grid: (outer *
+    inner,)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -81,10 +77,10 @@ def rotate_heads(
     BLOCK_P: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Rotate the first HEADS heads of x in place by table [rows, num_tokens, 2, PAIRS] (cos, sin).
-    Pair i begins at dimension i * STEP, and its two elements lie APART dimensions apart. A tile has
-    at least as many pairs as threads, so that only the thread that writes a pair reads it. Grid:
-    (rows * num_tokens, tiles of heads)."""
+    """Rotate the first HEADS heads of x in place by table [rows, num_tokens, 2, PAIRS] (cos,
+    sin). Pair i begins at dimension i * STEP, its elements APART apart. A tile has at least as
+    many pairs as threads, so that only a pair's writer reads it. Grid: (rows * num_tokens, tiles
+    of heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     pair = tl.arange(0, BLOCK_P)
@@ -104,8 +100,8 @@ def rotate_heads(
 
 @triton.jit
 def gate_rows(x, out, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
-    """out [rows, WIDTH] = silu(first WIDTH elements of a row of x) * (next WIDTH elements).
-    Grid: (rows, tiles)."""
+    """out [rows, WIDTH] = silu(first WIDTH elements of a row of x) * (next WIDTH). Grid: (rows,
+    tiles)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH

@@ -1,9 +1,7 @@
-"""What a field of a `config.json` means that no family reads. Imports no torch.
+"""Fields of a `config.json` that no family reads. Imports no torch.
 
-A model is computed from the fields that its family reads. Any other field is one of three: it must
-have the only value that is computed (FIXED), it says nothing of greedy decoding (IRRELEVANT, and
-the names of PATTERNS), or nobody knows, and the config is refused by the field's name. A test walks
-the config classes of transformers, so that none of their fields is forgotten here.
+Such a field must have the only value that is computed (FIXED), or be irrelevant to greedy decoding
+(IRRELEVANT, PATTERNS); else the config is refused. A test walks the config classes of transformers.
 """
 
 from __future__ import annotations
@@ -83,13 +81,11 @@ PATTERNS = re.compile(
 
 
 def is_irrelevant(field: str) -> bool:
-    """Whether the field says nothing of what greedy decoding computes."""
     return field in IRRELEVANT or PATTERNS.fullmatch(field) is not None
 
 
 def check_unread(raw: ConfigFields, architecture: str) -> None:
-    """Raise ValueError for a field that nobody has read and that might change what the model
-    computes."""
+    """Raise ValueError for an unread field that might change the model."""
     for field, value in raw.unread().items():
         if is_irrelevant(field):
             continue
@@ -106,7 +102,6 @@ def check_unread(raw: ConfigFields, architecture: str) -> None:
 
 
 def check_plain_weights(raw: ConfigFields) -> None:
-    """Raise ValueError if the weights are quantised by another program."""
     for field in QUANTIZATION:
         table = raw.get(field)
         if not table:

@@ -1,7 +1,5 @@
-"""Family: the config fields and tensor names of one family of models. Imports no torch.
-
-Owns the interface of `families/` and the look-up by architecture (`names.ARCHITECTURES`). A family
-must not know how anything is computed.
+"""Family: the config fields and tensor names of a model family, looked up by architecture
+(`names.ARCHITECTURES`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,12 +17,11 @@ PACKINGS = ("separate", "stacked", "grouped")
 
 @dataclass(frozen=True)
 class Names:
-    """Checkpoint names without ".weight" and ".bias"; the defaults are Llama's. Names from
-    `attention_norm` on are appended to `layer`, in which "{}" stands for the layer's number.
+    """Checkpoint names without ".weight" and ".bias", Llama's by default. Names from
+    `attention_norm` on are appended to `layer`, whose "{}" is the layer's number.
 
-    `packing`: q, k and v are three tensors (separate), one tensor with the rows of q, then k, then
-    v (stacked), or one tensor with the q, k and v of each KV head together (grouped). `transposed`:
-    the layers' matrices are stored [in, out]."""
+    `packing`: q, k and v are three tensors (separate), one with all rows of q, then k, then v
+    (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out]."""
 
     embedding: str = "model.embed_tokens"
     position_embedding: str = ""
@@ -51,14 +48,13 @@ class Names:
 
 @dataclass(frozen=True)
 class Family:
-    """`read` turns a config.json into ModelConfig fields, all but name, architecture, token ids and
-    dtype. It raises ValueError for what is not implemented. A field that it does not read is
-    refused, unless `config_keys` says that it does not matter.
+    """A model family. `read` turns a config.json into ModelConfig fields but name, architecture,
+    token ids and dtype, or raises ValueError. Fields that it does not read are refused unless
+    `config_keys` knows them.
 
-    `model_type` is that of the family's configs, by which transformers chooses the code.
-    `has_head_bias`: the head has a bias, also where its matrix is the embedding. `body` is the
-    prefix that is missing from all names in a checkpoint of the model without its head. `buffers`
-    are name endings of tensors in old checkpoints that are not parameters."""
+    `model_type`: as in its configs. `has_head_bias`: also with a tied head. `body`: the prefix
+    missing in a checkpoint without head. `buffers`: name endings of old tensors that are no
+    parameters."""
 
     model_type: str
     read: Callable[[ConfigFields], dict[str, Any]]
@@ -69,8 +65,7 @@ class Family:
 
 
 def find_family(architecture: str) -> Family:
-    """The family of an architecture named in `config.json`. Raises ValueError listing the supported
-    ones."""
+    """The family of an architecture. Raises ValueError listing the supported ones."""
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"architecture {architecture!r} is not supported; "

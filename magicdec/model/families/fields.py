@@ -1,8 +1,7 @@
-"""ConfigFields: the fields of a `config.json`, and how all families read them: sizes, switches and
-activations. Imports no torch.
+"""ConfigFields: the fields of a `config.json`, and readers of sizes, switches and activations.
+Imports no torch.
 
-Each of these functions raises ValueError naming the field, the value and the allowed ones, or
-KeyError for a missing field. What nobody has read is left for `config_keys` to judge.
+Readers raise ValueError naming field, value and choices, or KeyError for a missing field.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ LONGEST_VALUE = 60  # characters of a value that a message shows
 
 
 class ConfigFields:
-    """The fields of a JSON object. It remembers which of them were read."""
+    """The fields of a JSON object, which remembers those read."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = raw
@@ -35,7 +34,7 @@ class ConfigFields:
         return self._raw.get(field, default)
 
     def unread(self) -> dict[str, Any]:
-        """The fields that nobody asked for, without those that are null."""
+        """Fields that nobody read and that are not null."""
         return {
             field: value
             for field, value in self._raw.items()
@@ -43,19 +42,17 @@ class ConfigFields:
         }
 
     def was_read(self) -> frozenset[str]:
-        """The fields that somebody asked for, whether they are there or not."""
         return frozenset(self._was_read)
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it, in one short line."""
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
 
 def size(raw: ConfigFields, *fields: str, default: int | None = None) -> int:
-    """A positive whole number that may stand in any of `fields`. With a default, all may be missing
-    or null. Raises ValueError if two of them differ."""
+    """A positive whole number in any of `fields`. With a default, all may be missing or null.
+    Raises ValueError if two differ."""
     given = {field: raw.get(field) for field in fields}
     given = {field: value for field, value in given.items() if value is not None}
     field = next(iter(given), fields[0])
@@ -69,7 +66,7 @@ def size(raw: ConfigFields, *fields: str, default: int | None = None) -> int:
 
 
 def positive(raw: ConfigFields, field: str) -> float:
-    """A positive finite number. Raises KeyError if it is missing."""
+    """A positive finite number. Raises KeyError if missing."""
     value = raw[field]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{field} {shown(value)} is not a number")
@@ -79,7 +76,6 @@ def positive(raw: ConfigFields, field: str) -> float:
 
 
 def switch(raw: ConfigFields, field: str, default: bool) -> bool:
-    """True or false; null is false."""
     value = raw.get(field, default)
     if value not in (True, False, None):
         raise ValueError(f"{field} {shown(value)} is not supported; choose from true, false")
@@ -87,7 +83,7 @@ def switch(raw: ConfigFields, field: str, default: bool) -> bool:
 
 
 def only(raw: ConfigFields, field: str, supported: Any) -> None:
-    """Raise ValueError if the field is present and its value is not the supported one."""
+    """Raise ValueError if the field has another value than `supported`."""
     value = raw.get(field)
     if value is not None and value != supported:
         raise ValueError(f"{field} {shown(value)} is not supported; choose from {supported}")

@@ -1,5 +1,6 @@
-"""GPT-2 and the families with its layer norms and its MLP without a gate: StarCoder (gpt_bigcode),
-GPT-J, BLOOM and Falcon."""
+"""GPT-2, and families with its layer norms and MLP without a gate: StarCoder (gpt_bigcode), GPT-J,
+BLOOM and Falcon.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +52,8 @@ BLOOM_NAMES = Names(
 
 
 def common(raw: ConfigFields, inner: str | None = "n_inner") -> dict[str, Any]:
-    """The fields that these families have in common, with a KV head for each query head and a
-    bias in every layer, unless a family says otherwise. `inner` is the field with the width of the
-    MLP, four times the hidden size if it is missing; None: it is always that."""
+    """The common fields: a KV head for each query head, a bias in every layer. `inner` is the
+    field of the MLP's width; None, or if missing: four times the hidden size."""
     hidden_size = size(raw, "n_embd", "hidden_size", "n_embed")
     num_heads = size(raw, "n_head", "num_attention_heads")
     widest = 4 * hidden_size
@@ -99,8 +99,8 @@ def bigcode_names(config: ModelConfig) -> Names:
 
 
 def read_gptj(raw: ConfigFields) -> dict[str, Any]:
-    """Attention and MLP in parallel after one norm, RoPE on a part of each head in interleaved
-    pairs, a bias on the head."""
+    """Attention and MLP in parallel after one norm, interleaved RoPE on a part of each head, a
+    head bias."""
     is_tied = switch(raw, "tie_word_embeddings", False)
     return common(raw) | {
         "max_position_embeddings": size(raw, "n_positions", "max_position_embeddings"),
@@ -115,7 +115,7 @@ def read_gptj(raw: ConfigFields) -> dict[str, Any]:
 
 
 def read_bloom(raw: ConfigFields) -> dict[str, Any]:
-    """ALiBi, a norm after the embedding, and one tensor for q, k and v, grouped by head."""
+    """ALiBi, a norm after the embedding, and q, k and v grouped by head."""
     return common(raw, inner=None) | {
         "max_position_embeddings": size(raw, "seq_length", default=TRAINED_LENGTH),
         "positions": "alibi",
@@ -125,9 +125,9 @@ def read_bloom(raw: ConfigFields) -> dict[str, Any]:
 
 
 def read_falcon(raw: ConfigFields) -> dict[str, Any]:
-    """Falcon 7B (one KV head, one norm per block), 40B and 180B (several KV heads, two norms), with
-    attention and MLP in parallel. The variants with ALiBi (falcon-rw) are refused, because they
-    scale and round the bias differently."""
+    """Falcon 7B (one KV head and norm), 40B and 180B (several KV heads, two norms), with
+    parallel blocks. ALiBi variants (falcon-rw) are refused: they scale and round the bias
+    differently."""
     only(raw, "alibi", False)
     fields = common(raw, "ffn_hidden_size")
     bias = switch(raw, "bias", False)

@@ -1,7 +1,5 @@
-"""Hugging Face `config.json` and `generation_config.json` to and from ModelConfig.
-
-Owns what all families have in common: the files, token ids and dtype. The family that belongs to
-the architecture reads the other fields. Imports no torch.
+"""Hugging Face `config.json` and `generation_config.json` to and from ModelConfig: files, token ids
+and dtype; the family reads the rest. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ ROPE_FIELDS = {
 
 
 def load_model_config(directory: Path) -> ModelConfig:
-    """Read `config.json` and `generation_config.json` from a checkpoint directory. Token ids in the
-    latter take precedence.
+    """The ModelConfig of a checkpoint directory. Token ids of `generation_config.json` take
+    precedence.
 
-    Raises ValueError naming the file when it is missing, is not JSON, or describes an unknown
-    architecture.
+    Raises:
+        ValueError: names the file that is missing, no JSON, or of an unknown architecture.
     """
     path = directory / "config.json"
     raw = _read_json(path)
@@ -52,9 +50,8 @@ def load_model_config(directory: Path) -> ModelConfig:
 def parse_hf_config(
     raw: dict[str, Any], name: str, generation: dict[str, Any] | None = None
 ) -> ModelConfig:
-    """Translate a Hugging Face config, with the field names of transformers 4 or 5, to a
-    ModelConfig. Raises ValueError, or KeyError for a missing field, if this model is not computed,
-    or if that is not certain."""
+    """Translate a Hugging Face config (transformers 4 or 5). Raises ValueError, or KeyError for
+    a missing field, unless this model is certainly computed."""
     architecture = (raw.get("architectures") or ["unknown"])[0]
     family = find_family(architecture)
     read = ConfigFields(raw)
@@ -75,8 +72,7 @@ def parse_hf_config(
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `parse_hf_config`, for the checkpoints that this project writes: those with
-    Llama's tensor names (WRITTEN)."""
+    """The inverse of `parse_hf_config`, for architectures with Llama's tensor names (WRITTEN)."""
     assert config.architecture in WRITTEN, "only Llama-like checkpoints are written"
     rope = config.rope
     scaling = None

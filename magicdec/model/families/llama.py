@@ -1,5 +1,5 @@
-"""Llama 1, 2, 3, 3.1, 3.2, models of the same architecture (CodeLlama, TinyLlama, Yi, NanoLlama),
-and the families that differ from it in few fields: Mistral, Qwen2, Qwen2.5, Qwen3 and Baichuan 1.
+"""Llama 1, 2, 3, 3.1, 3.2, others of that architecture (CodeLlama, TinyLlama, Yi, NanoLlama), and
+Mistral, Qwen2, Qwen2.5, Qwen3 and Baichuan 1.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ def read(raw: ConfigFields) -> dict[str, Any]:
 def decoder(
     raw: ConfigFields, heads_if_missing: int | None, length: str = "max_position_embeddings"
 ) -> dict[str, Any]:
-    """The fields that these families have in common. `heads_if_missing`: how many KV heads there
-    are without `num_key_value_heads`; None, and a null in the file: one for each query head.
-    `length` is the field with the longest context."""
+    """The common fields. `heads_if_missing`: KV heads without `num_key_value_heads`; None, and
+    null in the file: one for each query head. `length`: the field of the longest context."""
     only(raw, "hidden_act", "silu")
     num_heads = size(raw, "num_attention_heads")
     hidden_size = size(raw, "hidden_size")
@@ -49,7 +48,7 @@ def decoder(
 
 
 def read_mistral(raw: ConfigFields) -> dict[str, Any]:
-    """No biases, and perhaps a sliding window."""
+    """No biases, perhaps a sliding window."""
     for field in ("attention_bias", "mlp_bias"):
         only(raw, field, False)
     return decoder(raw, heads_if_missing=8) | {"sliding_window": mistral_window(raw)}
@@ -77,9 +76,8 @@ def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
 
 
 def read_baichuan(raw: ConfigFields) -> dict[str, Any]:
-    """Baichuan 7B (RoPE) or 13B (ALiBi). Their architecture names differ only in case, so a field
-    tells them apart: the 7B config has `max_position_embeddings`, the 13B config has
-    `model_max_length` instead. Its own code knows neither grouped heads nor another RoPE."""
+    """Baichuan 7B (RoPE) or 13B (ALiBi). Architecture names differ only in case, but 13B has
+    `model_max_length`, not `max_position_embeddings`. Neither has grouped heads or another RoPE."""
     if "z_loss_weight" in raw or raw.get("vocab_size") == BAICHUAN_2_VOCABULARY:
         raise ValueError(
             f"vocab_size {raw.get('vocab_size')} or z_loss_weight shows that this is Baichuan 2, "
@@ -97,7 +95,7 @@ def read_baichuan(raw: ConfigFields) -> dict[str, Any]:
 
 
 def baichuan_names(config: ModelConfig) -> Names:
-    """The names of Llama, with q, k and v in one tensor."""
+    """Llama's names, with q, k and v in one tensor."""
     return Names(qkv=("self_attn.W_pack",), packing="stacked")
 
 

@@ -1,8 +1,8 @@
 """RopeConfig from a `config.json`, with the precedence of transformers 5. Imports no torch.
 
-transformers 4 wrote `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters` and
-reads all of them: a `rope_scaling` replaces `rope_parameters`, and a base that the table does not
-state is that of the top level. What would be ignored silently is refused here.
+transformers 4 wrote `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`. A
+`rope_scaling` replaces `rope_parameters`; the base may stand at the top level. Fields that would be
+ignored silently are refused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TRAINED = "original_max_position_embeddings"
 
 
 def rope(raw: ConfigFields) -> RopeConfig:
-    """RopeConfig from `rope_theta` and `rope_scaling`, or from `rope_parameters`. Raises ValueError
-    if they contradict each other, or for a field of the table that is not read."""
+    """The RopeConfig of a config. Raises ValueError for contradictions, or unread fields of the
+    table."""
     table = ConfigFields(rope_table(raw))
     for fields in (raw, table):
         only(fields, "partial_rotary_factor", 1.0)
@@ -41,7 +41,6 @@ def rope(raw: ConfigFields) -> RopeConfig:
 
 
 def rope_config(raw: ConfigFields, table: ConfigFields) -> RopeConfig:
-    """What the table says, with what the top level has of it."""
     rope_type = rope_type_of(table)
     theta = rope_theta(raw, table)
     trained = trained_length(raw, table)
@@ -62,7 +61,6 @@ def rope_config(raw: ConfigFields, table: ConfigFields) -> RopeConfig:
 
 
 def table_name(raw: ConfigFields) -> str:
-    """The field that holds the table that counts."""
     return "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
 
 
@@ -105,7 +103,6 @@ def rope_type_of(table: ConfigFields) -> str:
 
 
 def rope_theta(raw: ConfigFields, table: ConfigFields) -> float:
-    """The base: that of the table, else that of the top level, else the default."""
     stated = [fields for fields in (table, raw) if fields.get("rope_theta") is not None]
     values = [positive(fields, "rope_theta") for fields in stated]
     if len(set(values)) > 1:
@@ -117,7 +114,7 @@ def rope_theta(raw: ConfigFields, table: ConfigFields) -> float:
 
 
 def trained_length(raw: ConfigFields, table: ConfigFields) -> int:
-    """The length before scaling, which may be stated at the top level or in the table."""
+    """The length before scaling, from top level or table."""
     longest = size(raw, "max_position_embeddings", default=2048)
     outer, inner = (size(fields, TRAINED, default=longest) for fields in (raw, table))
     if None not in (raw.get(TRAINED), table.get(TRAINED)) and outer != inner:
@@ -151,5 +148,5 @@ def _yarn(raw: ConfigFields, table: ConfigFields, theta: float, trained: int) ->
 
 
 def _temperature(factor: float, mscale: float = 1.0) -> float:
-    """What q and k are multiplied by (YaRN, equation 22)."""
+    """The factor of q and k (YaRN, equation 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

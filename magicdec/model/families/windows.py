@@ -1,7 +1,5 @@
-"""The sliding window of a model by its `config.json`, as transformers 5 reads it. Imports no torch.
-
-A model has one window on all layers or none. A config that gives layers windows of their own is
-refused, and so is one that contradicts itself.
+"""A model's sliding window by its `config.json`, as transformers 5 reads it: one on all layers, or
+none. Contradictory configs and windows by layer are refused. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ DEFAULT_WINDOW = 4096  # of Mistral and Qwen, if the field is missing
 
 
 def layer_type(raw: ConfigFields) -> str | None:
-    """The type of all layers by `layer_types`; None if it is missing. Raises ValueError if they
+    """The type of all layers by `layer_types`; None if missing. Raises ValueError if they
     differ."""
     stated = raw.get("layer_types")
     num_layers = size(raw, "num_hidden_layers")
@@ -39,21 +37,21 @@ def layer_type(raw: ConfigFields) -> str | None:
 
 
 def stated_window(raw: ConfigFields) -> int | None:
-    """`sliding_window`; None if it is null."""
     if "sliding_window" in raw and raw["sliding_window"] is None:
         return None
     return size(raw, "sliding_window", default=DEFAULT_WINDOW)
 
 
 def uniform_window(kind: str | None, window: int | None) -> int | None:
-    """`window`, unless all layers are of another type. Raises ValueError for windows of no size."""
+    """`window`, unless all layers are of another type. Raises ValueError for a window without
+    size."""
     if kind == SLIDING and window is None:
         raise ValueError(f"layer_types is {SLIDING}, but no sliding_window is set")
     return None if kind == FULL else window
 
 
 def check_no_window(raw: ConfigFields) -> None:
-    """Llama has no window. Raises ValueError for a config that asks for one that would matter."""
+    """Raise ValueError if a Llama config asks for a window that would matter."""
     window = raw.get("sliding_window")
     longest = size(raw, "max_position_embeddings")
     is_used = switch(raw, "use_sliding_window", window is not None)
@@ -65,7 +63,7 @@ def check_no_window(raw: ConfigFields) -> None:
 
 
 def mistral_window(raw: ConfigFields) -> int | None:
-    """On all layers, unless it is null or `layer_types` says otherwise."""
+    """The window, on all layers unless null or `layer_types` says otherwise."""
     window = stated_window(raw)
     kind = layer_type(raw)
     is_used = switch(raw, "use_sliding_window", True)
@@ -79,8 +77,8 @@ def mistral_window(raw: ConfigFields) -> int | None:
 
 
 def qwen_window(raw: ConfigFields) -> int | None:
-    """None unless `use_sliding_window` is set. Without `layer_types`, the window is on the layers
-    from `max_window_layers` on."""
+    """The window; None unless `use_sliding_window`. Without `layer_types`, it begins at layer
+    `max_window_layers`."""
     num_layers = size(raw, "num_hidden_layers")
     is_used = switch(raw, "use_sliding_window", False)
     first = raw.get("max_window_layers", 28)

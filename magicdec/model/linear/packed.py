@@ -1,14 +1,10 @@
-"""The kinds of linear layers: torch's own, with int8 or int4 weights, and with weights packed once
-for the small GEMMs of decoding (`packed.cpp`).
+"""Linear layers: torch's own, with int8 or int4 weights, and with weights packed for small GEMMs
+(`packed.cpp`).
 
-Int8 layers have int8 weights and a float32 scale per output channel, y = (x w) * scale + bias. Int4
-layers have a bfloat16 scale for each output channel and GROUP inputs. Both compute with torch's
-operators in any dtype on any device, and a few rows on CUDA by a Triton kernel where it is
-installed. Packed layers have bfloat16, int8, int4 or float32 weights. CPUs without bfloat16 dot
-products widen bfloat16 in registers. Packed int8 and int4 layers round activations, to 16 and 8
-bits with a scale for each row and group of inputs. A call reads the weights once for any number of
-rows. The result of a row is the same to the bit whatever other rows are in the batch, so
-verification and decoding agree.
+Int8 layers have a float32 scale per output channel, y = (x w) * scale + bias; int4 layers a
+bfloat16 scale per output channel and GROUP inputs. Packed int8 and int4 round activations, to 16
+and 8 bits, with a scale for each row and group of inputs. A packed call reads weights once, and a
+row's result is bitwise independent of other rows, so verification and decoding agree.
 """
 
 from __future__ import annotations
@@ -54,10 +50,9 @@ PACKERS: dict[torch.dtype | str, tuple[Callable[[int], tuple[int, ...]], torch.d
 
 
 class PackedLinear(nn.Module):
-    """x [..., K] -> [..., N], with `weight` [N, K] in bfloat16 or float32, or in int8 with a
-    float32 `scale` [N] or, for int4 (-8 .. 7), a bfloat16 one [N, K / GROUP]. int8 takes x in
-    bfloat16, int4 in either dtype. Unless `adds_bias`, `bias` is stored here but added by the
-    caller."""
+    """x [..., K] -> [..., N] with packed weights: `weight` [N, K] in bfloat16 or float32, or
+    int8 with float32 `scale` [N] or, for int4 (-8 .. 7), bfloat16 [N, K / GROUP]. int8 takes x
+    in bfloat16, int4 in both. Unless `adds_bias`, the caller adds `bias`."""
 
     def __init__(
         self,
@@ -97,7 +92,6 @@ class PackedLinear(nn.Module):
         return packed_linear(x, self.packed, self.scale, bias, self.out_features)
 
     def dense(self) -> Tensor:
-        """The weight [N, K] of a layer in bfloat16 or float32."""
         weight: Tensor = self.packed
         if weight.dtype == torch.int32:
             pairs = self.packed.view(torch.bfloat16).unflatten(2, (WIDTH, 2))
@@ -107,7 +101,7 @@ class PackedLinear(nn.Module):
 
 
 def padding_bytes(packed: Tensor, out_features: int) -> int:
-    """The bytes of a packed weight [blocks, ...] that belong to no output channel."""
+    """Bytes of a packed weight [blocks, ...] without an output channel."""
     num_bytes = packed.numel() * packed.element_size()
     channels = len(packed) * WIDTH
     return num_bytes // channels * (channels - out_features)
@@ -115,7 +109,6 @@ def padding_bytes(packed: Tensor, out_features: int) -> int:
 
 @cache
 def library(*flags: str) -> ctypes.CDLL:
-    """The library of `packed.cpp`, compiled with `flags` in addition to the usual ones."""
     share_openmp()
     native = load_library(SOURCE, ("-fopenmp", *flags), HEADERS)
     pointer = ctypes.c_void_p
@@ -148,7 +141,6 @@ def library(*flags: str) -> ctypes.CDLL:
 def packed_linear(
     x: Tensor, packed: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int
 ) -> Tensor:
-    """The result of a row is the same to the bit whatever other rows are in the batch."""
     is_int4 = packed.dtype == torch.uint8 and scale is None
     is_float32 = x.dtype == torch.float32
     assert is_int4 or is_float32 == (packed.dtype == torch.float32)
@@ -192,8 +184,8 @@ CONVERTED = 1 << 19
 
 
 class Int8Linear(nn.Module):
-    """x [..., K] -> [..., N], with `weight` [N, K] int8 and `scale` [N] float32. Unless
-    `adds_bias`, `bias` is stored here but added by the caller."""
+    """x [..., K] -> [..., N] with `weight` [N, K] int8, `scale` [N] float32. Unless `adds_bias`,
+    the caller adds `bias`."""
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, adds_bias: bool = True
@@ -218,14 +210,14 @@ class Int8Linear(nn.Module):
         return out + self.bias if self.adds_bias and self.bias is not None else out
 
     def multiply(self, x: Tensor, part: slice) -> Tensor:
-        """The outputs of that part. Every dtype of x represents int8 exactly; the sums are scaled
-        in float32 or wider."""
+        """The outputs `part`. Every dtype of x represents int8 exactly; sums are scaled in
+        float32 or wider."""
         return F.linear(x, self.weight[part].to(x.dtype)) * self.scale[part]
 
 
 class Int4Linear(Int8Linear):
-    """The same with `weight` [N, K / 2] in bytes, the even input in the lower half, as number + 8,
-    and a bfloat16 `scale` [N, K / GROUP]. It is made of numbers [N, K] in int8, -8 .. 7."""
+    """An Int8Linear with `weight` [N, K / 2] bytes, the even input in the lower half, as number
+    + 8, and bfloat16 `scale` [N, K / GROUP], made of int8 numbers [N, K], -8 .. 7."""
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, adds_bias: bool = True
@@ -249,22 +241,20 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class PartialLinear(nn.Linear):
-    """A linear layer whose input features are sharded over ranks. `forward` leaves out the bias,
-    which is added once, after the all-reduce."""
+    """A linear layer with inputs sharded over ranks. The bias is added after the all-reduce."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
 
 def row_parallel(x: Tensor, linear: Linear, reduce: Reduce) -> Tensor:
-    """A row-parallel layer: a `PartialLinear` of any kind, the all-reduce, and the bias."""
     partial: Tensor = reduce(linear(x))
     return partial if linear.bias is None else partial + linear.bias
 
 
 def exchange(model: nn.Module, make: Callable[[Linear], Linear]) -> None:
-    """Replace every linear layer of `model` by `make(layer)`, one at a time to save memory: a layer
-    is freed before the next is made, so nothing else may refer to it."""
+    """Replace linear layers of `model` by `make(layer)`. Each is freed before the next is made,
+    so nothing else may refer to it."""
     places = [
         (module, name)
         for module in model.modules()
@@ -276,7 +266,7 @@ def exchange(model: nn.Module, make: Callable[[Linear], Linear]) -> None:
 
 
 def to_int8(linear: Linear) -> Linear:
-    """An int8 layer of the same size, with empty weights and scales, which the loader fills."""
+    """An int8 layer of the same size, empty, for the loader to fill."""
     assert isinstance(linear, nn.Linear)
     weight = torch.empty_like(linear.weight, dtype=torch.int8)
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
@@ -284,7 +274,7 @@ def to_int8(linear: Linear) -> Linear:
 
 
 def pack(linear: Linear) -> Linear:
-    """The same layer with packed weights. Raises ValueError unless they are bfloat16 or int8."""
+    """The layer with packed weights. Raises ValueError unless bfloat16, float32 or int8."""
     if isinstance(linear, Int8Linear):
         return PackedLinear(linear.weight, linear.bias, linear.adds_bias, linear.scale)
     assert isinstance(linear, nn.Linear)

@@ -1,9 +1,6 @@
-"""Int8 and int4 weights times a few rows in Triton, for GPUs: a launch reads the weights once, as
-they are stored. On a CPU the same kernel runs in Triton's interpreter, which is correct but slow,
-for tests.
-
-Owns the launch grid and the sizes of tiles, which follow from shapes alone, so that a CUDA graph
-can capture a call after one warm-up.
+"""Int8 and int4 weights times a few rows in Triton: a launch reads stored weights once. Interpreted
+on a CPU, for tests. Grid and tiles follow from shapes, so that a CUDA graph can capture a call
+after a warm-up.
 """
 
 from __future__ import annotations
@@ -34,18 +31,18 @@ def kernels(device: str) -> ModuleType:
 
 
 def serves(device: str, num_rows: int, dtype: torch.dtype) -> bool:
-    """Whether `multiply` is meant for so many rows. On CUDA without Triton, torch multiplies."""
+    """Whether `multiply` is meant for `num_rows` rows. Without Triton, torch multiplies."""
     return device == "cuda" and num_rows <= FEW_ROWS and dtype in STORAGE and is_installed()
 
 
 def choose_outputs(num_outputs: int) -> int:
-    """Outputs of a tile: few where there are few, so that more processors have a tile."""
+    """Outputs of a tile: fewer of few, so that more processors have a tile."""
     return 16 if num_outputs <= 4096 else 32 if num_outputs <= 16384 else 64
 
 
 def multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [..., K] -> [..., N] in x's dtype, without bias. `weight` and `scale` are those of an
-    `Int8Linear` or, if `scale` has two dimensions, of an `Int4Linear`."""
+    """x [..., K] -> [..., N] in x's dtype, without bias, with `weight` and `scale` of an
+    `Int8Linear` or, with two dimensions of `scale`, `Int4Linear`."""
     assert x.dtype in STORAGE and weight.is_contiguous() and scale.is_contiguous()
     x, num_outputs, width = x.contiguous(), len(weight), x.shape[-1]
     group = width // scale.shape[1] if scale.dim() == 2 else 0

@@ -1,10 +1,6 @@
-"""A Triton kernel for a few rows times int8 or int4 weights, which it reads once.
-
-Owns the arithmetic on the device: weights become numbers of x's dtype in registers, products are
-summed in float32. Sizes come from `triton.py`. Imported only where Triton is installed.
-
-How the inputs are divided depends on the matrix alone. So a row has the same bits alone and in a
-batch.
+"""A Triton kernel for a few rows times int8 or int4 weights, converted in registers, summed in
+float32. Imported only where Triton is installed. Inputs are divided by the matrix alone, so a row
+has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -25,9 +21,8 @@ def _int4_numbers(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The weights [BLOCK_N, BLOCK_K] of outputs n for the inputs from `first` on, in float32. A
-    byte has two inputs, the even one in its lower half, as number + 8; past the last group are
-    zeros."""
+    """Weights [BLOCK_N, BLOCK_K] of outputs n for inputs from `first` on, float32. A byte has
+    two inputs, the even one in its lower half, as number + 8; past the last group are zeros."""
     g = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
     i = tl.arange(0, GROUP // 2)
     is_there = is_output[:, None] & (g < WIDTH // GROUP)[None, :]
@@ -53,10 +48,10 @@ def multiply_rows(
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out [num_rows, num_outputs] = x [num_rows, WIDTH] times the transposed weight. With GROUP
-    inputs to a scale it is int4, [num_outputs, WIDTH / 2] bytes and scale [num_outputs,
-    WIDTH / GROUP]; with GROUP 0 int8, [num_outputs, WIDTH] and scale [num_outputs]. All are
-    contiguous. Grid: (tiles of outputs, tiles of rows)."""
+    """out [num_rows, num_outputs] = x [num_rows, WIDTH] times the transposed weight: with GROUP
+    inputs to a scale int4, [num_outputs, WIDTH / 2] bytes and scale [num_outputs, WIDTH /
+    GROUP]; with GROUP 0 int8, [num_outputs, WIDTH] and scale [num_outputs]. All contiguous.
+    Grid: (tiles of outputs, tiles of rows)."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_output = n < num_outputs

@@ -1,12 +1,8 @@
-"""Published model configs as data, for `random:<preset>` benchmarks and for cost models.
+"""Published model configs as data (`presets.json`), for `random:<preset>` and cost models. Imports
+no torch.
 
-Owns the names of packaged and random models, whose weights `checkpoint/source.py` finds, and
-`presets.json`: of each published `config.json` the fields that describe the model, its repository
-on the hub and the published parameter count (a tied head is counted once). Imports no torch and
-reads no weight files. `checked` means that the published file itself was read: its page on the hub,
-or a verbatim copy in a public repository. The numbers of the other presets agree with the published
-sizes and parameter counts or with configs re-saved from the same base model, which is weaker
-evidence.
+`checked`: the published file itself was read, on the hub or as a verbatim copy; others agree with
+published sizes, which is weaker evidence. A tied head counts once in parameter counts.
 """
 
 from __future__ import annotations
@@ -25,8 +21,6 @@ FILE = Path(__file__).with_name("presets.json")
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model: config, repository on the hub, published parameter count."""
-
     config: ModelConfig
     repo_id: str
     num_parameters: int
@@ -45,14 +39,12 @@ WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin")
 
 
 def demo_directory(name: str) -> Path:
-    """The directory of a packaged model. It may be missing in this installation."""
     return Path(str(resources.files("magicdec") / "demo" / DEMO_DIRECTORIES[name]))
 
 
 def find_config(flag: str, name: str) -> ModelConfig:
-    """The config of the model a user named with `flag`: any name that `find_model` accepts, or a
-    preset without its prefix. Of a directory only the config files are read. Raises ValueError for
-    an unknown name."""
+    """The config of a model named with `flag`: a name that `find_model` accepts, or a preset
+    without prefix. Reads no weights. Raises ValueError for an unknown name."""
     path = Path(name).expanduser()
     if name in DEMO_DIRECTORIES:
         return replace(load_model_config(demo_directory(name)), name=name)
@@ -72,7 +64,7 @@ def find_config(flag: str, name: str) -> ModelConfig:
 
 
 def unknown_model(flag: str, name: str, choices: str) -> ValueError:
-    """The error for a name that is no model: what is at a similar path, or all choices."""
+    """The error for an unknown name, with a similar path or all choices."""
     path = Path(name).expanduser()
     is_preset = name.startswith(RANDOM_PREFIX)
     is_path = not is_preset and (len(path.parts) > 1 or name.startswith((".", "~")))

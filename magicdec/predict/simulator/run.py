@@ -1,18 +1,13 @@
-"""One simulated run: the way to decode, what comes out, and its record. Imports no torch.
+"""One simulated run with its metrics, record, tables and chart. docs/pipelined_speculation.md is
+made from these classes. Imports no torch; matplotlib only to draw.
 
-The ways to decode on a pipeline stand side by side on the same simulated machine. All of them are
-the same scheduler.
+All modes share one scheduler and one simulated machine:
 
 - `iterative`: one request, one token after the other.
 - `sync`: drafts, then one run that verifies them, then drafts again.
-- `async`: pipelined speculation.
-- `ring`: recurrent pipeline parallelism (Macario et al. 2025, MDI-LLM): as many requests as stages
-  or more, without drafts, so that every stage works on a different one.
-
-The names and definitions of metrics are those of the records of real runs where there is such a
-metric. Nothing has run, so the record has no environment. docs/pipelined_speculation.md documents
-the schema and is made from these classes. Tables of modes and of clusters, and a Gantt chart of
-what the drafter and every stage computed when, show it; matplotlib is imported only to draw.
+- `async`: pipelined speculation ([PipeInfer](https://arxiv.org/abs/2407.11798)).
+- `ring`: recurrent pipeline parallelism ([MDI-LLM](https://arxiv.org/abs/2505.18164)): at least
+  as many requests as stages, without drafts.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ PROMPT = (0,)  # a stage takes as long for it as for one row
 
 @dataclass(frozen=True)
 class Work:
-    """What is decoded: by position of the output, whether the draft's candidate is right there."""
+    """The text to decode: at each output position, whether the draft's candidate is right."""
 
     is_right: Sequence[bool]
     gen_len: int
@@ -60,7 +55,6 @@ class Work:
 def run_mode(
     mode: str, machine: SimulatedMachine, options: Options, work: Work
 ) -> tuple[SimulationTrace, SimulatedMetrics]:
-    """Simulate one mode of `MODES`."""
     is_ring = mode == "ring"
     requests = (work.ring_requests or machine.num_stages) if is_ring else work.num_requests
     kind = "iterative" if is_ring else mode
@@ -78,7 +72,7 @@ ONE_TOKEN = "if no request has a token after its first"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedMetrics(RecordPart):
-    """Of all requests together. Shares are of the time between the first token and the last."""
+    """Metrics of all requests together. Shares are of the time from the first to the last token."""
 
     tokens_per_s: float = recorded(
         "tokens of a request after its first, divided by the time that they took; sum over the "
@@ -127,8 +121,6 @@ class SimulatedMetrics(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationRecord(Record):
-    """One mode on one machine."""
-
     kind: Literal["simulation"] = recorded("`simulation`", default="simulation")
     status: Literal["simulated"] = recorded("`simulated`: nothing has run", default="simulated")
     config: dict[str, Any] = recorded(
@@ -178,7 +170,7 @@ def measure(machine: SimulatedMachine, trace: SimulationTrace, counts: Counts) -
 
 
 def acceptance_rate(trace: SimulationTrace) -> float | None:
-    """The acceptance rate of the drafts that were judged; None without drafts."""
+    """The acceptance rate of the judged drafts; None without drafts."""
     found = Verifications()
     for _, commit in trace.commits:
         for run in commit.judged:
@@ -201,7 +193,6 @@ NOTES = (
 
 
 def tables(records: Sequence[SimulationRecord]) -> list[Table]:
-    """Of the modes on one machine, or of several machines."""
     machines = {str(_machine(record)): _machine(record) for record in records}
     return [_modes(records) if len(machines) == 1 else _clusters(records)]
 
@@ -211,7 +202,6 @@ def _machine(record: SimulationRecord) -> tuple[int | None, dict[str, Any]]:
 
 
 def _modes(records: Sequence[SimulationRecord]) -> Table:
-    """A row for each mode."""
     machine = records[0].config["machine"]
     metrics = {record.config["mode"]: record.metrics for record in records}
     stage_ms = sorted({round(1e3 * time, 3) for time in machine["stage_s"]})
@@ -241,8 +231,8 @@ def _modes(records: Sequence[SimulationRecord]) -> Table:
 
 
 def _clusters(records: Sequence[SimulationRecord]) -> Table:
-    """A row for each cluster; if these are many, the best of each number of nodes by the mode that
-    speculates asynchronously, or else by the first mode."""
+    """A row for each cluster; of many, the best of each number of nodes in mode `async`, or else in
+    the first mode."""
     modes = list(dict.fromkeys(record.config["mode"] for record in records))
     ranked = "async" if "async" in modes else modes[0]
     clusters: dict[str, dict[str, SimulationRecord]] = {}
@@ -284,8 +274,8 @@ LOOKS = {
 def draw_chart(
     flag: str, path: Path, traces: Mapping[str, SimulationTrace], until_s: float | None = None
 ) -> None:
-    """Draw one panel for each trace, up to a time. Raises ValueError, naming the flag,
-    if there are too many stages or the file cannot be written."""
+    """Draws one panel per trace, up to `until_s`. Raises ValueError, naming the flag, if there are
+    too many stages or the file cannot be written."""
     panels = [panel_of(mode, trace) for mode, trace in traces.items()]
     gantt.draw(flag, path, panels, LOOKS, until_s)
 

@@ -1,14 +1,9 @@
-"""Runs a scheduler on a simulated machine, in virtual time: the actions of the scheduler in, the
-times of what they cause out. Imports no torch.
+"""Runs a scheduler on a simulated machine, in virtual time. Imports no torch.
 
 The nodes of a stage share its work by tensor parallelism: its time is divided by their number, and
-every layer adds two all-reduces. Each stage takes the runs in the order of launches, and looks for
-cancellations before a run and between layers. The times of a run follow from those of the run
-before it, so nothing is simulated step by step. A cancellation changes only what comes after it;
-the runs in flight from the first cancelled one on are then computed again.
-
-There are no models: at each position of the output it is known whether the draft's candidate is the
-target's token.
+every layer adds two all-reduces. Stages take runs in the order of launches, and look for
+cancellations before a run and between layers. A run's times follow from the run before, so a
+cancellation recomputes only the runs in flight from the first cancelled one on.
 """
 
 from __future__ import annotations
@@ -37,9 +32,9 @@ SPACING = 2  # between the tokens of two positions: a wrong candidate is a token
 
 @dataclass(frozen=True)
 class SimulatedMachine:
-    """A run of n rows keeps stage i busy for `stage_s[i]`, and for a share `row_cost` of it more
-    with each row after the first. A message occupies its link for its bytes over `bytes_per_s`, and
-    arrives `link_s` later."""
+    """A pipeline. A run of n rows occupies stage i for `stage_s[i]`, plus a share `row_cost` of it
+    for each row after the first. A message occupies its link for bytes / `bytes_per_s`, and arrives
+    `link_s` later."""
 
     stage_s: tuple[float, ...]
     layers: int = 8  # of a stage: between them it looks for cancellations
@@ -63,7 +58,7 @@ class SimulatedMachine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A model on nodes. `model_s` is what one node needs for one token through the whole model."""
+    """A model on nodes. `model_s` is one node's time for a token."""
 
     model_s: float
     num_layers: int
@@ -71,7 +66,7 @@ class Cluster:
     base: SimulatedMachine  # links, drafter and costs of rows; its stages are not used
 
     def machine(self, nodes: int, stages: int) -> SimulatedMachine:
-        """The stages get equal numbers of layers, the first ones one more if they do not divide."""
+        """The first stages have one more layer if they do not divide."""
         each, rest = divmod(self.num_layers, stages)
         width = nodes // stages
         layer_s = self.model_s / self.num_layers / width
@@ -83,8 +78,7 @@ class Cluster:
 def divisions(
     nodes: Sequence[int], stages: Sequence[int] | None, num_layers: int
 ) -> Iterator[tuple[int, int]]:
-    """Every number of nodes with every number of stages that divides it into layers and nodes:
-    those of `stages`, or all that there are."""
+    """(nodes, stages) that divide evenly, of `stages` or all up to `num_layers`."""
     for count in nodes:
         for stage_count in stages or range(1, count + 1):
             if count % stage_count == 0 and stage_count <= num_layers:
@@ -93,7 +87,7 @@ def divisions(
 
 @dataclass(eq=False)
 class SimulatedRun:
-    """A run under way. The lists have one value for each stage."""
+    """A run under way, with lists by stage."""
 
     launch: RunLaunch
     launched_s: float
@@ -109,7 +103,7 @@ class SimulatedRun:
 
 class Pipeline:
     def __init__(self, machine: SimulatedMachine, returns_hidden_states: bool = False) -> None:
-        """`returns_hidden_states`: the first stage owns the head, as in a recurrent ring."""
+        """`returns_hidden_states`: the first stage owns the head, as in a ring."""
         self.machine = machine
         self.output_bytes = machine.row_bytes if returns_hidden_states else RESULT_BYTES
         self.in_flight: deque[SimulatedRun] = deque()
@@ -118,7 +112,7 @@ class Pipeline:
 
     @property
     def next_s(self) -> float:
-        """When the oldest run comes home; infinity if none is in flight."""
+        """The time at which the oldest run comes home, or infinity."""
         return self.in_flight[0].home_s if self.in_flight else math.inf
 
     def launch(self, now_s: float, launch: RunLaunch, is_prompt: bool) -> None:
@@ -127,7 +121,7 @@ class Pipeline:
         self.in_flight.append(flight)
 
     def cancel(self, runs: Sequence[int], known_s: Sequence[float]) -> None:
-        """`known_s`: when each stage has received the cancellation."""
+        """`known_s`: the times at which the stages receive the cancellation."""
         cancelled = set(runs)
         before = self._last_home
         is_changed = False
@@ -140,12 +134,10 @@ class Pipeline:
             before = flight
 
     def collect(self) -> SimulatedRun:
-        """The oldest run, which has come home."""
         self._last_home = self.in_flight.popleft()
         return self._last_home
 
     def _compute(self, flight: SimulatedRun, before: SimulatedRun | None) -> None:
-        """The times of a run at every stage, given those of the run before it."""
         machine = self.machine
         launch = flight.launch
         cancelled_s = flight.cancelled_s
@@ -190,20 +182,19 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class TextModels:
-    """A target and a draft, whose candidate for token i of the output is right if
-    `is_right[request][i]`. A prompt has one token, at position 0."""
+    """A target and a draft, whose candidate for output token i is right if `is_right[request][i]`.
+    A prompt has one token, at position 0."""
 
     is_right: Sequence[Sequence[bool]]
 
     def home(self, flight: SimulatedRun) -> Sequence[int] | None:
-        """The predictions of a run that has come home, as if each row stood on the target's text:
-        what stands elsewhere is never committed. None if a stage skipped the run."""
+        """A run's predictions, as if all rows stood on the target's text: other rows are never
+        committed. None if a stage skipped the run."""
         launch = flight.launch
         outputs = launch.positions[launch.num_rows - launch.num_outputs :]
         return None if flight.is_void else [(at + 1) * SPACING for at in outputs]
 
     def propose(self, draft: DraftAction, output: Sequence[int]) -> Candidate | None:
-        """The candidate after the path. `output` is what is committed of the request."""
         is_right = self.is_right[draft.request]
         place = len(output) + len(draft.path)
         expected = range((len(output) + 1) * SPACING, (place + 1) * SPACING, SPACING)
@@ -213,8 +204,6 @@ class TextModels:
 
 @dataclass
 class SimulationTrace:
-    """What happened, in order of time."""
-
     flights: list[SimulatedRun] = field(default_factory=list)
     commits: list[tuple[float, Commit]] = field(default_factory=list)
     drafts: list[tuple[float, float]] = field(default_factory=list)  # begin and end of the steps
@@ -243,7 +232,7 @@ class Simulation:
     def run(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos: int = -1
     ) -> SimulationTrace:
-        """All prompts arrive at time 0. Returns when every run has come home."""
+        """Serves prompts that all arrive at time 0, until every run has come home."""
         for prompt in prompts:
             _, actions = self.scheduler.submit(prompt, max_new_tokens, (eos,))
             self._do(actions)
@@ -253,11 +242,11 @@ class Simulation:
         return self.trace
 
     def cancel_delays(self) -> Sequence[float]:
-        """Seconds until each stage knows of a cancellation."""
         return [self.machine.cancel_s] * self.machine.num_stages
 
     def _step(self) -> None:
-        """Results go before drafts, and the drafter begins a step only when no result waits."""
+        """Handles one event. Results go before drafts, and drafting begins only when no result
+        waits."""
         if self.pipeline.next_s <= self._now_s:
             flight = self.pipeline.collect()
             self.trace.flights.append(flight)

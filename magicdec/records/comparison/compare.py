@@ -24,22 +24,19 @@ from magicdec.config.setting import setting
 from magicdec.output.tables import Column, Table
 from magicdec.records.acceptance import (
     PromptCounts,
-    Verifications,
     columns_of,
-    count_by_prompt,
     estimates_of,
 )
 from magicdec.records.comparison.conditions import (
-    compared_with_nothing,
     describe,
     first_difference,
     measured_thing,
     placement,
 )
-from magicdec.records.comparison.exact import RENEW, find_change, is_logged, why_not_exact
+from magicdec.records.comparison.exact import RENEW, find_change, why_not_exact
+from magicdec.records.drafted import DraftedPass
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
-from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples
+from magicdec.records.record import DraftingRecord, RunRecord
 from magicdec.records.table import verdict_of
 
 
@@ -146,37 +143,34 @@ class Change:
         return text
 
 
-def pair_of(new: RunRecord, old: RunRecord) -> PairedCounts:
-    """Raises ValueError if a record has no samples, or none of what its drafts were."""
-    before = samples_of(old, "baseline")
-    after = samples_of(new, "new record")
-    pairs = zip(before.output_hashes, after.output_hashes, strict=True)
+def pair_of(new: DraftedPass, old: DraftedPass) -> PairedCounts:
+    pairs = zip(old.output_hashes, new.output_hashes, strict=True)
     is_other = np.array([one != other for one, other in pairs])
-    counts = count_by_prompt(before), count_by_prompt(after)
+    counts = old.counts, new.counts
     # Another text may be easier or harder to draft for, as another prompt may be.
     between = float(np.nanvar(counts[0].rates, ddof=1)) if len(is_other) > 1 else 0.0
-    errors = np.sqrt(rate_variances(before) + rate_variances(after) + is_other * between)
+    errors = np.sqrt(rate_variances(old) + rate_variances(new) + is_other * between)
     return PairedCounts(*counts, int(is_other.sum()), errors)
 
 
-def rate_variances(samples: PassSamples) -> Array:
+def rate_variances(drafted: DraftedPass) -> Array:
     """[P] the variance of each prompt's acceptance rate, if its verifications are independent and
     scatter about its rate as those of all prompts do."""
-    counts = count_by_prompt(samples)
-    by_prompt = Verifications.of(samples).by_request
-    prompts, drafted, accepted, _ = columns_of(by_prompt, counts.num_prompts)
-    rests = accepted - counts.rates[prompts] * drafted
+    counts = drafted.counts
+    by_prompt = drafted.verifications.by_request
+    prompts, judged, accepted, _ = columns_of(by_prompt, counts.num_prompts)
+    rests = accepted - counts.rates[prompts] * judged
     scatter = (rests**2).sum() / max(1, len(rests) - counts.num_prompts)
     return scatter * counts.verifications / np.maximum(counts.drafted, 1) ** 2
 
 
-def samples_of(record: RunRecord, name: str) -> PassSamples:
-    """Those of the requested strategy; `name` stands for the record in the error."""
-    if record.metrics is None or record.metrics.draft_acceptance_rate is None:
-        raise ValueError(f"the {name} has no draft_acceptance_rate")
-    if record.samples is None:
-        raise ValueError(f"the {name} has no samples; renew it with `magicdec gate save`")
-    return record.samples[record.config["decoding"]["strategy"]].restored()
+def drafted_of(record: DraftingRecord, name: str) -> DraftedPass:
+    """What a record says of drafts; `name` stands for it in the error. Raises ValueError if it says
+    nothing."""
+    try:
+        return record.drafted_pass()
+    except ValueError as error:
+        raise ValueError(f"the {name} {error}") from None
 
 
 def change_of(pair: PairedCounts, level: float = LEVEL) -> Change:
@@ -222,7 +216,7 @@ class Rule:
         below=1,
     )
 
-    def margin_of(self, baseline: RunRecord) -> float:
+    def margin_of(self, baseline: DraftingRecord) -> float:
         margin = baseline.margin if self.margin is None else self.margin
         return DEFAULT_MARGIN if margin is None else margin
 
@@ -258,8 +252,10 @@ class Match:
 
     name: str
     pair: PairedCounts
-    new: RunRecord
-    old: RunRecord
+    new: DraftingRecord
+    old: DraftingRecord
+    after: DraftedPass
+    before: DraftedPass
 
     @cached_property
     def why_not_exact(self) -> str | None:
@@ -275,7 +271,7 @@ class Match:
 
 
 def compare(
-    new: Sequence[RunRecord], baselines: Sequence[RunRecord], rule: Rule = Rule()
+    new: Sequence[DraftingRecord], baselines: Sequence[DraftingRecord], rule: Rule = Rule()
 ) -> list[Comparison]:
     """What was found out about each new record, in order. A record is compared with every baseline
     of the same thing under the same conditions, and the worst counts: none of them may hide a
@@ -293,33 +289,46 @@ def compare(
     return comparisons
 
 
-def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Comparison:
+def match(record: DraftingRecord, baselines: Sequence[DraftingRecord]) -> list[Match] | Comparison:
     """The baselines of the same thing under the same conditions, or why there is none."""
     name = describe(record)
     if record.status == "ok_with_ties":
         name += f" [{record.status}]"
     if not record.passed:
-        return Comparison(name, REGRESSION, f"the new run {verdict_of(record)}")
+        return Comparison(name, REGRESSION, f"the new run {problem_of(record)}")
     try:
         alike = alike_baselines(record, baselines)
         if not any(has_drafted(each) for each in (record, *alike)):
             return Comparison(name, SAME, "nothing was drafted, as before")
-        if is_logged(record) and not has_drafted(record):
+        if record.is_logged and not has_drafted(record):
             return Comparison(name, REGRESSION, "regression: nothing is drafted any more")
-        return [Match(name, pair_of(record, b), record, b) for b in alike]
+        return [match_of(name, record, b) for b in alike]
     except ValueError as error:
         return Comparison(name, INCOMPARABLE, f"not comparable: {error}")
 
 
-def has_drafted(record: RunRecord) -> bool:
+def problem_of(record: DraftingRecord) -> str:
+    """Why a record has not passed."""
+    return verdict_of(record) if isinstance(record, RunRecord) else record.status
+
+
+def match_of(name: str, new: DraftingRecord, old: DraftingRecord) -> Match:
+    before = drafted_of(old, "baseline")
+    after = drafted_of(new, "new record")
+    return Match(name, pair_of(after, before), new, old, after, before)
+
+
+def has_drafted(record: DraftingRecord) -> bool:
     """Whether it has drafted, or had no drafter that could have done so."""
     rate = None if record.metrics is None else record.metrics.draft_acceptance_rate
-    return rate is not None or record.config["decoding"]["drafter"] is None
+    return rate is not None or record.config_as_run()["decoding"]["drafter"] is None
 
 
-def alike_baselines(record: RunRecord, baselines: Sequence[RunRecord]) -> list[RunRecord]:
+def alike_baselines(
+    record: DraftingRecord, baselines: Sequence[DraftingRecord]
+) -> list[DraftingRecord]:
     """Raises ValueError, naming the first cause, if there is none."""
-    if compared_with_nothing(record):
+    if record.is_uncompared:
         raise ValueError("its tokens were compared with nothing")
     same = [b for b in baselines if measured_thing(b) == measured_thing(record)]
     if not same:
@@ -342,12 +351,12 @@ def level_for(matches: Sequence[Match]) -> float:
     return 1 - FALSE_ALARMS / max(1, num_tests)
 
 
-def other_reads(new: RunRecord, old: RunRecord) -> str | None:
+def other_reads(new: DraftingRecord, old: DraftingRecord) -> str | None:
     """What a draft forward reads, if it is no longer what it was: then it is not the same policy or
     budget, whatever the records say."""
     assert new.metrics is not None and old.metrics is not None
-    after = new.metrics.kv_tokens_read
-    before = old.metrics.kv_tokens_read
+    after = getattr(new.metrics, "kv_tokens_read", None)  # only runs count it
+    before = getattr(old.metrics, "kv_tokens_read", None)
     if after is None or before is None or abs(after - before) <= READS_TOLERANCE * before:
         return None
     return f"regression: a draft forward reads {after:.1f} tokens of a row's KV, was {before:.1f}"
@@ -364,9 +373,8 @@ def judge(m: Match, rule: Rule, level: float) -> Comparison:
 
 def judge_exactly(m: Match) -> Comparison:
     """The verdict where unchanged code repeats every step."""
-    samples = samples_of(m.new, "new record"), samples_of(m.old, "baseline")
     rates = m.pair.rates()
-    change = find_change(*samples)
+    change = find_change(m.after, m.before)
     if change is None:
         text = f"acceptance rate {rates[1]:.4f}, every step as before"
         unchanged = Change(0.0, None, m.pair.after.num_prompts)
@@ -424,12 +432,14 @@ def decide(rates: tuple[float, float], change: Change, margin: float) -> tuple[s
     return verdict, f"beyond the margin of {100 * margin:g} % and the noise"
 
 
-def case_failed(baseline: RunRecord, error: str) -> Comparison:
+def case_failed(baseline: DraftingRecord, error: str) -> Comparison:
     """The case of a baseline that left no record."""
     return Comparison(describe(baseline), REGRESSION, f"the case failed: {error}")
 
 
-def uncovered(new: Sequence[RunRecord], baselines: Sequence[RunRecord]) -> list[RunRecord]:
+def uncovered(
+    new: Sequence[DraftingRecord], baselines: Sequence[DraftingRecord]
+) -> list[DraftingRecord]:
     """The baselines with which no new record can be compared."""
     matches = [match(record, baselines) for record in new]
     covered = {id(m.old) for each in matches if not isinstance(each, Comparison) for m in each}

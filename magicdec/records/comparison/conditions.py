@@ -15,10 +15,9 @@ from magicdec.config.sections import MODEL_PREFIX, NONE, KVSection, SamplingSect
 from magicdec.config.setting import declared
 from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.output.console import printable
-from magicdec.records.record import RunRecord
+from magicdec.records.record import DraftingRecord, is_greedy
 
 Key = tuple[tuple[str, Any], ...]
-PLAIN = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 # Fields of a record's KV section, by the names that the gate prints.
 SHORT_NAMES = {
     "budget": "budget",
@@ -35,22 +34,27 @@ OF_TEXT = ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "token
 def policy_of(config: Mapping[str, Any]) -> str | None:
     """The KV policy of what drafts, from the config of a record. Prompt lookup reads no cache,
     whatever policy the run names: then None."""
+    if config.get("kv") is None:  # of a mode whose drafts read no cache
+        return None
     policy: str = config["kv"]["policy"]
     return None if config["decoding"]["drafter"] == "ngram" else policy
 
 
-def measured_thing(record: RunRecord) -> Key:
+def measured_thing(record: DraftingRecord) -> Key:
     """What a record measures: two records of the same thing are meant to be compared. A setting
     that its policy does not read is None."""
-    decoding = record.config["decoding"]
-    kv = record.config["kv"]
+    config = record.config_as_run()
+    decoding = config["decoding"]
+    kv = config["kv"] or {}
     draft = None if record.workload is None else record.workload.draft
-    policy = policy_of(record.config)
+    policy = policy_of(config)
     # A policy that this version does not know reads all, so that it is never taken for another.
     settings = policy_called(policy).settings if policy in KV_POLICIES else tuple(SHORT_NAMES)
     if policy is None:
         settings = ()
     return (
+        ("mode", record.mode),
+        *record.serving_flags().items(),
         ("strategy", decoding["strategy"]),
         ("drafter", decoding["drafter"]),
         ("draft", None if draft is None else draft.model),
@@ -61,7 +65,7 @@ def measured_thing(record: RunRecord) -> Key:
     )
 
 
-def first_difference(new: RunRecord, old: RunRecord) -> str | None:
+def first_difference(new: DraftingRecord, old: DraftingRecord) -> str | None:
     """The first condition in which two records of the same thing differ, such as `prefix_len 1024,
     was 4096`; None if all agree. Neither record failed."""
     ours = new.workload
@@ -81,9 +85,9 @@ def first_difference(new: RunRecord, old: RunRecord) -> str | None:
     return None
 
 
-def conditions(record: RunRecord) -> dict[str, Any]:
+def conditions(record: DraftingRecord) -> dict[str, Any]:
     """Each setting that must agree, by the name that the gate prints."""
-    config = record.config
+    config = record.config_as_run()
     workload = record.workload
     cost = config["decoding"].get("step_cost")
     return {
@@ -110,28 +114,25 @@ def weight_dtypes(config: dict[str, Any]) -> str:
 def sampling(config: Mapping[str, Any]) -> dict[str, Any] | str:
     """How tokens were chosen; the seed and the rest of the section are idle in plain greedy
     decoding."""
-    section = config.get("sampling") or {}
-    plain = all(section.get(name, value) == value for name, value in PLAIN.items())
-    return "greedy" if plain else section
+    return "greedy" if is_greedy(config) else config.get("sampling") or {}
 
 
-def compared_with_nothing(record: RunRecord) -> bool:
-    """Whether a run that could have been compared with its baseline was not (`--no_baseline`)."""
-    checked = record.correctness is not None and record.correctness.reference is not None
-    return not checked and sampling(record.config) == "greedy"
-
-
-def placement(record: RunRecord) -> str:
+def placement(record: DraftingRecord) -> str:
     """On which ranks the target and a draft model are, as the flags of `magicdec run`, in words."""
     return " ".join(_flags_of_ranks(record.config, record.environment.world_size)) or "one rank"
 
 
-def describe(record: RunRecord) -> str:
+def describe(record: DraftingRecord) -> str:
     """What a record measures, as `flags_of` has it, in a form that can be printed."""
     draft = None if record.workload is None else record.workload.draft
     name = None if draft is None else draft.model
     num_ranks = record.environment.world_size
-    return printable(flags_of(record.config, name, num_ranks))
+    config = record.config_as_run()
+    if record.mode is None:
+        return printable(flags_of(config, name, num_ranks))
+    flags = flags_of(config | {"parallel": None, "draft": config["draft"] and {}}, name)
+    ranks = [f"--nproc {num_ranks}"] * (num_ranks > 1)
+    return printable(" ".join([f"--modes {record.mode}", flags, *ranks]))
 
 
 def flags_of(
@@ -199,17 +200,19 @@ def _flags_of_policy(policy: str | None, kv: Mapping[str, Any]) -> list[str]:
     return [f"{settings[name].flag} {v}" for name, v in {"policy": policy, **given}.items()]
 
 
-def method_of(record: RunRecord) -> str:
+def method_of(record: DraftingRecord) -> str:
     """The drafter and the policy of a record, without their parameters."""
     thing = dict(measured_thing(record))
     return " ".join(str(thing[key]) for key in ("drafter", "draft", "policy") if thing[key])
 
 
-def kind_of(record: RunRecord) -> str:
+def kind_of(record: DraftingRecord) -> str:
     """The method of a record where it drafts chains of one length with its own weights for greedy
     requests on one rank; else in which other way it drafts, without parameters, whatever the
     method. Sampling is one way, since its prompts are prefilled by themselves. So are several
     ranks, and a draft model on some of them."""
+    if record.mode is not None:
+        return f"mode {record.mode}"
     decoding = record.config["decoding"]
     kv = record.config["kv"]
     several = record.environment.world_size > 1

@@ -1,7 +1,5 @@
-"""The structures of `forward_part.h`, field by field in its order, and how a model's weights and
-its cache are described to that library; and what a model must be for it.
-
-The structures hold addresses, so the tensors must outlive them.
+"""The structures of `forward_part.h`, field by field, with descriptions of models and caches for
+that library. They hold addresses, so the tensors must outlive them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ KeepWaiting = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
 def _fields(pointers_and_counts: str) -> list[tuple[str, Any]]:
-    """Fields from their names; a name that ends in `*` is a pointer, all others are counts."""
+    """Fields from names: pointers end in `*`, others are counts."""
     names = pointers_and_counts.split()
     return [(name.rstrip("*"), _POINTER if name.endswith("*") else _COUNT) for name in names]
 
@@ -79,8 +77,8 @@ class CallFields(ctypes.Structure):
 def describe_model(
     model: Transformer, num_heads: int, num_kv_heads: int, layers: ctypes.Array[LayerFields]
 ) -> ModelFields:
-    """`num_heads` and `num_kv_heads` are those of this rank. A part of a model that has no
-    embedding, norm or head has null pointers for them."""
+    """`num_heads` and `num_kv_heads` are this rank's. Parts of a model get null pointers for
+    weights that they lack."""
     config = model.config
     has_head = model.is_last and model.has_head
     head = LinearFields()
@@ -146,12 +144,11 @@ def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """The address of a tensor's numbers; None stands for a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def layer_obstacle(config: ModelConfig) -> str | None:
-    """What in the model's layers the library does not compute; None if it computes all."""
+    """The first part of the model's layers that the library cannot compute."""
     obstacles = {
         f"{config.norm} norms": config.norm != "rms",
         f"{config.positions} positions": config.positions != "rope",

@@ -1,10 +1,6 @@
-"""Executor: a forward of a model or of some of its layers on a CPU, or a chain of greedy draft
-forwards, in one native call (`forward.cpp`), with no Python and no torch operator between its
-parts.
-
-Owns the calls, and how one learns between its layers that nobody needs it any more. The library
-calls the same kernels in the same order as `model.transformer` with native attention, so every
-token has the same bits either way.
+"""Executor: a forward, or a chain of greedy draft forwards, in one native call (`forward.cpp`) on a
+CPU. It calls the kernels of `model.transformer` with native attention in the same order, so tokens
+have the same bits.
 
 Shapes: B rows, T new tokens, K draft tokens, H query heads, G KV heads, D head size, V vocabulary
 rows of this rank.
@@ -49,8 +45,8 @@ from magicdec.runner.native_steps.interrupts import Interrupts
 
 
 class Cancellation(Protocol):
-    """Set once the int64 at `address` is `value` and the monotonic clock has reached the int64
-    behind it, in ns. A native forward reads these two itself."""
+    """A cancellation is set once the int64 at `address` is `value` and the monotonic clock has
+    reached the int64 behind it, in ns. Native forwards read both."""
 
     @property
     def address(self) -> int: ...
@@ -62,7 +58,7 @@ class Cancellation(Protocol):
 
 
 class Cancelled(Exception):
-    """A forward has ended after `num_layers` of its layers."""
+    """A forward ended after `num_layers` layers."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
@@ -80,14 +76,12 @@ INTERRUPTED = 1
 UNKNOWN_TOKEN = 2
 
 AttentionObserver = Callable[[int, Tensor], None]
-"""A function that is called for each layer of a forward with the layer and its attention weights
-[B, G, blocks], as `AttentionBackend.run_with_weights` returns them, or with its queries [B, T, H,
-D] after RoPE, before the layer computes attention."""
+"""A function of a layer and its attention weights [B, G, blocks]
+(`AttentionBackend.run_with_weights`), or its queries [B, T, H, D] after RoPE, before attention."""
 
 
 @cache
 def library(head_size: int) -> ctypes.CDLL:
-    """The compiled library for one head size."""
     share_openmp()
     flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}")
     native = load_library(SOURCE, flags, HEADERS)
@@ -105,12 +99,10 @@ def library(head_size: int) -> ctypes.CDLL:
 
 @dataclass(eq=False)
 class NativeForward:
-    """A forward of `rows`, which have the same number of new tokens. It is computed by itself or
-    together with others. `x` are token ids [B, T] or hidden states [B, T, hidden], which are
-    appended to the cache. The logits or hidden states of the last `num_outputs` tokens of each row
-    are wanted. `watch` is called with each layer's attention weights [B, G, blocks],
-    `watch_queries` with its queries [B, T, H, D]. `out` is what `Transformer.forward` returns, [B,
-    outputs, V or hidden], once it is computed."""
+    """A forward of `rows` with equal numbers of new tokens, computed alone or with others.
+
+    `x` are token ids [B, T] or hidden states [B, T, hidden]; `out` [B, num_outputs, V or hidden]
+    is set once computed. `watch` and `watch_queries`: see `ModelRunner.defer`."""
 
     x: Tensor
     rows: BatchRows
@@ -124,9 +116,10 @@ class NativeForward:
 
 
 class Executor:
-    """Runs `model`, whose weights are packed, with native attention over any cache of its shape.
-    `keys_read` is the number of keys that the kernels have read so far, counted by the kernels:
-    summed over forwards, layers, rows and KV heads of this rank."""
+    """The native forward of a model with packed weights, over any cache of its shape.
+
+    `keys_read` counts keys read by the kernels, summed over forwards, layers, rows and KV heads
+    of this rank."""
 
     def __init__(self, model: Transformer, group: Group) -> None:
         self.model = model
@@ -155,18 +148,20 @@ class Executor:
 
     @staticmethod
     def serves(forward: NativeForward) -> bool:
-        """Whether it can be computed here. A chunk of a prompt whose queries are watched is
-        computed layer by layer, because here they would be kept of all layers."""
+        """Whether `forward` can be computed here. Long chunks with watched queries are not: the
+        queries of all layers would be kept."""
         return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
 
     def forward(
         self, forwards: Sequence[NativeForward], offsets: Tensor | None
     ) -> tuple[list[int], bool]:
-        """Compute `forwards`, which have other rows each, in one call. Linear layers read their
-        weights once for all of them, and every token has the bits that it has in a forward of its
-        own. Returns for each the number of keys that one head saw, summed over its rows, and
-        whether all logits of this rank are finite. The last forward may be cancelled, with all of
-        them: raises Cancelled if that is set before a layer."""
+        """Compute `forwards` of distinct rows in one call that reads weights once; tokens have
+        the bits of a forward of their own. Returns by forward the keys that one head saw, summed
+        over rows, and whether all logits of this rank are finite.
+
+        Raises:
+            Cancelled: the last forward's cancellation was set before a layer. All forwards end.
+        """
         model = self.model
         layers = len(self.model.blocks)
         size = self.config.head_dim
@@ -208,11 +203,10 @@ class Executor:
     def draft(
         self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0
     ) -> tuple[Tensor, int, bool]:
-        """At most `count` draft tokens of each row, int64 [B, K], chosen greedily one after the
-        other after token_ids [B, T]. All of these but the last are appended to the cache. A row
-        stops after a draft less probable than `pa`, the call when all rows have stopped. Also the
-        number of keys that one head saw, summed over rows and forwards, and whether the logits of
-        all ranks are finite."""
+        """At most `count` greedy drafts of each row, int64 [B, K], after token_ids [B, T]; the
+        keys that one head saw, summed over rows and forwards; and whether all ranks' logits are
+        finite. All tokens but the last draft are appended. Chains stop at `pa` as in
+        `draft_chain`."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
         call = self._call(token_ids, view, offsets, count, 1)
         call.drafts = drafts.data_ptr()
@@ -224,10 +218,9 @@ class Executor:
     def received(
         cache: KVCache, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
     ) -> Tensor:
-        """The attention weights that the keys of rows [B] at positions `first` to `length` - 1
-        received from the newest tokens, whose queries are [B, T, H, D], summed over these and over
-        the query heads of a KV head: float32 [B, G, length - first]. The cache has the layout of
-        native attention."""
+        """Attention weights float32 [B, G, length - first] that keys at positions `first` to
+        `length` - 1 of rows [B] received from the newest queries [B, T, H, D], summed over these
+        and a KV head's query heads. The cache has native layout."""
         (num_rows, num_new, num_heads, size), shape = queries.shape, cache.shape
         assert queries.dtype == cache.k.dtype and num_new <= length - first
         queries = queries.contiguous()
@@ -283,7 +276,6 @@ class Executor:
         return call
 
     def _run(self, cache: KVCache, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
-        """Returns the calls as the library has left them."""
         peers = self._peers
         exchange = self.exchange
         fields = (CallFields * len(calls))(*calls)
@@ -314,8 +306,7 @@ class Executor:
         return fields
 
     def _may_wait(self, rank: int) -> int:
-        """Called when another rank is late. An exception cannot pass through the library, so it is
-        kept until the library has returned."""
+        """Called when a rank is late. Exceptions are kept until the library returns."""
         try:
             assert self.exchange is not None
             self.exchange.check_alive(rank)
@@ -325,7 +316,6 @@ class Executor:
         return int(not self._interrupts.is_kept)
 
     def _describe_model(self) -> ModelFields:
-        """Made again if a longer table of rotations has replaced the one before."""
         if self._model is None or self._rope is not self.model.rope:
             self._rope = self.model.rope
             self._model = describe_model(

@@ -1,8 +1,5 @@
-"""Keeps Ctrl-C until a native call has returned.
-
-A library that calls back into Python cannot be left by an exception. Python raises
-KeyboardInterrupt at the entry of the function that is called back, where that function cannot catch
-it, so that Ctrl-C would be lost.
+"""Keeps Ctrl-C until a native call returns. Python would raise KeyboardInterrupt in a called-back
+function, which no exception can leave, so that Ctrl-C would be lost.
 """
 
 from __future__ import annotations
@@ -15,8 +12,8 @@ from typing import Any
 
 
 class Interrupts:
-    """Ctrl-C `is_kept` from its arrival inside `kept` until that ends by raising KeyboardInterrupt.
-    Where another handler is set, or in another thread than the main one, nothing is kept."""
+    """A guard that delays Ctrl-C until `kept` ends. It does nothing under other handlers or
+    outside the main thread."""
 
     def __init__(self) -> None:
         self.is_kept = False

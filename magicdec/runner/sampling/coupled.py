@@ -1,22 +1,18 @@
-"""Coupled sampling: a target and its drafter choose the token of a position with the same noise.
-Therefore they often choose the same token, although neither knows the other's probabilities.
+"""Coupled sampling: target and drafter choose the token of a position with the same noise, so that
+they often agree although neither knows the other's probabilities.
 
-The token is the i with the largest log p(i) + G(i), where the G(i) are independent Gumbel numbers
-(Gumbel 1954; Maddison et al. 2014, "A* sampling"). The noise of a position is a function of the
-request's seed and the position alone. The drafter adds the same noise to the logarithms of its own
-probabilities (Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
-speculative decoding"), and a draft is right if it is the token that the target chooses.
+The token is the i with the largest log p(i) + G(i), with independent Gumbel numbers G(i) from the
+request's seed and the position (Gumbel 1954; Maddison et al. 2014, "A* sampling"). The drafter adds
+them to its own log probabilities (Daliri, Musco, Suresh 2024, "Coupling without communication and
+drafter-invariant speculative decoding"); a draft is right if it is the target's token.
 
-Lossless: E(i) = exp(-G(i)) is exponential of mean 1, so the E(i) / p(i) are exponential with the
-rates p(i), and that of token i is the smallest with probability p(i). The noise of a position is
-independent of the tokens before it. So the whole output follows from the target and the seed: no
-draft, cancellation or division into runs can change it.
+Lossless: E(i) = exp(-G(i)) is exponential of mean 1, so E(i) / p(i) has rate p(i), and is the
+smallest with probability p(i). Noise is independent of earlier tokens, so no draft can change the
+output.
 
-Acceptance: a draft is right with probability (1 - d) / (1 + d) or more, where d is the total
-variation distance of p and q (Daliri et al.). No method whose two sides do not
-communicate has a better bound.
-
-The best k of the drafter's perturbed candidates are a sample of k tokens without replacement.
+Acceptance: at least (1 - d) / (1 + d), for a total variation distance d of p and q, the best bound
+without communication (Daliri et al.). The drafter's best k candidates are a sample without
+replacement.
 """
 
 from __future__ import annotations
@@ -43,9 +39,9 @@ def perturb(
     temperature: Tensor | float,
     tokens: Tensor | None = None,
 ) -> Tensor:
-    """`temperature` times the perturbed logarithms of `probs` [B, T, N], float64, of `tokens`
-    [B, T, N], by default the whole vocabulary, at `positions` [B, T] of the texts of the requests
-    with `seeds` [B]. The largest is the choice. A token of probability 0 has -inf."""
+    """`temperature` times the perturbed logarithms of `probs` [B, T, N] of `tokens` [B, T, N]
+    (default: the vocabulary), float64, at text `positions` [B, T] of requests with `seeds` [B].
+    The largest is the choice; probability 0 gives -inf."""
     tokens = torch.arange(probs.shape[-1], device=probs.device) if tokens is None else tokens
     noise = exponentials(seeds, positions, tokens)
     return noise.reciprocal_().mul_(probs).log_().mul_(temperature)
@@ -53,7 +49,7 @@ def perturb(
 
 @dataclass(frozen=True)
 class CoupledSampling:
-    """How tokens are chosen by ranks that know the number of a request, but not the request."""
+    """The choice of tokens on ranks that know only a request's number."""
 
     section: SamplingSection
 
@@ -64,16 +60,15 @@ class CoupledSampling:
     def penalised(
         self, logits: Tensor, prompt: Sequence[int], outputs: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Logits [N, V] after the penalties, float32, of rows that follow the same prompt. `prompt`
-        has each of its tokens once or more, and `outputs` the output tokens before each row."""
+        """Logits [N, V] after penalties, float32, of rows that follow `prompt` (each token once
+        or more) and `outputs`."""
         params = [make_params(self.section, 1, (), 0)] * len(outputs)
         penalties = Penalties.of_texts(params, [prompt], outputs, logits.shape[1], logits.device)
         return process(logits.unsqueeze(1), penalties)[:, 0]
 
     def perturbed(self, logits: Tensor, request: int, positions: Sequence[int]) -> Tensor:
-        """Logits [N, V] with noise, for the tokens at `positions` of the text of the request with
-        this number. The largest is the choice; filtered tokens have -inf. Each row is shifted by
-        some number. At temperature 0 these are the logits themselves."""
+        """Logits [N, V] with noise at text `positions` of a request, shifted by row; the largest
+        is the choice, filtered tokens have -inf. Unchanged at temperature 0."""
         if self.section.temperature == 0 or not positions:
             return logits
         params = make_params(self.section, 1, (), request)

@@ -1,9 +1,5 @@
-"""SamplingMetadata: everything that sampling needs to know of the rows of a batch, as tensors: the
-sampling parameters, the seeds, and which tokens the rows have emitted so far. It also keeps what
-sampling finds out: whether all logits from which tokens were chosen were finite.
-
-The host makes it from the requests and decides then which parts exist (seeds, penalties). After
-each step it is updated on the device.
+"""SamplingMetadata: sampling parameters, seeds and emitted tokens of a batch as tensors, and flaws
+found in logits. Made on the host, updated on the device after each step.
 
 Shapes: B rows, R of them with penalties, T tokens, V vocabulary.
 """
@@ -26,8 +22,7 @@ NO_TOP_K = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Filters:
-    """The parameters that turn each row's logits into probabilities. Each is a [B, 1, 1] tensor,
-    which broadcasts against logits [B, T, V], or None if no row uses the filter."""
+    """Parameters of filters by row, [B, 1, 1]; None if no row uses one."""
 
     is_greedy: Tensor  # bool
     temperature: Tensor  # float64; 1 in greedy rows
@@ -49,9 +44,8 @@ class Filters:
 
 @dataclass(frozen=True)
 class Draws:
-    """The inputs of random sampling: the filters of each row, and the seed and position from which
-    its random numbers are computed. Only coupled sampling counts positions from the beginning of
-    the prompt, and needs its length."""
+    """The inputs of random sampling. Only coupled sampling counts positions from the prompt's
+    begin."""
 
     filters: Filters
     seeds: Tensor  # int64 [B]
@@ -60,7 +54,6 @@ class Draws:
 
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device) -> Draws | None:
-        """None if all requests are greedy."""
         params = [r.sampling for r in requests]
         if all(p.is_greedy for p in params):
             return None
@@ -73,17 +66,14 @@ class Draws:
         return cls(Filters.of(params, device), seeds, emitted, lengths)
 
     def ahead(self, count: int, purpose: Purpose, skip: int = 0) -> Tensor:
-        """Random numbers for the next `count` output positions, float64 [B, count]. The first
-        `skip` positions are left out: a draft token is that many positions ahead of the committed
-        output."""
+        """Random numbers float64 [B, count] of the next output positions after the first `skip`."""
         steps = torch.arange(skip, skip + count, device=self.seeds.device)
         return uniforms(self.seeds, self.emitted.unsqueeze(1) + steps, purpose)
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """The penalties of the R rows that have any. `places` are the indices of these rows in the
-    batch; `in_prompt` and `in_output` say which tokens occurred in them."""
+    """The penalties of the R rows that have any, at `places` of the batch."""
 
     places: tuple[int, ...]
     index: Tensor  # int64 [R]: `places` as a tensor
@@ -96,7 +86,6 @@ class Penalties:
     def of(
         cls, requests: Sequence[Request], vocab_size: int, device: torch.device
     ) -> Penalties | None:
-        """None if no request has a penalty."""
         places = tuple(i for i, r in enumerate(requests) if r.sampling.has_penalties)
         if not places:
             return None
@@ -120,8 +109,8 @@ class Penalties:
         device: torch.device,
         places: tuple[int, ...] | None = None,
     ) -> Penalties:
-        """Of rows with these parameters, prompts and output tokens; a single prompt is that of all
-        rows. By default they are all rows of the batch."""
+        """Penalties of rows with these texts; a single prompt is that of all rows. Default
+        `places`: all rows."""
         places = tuple(range(len(outputs))) if places is None else places
         return cls(
             places,
@@ -133,7 +122,7 @@ class Penalties:
         )
 
     def take(self, ids: Tensor, is_emitted: Tensor) -> None:
-        """Mark the tokens ids [B, T] as part of the outputs, where `is_emitted` [B, T] is true."""
+        """Add the tokens ids [B, T] to the outputs where `is_emitted` [B, T]."""
         ids = ids[self.index]
         is_emitted = is_emitted[self.index]
         count = torch.zeros_like(self.in_output, dtype=torch.int64)
@@ -143,12 +132,10 @@ class Penalties:
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """The sampling metadata of one batch. The default is greedy without penalties, which needs no
-    tensors, and keeps no `flaws`.
+    """The sampling metadata of a batch; by default greedy, without tensors.
 
-    The flaw of a row is 0, or NaN once logits of it were not finite, those of drafts included. It
-    is computed beside the choice of tokens, without a wait for the device, and the host reads it
-    with the tokens (`with_flaws`, `check`)."""
+    The flaw of a row is 0, or NaN once logits of it or its drafts were not finite. The device
+    computes it without a wait; the host reads it with the tokens (`with_flaws`, `check`)."""
 
     draws: Draws | None = None
     penalties: Penalties | None = None
@@ -162,31 +149,29 @@ class SamplingMetadata:
         device: torch.device,
         has_flaws: bool = True,
     ) -> SamplingMetadata:
-        """`vocab_size` is the size of the model's whole vocabulary, not of one rank's shard.
-        Without `has_flaws`, somebody else looks for logits that are not finite."""
+        """`vocab_size` covers the whole vocabulary. Without `has_flaws`, another place checks
+        logits."""
         flaws = torch.zeros(len(requests), 1, device=device) if has_flaws else None
         return cls(Draws.of(requests, device), Penalties.of(requests, vocab_size, device), flaws)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every row takes the token with the largest logit, without penalties."""
         return self.draws is None and self.penalties is None
 
     @property
     def state(self) -> list[Tensor]:
-        """The tensors that change when tokens are emitted or chosen."""
         of_draws = [] if self.draws is None else [self.draws.emitted]
         of_penalties = [] if self.penalties is None else [self.penalties.in_output]
         return of_draws + of_penalties + ([] if self.flaws is None else [self.flaws])
 
     def note(self, logits: Tensor) -> None:
-        """Tokens are chosen from logits [B, T, V]."""
+        """Check logits [B, T, V] from which tokens are chosen."""
         if self.flaws is not None:
             self.note_sums(sums_of(logits))
 
     def note_sums(self, sums: Tensor, places: Tensor | None = None) -> None:
-        """Tokens are chosen from logits with the sums [B, T] (`sums_of`). With `places` [B, T] the
-        sums are [1, N], and these say which of them are those of a row."""
+        """Check logits by their sums [B, T] (`sums_of`), or [1, N], of which `places` [B, T] are
+        a row's."""
         if self.flaws is None:
             return
         if places is not None:
@@ -196,30 +181,26 @@ class SamplingMetadata:
         self.flaws.add_(sums, alpha=0)  # 0 times infinity or NaN is NaN
 
     def take_flaws(self, others: SamplingMetadata, places: Tensor) -> None:
-        """Take over what was noted in the metadata of some of the rows, which are at `places`."""
         if self.flaws is not None and others.flaws is not None:
             self.flaws.index_add_(0, places, others.flaws)
 
     def spoil(self) -> None:
-        """Logits of some row were not finite."""
         if self.flaws is not None:
             self.flaws.fill_(torch.nan)
 
     def with_flaws(self, columns: Sequence[Tensor]) -> Tensor:
-        """What the host is to read: int64 [B, 1 + N], the columns behind one for `check`."""
+        """int64 [B, 1 + N] for the host: a column for `check`, then the columns."""
         assert self.flaws is not None, "made from requests"
         return torch.cat([self.flaws.view(torch.int32), *columns], dim=1)
 
     @staticmethod
     def check(request: Request, line: Sequence[int]) -> None:
-        """Raises NotFinite if logits of the request whose `line` of `with_flaws` the host has read
-        were not finite."""
+        """Raise NotFinite if a request's `line` of `with_flaws` has a flaw."""
         if line[0] != 0:  # the bits of a NaN
             raise NotFinite.after(request.request_id, len(request.output_ids))
 
     def take(self, ids: Tensor, counts: Tensor, active: Tensor) -> None:
-        """Record on the device that the rows that are `active` [B] (1 or 0) emitted the first
-        `counts` [B] of the tokens ids [B, T]."""
+        """Record that `active` [B] rows (1 or 0) emitted the first `counts` [B] of ids [B, T]."""
         if self.is_greedy:
             return
         counts = counts * active
@@ -230,8 +211,7 @@ class SamplingMetadata:
             self.penalties.take(ids, place < counts.unsqueeze(1))
 
     def load(self, requests: Sequence[Request | None]) -> None:
-        """Set the emitted tokens of each row from the host's requests. None stands for a row that
-        has emitted nothing."""
+        """Set emitted tokens from the host's requests; None is a row without output."""
         outputs = [[] if r is None else r.output_ids for r in requests]
         if self.flaws is not None:
             self.flaws.zero_()
@@ -247,13 +227,11 @@ class SamplingMetadata:
 def _per_row(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """A value for each row as [B, 1, 1], which broadcasts against logits [B, T, V]."""
     return upload(values, device, dtype).view(-1, 1, 1)
 
 
 def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """Which tokens occur in each row: bool [R, V]. Tokens that the smaller vocabulary of a draft
-    model does not have are left out."""
+    """Which tokens below `vocab_size` occur in each row: bool [R, V]."""
     is_seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
     for row, ids in enumerate(token_ids):
         is_seen[row, upload([i for i in ids if i < vocab_size], device)] = True

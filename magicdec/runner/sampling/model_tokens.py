@@ -1,8 +1,5 @@
-"""Turns a model's logits into tokens: the next token of each row, the next draft token, and the
-verification of draft tokens.
-
-Owns the step from logits that are sharded over ranks to tokens, with the sampling metadata of a
-batch. The arithmetic is in `sampling` and `verification`.
+"""From logits sharded over ranks to tokens: next tokens, draft tokens and verification. The
+arithmetic is in `sampling` and `verification`.
 """
 
 from __future__ import annotations
@@ -25,26 +22,23 @@ from magicdec.runner.sampling.verification import Judgement, count_accepted, ver
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft tokens of a batch and the distributions they were drawn from.
+    """Draft tokens of a batch and the distributions that they were drawn from.
 
-    `probabilities` is None if the drafts were not drawn at random: with greedy requests and with
-    prompt lookup. With `counts`, rows have different numbers of drafts, and the rest of their K is
-    padding.
-    """
+    `probabilities` is None for drafts that were not drawn at random. With `counts`, rows have
+    that many drafts, then padding."""
 
     ids: Tensor  # int64 [B, K]
     probabilities: Tensor | None = None  # float64 [B, K, V] over the whole vocabulary
     counts: Sequence[int] | None = None  # None: K for each row
 
     def first(self, count: int) -> Proposal:
-        """The first `count` drafts of each row."""
         probs = self.probabilities
         return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
 
 
 def join(proposals: Sequence[Proposal | None], counts: Sequence[Sequence[int]]) -> Proposal | None:
-    """The chains of several batches, one batch after the other, as one proposal. `counts` are those
-    of the rows of each batch, for which nothing may be proposed."""
+    """The proposals of several batches as one. `counts` are the numbers of drafts by batch and
+    row; a batch may have no proposal."""
     chains = [proposal for proposal in proposals if proposal is not None]
     if not chains:
         return None
@@ -72,10 +66,8 @@ def greedy_tokens(
     drafts: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """The greedy token ids [B, T] from this rank's logits [B, T, V], which are noted
-    (`SamplingMetadata.note`). They are the same on every rank of the runner's group.
-    `sampling.process` explains the T positions and `drafts`, and `judge` explains `places`, which
-    are for logits without penalties."""
+    """Greedy ids [B, T] from this rank's logits [B, T, V], which are noted; equal on every rank.
+    `drafts`: see `sampling.process`; `places`: see `judge`, without penalties only."""
     if sampling.penalties is None:
         first_row = runner.model.head_rows[0]
         flaws = sampling.flaws
@@ -92,8 +84,8 @@ def whole_logits(
     sampling: SamplingMetadata,
     drafts: Tensor | None = None,
 ) -> Tensor:
-    """The logits over the whole vocabulary after each request's penalties, float32 [B, T, V]. They
-    are noted (`SamplingMetadata.note`), and the same on every rank."""
+    """Logits over the whole vocabulary after penalties, float32 [B, T, V], noted; equal on every
+    rank."""
     whole = gather_vocab(logits, runner.vocab_places, runner.group)
     sampling.note(whole)
     return process(whole, sampling.penalties, drafts)
@@ -116,9 +108,8 @@ def next_tokens(runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata)
 def draft_token(
     runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The next draft token after `drafts` [B, k], from this rank's logits [B, 1, V] of the drafting
-    model. Returns its ids [B, 1], and the probabilities [B, 1, V] from which it was drawn; None
-    instead of these if all requests are greedy."""
+    """The next draft token [B, 1] after `drafts` [B, k] from this rank's logits [B, 1, V], and
+    the probabilities [B, 1, V] that it was drawn from; None for greedy batches."""
     draws = sampling.draws
     if draws is None:
         return greedy_tokens(runner, logits, sampling, drafts), None
@@ -128,8 +119,8 @@ def draft_token(
 
 
 def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
-    """The probability of the likeliest token of each row, float64 [B], from this rank's logits
-    [B, 1, V]: before penalties, temperature and filters. The same on every rank."""
+    """The probability of each row's likeliest token, float64 [B], from this rank's raw logits
+    [B, 1, V]; equal on every rank."""
     most = logits.amax(dim=-1).double()
     total = logits.double().logsumexp(dim=-1)
     most, total = runner.group.all_gather(torch.stack([most, total], dim=-1)).unbind(-1)
@@ -143,9 +134,9 @@ def judge(
     logits: Tensor,
     places: Tensor | None = None,
 ) -> Judgement:
-    """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
-    and of the K drafts, which `sampling` notes. If rows have different numbers of drafts, the
-    logits are [1, N, V], and `places` [B, K+1] says which of the N are those."""
+    """Verify K drafts with this rank's logits [B, K+1, V] after the newest token and each draft.
+    If rows have different numbers of drafts, logits are [1, N, V], and `places` [B, K+1] are a
+    row's among the N."""
     draws = sampling.draws
     drafts = proposal.ids
     counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)

@@ -1,13 +1,10 @@
-"""Sampling as pure functions of whole logits: penalties, filters, and the draw of a token. Random
-numbers are arguments; `randomness` makes them.
+"""Sampling as pure functions of whole logits: penalties, filters, and the draw of a token.
 
-The filters top_k and top_p are one operator (`keep_top`). How much of the vocabulary it looks at
-depends on the scores, which on a CPU saves sorting all of it; an operator hides that from what
-records or replays the operators of a step. On CUDA, where the host must not wait for a value,
-everything is sorted.
+top_k and top_p are one operator (`keep_top`), which hides from capture a loop that avoids sorting
+the vocabulary on a CPU. On CUDA, where the host must not wait for a value, it sorts.
 
-Sources of the filters: Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p); of the repetition
-penalty: Keskar et al. 2019, section 4.1.
+Sources: Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p), Keskar et al. 2019, section 4.1
+(repetition penalty).
 """
 
 from __future__ import annotations
@@ -28,15 +25,14 @@ GROWTH = 16
 
 
 def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The scores, float64 [B, T, V], with -inf for the tokens that top_k and then top_p drop; both
-    are [B, 1, 1]. The largest score of each position must be 0. top_k is off if it is V or more,
-    top_p if it is 1."""
+    """Scores float64 [B, T, V], -inf where top_k and then top_p (both [B, 1, 1]) drop a token.
+    The largest score must be 0. Off: top_k >= V, top_p = 1."""
     filtered: Tensor = torch.ops.magicdec.keep_top(scores, top_k, top_p)
     return filtered
 
 
 def by_selection(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Looks at the likeliest tokens, and at more of them until these have all that is kept."""
+    """`keep_top` by the likeliest tokens, and more until all kept ones are among them."""
     vocab_size = scores.shape[-1]
     weights = scores.exp()
     has_top_k = top_k < vocab_size
@@ -64,7 +60,7 @@ def by_selection(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def by_sorting(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Sorts all scores, so that the host decides nothing."""
+    """`keep_top` by a full sort, without decisions on the host."""
     vocab_size = scores.shape[-1]
     ascending = scores.sort(dim=-1).values
     first = vocab_size - top_k.clamp(max=vocab_size)
@@ -89,16 +85,12 @@ def _fake(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None = None) -> Tensor:
-    """Apply the penalties of each row to its logits [B, T, V]: float32 [B, T, V]. The vocabulary of
-    `penalties` may be larger than V.
+    """Apply penalties to logits [B, T, V]: float32. Their vocabulary may exceed V.
 
-    `drafts` [B, D] are the tokens proposed after the committed output. D + 1 positions follow that
-    output, and the T positions of the logits are the last of these: T = D + 1 when they are
-    verified, T = 1 when the next token is drafted. The history of a position is the prompt, the
-    output and the drafts before it; drafts count as output. The repetition penalty comes first (as
-    in transformers, it divides positive logits and multiplies negative ones), then the presence
-    penalty (as in vLLM, it is subtracted once for each token).
-    """
+    `drafts` [B, D] follow the committed output; the T positions are the last of the D + 1 after
+    it. Drafts before a position count as output. First the repetition penalty (as in
+    transformers, it divides positive logits and multiplies negative ones), then the presence
+    penalty (as in vLLM, subtracted once a token)."""
     logits = logits.float()
     if penalties is None:
         return logits
@@ -115,14 +107,11 @@ def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None =
 
 
 def probabilities(logits: Tensor, filters: Filters) -> Tensor:
-    """The probabilities from which each position's token is sampled: logits [B, T, V] -> float64
-    [B, T, V].
+    """Sampling probabilities of logits [B, T, V]: float64 [B, T, V].
 
-    The order is that of `generate` in transformers: temperature, top_k, top_p, min_p, each applied
-    to the result of the one before. Tokens that are as likely as the last one kept are kept too, so
-    the result does not depend on the order in which equal values are sorted. The likeliest token is
-    always kept. A greedy row is one-hot at its largest logit; among equals, at the smallest id.
-    """
+    The order is that of `generate` in transformers: temperature, top_k, top_p, min_p, one after
+    the other. Ties with the last kept token are kept, so that sorting order does not matter; the
+    likeliest token always is. A greedy row is one-hot at its largest logit with the smallest id."""
     best = logits.argmax(dim=-1, keepdim=True)
     choice = torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, best, 1.0)
     scores = logits.double()
@@ -139,13 +128,11 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
-    """Sample by the inverse CDF: ids int64 [B] from probs float64 [B, V], which need not sum to 1,
-    with random numbers u [B] in [0, 1).
+    """Sample by the inverse CDF: ids int64 [B] from unnormalized probs float64 [B, V] with u [B]
+    in [0, 1).
 
-    Chooses the first token, in order of ids, whose cumulative probability exceeds u. A token of
-    probability 0 is never chosen, even if no sum exceeds u because of rounding. Each row must have
-    a positive entry.
-    """
+    It takes the first id whose cumulative probability exceeds u, never one of probability 0,
+    even under rounding. Rows need a positive entry."""
     is_possible = probs > 0
     cumulative = probs.cumsum(dim=-1)
     is_past = is_possible & (cumulative > u.unsqueeze(-1) * cumulative[:, -1:])
@@ -160,16 +147,14 @@ def make_params(
     request_id: int,
     is_coupled: bool = False,
 ) -> SamplingParams:
-    """The sampling parameters of a request. Its seed is derived from the section's seed and from
-    its id. `coupled` explains coupled sampling."""
+    """The sampling parameters of a request, with a seed derived from the section's and its id."""
     values = dataclasses.asdict(section)
     values["seed"] = derive_seed(section.seed, request_id)
     return SamplingParams(max_new_tokens, eos_token_ids, is_coupled=is_coupled, **values)
 
 
 def _drafts_before(drafts: Tensor, num_positions: int) -> Tensor:
-    """Which drafts [B, D] come before each of the last T = `num_positions` of the D + 1
-    positions: bool [T, D]."""
+    """Which drafts [B, D] come before each of the last positions of D + 1: bool [T, D]."""
     gamma = drafts.shape[1]
     assert num_positions <= gamma + 1
     shape = (gamma + 1, gamma)
@@ -178,8 +163,7 @@ def _drafts_before(drafts: Tensor, num_positions: int) -> Tensor:
 
 
 def _drafted(drafts: Tensor, is_before: Tensor, vocab_size: int) -> Tensor:
-    """Which tokens of the drafts [R, D] come before each position, given which drafts do, [T, D]:
-    bool [R, T, V]."""
+    """Which tokens of drafts [R, D] come before each position: bool [R, T, V]."""
     shape = (len(drafts), drafts.shape[1], vocab_size)
     tokens = torch.zeros(shape, device=drafts.device).scatter_(2, drafts.unsqueeze(2), 1.0)
     return is_before.float() @ tokens > 0

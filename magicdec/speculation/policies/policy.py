@@ -1,6 +1,5 @@
-"""KVPolicy: what a draft reads of its context. A policy is one file of this folder and one line in
-`names.KV_POLICIES`; whatever the suite has to know of a policy is a member of it. The simplest
-one, `FullKV`, is here.
+"""KVPolicy: the part of its context that a draft reads. A policy is a file of this folder and a
+line in `names.KV_POLICIES`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from magicdec.speculation.draft_kv import DraftKV
 
 
 class KVPolicy(ABC):
-    """Implementations are frozen dataclasses."""
+    """A rule for the tokens that a draft reads. Implementations are frozen dataclasses."""
 
     settings: ClassVar[tuple[str, ...]] = ()
     """Fields of `KVSection` that the policy reads, beside its name."""
@@ -40,43 +39,39 @@ class KVPolicy(ABC):
 
     @classmethod  # noqa: B027 - most policies have nothing to check
     def check(cls, kv: KVSection, gamma: int, flag: str | None) -> None:
-        """Raise ValueError, in one line, for settings that contradict each other. `flag` is the
-        name of the budget's flag; None: the driver's."""
+        """Raise ValueError for contradictory settings. `flag` names the budget's flag; None: the
+        driver's."""
 
     @abstractmethod
     def draft_kv(self, runner: ModelRunner) -> DraftKV:
-        """What drafts of `runner`'s model read."""
+        """The KV that drafts of `runner`'s model read."""
 
     @abstractmethod
     def draft_reads(self, context: int) -> tuple[int, Visible]:
-        """What a draft attends to after a context of so many tokens: the tokens that its cache
-        holds, and the rule that says which of them it sees."""
+        """The number of tokens in a draft's cache after `context` tokens, and the view of them."""
 
     def copied_tokens(self, context: int) -> int:
-        """Tokens of a context that the policy's own cache holds, 0 without one."""
+        """Context tokens in the policy's own cache."""
         return 0
 
     @property
     def observed_tokens(self) -> int:
-        """Newest tokens of a prompt whose queries the policy chooses by, so that prefill keeps
-        them."""
+        """Newest prompt tokens whose queries prefill keeps for the policy."""
         return 0
 
     def rerun_tokens(self, context: int) -> int:
-        """Newest tokens of a text that run a second time, in all rows together, so that the policy
-        sees what they attend to."""
+        """Newest tokens of all rows that run again to observe attention."""
         return 0
 
     def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
-        """Float32 numbers that the policy keeps for a layer and KV head of a row of so many blocks
-        of WEIGHTS_BLOCK tokens, beside any copy of K and V."""
+        """Float32 numbers of state for a layer and KV head of a row of `num_blocks` blocks of
+        WEIGHTS_BLOCK tokens, without copied K and V."""
         return 0
 
 
 @dataclass(frozen=True)
 class FullKV(FullView, KVPolicy):
-    """A draft reads every committed token. Self-speculation under it accepts every draft; for a
-    standalone draft it is the default way to keep a cache."""
+    """A policy that shows every committed token: the default of standalone drafts."""
 
     @classmethod
     def build(cls, kv: KVSection) -> FullKV:
@@ -90,7 +85,6 @@ class FullKV(FullView, KVPolicy):
 
 
 def check_sinks(kv: KVSection, flag: str | None) -> None:
-    """The budget holds more than the attention sinks."""
     if kv.budget <= kv.num_sink_tokens:
         raise ValueError(
             f"{flag or '--budget'} {kv.budget} must be larger than "
@@ -99,24 +93,21 @@ def check_sinks(kv: KVSection, flag: str | None) -> None:
 
 
 def load_policy(name: str) -> type[KVPolicy]:
-    """The class behind a policy's name."""
     policy: type[KVPolicy] = load_named(KV_POLICIES, name)
     return policy
 
 
 def make_policy(kv: KVSection) -> KVPolicy:
-    """The policy that a run's KV section names."""
     return load_policy(kv.policy).build(kv)
 
 
 def make_draft_kv(runner: ModelRunner, kv: KVSection) -> DraftKV:
-    """What drafts of `runner`'s model read in a run with that KV section."""
     return make_policy(kv).draft_kv(runner)
 
 
 def keep_queries(runner: ModelRunner, kv: KVSection | None) -> None:
-    """Let prefill keep the queries that the first choice of a policy is made by; None of them
-    without a section. The low-bit copy that drafts for the runner reads them too."""
+    """Let prefill keep the queries by which the section's policy first chooses; without a
+    section, none."""
     num_tokens = 0 if kv is None else make_policy(kv).observed_tokens
     runner.prompt_queries = PromptQueries(num_tokens) if num_tokens else None
     if runner.drafting is not None:

@@ -1,12 +1,8 @@
-"""Retrieval: the blocks whose mean key the newest query points to.
+"""Retrieval: blocks whose mean key has the largest attention from the newest query.
 
-Source: TriForce (Sun et al. 2024), section 4: the context is cut into chunks, each is represented
-by the mean of its keys, and the chunks with the largest attention from the newest query are read,
-chosen again after each verification. Here a chunk is a block of WEIGHTS_BLOCK tokens, every KV head
-chooses for itself, and sinks and a window of the newest tokens are always read beside the chunks.
-
-Owns the mean keys and the newest query of each row. A verification shows its queries; no attention
-weights are needed, so that every attention backend serves.
+Source: TriForce, arXiv 2404.11912, section 4. Here a chunk is a block of WEIGHTS_BLOCK tokens,
+every KV head chooses for itself, and sinks and a window are always read. Any attention backend
+serves.
 
 Shapes: L layers, B rows, T new tokens, H query heads, G KV heads of this rank, D head size.
 """
@@ -32,8 +28,8 @@ HIDDEN = -1e30  # score of a block that may not be chosen
 
 @dataclass(frozen=True)
 class Retrieval(BlockSelection):
-    """Blocks are scored by the attention of the newest query to their mean keys: the softmax over
-    blocks, summed over the query heads of a KV head."""
+    """A policy that scores blocks by a softmax of the newest query over mean keys, summed over
+    the query heads of a KV head."""
 
     @property
     def observed_tokens(self) -> int:
@@ -47,7 +43,7 @@ class Retrieval(BlockSelection):
 
 
 class RetrievedBlocks(BlockKV):
-    """Keeps a mean key for each complete block, and the query of each row's newest cached token."""
+    """A draft KV with mean keys of complete blocks, and each row's newest cached query."""
 
     def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
         super().__init__(runner, policy)
@@ -85,7 +81,6 @@ class RetrievedBlocks(BlockKV):
         self._add_means(requests)
 
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Softmax over the complete blocks of mean key . query / sqrt(D)."""
         index = torch.arange(len(rows), device=self.runner.device)
         if self.runner.executor is not None:
             complete = [length // BLOCK for length in committed.bounds]
@@ -99,7 +94,7 @@ class RetrievedBlocks(BlockKV):
         return weights.sum(dim=3), index
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """Keep the query of the last committed token that a verification showed."""
+        """Keep the query of the last committed token."""
         before = self._committed[rows.index]
         for layer, queries in self._seen.items():
             place = (lengths.tensor - before - 1).clamp(0, queries.shape[1] - 1)
@@ -110,11 +105,9 @@ class RetrievedBlocks(BlockKV):
         super().commit(rows, lengths)
 
     def _by_kv_head(self, queries: Tensor) -> Tensor:
-        """queries [B, H, D] to float32 [B, G, H/G, D]."""
         return queries.unflatten(1, self._query.shape[2:4]).float()
 
     def _add_means(self, requests: Sequence[Request]) -> None:
-        """The mean keys of blocks that have become complete."""
         rows = [r.row for r in requests if r.row is not None]
         num_known = [self._complete[row] for row in rows]
         complete = [r.num_cached // BLOCK for r in requests]
@@ -129,7 +122,6 @@ class RetrievedBlocks(BlockKV):
             self._complete[row] = number
 
     def _read_means(self, rows: Sequence[int], num_known: Sequence[int], count: int) -> None:
-        """The mean keys of the `count` blocks of each of `rows` after the first `num_known`."""
         cache = self.runner.cache
         device = self.runner.device
         index = upload(rows, device)

@@ -1,8 +1,7 @@
-"""SnapKV: what the last prompt tokens attended to, chosen once for each KV head, and everything
-since. A draft reads a small cache of its own, filled with these entries of the model's full cache.
+"""SnapKV: the prompt tokens with the largest attention from the last ones, by KV head, and all
+later tokens, in a small cache of their own.
 
-Owns the choice, a pure function of attention weights, the copy and its upkeep. Source: SnapKV (Li
-et al. 2024), section 4; as a self-speculation draft: MagicDec (Chen et al. 2024), section 4.
+Source: SnapKV, arXiv 2404.14469, section 4; as a draft: MagicDec, arXiv 2408.11049, section 4.
 
 Shapes: B rows, G KV heads, S cached tokens.
 """
@@ -31,10 +30,11 @@ KERNEL = 5  # neighbours that share a score: what is attended to is seldom a sin
 
 @dataclass(frozen=True)
 class SnapKV(KVPolicy):
-    """At most `budget` committed tokens. The choice keeps the newest `window_size` and, for each KV
-    head, those that they attended to most. Each later token replaces the one with the lowest score,
-    or the oldest if no chosen one is left. With `reselect_every` > 0 the choice is made anew after
-    so many tokens."""
+    """A policy that copies at most `budget` tokens: the newest `window_size`, and for each KV
+    head those with the largest attention from them.
+
+    A later token replaces the one with the lowest score, or the oldest if no chosen one is left.
+    `reselect_every` > 0 chooses anew after that many tokens."""
 
     settings: ClassVar[tuple[str, ...]] = ("budget", "window_size", "pooling", "reselect_every")
     is_copied: ClassVar[bool] = True
@@ -78,9 +78,8 @@ class SnapKV(KVPolicy):
         return min(self.window_size, context) if self.reselect_every else 0
 
     def select(self, weights: Tensor, window: int) -> Tensor:
-        """Positions to keep, int64 [B, G, min(S, budget)], given the attention weights [B, G, S]
-        that all keys received from the newest `window` tokens: first the others, that with the
-        lowest score first, then these tokens."""
+        """Positions to keep, int64 [B, G, min(S, budget)], from the weights [B, G, S] that keys
+        received from the newest `window` tokens: by ascending score, then these tokens."""
         num_others = weights.shape[2] - window
         newest = torch.arange(num_others, weights.shape[2], device=weights.device)
         newest = newest.expand(*weights.shape[:2], -1)
@@ -96,16 +95,12 @@ class SnapKV(KVPolicy):
 
 
 class CopiedKV(DraftKV):
-    """`source` holds the whole context. `runner`, which drafts, holds the chosen tokens, the one
-    that matters least first, and after them those that the target has committed since. A draft
-    reads the newest `budget` entries of this order, so that an entry that matters little leaves for
-    each token that comes. A token keeps the rotation of its place in the context; only its address
-    is new.
+    """A draft KV in a cache of its own, copied from `source`, which holds the whole context.
 
-    If the model has a sliding window, a draft may read only what the target would see at the same
-    position. The chosen tokens leave the window in a different order in each head. Therefore only
-    tokens are chosen that stay in the window until the next choice or, if there is none, until the
-    end of the text."""
+    It holds the chosen tokens by ascending score, then newly committed ones; drafts read the
+    newest `budget` entries. Keys keep the rotation of their place in the context. Under a
+    sliding window only tokens are chosen that stay visible until the next choice or the end,
+    because heads would lose them in different orders."""
 
     def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
         super().__init__(source, SinksAndWindow(0, policy.budget))
@@ -118,14 +113,13 @@ class CopiedKV(DraftKV):
 
     @property
     def following(self) -> int:
-        """The most tokens that follow a prompt, drafts included."""
+        """The most tokens after a prompt, drafts included."""
         most = self.source.max_following
         return self.source.max_tokens if most is None else most
 
     @property
     def row_tokens(self) -> int:
-        """Entries of a row of the copy: what is chosen of any text, and all that can follow, so
-        that the copy never has to grow while requests of other lengths come."""
+        """Entries of a row of the copy: enough for any text, so that it never grows."""
         return min(self.policy.budget + self.following, self.source.max_tokens)
 
     @property
@@ -147,7 +141,7 @@ class CopiedKV(DraftKV):
             self.runner.cache.release(row)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> None:
-        """Copy what `follow` would not, and choose anew where that is due."""
+        """Copy the tokens that `follow` would not, and choose anew where due."""
         rows = [request.row for request in requests if request.row is not None]
         lengths = self.lengths(rows).bounds
         behind = [r.num_cached - n for r, n in zip(requests, lengths, strict=True)]
@@ -166,7 +160,6 @@ class CopiedKV(DraftKV):
         self._choose(requests_due, gamma)
 
     def follow(self, rows: BatchRows, most: int) -> None:
-        """Copy the target's own K and V of the tokens that it committed since the last draft."""
         source = self.source.cache
         cache = self.runner.cache
         steps = torch.arange(most, device=source.k.device)
@@ -195,8 +188,7 @@ class CopiedKV(DraftKV):
         return Lengths(lengths.tensor.add(self._offsets[rows.index], alpha=sign), bounds)
 
     def _choose(self, requests: Sequence[Request], gamma: int = MAX_AUTO_GAMMA) -> None:
-        """Fill the rows of `requests` anew from the source, which holds all their committed tokens.
-        Rows of the same length are chosen for together."""
+        """Fill the rows of `requests` anew; rows of equal length together."""
         by_length: dict[int, list[Request]] = {}
         for request in requests:
             by_length.setdefault(request.num_cached, []).append(request)
@@ -215,8 +207,8 @@ class CopiedKV(DraftKV):
     def _copy_chosen(
         self, rows: BatchRows, length: int, first: int, queries: Sequence[Tensor]
     ) -> int:
-        """Replace what `rows` hold by the entries to keep of positions `first` to `length` - 1,
-        given the newest queries [B, W, H, D] of each layer. Returns the number of entries."""
+        """Refill `rows` from positions `first` to `length` - 1 by the newest queries [B, W, H,
+        D] of each layer. Returns the number of entries."""
         source = self.source
         cache = self.runner.cache
         count = min(self.policy.budget, length - first)
@@ -239,8 +231,7 @@ class CopiedKV(DraftKV):
         return count
 
     def _reach(self, length: int, gamma: int) -> tuple[int, int]:
-        """The position up to which a choice after `length` tokens is made, and the first position
-        that is still seen from there."""
+        """The position up to which a choice serves, and the first position visible from there."""
         until = min(self.source.max_tokens, length + self.following)
         every = self.policy.reselect_every
         if every and self.source.window is not None:

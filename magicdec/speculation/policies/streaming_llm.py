@@ -1,7 +1,6 @@
-"""StreamingLLM: the first tokens (attention sinks) and a window of the newest.
-
-Source: Xiao et al. 2023, section 3.2; as a self-speculation draft: MagicDec (Chen et al. 2024),
-section 4. Here keys keep their original positions, since the draft reads the target's own cache.
+"""StreamingLLM (arXiv 2309.17453, section 3.2): attention sinks and a window of the newest tokens;
+as a draft: MagicDec, arXiv 2408.11049, section 4. Keys keep their original positions, since drafts
+read the target's own cache.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from magicdec.speculation.policies.policy import KVPolicy, check_sinks
 
 @dataclass(frozen=True)
 class StreamingLLM(SinksAndWindow, KVPolicy):
-    """At most `budget` committed tokens: `num_sink_tokens` sinks and the newest `budget -
-    num_sink_tokens`."""
+    """A policy that shows `num_sink_tokens` sinks and the newest `budget - num_sink_tokens`
+    tokens."""
 
     settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens")
     can_roll: ClassVar[bool] = True

@@ -1,8 +1,6 @@
-"""VerifiedKV: the blocks that the target attended to most when it last verified.
+"""VerifiedKV: the blocks with the largest attention in the last verification, by layer and KV head.
 
-The choice is a by-product of verification: nothing is copied, predicted or prefilled a second time,
-and it follows the text. Every layer and KV head chooses for itself, as many blocks each. Source:
-Vegas (2602.07223), SparseSpec (2512.01278, PillarAttn).
+Sources: Vegas, arXiv 2602.07223; SparseSpec, arXiv 2512.01278 (PillarAttn).
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ RERUN_TOKENS = 16  # newest prompt tokens that run again for the first choice
 
 @dataclass(frozen=True)
 class VerifiedKV(BlockSelection):
-    """Blocks are scored by the attention weights that they received, summed over the tokens of the
-    last verification and over the query heads of a KV head."""
+    """A policy that scores blocks by received attention weights, summed over the tokens of the
+    last verification and the query heads of a KV head."""
 
     needs_weights: ClassVar[bool] = True
 
@@ -53,7 +51,7 @@ class VerifiedKV(BlockSelection):
 
 
 class WeighedBlocks(BlockKV):
-    """Keeps the attention weights of the last verification, a number a block."""
+    """A draft KV with an attention weight for each block."""
 
     def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
         super().__init__(runner, policy)
@@ -71,7 +69,7 @@ class WeighedBlocks(BlockKV):
         self._seen[layer] = weights
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Run the newest tokens of each long prompt again, to see what they attend to."""
+        """Run the newest tokens of long prompts again to observe their attention."""
         runner = self.runner
         self._choice = None
         new = upload([r.row for r in requests if r.row is not None], runner.device)
@@ -93,7 +91,6 @@ class WeighedBlocks(BlockKV):
         return self._weights, rows.index
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """What was seen of the verification belongs to `rows`."""
         for layer, weights in self._seen.items():
             self._weights[layer, :, :, : weights.shape[2]].index_copy_(0, rows.index, weights)
         self._seen.clear()

@@ -1,7 +1,5 @@
-"""Builds decoders: everything that decodes gets its strategy here, whether a run, a mode of
-`magicdec serve`, `LLM` or a script asks for it.
-
-Owns the choice of the recorder, and which queries prefill keeps for a drafter.
+"""The builder of decoders for runs, serving, `LLM` and scripts. It chooses the recorder, and the
+queries that prefill keeps.
 """
 
 from __future__ import annotations
@@ -37,19 +35,16 @@ def build_decoder(
     """A decoder of the requests in `runner`.
 
     Args:
-        runner: the runner that holds the target, with its low-bit copy if that drafts.
-        decoding, kv: the resolved sections of the config.
-        name: the strategy. Default: that of `decoding`; with `BASELINE` nothing is drafted.
-        draft: the standalone draft model, of a config that has one.
-        corpus: tokens in which prompt lookup searches beside the text.
-        draft_length: how many tokens to draft, if it has learned that before.
-        phase: a context that times the phases of a step.
-        recorder: how steps are repeated. Default: as the config says.
-        witness: keeps logits of the steps.
-        is_in_flight: requests join a running batch. What is prefilled from now on is decoded by
-            this decoder, so prefill keeps the queries that its drafter needs, and no others.
-            Otherwise the prompts are in the cache, and their queries were kept for every decoder
-            that shares them.
+        runner: the runner of the target, with its low-bit copy if that drafts.
+        decoding, kv: resolved config sections.
+        name: the strategy, by default that of `decoding`; `BASELINE` drafts nothing.
+        draft: the standalone draft model, if any.
+        corpus: tokens that prompt lookup searches beside the text.
+        draft_length: an earlier decoder's, with what it has learned.
+        phase: a context that times phases of a step.
+        recorder: by default as the config says.
+        witness: keeps logits of steps.
+        is_in_flight: requests join a running batch, so prefill keeps queries for this drafter.
     """
     name = name or decoding.strategy
     setup = Setup(

@@ -1,7 +1,5 @@
-"""Times the kinds of steps of a batch before it is decoded, for `--gamma auto`.
-
-Owns what is timed and what follows from it. It is kept short, because no token comes of it: while
-the batch is decoded, the times are corrected by those of its steps.
+"""Times the kinds of steps of a batch before decoding, for `--gamma auto`. It is short, because
+decoding corrects the times.
 """
 
 from __future__ import annotations
@@ -26,13 +24,11 @@ LONGER_DRAFT = 3  # tokens of the longer of the two drafts that are timed
 def measure_steps(
     steps: DecodeSteps, batch: Batch, cached: Sequence[int], max_gamma: int
 ) -> list[float]:
-    """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. `cached` are the cached
-    lengths of its rows.
+    """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. `cached` are its rows'
+    lengths.
 
-    Times a decode step, two short drafts, which do not stop at `pa`, and the shortest and a long
-    verification. Other drafts and verifications are taken to lie on the line through those two.
-    Leaves everything as it was, also what the drafter observed of the attention.
-    """
+    Times a decode step, two short drafts without `pa`, the shortest and a long verification;
+    others are taken on the line through two. Restores all state."""
     drafter = steps.drafter
     draft_kv = None if drafter is None else drafter.draft_kv
     state = [] if draft_kv is None else draft_kv.state
@@ -58,7 +54,6 @@ def measure_steps(
 def _measure(
     steps: DecodeSteps, batch: Batch, cached: Sequence[int], max_gamma: int
 ) -> dict[str, dict[int, float]]:
-    """The least seconds of each kind of work, by its number of draft tokens."""
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
 
     @contextmanager
@@ -85,8 +80,8 @@ def _measure(
 
 
 def repeated(proposal: Proposal, count: int) -> Proposal:
-    """A proposal of `count` tokens a row, which repeats a shorter or longer one. What is drafted
-    does not change how long its verification takes."""
+    """A proposal of `count` tokens a row that repeats another's tokens, which do not matter for
+    the time."""
     times = -(-count // proposal.ids.shape[1])
     probs = proposal.probabilities
     probs = None if probs is None else probs.repeat(1, times, 1)
@@ -94,7 +89,6 @@ def repeated(proposal: Proposal, count: int) -> Proposal:
 
 
 def _line(seconds: dict[int, float]) -> Callable[[int], float]:
-    """The line through one or two points, which never falls."""
     (first, low), (last, high) = min(seconds.items()), max(seconds.items())
     slope = max(0.0, high - low) / max(1, last - first)
     return lambda count: low + slope * (count - first)

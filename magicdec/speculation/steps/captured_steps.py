@@ -1,8 +1,4 @@
-"""CapturedSteps: decoding steps that are captured once and replayed (`recorder.CudaGraphs`).
-
-Owns what is captured, for which rows, and the tensors between a captured draft and the verification
-that follows.
-"""
+"""CapturedSteps: decoding steps that are captured once and replayed (`recorder.CudaGraphs`)."""
 
 from __future__ import annotations
 
@@ -30,8 +26,7 @@ Works = dict[tuple[str, int, int], RecordedWork]
 
 @dataclass(frozen=True)
 class SeenLogits:
-    """Where captured verifications leave their logits until the next one: those of the rows of
-    which a witness keeps steps."""
+    """Buffers for the logits that captured verifications leave for a witness."""
 
     rows: tuple[int, ...]
     index: Tensor  # int64 [R]: their places in the captured batch
@@ -52,16 +47,16 @@ class SeenLogits:
         self.logits[:, : logits.shape[1]].copy_(logits[self.index])
 
     def of_rows(self, rows: Sequence[int], num_tokens: int) -> Tensor:
-        """A copy of the logits [R, T, V] that the last verification has left."""
+        """A copy of the logits [R, T, V] of the last verification."""
         return self.logits[[self.rows.index(row) for row in rows], :num_tokens]
 
 
 class CapturedSteps(DecodeSteps):
-    """Rows that have ended stay in the batch until the next batch is admitted. They are still
-    computed, but read nothing of their context. If requests join and leave a running batch
-    (`is_in_flight`), the memory of such a row may be another's already. Steps are then captured for
-    each set of rows, and used again when these rows run again.
-    """
+    """Steps that are captured by set of rows.
+
+    Ended rows stay in the batch until the next is admitted, and read no context. With
+    `is_in_flight` their memory may be another request's, so steps are captured, and kept, for
+    each set of rows."""
 
     can_join = False  # a step is captured for one batch
 
@@ -83,8 +78,7 @@ class CapturedSteps(DecodeSteps):
 
     @torch.inference_mode()
     def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
-        """As `DecodeSteps.admit`. All steps are captured now. Each runs once before that, and what
-        it changed is undone."""
+        """Capture all steps now. A step runs once before, and is undone."""
         before = self._runners
         self._find_runners(draft_lengths)
         if list(map(id, before)) != list(map(id, self._runners)):
@@ -100,8 +94,8 @@ class CapturedSteps(DecodeSteps):
         return min(count for count in self._lengths if count >= gamma)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Unless others may join the batch, its rows keep their memory, because they are computed
-        until the whole batch has ended."""
+        """Free nothing unless in flight: ended rows are computed until the whole batch has
+        ended."""
         if self.is_in_flight:
             super().release(rows)
 
@@ -137,8 +131,7 @@ class CapturedSteps(DecodeSteps):
         return verdict
 
     def _propose(self, count: int, pending: int) -> Tensor:
-        """The draft of a captured step: ids [B, K]. Their probabilities are copied to the pending
-        proposal, from which the captured verification reads them."""
+        """Draft ids [B, K] of a captured step; probabilities go to the pending proposal."""
         assert self.drafter is not None, "only a strategy with a drafter drafts"
         proposal = self.drafter.propose(self._batch, DraftShape(count, pending))
         target = self._pending_proposal.first(count).probabilities
@@ -148,7 +141,6 @@ class CapturedSteps(DecodeSteps):
         return proposal.ids
 
     def _work(self, kind: str, count: int, pending: int) -> RecordedWork:
-        """One captured part of a step. It is captured when it is first needed."""
         key = kind, count, pending
         if key not in self._works:
             batch = self._batch
@@ -172,7 +164,6 @@ class CapturedSteps(DecodeSteps):
         return self._works[key]
 
     def _make_proposal(self) -> Proposal:
-        """The tensors that hold the drafts of captured steps between draft and verification."""
         drafts = self._batch.newest.new_zeros(len(self._batch.rows), self._most)
         drafter = self.drafter
         probs = None
@@ -182,8 +173,7 @@ class CapturedSteps(DecodeSteps):
         return Proposal(drafts, probs)
 
     def _hand_over(self, proposal: Proposal) -> int:
-        """Copy a proposal for the rows of the current batch to the tensors that captured steps
-        read. Returns the number of tokens that it has for each row."""
+        """Copy a proposal to the buffers of captured steps. Returns its tokens a row."""
         count = proposal.ids.shape[1]
         target = self._pending_proposal.first(count)
         target.ids.index_copy_(0, self._place_index, proposal.ids)
@@ -193,8 +183,8 @@ class CapturedSteps(DecodeSteps):
         return count
 
     def _take_captured(self, batch: Batch) -> None:
-        """Make `batch` the captured batch. Steps that were captured for the same rows are used
-        again if both batches are greedy; else the device batch has other tensors."""
+        """Make `batch` the captured batch. Steps captured for the same rows serve again if both
+        batches are greedy."""
         rows = tuple(batch.rows)
         batch_before = self._captured[rows][0] if rows in self._captured else None
         self._load(batch)

@@ -1,9 +1,6 @@
-"""Recorder: how a part of a decoding step is repeated.
+"""Recorder: repeats a part of a decoding step, by the host's code or as a replayed CUDA graph.
 
-With the identity recorder, the host runs its code each time. A capturing recorder keeps the work
-that the code starts on the device, and replays it: `CudaGraphs` starts it again in one call. CUDA
-refuses to capture work that reads a value back or copies from memory that is not pinned. The code
-is the same for both.
+CUDA refuses to capture work that reads a value back or copies from unpinned memory.
 """
 
 from __future__ import annotations
@@ -25,17 +22,17 @@ RecordedWork = Callable[[], Tensor]
 class Recorder(Protocol):
     @property
     def captures(self) -> bool:
-        """Whether the host's code runs only while it is captured, and not in a replay."""
+        """Whether the host's code runs only during capture."""
 
     def record(self, work: RecordedWork) -> RecordedWork:
-        """A function that repeats `work` on the same tensors and returns its result. The next
-        repetition of any work may overwrite that result. The caller has run `work` once before this
-        call, and undoes what `work` changes while it is recorded."""
+        """A function that repeats `work` on the same tensors. Its result lasts until the next
+        repetition of any work. The caller has run `work` once, and undoes its changes during
+        recording."""
 
 
 @dataclass(frozen=True)
 class Eager:
-    """The identity recorder: the host runs the work each time."""
+    """A recorder that runs the work on the host each time."""
 
     captures: ClassVar[bool] = False
 
@@ -44,20 +41,16 @@ class Eager:
 
 
 def make_recorder(decoding: DecodingSection, device: torch.device) -> Recorder:
-    """The recorder of a run on `device` whose resolved config has this section."""
     return CudaGraphs(device) if decoding.cuda_graphs == "on" else Eager()
 
 
 def record(
     recorder: Recorder, work: RecordedWork, state: Sequence[Tensor], counts: Sequence[ForwardCounts]
 ) -> RecordedWork:
-    """As `recorder.record`, for work that changes the tensors of `state` and counts its forwards in
-    `counts`.
+    """`recorder.record` for work that changes `state` and counts its forwards in `counts`.
 
-    For a capturing recorder the work runs once beforehand, because a first call may compile kernels
-    or allocate memory. Afterwards `state` and the counts are set back. Each replay adds to the
-    counts, because the host does not see its forwards.
-    """
+    Before a capture the work runs once, to compile kernels and allocate memory; then `state` and
+    counts are restored. Replays add to the counts."""
     if not recorder.captures:
         return recorder.record(work)
     tensors = [tensor.clone() for tensor in state]
@@ -86,7 +79,7 @@ def record(
 
 
 class CudaGraphs:
-    """Graphs that share their memory: a result is valid until the next replay of any of them."""
+    """A recorder of graphs that share memory: a result lasts until the next replay of any graph."""
 
     captures = True
 
@@ -99,8 +92,11 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Raises RuntimeError, naming the flag and the first error, if the work cannot be captured.
-        The current stream is then the one that it was."""
+        """Capture `work`.
+
+        Raises:
+            RuntimeError: it cannot be captured. The current stream is restored.
+        """
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
         mode = "thread_local"  # a thread of NCCL's goes on watching its streams
@@ -122,7 +118,6 @@ class CudaGraphs:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error during whose handling `error` was raised, and so on, to the first."""
     while not error.__suppress_context__ and error.__context__ is not None:
         error = error.__context__
     return error

@@ -1,10 +1,8 @@
-"""Speculative decoding: draft tokens, verify all of them in one forward, keep the accepted ones of
-each row and one more token of the target. A step without drafts is a step of autoregressive
-decoding, so the baseline is this strategy without a drafter.
+"""Speculative decoding: draft tokens, verify them in one forward, keep each row's accepted ones and
+one more token of the target. Without a drafter it is autoregressive decoding, the baseline.
 
-Drafts of greedy requests are compared with the target's own tokens, which is exact. Drafts of other
-requests are judged by rejection sampling. Source: Leviathan et al. 2023, algorithm 1; that each row
-of a batch accepts its own number of drafts: MagicDec (Chen et al. 2024).
+Greedy drafts are compared with the target's tokens, others judged by rejection sampling: Leviathan
+et al., arXiv 2211.17192, algorithm 1. Acceptance by row: MagicDec, arXiv 2408.11049.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from magicdec.speculation.steps.strategy import Setup
 
 @dataclass(frozen=True)
 class StepDraft:
-    """What was drafted for a batch: nothing, or `padded_gamma` tokens of each row, padding
-    included."""
+    """The draft of a batch: none, or `padded_gamma` tokens a row with padding."""
 
     batch: Batch
     plan: DraftPlan
@@ -37,12 +34,11 @@ class StepDraft:
 
     @property
     def counts(self) -> list[int]:
-        """The drafts of each row without padding."""
         return [min(self.padded_gamma, count) for count in self.plan.counts]
 
 
 class Speculative:
-    """In each step, `drafter` drafts as many tokens for each row as `draft_length` chooses."""
+    """The strategy in which `drafter` drafts as many tokens as `draft_length` chooses."""
 
     def __init__(
         self,
@@ -67,19 +63,16 @@ class Speculative:
 
     @property
     def log(self) -> DraftLog | None:
-        """Of what is drafted; None if none is kept."""
         return None if self.drafter is None else self.runner.draft_log
 
     def release(self, rows: Sequence[int]) -> None:
-        """A row that was never admitted, because its request left before, is passed over."""
         admitted_rows = [row for row in rows if self._running.pop(row, None) is not None]
         self.steps.release(admitted_rows)
 
     def step(self, batch: Batch) -> StepOutput:
-        """Every row emits one token, and one more for each draft that it accepts. Rows with
-        different numbers of drafts are verified in one forward where it can take them
-        (`DecodeSteps.can_join`). Elsewhere rows that are to draft different numbers of tokens are
-        computed one group after the other, and the drafts of a group are padded to the longest."""
+        """Every row emits one token more than it accepts. Rows with different numbers of drafts
+        share a forward if `DecodeSteps.can_join`; else each group is padded to its longest and
+        computed apart."""
         log = self.log
         lengths = self.draft_length.lengths(batch)
         if log is not None:
@@ -126,8 +119,7 @@ class Speculative:
         return draft
 
     def _join(self, drafts: Sequence[StepDraft]) -> Proposal | None:
-        """What is proposed for the rows of all `drafts`. They keep their own numbers of drafts
-        where rows with different ones can be verified together."""
+        """The proposal for the rows of all `drafts`, ragged if rows can be verified so."""
         proposal = drafts[0].proposal
         counts = [draft.counts for draft in drafts]
         if len(drafts) > 1:
@@ -154,19 +146,17 @@ class Speculative:
         )
 
     def measure(self, batch: Batch) -> list[float]:
-        """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
+        """Seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
         cached = [self.runner.cache.lengths[row] for row in batch.rows]
         return measure_steps(self.steps, batch, cached, self.draft_length.max_gamma)
 
 
 def _rows_with(batch: Batch, counts: Sequence[int], count: int) -> Batch:
-    """The requests of a batch whose count is this one."""
     pairs = zip(batch.requests, counts, strict=True)
     return Batch(tuple(request for request, each in pairs if each == count))
 
 
 def speculative(setup: Setup) -> Speculative:
-    """The strategy with the drafter that the run names."""
     assert setup.decoding.drafter is not None, "a speculative run names its drafter"
     runner = setup.runner
     drafter = make_drafter(setup.decoding.drafter, setup)
@@ -180,13 +170,10 @@ def speculative(setup: Setup) -> Speculative:
 
 
 def autoregressive(setup: Setup) -> Speculative:
-    """One token for each row in each step: the baseline, whose tokens every other strategy must
-    reproduce."""
     return Speculative(setup.runner, None, FixedLength(0), make_steps(setup, None))
 
 
 def make_steps(setup: Setup, drafter: Drafter | None) -> DecodeSteps:
-    """The steps that the setup asks for."""
     if setup.recorder.captures:
         return CapturedSteps(
             setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight, setup.witness

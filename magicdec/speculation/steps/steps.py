@@ -1,9 +1,8 @@
-"""DecodeSteps: the two parts of a decoding step. One drafts K tokens, the other verifies them. With
-K = 0 the verification is a step of plain decoding.
+"""DecodeSteps: the draft and the verification of a decoding step. Without drafts the verification
+is plain decoding.
 
-Owns the state that stays on the device from step to step (`DeviceBatch` and the lengths of the
-caches), the order of forward, judgement and truncation, and the host's copy of the lengths. The
-host reads the device once in each step.
+It owns the state that stays on the device, and the host's copy of lengths. The host reads the
+device once a step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from magicdec.speculation.steps.witness import Witness
 
 @dataclass(frozen=True)
 class PendingVerification:
-    """A verification of rows that held `before`, whose forwards may still wait."""
+    """A verification of rows that held `before`, whose forwards may be deferred."""
 
     proposal: Proposal
     before: Lengths
@@ -34,7 +33,6 @@ class PendingVerification:
     places: Tensor | None = None  # int64 [B, K+1], if there are several forwards: see `judge`
 
     def logits(self) -> Tensor:
-        """As `judge` takes them."""
         outs = [forward.out for forward in self.forwards if forward.out is not None]
         assert len(outs) == len(self.forwards), "the forwards have been computed"
         if self.places is None:
@@ -42,8 +40,7 @@ class PendingVerification:
         return torch.cat([out.flatten(0, 1) for out in outs]).unsqueeze(0)
 
     def logits_of(self, places: Sequence[int]) -> Tensor:
-        """Those of some of the rows, which have these places: [R, K+1, V]. They are no copy if
-        they are those of one forward."""
+        """Logits [R, K+1, V] of the rows at `places`, maybe a view."""
         logits = self.logits()
         if self.places is not None:
             return logits[0, self.places[list(places)]]
@@ -51,8 +48,8 @@ class PendingVerification:
 
 
 class DecodeSteps:
-    """Before and after each call, the host knows how many tokens each row has cached. If requests
-    join a running batch (`is_in_flight`), the batch is loaded by the first step that needs it."""
+    """Draft and verification of batches. The host knows all cached lengths between calls. With
+    `is_in_flight` the first step that needs a batch loads it."""
 
     def __init__(
         self,
@@ -73,8 +70,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
-        """Prepare for steps of `batch`, all requests that run now, with any of these numbers of
-        draft tokens."""
+        """Prepare for steps of `batch`, all running requests, with `draft_lengths` drafts."""
         self._find_runners(draft_lengths)
         if self.is_in_flight:
             self._shown = ()
@@ -82,45 +78,41 @@ class DecodeSteps:
             self._load(batch)
 
     def padded_gamma(self, gamma: int) -> int:
-        """The number of draft tokens of a step that has so many at least."""
+        """The draft length of the smallest step that fits."""
         return gamma
 
     def release(self, rows: Sequence[int]) -> None:
-        """The requests in `rows` have left the batch."""
         if self.drafter is not None:
             self.drafter.release(rows)
 
     def decode(self, batch: Batch) -> list[list[int]]:
-        """The next token of each request, as a list for each row."""
         return [row[1:] for row in self.verify(batch, None)]
 
     @torch.inference_mode()
     def draft(self, batch: Batch, gamma: int) -> Proposal:
-        """A proposal of `gamma` for the rows of `batch`, valid until the next draft."""
+        """A proposal of `gamma` a row, valid until the next draft."""
         with self.phase("draft"):
             self._show(batch)
             return self._drafted(batch, gamma)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
-        """For each row: the number n of accepted drafts, then the ids of which the row emits the
-        first n + 1. Without a proposal this is a decode. Rows may have different numbers of drafts
-        (`Proposal.counts`) if `can_join` holds."""
+        """For each row: the number n of accepted drafts, then ids, of which the row emits the
+        first n + 1. Ragged proposals (`Proposal.counts`) need `can_join`."""
         with self.phase("decode" if proposal is None else "verify"):
             return self._judged(batch, proposal)
 
     @property
     def can_join(self) -> bool:
-        """Whether the weights are read once for rows with different numbers of drafts. What watches
-        attention watches that of rows with the same number."""
+        """Whether rows with different numbers of drafts share one reading of the weights.
+        Observed attention needs equal numbers."""
         drafter = self.drafter
         is_watched = drafter is not None and (drafter.watch or drafter.watch_queries)
         return self.runner.executor is not None and not is_watched
 
     @torch.inference_mode()
     def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
-        """Truncate the rows of `batch` to earlier `lengths`. Their requests must have emitted
-        nothing since then."""
+        """Truncate rows to earlier `lengths`. Their requests have emitted nothing since."""
         device = self.runner.device
         self.runner.truncate(batch.rows, lengths)
         if self.drafter is not None:
@@ -129,8 +121,7 @@ class DecodeSteps:
         self._batch.load(batch)
 
     def _find_runners(self, draft_lengths: Sequence[int]) -> None:
-        """The models that choose tokens. A drafter may have made a new runner since the last
-        call."""
+        """A drafter may have made a new runner since the last call."""
         draft_kv = None if self.drafter is None else self.drafter.draft_kv
         self._lengths = draft_lengths
         if self.drafter is not None:
@@ -146,7 +137,7 @@ class DecodeSteps:
         return self.drafter.propose(self._batch, DraftShape(gamma, pending))
 
     def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
-        """Verify, and read the result, which is the only read of a step."""
+        """Verify, and read the result: the step's only read."""
         self._show(batch)
         verification = self._begin(proposal)
         self.runner.flush()
@@ -161,8 +152,8 @@ class DecodeSteps:
         return verdicts
 
     def _flawed(self, verification: PendingVerification) -> tuple[int, int]:
-        """A request whose logits are not finite, and the number of its output tokens. If a draft
-        has them, any of its batch."""
+        """A request with logits that are not finite, and its number of output tokens. For a
+        flawed draft, any request of its batch."""
         rows = set[int]()
         for forward in verification.forwards:
             assert forward.out is not None, "it has been computed"
@@ -209,8 +200,8 @@ class DecodeSteps:
     def _begin_ragged(
         self, counts: Sequence[int], tokens: Tensor
     ) -> tuple[list[NativeForward], Tensor]:
-        """A forward for each number of drafts, all of which one native call computes, and the
-        `places` of their logits."""
+        """A forward for each number of drafts, all computed in one native call, and the `places`
+        of their logits."""
         rows = self._batch.rows.numbers
         starts = [0] * len(counts)
         num_tokens = 0
@@ -229,10 +220,9 @@ class DecodeSteps:
         return forwards, upload(places, tokens.device)
 
     def _finish(self, verification: PendingVerification, tells_drafter: bool = True) -> Tensor:
-        """int64 [B, 1 + caches + 1 + ids]: the row's flaw (`SamplingMetadata.check`; left out if it
-        keeps none), the length of each cache, the number of accepted drafts, and the ids of which
-        the row emits the first. `tells_drafter`: the drafter's `commit` is part of
-        this work."""
+        """int64 [B, 1 + caches + 1 + ids]: the row's flaw, if kept (`SamplingMetadata.check`),
+        the length of each cache, the number of accepted drafts, and ids, of which the row emits
+        the first."""
         batch = self._batch
         runner = self.runner
         drafter = self.drafter
@@ -263,20 +253,16 @@ class DecodeSteps:
         return batch.sampling.with_flaws(columns) if is_noted else torch.cat(columns, dim=1)
 
     def _show(self, batch: Batch) -> None:
-        """Make `batch` the current batch, if it is not yet."""
         if batch.requests != self._shown:
             self._load(batch)
 
     def _load(self, batch: Batch) -> None:
-        """Make a new device batch of the requests of `batch`."""
         has_flaws = not all(runner.finds_flaws for runner in self._runners)
         device = self.runner.device
         on_device = DeviceBatch.of(batch, self._vocab_size, device, has_flaws=has_flaws)
         self._set_batch(on_device, batch)
 
     def _set_batch(self, device_batch: DeviceBatch, batch: Batch) -> None:
-        """Let the requests of `batch` be the ones whose results are read. Their rows are some or
-        all of the rows of `device_batch`."""
         place_of = {row: place for place, row in enumerate(device_batch.rows.numbers)}
         self._batch = device_batch
         self._shown = batch.requests

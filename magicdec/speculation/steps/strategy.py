@@ -1,5 +1,6 @@
-"""DecodingStrategy: the protocol that every way of decoding follows, and the arguments from which a
-strategy is built. The name table is `names.STRATEGIES`."""
+"""DecodingStrategy: the protocol of all ways of decoding, named in `names.STRATEGIES`, and their
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,7 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Setup(DraftSetup):
-    """The arguments of a strategy, of which a drafter needs the first ones: the runner that holds
-    the target, its sections of the config, and the standalone draft."""
+    """The arguments of a strategy: those of a drafter, and more."""
 
     phase: Phase = nullcontext
     draft_length: DraftLength | None = None  # default: made from `decoding`
@@ -33,21 +33,18 @@ class Setup(DraftSetup):
 
 
 class DecodingStrategy(Protocol):
-    """Each request is admitted, takes part in steps, and is released when it has left the batch.
-    Requests may be admitted while others run."""
+    """A way of decoding. Requests may be admitted and released while others run."""
 
     def admit(self, batch: Batch) -> None:
-        """Prepare for the requests of `batch`, whose texts were just prefilled. Its time is not
-        part of a step."""
+        """Prepare for `batch`, whose texts were just prefilled. No step counts this time."""
 
     def step(self, batch: Batch) -> StepOutput:
         """Advance every request of `batch` by at least one token."""
 
     def release(self, rows: Sequence[int]) -> None:
-        """The requests in `rows` have ended, or must give their rows back."""
+        """Forget requests in `rows`, which have ended or left."""
 
 
 def make_strategy(name: str, setup: Setup) -> DecodingStrategy:
-    """The strategy of that name."""
     strategy: DecodingStrategy = load_named(STRATEGIES, name)(setup)
     return strategy

@@ -1,8 +1,6 @@
-"""Witness: logits of the steps of a pass, kept so that others can judge them again and say how
-large their errors are.
+"""Witness: logits of steps, kept so that another judge can tell how large their errors are.
 
-Owns which steps and rows are kept, which is chosen before anything is known of them, and how much
-memory that takes. Must not know how a step was judged.
+Steps and rows are chosen at random beforehand, within a bound on memory.
 
 Shapes: R kept rows of a batch, K drafts, V vocabulary rows on this rank.
 """
@@ -25,8 +23,7 @@ LEAST_STEPS = 8  # for which there is room: where rows are many, only some of th
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step of some rows: what was proposed, and this rank's logits after the newest token and
-    after each draft."""
+    """A step of some rows: drafts, and this rank's logits after the newest token and each draft."""
 
     requests: tuple[Request, ...]
     num_output: tuple[int, ...]  # tokens that each request had emitted before
@@ -40,8 +37,8 @@ class KeptStep:
 
 @dataclass
 class Witness:
-    """While it `is_watching`, keeps each step of these rows of the cache with the probability
-    `share`, as long as there is memory. All ranks keep the same ones."""
+    """A keeper of steps of `rows`, each with probability `share`, while `is_watching` and memory
+    lasts. All ranks keep the same."""
 
     rows: tuple[int, ...]
     share: float
@@ -61,9 +58,8 @@ class Witness:
         seed: str,
         max_gamma: int,
     ) -> Witness:
-        """Of at most `num_steps` steps of `num_rows` rows that draft at most `gamma` tokens.
-        Passes with the same seed and `max_gamma`, which is the largest `gamma` of them, keep
-        the same rows."""
+        """A witness for at most `num_steps` steps of `num_rows` rows with at most `gamma`
+        drafts. Passes of equal seed and `max_gamma` keep the same rows."""
         chance = random.Random(seed)
         (first, last) = runner.model.head_rows
         token_bytes = (last - first) * runner.cache.k.element_size()
@@ -73,8 +69,7 @@ class Witness:
         return cls(tuple(sorted(rows)), min(1.0, MOST_BYTES / most_bytes), chance)
 
     def wants(self, rows: Sequence[int]) -> list[int]:
-        """The places among `rows`, which take a step, of those whose logits the caller is to keep
-        (`keep`); none if the step is not kept."""
+        """The places among a step's `rows` to `keep`; empty if the step is not kept."""
         places = [place for place, row in enumerate(rows) if row in self.rows]
         if not self.is_watching or not places:
             return []
@@ -90,8 +85,8 @@ class Witness:
         places: Sequence[int],
         logits: Tensor,
     ) -> None:
-        """Keep the rows at `places` of a step of `requests`. Their logits [R, K+1, V] must stay as
-        they are; the proposal may change later."""
+        """Keep the rows at `places` of a step. Their logits [R, K+1, V] must not change later;
+        the proposal may."""
         requests = [requests[place] for place in places]
         drafts = logits.new_zeros(len(places), 0).long()
         counts = [0] * len(places)

@@ -1,10 +1,8 @@
-"""Head: carries out what the scheduler decides. It launches runs into the first stage, cancels
-them, asks the drafter for its next step, and gives requests their tokens. Only the head has a
-scheduler. Results and drafts come in through threads that do nothing else, so that it never waits
-for one of them while the other is there.
+"""Head: carries out the scheduler's actions. Threads receive results and drafts, so that it never
+waits for one while the other is there.
 
-PipelineRank: the channels, loops and threads of one rank. The first rank leads, with its stage and
-its drafter in threads; every other rank is a stage or drafts.
+PipelineRank: the channels, loops and threads of one rank. The first rank is the head, with its
+stage and its drafter in threads; every other rank is a stage or drafts.
 """
 
 from __future__ import annotations
@@ -67,8 +65,8 @@ Events = SimpleQueue[Event]
 
 
 def forward(channel: Receiver, is_result: bool, events: Events) -> Thread:
-    """A thread that turns the messages of a channel into events, until its end. The end of a
-    channel of results is an event too."""
+    """A thread that turns a channel's messages into events until its end, which is an event of
+    results too."""
 
     def copy() -> None:
         message = None
@@ -81,7 +79,7 @@ def forward(channel: Receiver, is_result: bool, events: Events) -> Thread:
 
 
 def in_thread(work: Callable[[], None], events: Events) -> Thread:
-    """A thread that does `work`. An error in it is an event."""
+    """A thread that does `work`, whose error becomes an event."""
 
     def run() -> None:
         try:
@@ -96,7 +94,7 @@ def in_thread(work: Callable[[], None], events: Events) -> Thread:
 
 @dataclass
 class Wires:
-    """This rank's ends of all channels. Between parts of one rank a channel is local."""
+    """This rank's ends of all channels, which are local between parts of one rank."""
 
     launches: Sender | None = None  # of the head
     inbound: Receiver | None = None  # of a stage
@@ -145,7 +143,7 @@ def share(
     apart: str | None = None,
     change: Callable[[Message], Message] = lambda message: message,
 ) -> Receiver | None:
-    """The inbound end of this rank, if `ranks` do the same work, and all get what the first of them
+    """This rank's inbound end if `ranks` do the same work: all get what the first of them
     receives."""
     first, *others = ranks
     senders = list[Sender]()
@@ -161,7 +159,7 @@ def share(
 def connect_cancellations(
     connector: Connector, layout: PipelineLayout, wires: Wires, numbers: MessageForm
 ) -> CancelBoard:
-    """The board of this rank, if it is the first of a stage."""
+    """This rank's board, if it is the first of a stage."""
     others = [rank for rank in layout.stages if rank]
     board = CancelBoard()
     senders = list[Sender]()
@@ -179,9 +177,8 @@ def connect_cancellations(
 
 
 class Head:
-    """`wires` lead to the stages and to the drafter, if there is one; `events` come from them.
-    `clock` tells when requests arrive and tokens are committed. Runs are numbered from `first_run`
-    on, so that no run of an earlier head is taken for them."""
+    """The head's loop. Runs are numbered from `first_run` on, so that no earlier head's run is
+    mistaken for them."""
 
     def __init__(
         self,
@@ -214,8 +211,8 @@ class Head:
         self._is_drafting = False
 
     def serve(self) -> None:
-        """Serve the requests, each from its `arrived_s` on, until all have ended and every run is
-        home. The scheduler and the drafter number them in the order of arrival."""
+        """Serve until all requests have ended and every run is home. Requests are numbered in the
+        order of arrival."""
         while self._arrivals or not self.scheduler.is_over or self._is_drafting:
             self._step()
 
@@ -232,7 +229,8 @@ class Head:
         self.launches.close()
 
     def _step(self) -> None:
-        """Results go before drafts, and the drafter begins a step only when no result waits."""
+        """Take one event. Results go before drafts; the drafter begins a step only when no result
+        waits."""
         while self._arrivals and self._arrivals[0].arrived_s <= self.clock():
             self._submit(self._arrivals.popleft())
         with suppress(Empty):
@@ -261,7 +259,6 @@ class Head:
         self._do(actions)
 
     def _wait(self) -> None:
-        """Wait for an event, or until the next request arrives."""
         seconds = None
         if self._arrivals:
             seconds = max(0.0, self._arrivals[0].arrived_s - self.clock())
@@ -304,8 +301,8 @@ class Head:
                 self._draft(action)
 
     def _commit(self, commit: Commit) -> None:
-        """Append the tokens, and tell what was judged: all that one commit says, of which the
-        first step has the tokens. Its time is that from the commit before it."""
+        """Append the tokens and report the judged runs; the first report has the tokens and the
+        time since the commit before."""
         request = self.requests[commit.request]
         now_s = self.clock()
         request.append(list(commit.tokens), now_s)
@@ -332,7 +329,6 @@ class Head:
         self.launches.send(Message(Kind.HIDDEN, run, words=launch.to_words()))
 
     def _begin(self, launch: RunLaunch) -> None:
-        """The request's first run: tell the drafter its prompt, which it reads meanwhile."""
         number = launch.request
         request = self.requests[launch.request]
         self.moves[request.request_id] = Moves([self.clock()])
@@ -361,9 +357,8 @@ End = TypeVar("End")
 
 
 class PipelineRank:
-    """`stage` is this rank's and `drafter` its drafter, None where it has none. They compute on
-    `device`, each in a thread if this rank has both; on a GPU they share a stream. `moves` say when
-    each of the requests that were served last got its lane; those of the first rank alone."""
+    """One rank. Its stage and its drafter, None where it has none, compute in threads of their own;
+    on a GPU they share a stream. `moves`, on the first rank, tell when requests got their lanes."""
 
     def __init__(
         self,
@@ -394,8 +389,8 @@ class PipelineRank:
         observe: Observer,
         count: ThreadCount,
     ) -> Spans:
-        """Serve until the first rank's requests have ended; its scheduler decides. `count` measures
-        in each loop. Returns what this rank did when."""
+        """The spans of this rank after all requests have ended. The first rank's scheduler
+        decides."""
         spans = Spans()
         wires = self.wires
         loops: list[Callable[[], None]] = []
@@ -422,7 +417,6 @@ class PipelineRank:
         return spans
 
     def _threads(self, loops: Sequence[Callable[[], None]], events: Events) -> list[Thread]:
-        """Those of the first rank: of its loops, and of what comes in."""
         compute = partial(self._compute, torch.get_num_threads())
         threads = [in_thread(partial(compute, loop), events) for loop in loops]
         threads.append(forward(there(self.wires.results), True, events))
@@ -431,14 +425,14 @@ class PipelineRank:
         return threads
 
     def _compute(self, num_threads: int, loop: Callable[[], None]) -> None:
-        """In a thread of Python, which has neither the device of the thread that started it nor,
-        in OpenMP, its number of threads."""
+        """Run `loop` with the device and the number of threads, which a new Python thread does not
+        inherit."""
         use_device(self.device)
         torch.set_num_threads(num_threads)
         loop()
 
     def close(self) -> None:
-        """No rank serves any more. All ranks call it."""
+        """End all serving. All ranks must call it."""
         if self.rank == 0:
             there(self.wires.canceller).close()
         if self.wires.listener is not None:

@@ -1,6 +1,4 @@
-"""What the head of a pipeline tells the stages, the drafter and the user. Every action is plain
-integers, so that it can be sent as a typed message of fixed words.
-"""
+"""The actions of a pipeline's head: integers alone, so that a message of fixed words holds them."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class RunLaunch:
-    """Run these rows through the stages, each stage in the order of launches.
+    """A run of rows through the stages, in the order of launches.
 
-    The rows are the tokens from position `first` on, each of which follows the one before it. What
-    a stage holds of the lane from there on was wrong, and is forgotten first. The predictions of
-    the last `num_outputs` rows come home."""
+    The rows are consecutive tokens from position `first` on, from where a stage first forgets the
+    lane. The predictions of the last `num_outputs` rows come home.
+    """
 
     run: int
     request: int
@@ -34,7 +32,7 @@ class RunLaunch:
         return range(self.first, self.first + self.num_rows)
 
     def to_words(self) -> tuple[int, ...]:
-        """The run as int64 words: six words of a header, then the tokens."""
+        """The run as int64 words: six words of header, then the tokens."""
         numbers = (self.run, self.request, self.lane, int(self.is_speculative), self.num_outputs)
         return (*numbers, self.first, *self.tokens)
 
@@ -45,7 +43,7 @@ class RunLaunch:
 
 
 class JudgedRun(NamedTuple):
-    """The drafts of a run whose first draft was judged, and how many of them are accepted."""
+    """The drafts of a run whose first draft was judged, and the number accepted."""
 
     num_drafted: int
     num_accepted: int
@@ -53,15 +51,15 @@ class JudgedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nothing will read what these runs have still to compute. A stage that skips one of them
-    sends a void header on in its place. A stage that has finished it already does nothing."""
+    """Runs whose further results nobody will read. A stage that skips one sends a void header on
+    instead."""
 
     runs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Commit:
-    """These are the next tokens of the request's output."""
+    """The next tokens of the request's output."""
 
     request: int
     tokens: tuple[int, ...]
@@ -72,8 +70,8 @@ class Commit:
 
 @dataclass(frozen=True)
 class DraftAction:
-    """One step of the draft model: the most probable token after `path`, which is what follows the
-    committed tokens of the request."""
+    """A step of the drafter: find the most probable token after `path`, which follows the committed
+    tokens."""
 
     draft: int
     request: int

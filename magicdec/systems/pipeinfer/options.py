@@ -1,4 +1,4 @@
-"""The settings of pipelined speculation (Butler et al. 2024, PipeInfer, and its code)."""
+"""The settings of pipelined speculation (PipeInfer, arXiv 2407.11798, and its code)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODES = ("iterative", "sync", "async")
 
 @dataclass(frozen=True)
 class Options:
-    """How to speculate. The names are those of the original's flags, but `gamma` is its `draft`."""
+    """The settings, named as the original's flags, except that `gamma` is its `draft`."""
 
     mode: str = "async"
     pa: float = same(DecodingSection, "pa", 0.5)

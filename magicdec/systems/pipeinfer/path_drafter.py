@@ -1,12 +1,5 @@
-"""Drafters of pipelined speculation, what the head asks them, and how one answers, on a rank of its
-own or in a thread of the head's. A drafter gives the most probable token after a path that follows
-the committed text of a request.
-
-ModelPathDrafter: a whole model drafts on a KV cache of its own, of which it reads what a KV policy
-says. The model is a smaller one, or the target itself: then this is self-speculation, with a cache
-of its own because the target's KV is divided among the ranks of the stages. Its tokens are chosen
-as the target's are.
-"""
+"""Drafters of pipelined speculation and their messages. A drafter gives the most probable token
+after a path that follows a request's committed text."""
 
 from __future__ import annotations
 
@@ -34,8 +27,8 @@ from magicdec.systems.stages.spans import SpanKind
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """The text of `request`, whose first `kept` tokens the drafter has, goes on with `new`. `path`
-    is the continuation after which a candidate is wanted; without one there is no answer."""
+    """A question to the drafter: which token follows `path`, after `kept` known tokens and `new`?
+    Without a path it only tells the text."""
 
     request: int
     lane: int
@@ -57,7 +50,6 @@ class DraftRequest:
 
 
 def pack_candidate(draft: int, candidate: Candidate | None) -> Message:
-    """The answer to a DraftRequest."""
     if candidate is None:
         return Message(Kind.NUMBERS, draft)
     token, probability = candidate
@@ -65,7 +57,7 @@ def pack_candidate(draft: int, candidate: Candidate | None) -> Message:
 
 
 def candidate_of(message: Message) -> Candidate | None:
-    """Raises NotFinite if the drafter's logits are not finite: then it has no probability."""
+    """The candidate of an answer. Raises NotFinite if the drafter's logits are not finite."""
     if not message.words:
         return None
     (probability,) = floats_of(message.words[1:])
@@ -76,14 +68,11 @@ def candidate_of(message: Message) -> Candidate | None:
 
 class PathDrafter(Protocol):
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
-        """The candidate after the path that follows `text`, if the drafter has one. A request
-        without a path tells the drafter a text that it will be asked about."""
+        """The candidate after the path that follows `text`, if there is one. A request without a
+        path announces a text."""
 
 
 class PathDraftHandler:
-    """Answers the head's draft steps with the candidates of `drafter`
-    (`systems.stages.stage.MessageHandler`)."""
-
     what: ClassVar[SpanKind] = SpanKind.DRAFT
 
     def __init__(self, drafter: PathDrafter) -> None:
@@ -99,8 +88,8 @@ class PathDraftHandler:
 
 
 class LookupPathDrafter:
-    """Prompt lookup: the token that followed the longest suffix of the path which occurred in the
-    committed text, with probability 1."""
+    """Prompt lookup: the token after the path's longest suffix in the committed text, with
+    probability 1."""
 
     def __init__(self, corpus: Sequence[int] = ()) -> None:
         self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
@@ -116,8 +105,8 @@ class LookupPathDrafter:
 
 
 class ScriptedPathDrafter:
-    """Knows what the target will write. It proposes output token i if `is_right[i]`, otherwise
-    another one. A step takes `seconds`. For emulated acceptance, and for tests."""
+    """A drafter that knows the target's output, for emulated acceptance and tests. Output token i
+    is right if `is_right[i]`. A step takes `seconds`."""
 
     def __init__(
         self,
@@ -150,9 +139,8 @@ class ScriptedPathDrafter:
 
 @dataclass
 class HeldText:
-    """What a row of the cache holds: the first `committed` tokens of the text of `request`, of
-    which `output` are those behind the prompt, and after them the drafted `tokens`. `candidates[i]`
-    comes after the first i of these."""
+    """The text of a cache row: the first `committed` tokens of `request`, whose `output` follows
+    the prompt, then the drafted `tokens`. `candidates[i]` follows the first i of these."""
 
     request: int = 0
     prompt: tuple[int, ...] = ()
@@ -162,24 +150,27 @@ class HeldText:
     candidates: list[Candidate] = field(default_factory=list)
 
     def num_known(self, path: Sequence[int]) -> int:
-        """How many tokens of `path` are drafted already."""
+        """The number of leading tokens of `path` that are drafted already."""
         pairs = enumerate(zip(path, self.tokens, strict=False))
         return next((i for i, (a, b) in pairs if a != b), min(len(path), len(self.tokens)))
 
     def cut(self, count: int) -> None:
-        """Forget all but the first `count` drafted tokens."""
+        """Keep the first `count` drafted tokens."""
         del self.tokens[count:], self.candidates[count + 1 :]
 
     def commit(self, count: int) -> None:
-        """The first `count` drafted tokens are committed."""
         self.committed += count
         self.output += self.tokens[:count]
         del self.tokens[:count], self.candidates[:count]
 
 
 class ModelPathDrafter:
-    """`draft` has a row for each lane. Candidates are ids below `vocab_size`, the target's. They
-    are the best that `sampling` could choose, with probabilities of being chosen."""
+    """A drafting model with its own KV cache, a row per lane, read by a KV policy. In
+    self-speculation it is the target, whose own KV is divided among the stages.
+
+    Candidates are ids below `vocab_size`, the target's: the best that `sampling` could choose, with
+    their probabilities.
+    """
 
     def __init__(
         self,
@@ -197,7 +188,7 @@ class ModelPathDrafter:
         self.held = [HeldText() for _ in range(draft.runner.num_rows)]
 
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
-        """The candidate as `PathDrafter.propose` gives it. The cache keeps what lies on the
+        """The candidate. The cache keeps what lies on the
         path."""
         if step.kept == 0:
             self._begin(step.request, step.lane, text)
@@ -214,7 +205,6 @@ class ModelPathDrafter:
         return held.candidates[-1]
 
     def _begin(self, number: int, lane: int, text: Sequence[int]) -> None:
-        """Prefill the text of another request."""
         request = Request(lane, tuple(text), SamplingParams(1), row=lane)
         self.runner.cache.release(lane)
         self.runner.allocate(lane)
@@ -226,14 +216,12 @@ class ModelPathDrafter:
         self._learn(logits, held, 0)
 
     def _forget(self, lane: int, count: int) -> None:
-        """Forget all but the first `count` drafted tokens."""
         held = self.held[lane]
         device = self.runner.device
         held.cut(count)
         self.kv.rewind(BatchRows.of([lane], device), Lengths.of([held.committed + count], device))
 
     def _compute(self, lane: int, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the row, and learn the candidates after them."""
         held = self.held[lane]
         device = self.runner.device
         committed = Lengths.of([held.committed], device)
@@ -247,8 +235,8 @@ class ModelPathDrafter:
             self._learn(logits, held, first)
 
     def _learn(self, logits: Tensor, held: HeldText, first: int) -> None:
-        """The candidates after the first `first` drafted tokens and after each that follows, from
-        logits [1, T, V]."""
+        """Add the candidates after the first `first` drafted tokens and more, from logits [1, T,
+        V]."""
         logits = logits[0, :, : self.vocab_size]
         counts = range(first, first + len(logits))
         if self.sampling.has_penalties:

@@ -1,17 +1,14 @@
-"""PipelinedScheduler: decides what a pipeline of stages computes, in which order, and what of it is
-skipped. Asynchronous pipelined speculation (Butler et al. 2024, PipeInfer), synchronous
-speculation and plain decoding are modes of it. docs/pipelined_speculation.md has the algorithm.
+"""PipelinedScheduler: decides what a pipeline of stages computes and skips, by asynchronous
+pipelined speculation (PipeInfer, arXiv 2407.11798; docs/pipelined_speculation.md), synchronous
+speculation or plain decoding.
 
-Pure Python without torch, clock or channels. What happened goes in (`submit`, `result`, `drafted`,
-`idle`), what to do comes out as actions, in the order in which they are to be done. The same calls
-give the same actions.
+Pure Python without torch, clock or channels: events go in, ordered actions come out, and equal
+calls give equal actions. Three rules make it lossless:
 
-Three rules make it lossless:
-
-1. A token is committed only from a row whose whole context is committed (`Sequence.commit`).
-2. A run is skipped only if no row that can still be right is in it or reads it
-   (`Sequence.needed_runs`). So no position that a live row reads is missing.
-3. A position is written anew by a later run only, and every stage runs in order.
+  1. A token is committed only from a row whose whole context is committed (`Sequence.commit`).
+  2. A run is skipped only if no row that can still be right is in it or reads it
+     (`Sequence.needed_runs`). So no position that a live row reads is missing.
+  3. A position is written anew by a later run only, and every stage runs in order.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ from magicdec.systems.pipeinfer.sequence import LaunchedRun, Microbatch, Node, S
 
 @dataclass
 class Counts:
-    """What was scheduled so far."""
-
     runs: int = 0
     speculative_runs: int = 0
     invalid_runs: int = 0  # cancelled: no row of them could be right any more
@@ -52,11 +47,9 @@ class Counts:
 
 
 def judge(tip: Node, drafts: Tokens[Node], is_over: bool) -> tuple[tuple[JudgedRun, ...], int]:
-    """What the results say of the launched `drafts`, which follow the `tip` as it was before they
-    came: the runs about which all is known now, and the draft tokens of the runs that nobody will
-    judge. A run counts from the judgement of its first draft on, with all of its drafts, as they
-    count in a verification that judges them at once. `is_over`: the request has ended, and what is
-    not known yet never will be."""
+    """The newly judged runs of `drafts`, and the number of draft tokens that nobody will judge.
+    `tip` is as before the results. A run counts with all its drafts once its first is judged.
+    `is_over`: the request has ended."""
     before = tip
     is_ended = False
     num_cancelled = 0
@@ -101,14 +94,13 @@ class PipelinedScheduler:
 
     @property
     def is_over(self) -> bool:
-        """Whether every request so far has ended and every run has come home: unless another
-        request arrives, the stages may leave."""
+        """Whether every request so far has ended and every run is home."""
         return not (self.in_flight or self._sequences or self._waiting)
 
     def submit(
         self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
     ) -> tuple[int, list[Action]]:
-        """A new request. It begins at once if a lane is free. Returns its number."""
+        """The number of a new request, which begins at once if a lane is free."""
         assert len(prompt) > 0 and max_new_tokens > 0, "checked by the caller"
         request = self._num_requests
         self._num_requests = self._num_requests + 1
@@ -119,9 +111,8 @@ class PipelinedScheduler:
     def result(
         self, run: int, tokens: Tokens[int] | None, margins: Tokens[float] | None = None
     ) -> list[Action]:
-        """The oldest run has come home. `tokens` are the target's next tokens after each of its
-        last `num_outputs` rows; None is a void result. `margins` say by how much the logit of each
-        exceeds the second largest, if that is known."""
+        """Take the oldest run's result: the target's next token after each of its last
+        `num_outputs` rows, None if void, and the leads of their logits over the second largest."""
         oldest = self.in_flight.popleft()
         assert oldest.run == run, f"result of run {run}, but run {oldest.run} is the oldest"
         if oldest.is_cancelled:
@@ -137,7 +128,6 @@ class PipelinedScheduler:
         return self._commit(sequence)
 
     def drafted(self, draft: int, candidate: Candidate | None) -> list[Action]:
-        """The drafter has done a step. `candidate` comes after the path of the action."""
         assert self._drafting is not None and self._drafting[0] == draft, "one draft at a time"
         _, sequence, batch = self._drafting
         self._drafting = None
@@ -147,7 +137,7 @@ class PipelinedScheduler:
         return [] if sequence.is_drafting else self._end_microbatch(sequence)
 
     def idle(self) -> list[Action]:
-        """No result waits and the drafter is free: the next draft step, if there is one to do."""
+        """The next draft step, if there is one, when no result waits and the drafter is free."""
         if self._drafting is not None or self.options.mode == "iterative":
             return []
         actions: list[Action] = []
@@ -180,7 +170,6 @@ class PipelinedScheduler:
         return sequence.adjustment.may_draft and sequence.may_grow
 
     def _end_microbatch(self, sequence: Sequence) -> list[Action]:
-        """Nothing more is drafted for this microbatch: launch it, or count a failed attempt."""
         batch = sequence.microbatch
         assert batch is not None
         rows = sequence.take_drafted()
@@ -196,7 +185,7 @@ class PipelinedScheduler:
         return [self._launch(sequence, rows)] if rows else []
 
     def _commit(self, sequence: Sequence) -> list[Action]:
-        """Commit what the results tell, cancel what nobody needs, and launch the newest token."""
+        """Commit what the results tell, cancel useless runs, and launch the newest token."""
         tip = sequence.tip
         drafts = [n for n in sequence.chain if n.run is not None and not n.was_tip]
         tokens, finished = sequence.commit()
@@ -242,7 +231,6 @@ class PipelinedScheduler:
         self.in_flight.append(run)
 
     def _admit(self) -> list[Action]:
-        """Begin requests while lanes are free: run their prompts."""
         actions: list[Action] = []
         while self._waiting and self._free_lanes:
             sequence = self._waiting.popleft()
@@ -265,7 +253,6 @@ class PipelinedScheduler:
         return actions
 
     def _leave(self, sequence: Sequence) -> list[Action]:
-        """The request has ended: its lane goes to the next one."""
         del self._sequences[sequence.request]
         self._turn.remove(sequence.request)
         heapq.heappush(self._free_lanes, sequence.lane)

@@ -1,13 +1,9 @@
-"""One request in the pipeline: the chain of its tokens that are not committed yet, and what is
-drafted for it, one microbatch at a time.
+"""One request in the pipeline: its uncommitted tokens and its microbatch, by the rules of PipeInfer
+(arXiv 2407.11798, and its code) for one branch.
 
 A node is a token at a position. The tip is the node of the newest committed token: everything that
-can still be right follows it, and every stage has computed what comes before it. A lane of the KV
-cache holds a text by its positions. If drafts turn out wrong, later runs write their positions
-anew; every stage runs in order, so an earlier reader has read before.
-
-The rules of a microbatch are those of the original (Butler et al. 2024, PipeInfer, and its code)
-for one branch.
+can still be right follows it, and every stage has computed what comes before it. Later runs
+overwrite wrong drafts; stages run in order, so earlier readers have read before.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ class Node:
 
 @dataclass
 class Adjustment:
-    """What `--pr` and `--pd` add to the threshold: `it * pr - max(rejects * pd, 0)`."""
+    """The addition of `--pr` and `--pd` to the threshold: `it * pr - max(rejects * pd, 0)`."""
 
     options: Options
     num_launched: int = 0  # microbatches since the burst began: `it`
@@ -94,9 +90,9 @@ class Sequence:
         self.least_margin = math.inf  # of the committed tokens
 
     def commit(self) -> tuple[tuple[int, ...], str | None]:
-        """Commit all that the results tell: the tokens, and why the request has ended, if it has.
-        What follows the tip is dropped if it is wrong. Raises NotFinite for a token whose logits
-        are not finite: its margin is NaN."""
+        """Commit all that the results tell and drop wrong drafts. Returns the tokens, and why the
+        request has ended, if it has. Raises NotFinite for logits that are not finite (a NaN
+        margin)."""
         tokens: list[int] = []
         finished = None
         while finished is None and (token := self.tip.predicted) is not None:
@@ -118,7 +114,6 @@ class Sequence:
         return tuple(tokens), finished
 
     def _move_tip(self, token: int) -> None:
-        """The tip becomes the node of `token`, which follows it: what was drafted, or a new one."""
         following = self.chain[1:]
         if not following or following[0].token != token:
             following = [Node(token, self.tip.position + 1)]
@@ -127,8 +122,7 @@ class Sequence:
         self.tip.was_tip = True
 
     def needed_runs(self) -> set[LaunchedRun]:
-        """The runs that must not be skipped: those that a row which can still be right is part of,
-        or reads."""
+        """The runs that a row which can still be right is in or reads; they must not be skipped."""
         return {node.run for node in self.chain if node.run is not None}
 
     def begin_microbatch(self) -> None:
@@ -136,11 +130,11 @@ class Sequence:
         self.microbatch = Microbatch(self.chain[-1], self.options.gamma, threshold)
 
     def path(self) -> tuple[int, ...]:
-        """What was drafted after the committed tokens."""
+        """The drafted tokens after the committed ones."""
         return tuple(node.token for node in self.chain[1:])
 
     def grow(self, leaf: Node, token: int) -> Node | None:
-        """Append a drafted token to a leaf; `Grow` says what is returned."""
+        """Append a drafted token to a leaf, as `Grow` says."""
         if leaf.was_tip and leaf.position + 1 == self.tip.position and token == self.tip.token:
             return self.tip  # its result came before its draft
         if token in self.eos_ids:
@@ -153,7 +147,7 @@ class Sequence:
 
     @property
     def may_grow(self) -> bool:
-        """Whether there is something to draft after all that was drafted."""
+        """Whether there is something to draft after the last draft."""
         end = self.chain[-1]
         return not end.ends and self.can_grow(end)
 
@@ -169,14 +163,13 @@ class Sequence:
         return batch is not None and not batch.is_full and self.can_grow(batch.leaf)
 
     def take_drafted(self) -> list[Node]:
-        """The rows of the microbatch that can still be right, which ends with this."""
+        """End the microbatch; returns those of its rows that can still be right."""
         assert self.microbatch is not None
         rows = [n for n in self.microbatch.rows if n.run is None and n in self.chain]
         self.microbatch = None
         return rows
 
     def launch(self, run: LaunchedRun, first: int, tokens: Tokens[int]) -> RunLaunch:
-        """The message that runs `tokens` from position `first` on, for the nodes of `run`."""
         for node in run.nodes:
             node.run = run
         self.num_in_flight += 1
@@ -197,8 +190,8 @@ Grow = Callable[[Node, int], Node | None]
 
 @dataclass(eq=False)
 class Microbatch:
-    """Tokens after `leaf`, which moves on with them: one in each of at most `gamma` draft steps,
-    while the drafter's candidates are as probable as the `threshold`."""
+    """Draft tokens up to `leaf`, from at most `gamma` draft steps, at least as probable as the
+    `threshold`."""
 
     leaf: Node
     gamma: int
@@ -209,7 +202,6 @@ class Microbatch:
     was_refused: bool = False  # it stopped at the threshold
 
     def extend(self, candidate: Candidate | None, grow: Grow) -> None:
-        """Take the candidate of one draft step."""
         self.num_steps += 1
         self.was_refused = candidate is None or candidate[1] < self.threshold
         node = None if candidate is None or self.was_refused else grow(self.leaf, candidate[0])

@@ -1,11 +1,8 @@
-"""SpeculativePipeline: requests decoded on stages of layers, token by token, with one batch of
-drafts under way, or with drafts that run ahead and are cancelled where they turn out wrong (Butler
-et al. 2024, PipeInfer).
+"""SpeculativePipeline: the system of stages that decode token by token, with one batch of drafts,
+or with drafts that run ahead and are cancelled if wrong (PipeInfer, arXiv 2407.11798).
 
-Owns what a rank loads and how ranks are connected. What is launched and cancelled is decided by the
-`PipelinedScheduler`; a stage is timed alone for `--layer_split auto`, without the head's scheduler
-and without a drafter, with which it may share its rank's cores in the run. Links have no part in
-it.
+Owns what a rank loads and how ranks are connected. For `--layer_split auto` a stage is timed
+without links, scheduler and drafter.
 """
 
 from __future__ import annotations
@@ -60,8 +57,8 @@ from magicdec.systems.system import Extras, PassObserver, PassTrace
 
 
 class SpeculativePipeline(StagedSystem):
-    """`run.config` is that of one rank, which needs no other to compute what it holds, and which
-    drafts nothing. `drafting` is `run` with the draft model, None if no model drafts."""
+    """A pipeline with a head. `run.config` is of one stage without drafts; `drafting` is `run` with
+    the draft model, if there is one."""
 
     member: PipelineRank | None = None
 
@@ -100,8 +97,8 @@ class SpeculativePipeline(StagedSystem):
         return self.options.speculation.gamma if is_sync else 0
 
     def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
-        """There is a row for each lane. All that follows a prompt may be drafted before any of it
-        is committed. Synchronous speculation also drafts past the end of an output."""
+        """The models for a row per lane, with room for drafts of a whole output, and beyond its end
+        in synchronous speculation."""
         run_config = with_own_model(run_config)
         workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
         assert workload.gen_len is not None, "the batch has room for outputs"
@@ -113,7 +110,6 @@ class SpeculativePipeline(StagedSystem):
         )
 
     def _place_draft(self, models: ResolvedRun, layout: PipelineLayout) -> ResolvedConfig:
-        """The config of this rank's stage, with the draft on its rank of the layout."""
         ranks = layout.group_of(self.rank)
         config = models.config.on_ranks(ranks)
         draft = models.config.draft
@@ -140,7 +136,7 @@ class SpeculativePipeline(StagedSystem):
         return config
 
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
-        """Load what this rank computes, and connect it with the others, once for all passes."""
+        """Load and connect this rank, once for all passes."""
         if self.member is not None:
             return
         run = self.run
@@ -239,9 +235,8 @@ class SpeculativePipeline(StagedSystem):
 
 
 def with_own_model(run_config: RunConfig) -> RunConfig:
-    """`run_config` with the draft model that runs. To the ranks, self-speculation is a whole model
-    on the draft's ranks with a KV cache of its own: the target, in int8 too if it is and nothing
-    else is asked for."""
+    """`run_config` with self-speculation as a draft model: the target with its own KV cache, in
+    int8 if the target is and no other weights are asked for."""
     if run_config.decoding.drafter != SELF:
         return run_config
     of_target = "int8" if run_config.model.target_dtype == "int8" else None
@@ -252,8 +247,8 @@ def with_own_model(run_config: RunConfig) -> RunConfig:
 
 
 class RunTiming(Timing):
-    """Runs of `step.num_tokens` rows that follow `step.context` tokens of one request. Every run
-    takes the place of the one before it. `run.config` is that of one rank, without drafts."""
+    """The timing of runs of `step.num_tokens` rows after `step.context` tokens; each run overwrites
+    the last."""
 
     growth = 1
 
@@ -270,7 +265,6 @@ class RunTiming(Timing):
 
 
 def time_part(stage: RunStage, step: DecodeStep) -> float:
-    """Seconds from run to run."""
     num_rows = step.num_tokens
     run = messages.RunLaunch(
         run=0,

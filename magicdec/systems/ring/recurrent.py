@@ -1,19 +1,12 @@
-"""RecurrentPipeline: samples circulate through a ring of stages, so that every stage works on a
-different one (recurrent pipeline parallelism; Macario et al. 2025, "Model-Distributed Inference for
-Large Language Models at the Edge", section III).
+"""RecurrentPipeline: samples circulate through a ring of stages, so that every stage works on
+another one (recurrent pipeline parallelism; MDI-LLM, arXiv 2505.18164, section III).
 
-Owns the order of messages. The samples in flight are divided into lanes. A lane is a running batch
-with a scheduler of its own (`scheduling`), and its rows travel in one message; all lanes admit from
-one queue. A step of a lane ends when its messages have come home, and its next step begins at once.
-A lane without requests is idle until one arrives, also while messages of other lanes are under way.
+A lane is a running batch with its own scheduler, whose rows travel in one message; all lanes admit
+from one queue. A step of a lane ends when its messages are home, and the next begins at once.
 
-With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
-many tokens every stage keeps of each row: without those drafts that were rejected last. The first
-stage drafts and judges (`RingSpeculation`), with the drafters and the judgement of the engine
-(`decoding.steps`). All its ranks make the same calls in the same order.
-
-Messages come home in the order in which they were sent. So all ranks of the first stage, which do
-the same work, see the same order without agreeing on it.
+With drafts, a decoding message holds a row's newest token and its drafts, and says how many tokens
+every stage keeps of each row. The first stage drafts and judges (`RingSpeculation`). Messages come
+home in the order of their sending, so that all ranks of the first stage act alike without agreeing.
 """
 
 from __future__ import annotations
@@ -33,6 +26,7 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.engine.scheduler import Scheduler
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.draft_log import DraftLog
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner, Tokens
 from magicdec.runner.request import (
@@ -58,18 +52,20 @@ from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 
 @dataclass(frozen=True)
 class PendingDraft:
-    """What is verified of the rows of some requests: `tokens`, int64 [B, 1 + K], are the newest
-    token and K drafts of each."""
+    """Drafted tokens that await verification: `tokens`, int64 [B, 1 + K], are the newest token and
+    K drafts of each request."""
 
     requests: Sequence[Request]
     tokens: Tensor
     proposal: Proposal
     sampling: SamplingMetadata
     num_drafted: Sequence[int]  # of each row, without padding
+    digests: Sequence[tuple[str, int]] | None = None  # of each row (`kv.draft_log`), if it is kept
 
 
 class RingSpeculation:
-    """`drafter` drafts `gamma` for each row of a message. `runner` is the stage's."""
+    """Drafting and judging on the first stage: `drafter` drafts `gamma` for each row of
+    a message."""
 
     def __init__(self, runner: ModelRunner, drafter: Drafter, gamma: int) -> None:
         self.runner = runner
@@ -78,12 +74,13 @@ class RingSpeculation:
         self.counts = DraftCounts()
         self.draft_length = FixedLength(gamma)
         self.is_padded = False  # whether each message has so many drafts, for a timing
+        self.log: DraftLog | None = None
         of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
         self._vocab_size = max(r.model.config.vocab_size for r in (runner, *of_draft))
         self._known: dict[int, Request] = {}  # by row; they share the lists of their output tokens
 
     def admit(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
-        """The prompts of `requests` are in the cache, and their first tokens are known."""
+        """Take requests whose prompts are cached and whose first tokens are known."""
         in_rows = [replace(r, row=row) for r, row in zip(requests, rows, strict=True)]
         self._known |= zip(rows, in_rows, strict=True)
         with self._timed():
@@ -94,6 +91,8 @@ class RingSpeculation:
         """Drafts for `rows`, whose committed tokens alone are in the cache."""
         batch = Batch(tuple(self._known[row] for row in rows))
         count = self.gamma
+        if self.log is not None:
+            self.log.begin()
         with self._timed():
             on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
             plan = self.drafter.plan(batch.requests, count, self.draft_length)
@@ -104,7 +103,18 @@ class RingSpeculation:
         tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
         most = proposal.ids.shape[1]  # fewer than were asked for, if the chains have stopped
         counts = [min(count, most) for count in plan.counts]
-        return PendingDraft(batch.requests, tokens, proposal, on_device.sampling, counts)
+        digests = None
+        if self.log is not None:
+            self.log.drafted(rows, proposal.ids, counts)
+            digests = self.log.digests(rows)
+        return PendingDraft(batch.requests, tokens, proposal, on_device.sampling, counts, digests)
+
+    def keep_log(self, log: DraftLog | None) -> None:
+        """Let steps say what was drafted and read, or no longer."""
+        self.log = log
+        own = () if self.drafter.draft_kv is None else (self.drafter.draft_kv.runner,)
+        for runner in (self.runner, *own):
+            runner.draft_log = log
 
     @torch.inference_mode()
     def judge(self, draft: PendingDraft, logits: Tensor) -> StepOutput:
@@ -119,15 +129,16 @@ class RingSpeculation:
         proposed = draft.num_drafted
         self.counts.num_rounds += len(counts)
         tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
-        return StepOutput(tokens, draft.proposal.ids.shape[1], counts, list(proposed))
+        longest = draft.proposal.ids.shape[1]
+        digests = None if draft.digests is None else list(draft.digests)
+        return StepOutput(tokens, longest, counts, list(proposed), digests=digests)
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """The first `lengths` tokens of `rows` are committed. All after them is forgotten."""
+        """Keep the first `lengths` tokens of `rows`, which are committed, and forget the rest."""
         device = self.runner.device
         self.drafter.commit(BatchRows.of(rows, device), Lengths.of(lengths, device))
 
     def release(self, rows: Sequence[int]) -> None:
-        """The samples in `rows` have ended."""
         self.drafter.release([row for row in rows if self._known.pop(row, None) is not None])
 
     @contextmanager
@@ -140,7 +151,7 @@ class RingSpeculation:
 
 @dataclass(frozen=True)
 class Lane:
-    """A running batch. Its rows of the cache follow each other from `first_row` on."""
+    """A running batch in consecutive rows of the cache, from `first_row` on."""
 
     index: int
     first_row: int
@@ -152,9 +163,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class RingRun:
-    """A run that is under way: the requests whose tokens it has, and whether their next tokens
-    follow from it. `is_decode`: it has their newest tokens, no prompt. `ends_step`: it is the last
-    run of the lane's step."""
+    """A run under way. `is_wanted`: next tokens follow from it. `is_decode`: it has newest tokens,
+    no prompt. `ends_step`: it is the last of the lane's step."""
 
     lane: Lane
     requests: tuple[Request, ...]
@@ -165,16 +175,14 @@ class RingRun:
 
     @property
     def status(self) -> int:
-        """The status of the message."""
         if self.draft is not None:
             return VERIFY
         return WANTED if self.is_wanted else 0
 
 
 class RecurrentPipeline:
-    """The first stage of the ring. `limits` are those of each lane, of `lane_size` rows. With
-    `speculation`, messages carry drafts. `spans`, `samples` and `prompts` say what happened in the
-    last call of `serve`: whose tokens each run had, and which runs were of prompts."""
+    """The first stage of the ring. `limits` are per lane. `spans`, `samples` (whose tokens each run
+    had) and `prompts` (runs of prompts) are of the last call of `serve`."""
 
     def __init__(
         self,
@@ -216,11 +224,13 @@ class RecurrentPipeline:
         observe: Observer = ignore_step,
         watch: StepObserver = lambda plan: None,
     ) -> None:
-        """Serve `requests`, each from its `arrived_s` on, until all have ended. Raises ValueError,
-        before the first message, if one of them can never be served. `observe` is called after
-        each message that has emitted tokens, whose time is that from its sending on, and `watch`
-        with the plan of every step of a lane. On several ranks, all must have the same requests;
-        the clock of the first rank counts."""
+        """Serve `requests`, each from its `arrived_s` on, until all have ended. All ranks must have
+        the same.
+
+        `observe` is called after each message that has emitted tokens, with the seconds since its
+        sending, and `watch` with the plan of every step. Raises ValueError, before the first
+        message, if a request can never be served.
+        """
         for request in requests:
             self.lanes[0].scheduler.limits.check(request)
         self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
@@ -260,9 +270,9 @@ class RecurrentPipeline:
         self.ends.outbound.close()
 
     def _comes_first(self) -> bool:
-        """Whether the next message comes home before a request arrives that an idle lane may begin.
-        Waits until that is known. Several ranks of the first stage must begin lanes alike, so they
-        wait for the message, and so does a rank whose channel cannot tell what is there."""
+        """Whether the next message comes home before a request arrives that an idle lane may begin;
+        waits until that is known. Several ranks must begin lanes alike, so they wait for the
+        message."""
         if not self._under_way:
             return False
         if not (self.is_alone and self._idle_lanes and self._arrivals):
@@ -270,8 +280,8 @@ class RecurrentPipeline:
         return self.ends.inbound.is_there(self._arrivals[0].arrived_s - self.clock.now())
 
     def _take_arrivals(self) -> None:
-        """Let requests that have arrived wait for rows, and begin idle lanes. All ranks of the
-        first stage read the shared clock equally often."""
+        """Queue requests that have arrived, and begin idle lanes. All ranks of the first stage read
+        the shared clock equally often."""
         if not self._arrivals:
             return
         now = self.shared_clock.now()
@@ -284,7 +294,7 @@ class RecurrentPipeline:
             self._begin(lane)
 
     def _begin(self, lane: Lane) -> None:
-        """Send the messages of the lane's next step; if there is none, it is idle."""
+        """Send the messages of the lane's next step; without one the lane is idle."""
         plan = lane.scheduler.schedule()
         if plan is None:
             self._idle_lanes.append(lane)
@@ -299,7 +309,7 @@ class RecurrentPipeline:
             self._send(*self._newest(lane, plan.decoding.requests))
 
     def _chunks(self, lane: Lane, plan: StepPlan) -> Iterator[tuple[RingRun, Tokens]]:
-        """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
+        """The messages of the prompts of a step with their token ids [1, T], one per chunk."""
         for part in plan.parts:
             text = part.request.cached_ids
             size = self.prefill_chunk
@@ -309,8 +319,8 @@ class RecurrentPipeline:
                 yield RingRun(lane, (part.request,), is_wanted, False), [text[start:stop]]
 
     def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[RingRun, Tokens]:
-        """The last message of a step, of all rows that decode, with its token ids [B, T]: their
-        newest tokens, and drafts."""
+        """The last message of a step, of all decoding rows, with token ids [B, T]: newest tokens
+        and drafts."""
         flight = RingRun(lane, requests, True, True, ends_step=True)
         if self.speculation is None:
             return flight, [[request.last_token] for request in requests]
@@ -318,7 +328,6 @@ class RecurrentPipeline:
         return replace(flight, draft=draft), draft.tokens
 
     def _send(self, flight: RingRun, token_ids: Tokens) -> None:
-        """Compute the first stage's layers, and send the result to the next stage."""
         rows = flight.lane.rows(flight.requests)
         status = flight.status
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
@@ -334,9 +343,8 @@ class RecurrentPipeline:
             self.prompts.add(run)
 
     def _land(self, flight: RingRun, message: Message) -> StepOutput | None:
-        """Commit the tokens that follow from a message, free the rows of requests that have ended,
-        and let the drafter follow those that go on. Returns what was appended; None if no token
-        follows."""
+        """Commit the tokens of a message, free rows of ended requests, and update the drafter.
+        Returns the appended tokens, None without any."""
         if not flight.is_wanted:
             return None
         assert message.payload is not None, "the last stage sends what is wanted"
@@ -360,7 +368,7 @@ class RecurrentPipeline:
         return output
 
     def _tokens(self, flight: RingRun, logits: Tensor) -> StepOutput:
-        """The tokens that follow, from this rank's logits [B, T, V]."""
+        """The next tokens, from this rank's logits [B, T, V]."""
         if flight.draft is not None:
             assert self.speculation is not None, "it has drafted"
             return self.speculation.judge(flight.draft, logits)
@@ -382,23 +390,22 @@ class RecurrentPipeline:
 
 
 def most_under_way(num_lanes: int, lane_size: int, limits: BatchLimits, chunk: int) -> int:
-    """Messages that are under way at most. A step of a lane has one for each chunk of the prompts
-    that it prefills, one that decodes, and one that frees rows."""
+    """The most messages under way: per lane one for each prompt chunk, one that decodes and one
+    that frees rows."""
     assert limits.prefill_tokens is not None, "a step prefills a limited number of tokens"
     chunks = -(-limits.prefill_tokens // chunk) + lane_size
     return num_lanes * (chunks + 2)
 
 
 def max_gamma_of(config: ResolvedConfig) -> int:
-    """Draft tokens of each row of a message that decodes."""
+    """Draft tokens of each row of a decoding message."""
     return 0 if config.decoding.drafter is None else config.decoding.max_gamma
 
 
 def make_speculation(
     run: Prepared, runner: ModelRunner, groups: ParallelGroups, models: LoadedModels
 ) -> RingSpeculation:
-    """The drafter of `run` on the first stage, whose `runner` and `groups` are given. A draft model
-    is on its first rank alone."""
+    """The drafter of `run` on the first stage. A draft model is on its first rank alone."""
     config = run.config
     assert config.decoding.drafter is not None, "the run drafts"
     groups = replace(groups, draft=Group((0,), 0) if groups.rank == 0 else None)

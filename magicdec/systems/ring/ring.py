@@ -1,9 +1,6 @@
-"""Ring: requests that circulate through a ring of stages, each on ranks of its own, with drafts in
-their messages or without them (recurrent pipeline parallelism; MDI-LLM, section III).
-
-Owns what a stage loads, how the stages are connected, and what is measured of them. The order of
-messages is that of the `RecurrentPipeline`.
-"""
+"""Ring: the system whose requests circulate through a ring of stages, with or without drafts
+(MDI-LLM, arXiv 2505.18164, section III). Owns loading, connections and measurements;
+`RecurrentPipeline` owns the order of messages."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from magicdec.distributed.channels.message import Ends, MessageForm
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.distributed.layout import read_split
 from magicdec.distributed.start import make_stage_groups
+from magicdec.kv.draft_log import DraftLog
 from magicdec.output.console import Progress
 from magicdec.records.metrics import percentile
 from magicdec.runner.request import Request
@@ -54,9 +52,8 @@ MOST_CAPACITY = 1 << 24
 
 
 class Ring(StagedSystem):
-    """`run.config` is that of this rank's stage, and drafts if some pass does. `grid` has the
-    stages and `layers` the layers of each. A pass is opened anew with what it needs: its messages
-    and its cache have room for drafts only if it drafts."""
+    """A ring of stages. `run.config` is of this rank's stage. A pass is opened anew if only it or
+    the last one drafts, since drafts need room in messages and cache."""
 
     groups: ParallelGroups | None = None
     models: LoadedModels | None = None
@@ -84,7 +81,6 @@ class Ring(StagedSystem):
 
     @property
     def computes(self) -> bool:
-        """Whether this rank is in a stage."""
         return self.launch.rank < self.grid.world_size
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
@@ -126,8 +122,8 @@ class Ring(StagedSystem):
 
 
 class OpenRing:
-    """This rank's stage, loaded and connected, for passes with drafts or for those without; None on
-    a rank that waits. On the ranks of the first stage, `pipeline` leads."""
+    """This rank's loaded and connected stage, None on a rank that waits. `pipeline` leads on the
+    first stage."""
 
     def __init__(
         self, ring: Ring, each: Pass, groups: ParallelGroups, models: LoadedModels
@@ -174,8 +170,8 @@ class OpenRing:
         return Stage(runner, runner.model.is_last)
 
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
-        """The ends of this rank, and the form of messages. At most `depth` of them are under way,
-        whose prompts are of `chunk` tokens at most."""
+        """The form of messages and this rank's ends, for `depth` messages under way and prompt
+        chunks of `chunk` tokens."""
         ring = self.ring
         width = ring.run.source.config.hidden_size
         dtype = getattr(torch, ring.run.config.model.dtype)
@@ -188,7 +184,6 @@ class OpenRing:
         return form, connector.ring(ring.grid)
 
     def serve(self, requests: Sequence[Request], observer: PassObserver) -> Extras:
-        """Serve all requests."""
         spans = Spans()
         before = self.ends.outbound.traffic
         launch = self.ring.launch
@@ -198,6 +193,7 @@ class OpenRing:
         prompts = set[int]()
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
+            self.speculation.keep_log(DraftLog() if observer.is_logged else None)
         if pipeline is not None:
             pipeline.serve(requests, observer.observe, observer.counts.watch)
             pipeline.close()

@@ -1,10 +1,5 @@
-"""The split of `--layer_split auto`: the seconds of a layer on each rank, which a short measurement
-finds, and the split that all ranks choose by them.
-
-Each command says what it times: a few layers under the code that serves its messages (`Timing`).
-Ranks tell each other their times before any process group of the run exists, so that every rank
-comes to the same split.
-"""
+"""The split of `--layer_split auto`: every rank times a few layers (`Timing`), and all ranks choose
+the same split from these times before any process group of the run exists."""
 
 from __future__ import annotations
 
@@ -50,9 +45,8 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of a step on one rank: of a layer, and beside its layers (`fixed`), for a stage that
-    has no end of the model, and for this rank's own stage with the ends that it has. The last is
-    None on a rank whose stage has none."""
+    """Seconds of a step on one rank: per layer, beside the layers without an end of the model
+    (`fixed_s`), and with its own stage's end (`own_fixed_s`, None without one)."""
 
     layer_s: float
     fixed_s: float
@@ -61,8 +55,8 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class ChosenSplit:
-    """`layer_split` is what the record has for the flag: layer counts in place of `auto`. `reason`
-    says from which times `auto` chose; it is empty for another split."""
+    """The layers of the stages. `layer_split` is the recorded flag, with counts in place of `auto`;
+    `reason` has the times behind `auto`."""
 
     layers: tuple[range, ...]
     layer_split: str | None
@@ -77,10 +71,9 @@ def choose_split(
     source: str,
     find_times: Callable[[], RankTimes | None],
 ) -> ChosenSplit:
-    """The split of a model among `stages`, which are the ranks of each. All ranks must call it,
-    with any split. `find_times` is called on all ranks, and gives None on one without a stage;
-    `source` says where its times come from. Raises ValueError, on every rank, if a rank has another
-    split."""
+    """The split of a model among `stages`, given as the ranks of each stage. All ranks must call
+    it, with any split. `find_times` returns None on a rank without a stage; `source` names its
+    measurement. Raises ValueError on every rank if their splits differ."""
     needs_times = is_auto(text) and len(stages) > 1
     facts: dict[str, Any] = {"asked": text, "host": launch.local_ranks[0]}
     if needs_times:
@@ -104,9 +97,8 @@ def choose_split(
 def stage_times(
     stages: Sequence[Sequence[int]], by_rank: Sequence[Mapping[str, Any]]
 ) -> list[StageTimes]:
-    """The times of each stage. The ranks of one host count as equally fast, by the median of what
-    they found, because a difference between them is noise. A stage is as slow as its slowest rank.
-    """
+    """The times of each stage, as slow as its slowest rank. Ranks of one host count as equal, by
+    their median, because their differences are noise."""
     hosts: dict[int, list[RankTimes]] = {}
     for facts in by_rank:
         if facts["times"] is not None:
@@ -123,7 +115,6 @@ def stage_times(
 
 
 def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> str:
-    """What was chosen, and from which numbers."""
     stages = [each.seconds(count) for count, each in zip(counts, times, strict=True)]
     layers = sorted({1e3 * each.layer_s for each in times})
     beside = ", ".join(f"{1e3 * each.fixed_s:.3g}" for each in times)
@@ -136,8 +127,8 @@ def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """What is timed: steps of `rows` rows that hold `context` tokens each, with `gamma` drafts
-    of each row."""
+    """A step to time: `rows` rows that hold `context` tokens each, with `gamma` drafts a
+    row."""
 
     rows: int
     context: int
@@ -145,14 +136,13 @@ class DecodeStep:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a row in a message."""
         return 1 + self.gamma
 
 
 @dataclass(frozen=True)
 class Timing(ABC):
-    """Times `step` on this rank. `stages` are the ranks of each stage, and `run.config` is that of
-    this rank's stage. `growth` is how many messages a row holds at most beside its context."""
+    """The measurement of `step` on this rank. `stages` are the ranks of each stage; a row grows by
+    at most `growth` messages."""
 
     growth: ClassVar[int]
 
@@ -162,16 +152,15 @@ class Timing(ABC):
 
     @abstractmethod
     def end_of(self, stage: int) -> StagePart | None:
-        """A layer with the end of the model that this stage has; None if it has none."""
+        """A layer with the stage's end of the model; None if the stage has no end."""
 
     @abstractmethod
     def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
-        """What times a step with the layers of `runner`. With `has_ends` they are those of
-        `end_of`."""
+        """The timer of a step with the layers of `runner`, which are those of `end_of` if
+        `has_ends`."""
 
     @property
     def config(self) -> ResolvedConfig:
-        """The config of the run for rows of the step's size."""
         workload = replace(
             self.run.config.workload,
             batch_size=self.step.rows,
@@ -188,7 +177,7 @@ class Timing(ABC):
         return next((stage for stage, ranks in enumerate(self.stages) if rank in ranks), None)
 
     def find_times(self) -> RankTimes | None:
-        """The times on this rank, None if it has no stage. All ranks must call it."""
+        """This rank's times, None without a stage. All ranks must call it."""
         if self.stage_of(self.run.launch.rank) is None:
             return None
         most = self.run.source.config.max_length - self.growth * self.step.num_tokens
@@ -198,8 +187,8 @@ class Timing(ABC):
         return times  # the memory is free before anyone reads how much there is for the run
 
     def measure(self) -> RankTimes:
-        """The times as measured with the threads of the run. All ranks with a stage must call it;
-        those of a stage measure together, with their all-reduces."""
+        """The times with the threads of the run. All ranks with a stage must call it; those of one
+        stage measure together."""
         launch = self.run.launch
         parallel = self.config.parallel
         with use_threads(parallel.threads):
@@ -212,8 +201,8 @@ class Timing(ABC):
                 return self.time_layers(groups)
 
     def time_layers(self, groups: ParallelGroups) -> RankTimes:
-        """All timers run in turn, in several rounds. Each number is the fastest of its rounds,
-        because noise only adds to it."""
+        """The times from several rounds of all timers in turn: the fastest, because noise only
+        adds."""
         num_layers = min(MOST_LAYERS, self.run.source.config.num_layers)
         one, several = (
             self.load(StagePart(range(count), False), groups) for count in (1, num_layers)
@@ -234,7 +223,7 @@ class Timing(ABC):
         return RankTimes(layer_s, fixed_s, own_s)
 
     def load(self, part: StagePart, groups: ParallelGroups, has_ends: bool = False) -> Timer:
-        """A timer of a part of the target, with a cache that is not the zeros of fresh memory."""
+        """A timer of a part of the target, whose cache is filled in place of fresh zeros."""
         models = LoadedModels(self.device, make_progress(False))
         w = self.config.workload
         source = self.run.source
@@ -251,8 +240,8 @@ class Timing(ABC):
 
 @dataclass
 class FilledStage(Stage):
-    """Prompts are not computed; their rows count as filled. Messages of `num_tokens` tokens a row
-    are computed."""
+    """A stage that computes messages of `num_tokens` tokens per row. Prompts are skipped: their
+    rows only count as filled."""
 
     num_tokens: int = 1
 
@@ -266,8 +255,8 @@ class FilledStage(Stage):
 
 
 class RingTiming(Timing):
-    """The stages of a ring, which are served messages that come home at once. `run.config` has
-    drafts if the step has any."""
+    """The timing of a ring's stages, whose messages come home at once. `run.config` drafts if the
+    step does."""
 
     growth = STEPS + 1
 
@@ -288,8 +277,8 @@ class RingTiming(Timing):
         return partial(self.time_first, stage, speculation)
 
     def time_first(self, stage: FilledStage, speculation: RingSpeculation | None) -> float:
-        """Seconds of a step on the first stage, from the hidden states that come home to the next
-        ones that it sends."""
+        """Seconds of a step on the first stage, from receiving hidden states to sending the
+        next."""
         loop = Loopback()
         step = self.step
         limits = BatchLimits(
@@ -306,8 +295,7 @@ class RingTiming(Timing):
 
 
 def time_passing(stage: FilledStage, step: DecodeStep) -> float:
-    """Seconds of a step on a stage that receives hidden states and sends hidden states. All drafts
-    are rejected."""
+    """Seconds of a step on a stage that passes hidden states on. All drafts are rejected."""
     rows = tuple(range(step.rows))
     width = stage.runner.model.config.hidden_size
     newest = next(stage.runner.model.parameters()).new_full((step.rows, 1, width), 0.1)
@@ -323,8 +311,7 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
 
 
 def time_messages(part: MessageHandler, messages: Sequence[Message]) -> float:
-    """The median seconds from answer to answer where the next message always waits already, which
-    one that was held up does not move."""
+    """The median seconds from answer to answer if the next message always waits."""
     inbound = Loopback()
     spans = Spans()
     for message in (*messages, Message(Kind.END)):

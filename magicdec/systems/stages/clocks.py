@@ -1,10 +1,6 @@
-"""How what ranks did reaches the first rank, by the first rank's clock.
-
-Clocks of other hosts are compared first: a rank answers the first rank with its time. The answer
-lies between the sending and the arrival, so that the middle of the fastest round trip is wrong by
-half of it at most (Cristian 1989, "Probabilistic clock synchronization"). Ranks of one host share
-its monotonic clock.
-"""
+"""The gathering of all ranks' spans by the first rank's clock. Ranks of one host share its
+monotonic clock; for another host, half of the fastest round trip bounds the error (Cristian 1989,
+"Probabilistic clock synchronization")."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ def clocks_of(launch: Launch) -> list[Ahead]:
 
 
 def compare_clocks(rank: int, world_size: int) -> list[Ahead]:
-    """As `clocks_of`, also for ranks of one host."""
+    """The clock of each rank by exchanged times, also for ranks of one host."""
     if rank == 0:
         return [Ahead(), *map(_ask, range(1, world_size))]
     answer = torch.empty(1, dtype=torch.float64)
@@ -78,9 +74,8 @@ def gather_spans(spans: Spans, clocks: Sequence[Ahead]) -> list[Spans]:
 def gather_leaders(
     launch: Launch, grid: StageGrid, spans: Spans, sent: Traffic
 ) -> tuple[list[Spans], list[Traffic], float]:
-    """The spans of the first rank of each stage, what it sent, and the largest possible error of
-    their times; 0 if all ranks share the clock of one host. All ranks must call it, with what they
-    did and sent themselves; it is right on rank 0 alone."""
+    """The spans and the sent messages of the first rank of each stage, and the largest error of the
+    times. All ranks must call it; right on rank 0 alone."""
     clocks = clocks_of(launch)
     by_rank = gather_spans(spans, clocks)
     sent_by_rank = all_gather_values(sent, Traffic, launch.world_size)

@@ -1,6 +1,5 @@
-"""RingMetrics and SpeculationMetrics: how stages and ranks spent their time, as their spans tell
-it, and what was drafted. Imports no torch.
-"""
+"""RingMetrics and SpeculationMetrics: the use of stages and ranks, from their spans, and counts of
+drafts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ NO_DECODES = "if a stage had no such message"
 
 @dataclass(frozen=True)
 class StageUse:
-    """What the first rank of a stage counted while the requests were served."""
+    """Counts of the first rank of a stage while the requests were served."""
 
     total_s: float
     waiting_s: float
@@ -40,16 +39,16 @@ class StageUse:
 
     @property
     def queue_depth(self) -> float:
-        """The mean number of messages that are sent and not taken, which is their rate times the
-        time that each is (Little 1961)."""
+        """The mean number of sent messages that the stage has not taken: rate times waiting time
+        (Little 1961)."""
         return self.queued_s / self.total_s if self.total_s else 0.0
 
 
 def uses_of(
     stages: Sequence[Spans], sent: Sequence[tuple[int, int]], prompts: Collection[int]
 ) -> list[StageUse]:
-    """How each stage spent its time, from its first run on until the last is home. What a stage
-    takes, the stage before it has sent: messages and bytes. `prompts` are the runs of prompts."""
+    """The use of each stage, from its first run until the last is home. `sent` are messages and
+    bytes; `prompts` the runs of prompts."""
     heads = stages[0].of(SpanKind.HEAD)
     computed = [spans.of(SpanKind.STAGE) for spans in stages]
     uses = []
@@ -79,8 +78,8 @@ def uses_of(
 
 @dataclass
 class DraftCounts:
-    """What the first rank counted of the messages with drafts: their rows, each of which is a round
-    of a sample, and the time of drafting."""
+    """Counts of a ring's messages with drafts and of their rows (rounds of samples), and seconds of
+    drafting."""
 
     num_rounds: int = 0
     num_messages: int = 0
@@ -89,7 +88,7 @@ class DraftCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class RingMetrics(RecordPart):
-    """Lists have an entry for each stage."""
+    """The metrics of a ring. Lists have an entry for each stage."""
 
     num_layers: list[int] = recorded("layers of each stage")
     tensor_parallel: int = recorded("ranks of a stage, which share its layers")
@@ -154,8 +153,8 @@ def ring_metrics(
     drafts: DraftCounts | None = None,
     num_later: int = 0,
 ) -> RingMetrics:
-    """`lanes` are their number and their size; `uses` are those of the stages in order.
-    `num_later` are the output tokens of all samples without the first of each."""
+    """The metrics from number and size of the lanes and the uses of the stages. `num_later` counts
+    output tokens after the first of each sample."""
     stage_s = [use.decode_s for use in uses if use.decode_s is not None]
     has_decodes = len(stage_s) == len(uses)
     links_s = [link_s for use in uses for link_s in use.links_s] if len(uses) > 1 else []
@@ -180,7 +179,6 @@ def ring_metrics(
 
 
 def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any]:
-    """The fields of `RingMetrics` about drafts."""
     if drafts is None or drafts.num_rounds == 0:
         return {"tokens_per_round": None, "draft_ms": None}
     return {
@@ -191,8 +189,8 @@ def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationMetrics(RecordPart):
-    """Numbers of all requests together. Shares of time are of the time between the first token and
-    the last."""
+    """The metrics of a pipeline over all requests. Shares are of the time between the first and the
+    last token."""
 
     runs: int = recorded("runs that were launched, prompts included", label="runs")
     speculative_runs: int = recorded("those with drafted tokens")
@@ -256,7 +254,8 @@ class SpeculationMetrics(RecordPart):
 
 @dataclass(frozen=True)
 class Observed:
-    """The spans of each rank, of the runs and drafts that count, and the time that counts."""
+    """The spans of each rank, and the time that counts: from the first token of all requests to the
+    last."""
 
     layout: PipelineLayout
     by_rank: Sequence[Sequence[Span]]
@@ -267,7 +266,6 @@ class Observed:
     def of_requests(
         cls, layout: PipelineLayout, by_rank: Sequence[Sequence[Span]], requests: Sequence[Request]
     ) -> Observed:
-        """What counts is the time between the first token of all requests and the last."""
         begin_s = min(request.token_times_s[0] for request in requests)
         end_s = max(request.token_times_s[-1] for request in requests)
         return cls(layout, by_rank, begin_s, end_s)
@@ -281,7 +279,7 @@ class Observed:
         return {span.run: span.value for span in self.of(0, SpanKind.LAUNCH)}
 
     def within(self, spans: Sequence[Span]) -> float:
-        """Seconds of the time that counts in which at least one of the spans is."""
+        """Seconds of the time that counts that the spans cover."""
         total = 0.0
         until = self.begin_s
         for span in sorted(spans, key=lambda span: span.begin_s):
@@ -341,8 +339,8 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
 
 
 def link_times(sent: Sequence[Span], taken: Sequence[Span], runs: Collection[int]) -> list[float]:
-    """Seconds from the end of each of these runs at one stage until the next, which was idle,
-    begins it."""
+    """Seconds from the end of each of `runs` at one stage to its begin at the next, where that was
+    idle."""
     links_s = list[float]()
     ends = {span.run: span.end_s for span in sent}
     free_s = 0.0
@@ -354,7 +352,6 @@ def link_times(sent: Sequence[Span], taken: Sequence[Span], runs: Collection[int
 
 
 def _in_flight(observed: Observed) -> tuple[float, int]:
-    """The mean number of runs in flight in the time that counts, and the most of them ever."""
     home = {span.run: span.begin_s for span in observed.of(0, SpanKind.RESULT)}
     flights = [
         Span(SpanKind.LAUNCH, span.run, span.begin_s, home[span.run])

@@ -1,8 +1,5 @@
-"""What every rank did when: spans, from which busy times, queues, skipped layers, Gantt charts and
-Chrome traces are computed. Imports no torch.
-
-A run has the same number on every stage. Only the head knows, and notes, whose tokens it has.
-"""
+"""Spans: what every rank did when, the source of busy times, queues, charts and traces. Imports no
+torch. A run has the same number on every stage."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class SpanKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds of `time.perf_counter`, which is the same clock in all processes of a host. Those of
-    other hosts are converted to the first rank's clock when they are gathered."""
+    """An interval in seconds of `time.perf_counter`, one clock for all processes of a host. Other
+    hosts' times are converted when they are gathered."""
 
     what: SpanKind
     run: int  # or the number of the draft or of the message
@@ -41,10 +38,10 @@ class Span:
 
 
 class Spans(list[Span]):
-    """Those of one rank, in the order in which they ended. Several threads may add to it."""
+    """The spans of one rank in the order of their ends. Several threads may add to it."""
 
     def add(self, what: SpanKind, run: int, begin_s: float, value: int = 0) -> None:
-        """A span that ends now."""
+        """Add a span that ends now."""
         self.append(Span(what, run, begin_s, time.perf_counter(), value))
 
     def moment(self, what: SpanKind, run: int, value: int = 0) -> None:

@@ -1,24 +1,17 @@
-"""The loop in which a stage serves messages: each is answered when it arrives, and the answer goes
-on. What a message says is a matter of the part of the model that answers: `Stage` is that of a
-ring, and `RunStage` that of pipelined speculation.
+"""The stages of a ring (`Stage`) and of pipelined speculation (`RunStage`), and their loop.
 
-A HIDDEN message of a ring holds the hidden states of new tokens of some rows, which its `words`
-name. Its status says what is wanted of the last stage. WANTED: the hidden state of the last of
-these tokens. VERIFY: those of all these tokens, which are a row's newest token and drafts.
-Otherwise the last stage sends VOID home. The words of a VERIFY message also say how many tokens
-each row keeps of those that it holds so far, so that every stage forgets the drafts that were
-rejected last.
+A HIDDEN message of a ring has the hidden states of new tokens of the rows in its `words`. With
+status WANTED the last stage sends home the last token's hidden state, with VERIFY those of all
+tokens (newest and drafts), else VOID. The words of VERIFY also say how many tokens each row keeps,
+so that every stage forgets rejected drafts.
 
-A HIDDEN message of pipelined speculation holds the words of a `RunLaunch`, and the hidden states of
-its rows. A run that is cancelled, or that an earlier stage has skipped, goes on as VOID. The last
-stage answers with NUMBERS: the next token of each row that asked for one, and by how much the
-largest logit exceeds the second (`floats_of`), NaN if its logits are not finite. On CUDA the host
-looks for cancellations between launching one layer and the next. What it has launched by then is
-computed; a run that is skipped afterwards costs that time.
+A HIDDEN message of pipelined speculation has the words of a `RunLaunch` and the hidden states of
+its rows. A cancelled or skipped run goes on as VOID. The last stage answers with NUMBERS: the next
+token of each row that asked for one, and its margin (largest logit minus second, `floats_of`; NaN
+if not finite). On CUDA the host looks for cancellations between launches of layers.
 
-Stages of the head's host map one board of cancelled runs in shared memory, into which the head
-writes, so that a stage can look without a system call. A stage that shares no memory with the head
-has a board of its own, and a thread that writes into it what comes through a channel.
+Stages of the head's host map one board of cancelled runs in shared memory; a thread fills the board
+of another stage from a channel.
 """
 
 from __future__ import annotations
@@ -58,25 +51,28 @@ BOARD_BYTES = SLOTS * 2 * 8
 
 
 class MessageHandler(Protocol):
-    """What answers the messages of a stage, or of the drafter. `what` its spans are of."""
+    """The part of the model that answers a stage's or the drafter's messages. `what` is the kind of
+    its spans."""
 
     what: ClassVar[SpanKind]
 
     def answer(self, message: Message) -> tuple[Message | None, int | None]:
-        """What is sent on, if anything, and the value of a span: the number of layers that were
-        computed for a run. None: the message is of no run or draft step."""
+        """The message to send on, if any, and its span's value: the layers computed for a run, None
+        for a message of no run or draft step."""
 
 
 @dataclass(frozen=True)
 class StageLoop:
-    """`spans` get a span for each run or draft step, from its arrival until its answer is sent."""
+    """The loop of a stage. `spans` get one span per run or draft step, from arrival until the
+    answer is sent."""
 
     part: MessageHandler
     ends: Ends
     spans: Spans
 
     def serve(self) -> None:
-        """Serve messages until END. Not for the first stage of a ring, which begins the runs."""
+        """Serve messages until END. The first stage of a ring has another loop, since it begins the
+        runs."""
         inbound = self.ends.inbound
         outbound = self.ends.outbound
         while (message := inbound.receive()).kind is not Kind.END:
@@ -95,8 +91,8 @@ class StageLoop:
 
 @dataclass
 class Stage:
-    """Of a ring. `runner` has the layers of one stage. Every row has room for `runner.max_tokens`
-    tokens from its first message on, until it is freed."""
+    """A stage of a ring. A row has room for `runner.max_tokens` tokens from its first message until
+    it is freed."""
 
     what: ClassVar[SpanKind] = SpanKind.STAGE
 
@@ -114,10 +110,9 @@ class Stage:
         return model.has_head and model.is_last
 
     def forward(self, x: Tokens, rows: Sequence[int], status: int) -> Tensor | None:
-        """What is sent on, from token ids [B,T] or hidden states [B,T,hidden]; None if nobody
-        needs it. After the last layer this is of the last token alone, unless status is VERIFY.
-        Returns when it is computed, so that times are right and a message is there when it says
-        so."""
+        """Hidden states to send on, complete, from token ids [B, T] or hidden states [B, T,
+        hidden]; None if nobody needs them. The last stage gives the last token's alone, unless
+        status is VERIFY."""
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
@@ -130,7 +125,7 @@ class Stage:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits [B,T,V] of hidden states [B,T,hidden] that came home."""
+        """This rank's logits [B, T, V] of hidden states [B, T, hidden] that came home."""
         return self.runner.model.logits(hidden)
 
     def free(self, rows: Sequence[int]) -> None:
@@ -155,8 +150,6 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunCancellation:
-    """Whether one run is cancelled; `Cancellation` explains the address."""
-
     board: CancelBoard
     run: int
 
@@ -173,8 +166,8 @@ class RunCancellation:
 
 
 class CancelBoard:
-    """Run r has slot r modulo SLOTS: its number plus 1, and from when on it counts as cancelled, in
-    ns of `time.perf_counter_ns`, which is the same clock in all processes of a host."""
+    """The board of cancelled runs. Run r has slot r modulo SLOTS: r + 1, and when it counts as
+    cancelled, in ns of `time.perf_counter_ns`, one clock for a host."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
         self._memory = memory or bytearray(BOARD_BYTES)
@@ -193,15 +186,15 @@ class CancelBoard:
         return time.perf_counter_ns() >= self._numbers[slot + 1]
 
     def void_if_cancelled(self, message: Message) -> Message:
-        """The message that goes to all ranks of a stage, which must skip the same runs."""
+        """The message for all ranks of a stage, which must skip the same runs."""
         if message.kind is Kind.HIDDEN and self.is_cancelled(message.run):
             return replace(message, kind=Kind.VOID, payload=None)
         return message
 
 
 class Canceller:
-    """Tells all stages what is cancelled: those that look at `board`, for which it takes `delay_s`,
-    and those of other hosts, to each of which a channel leads."""
+    """The head's sender of cancellations: to the stages that read `board`, delayed by `delay_s`,
+    and through `channels` to stages of other hosts."""
 
     def __init__(
         self, board: CancelBoard, channels: Sequence[Sender] = (), delay_s: float = 0.0
@@ -211,22 +204,21 @@ class Canceller:
         self.delay_s = delay_s
 
     def cancel(self, runs: Sequence[int]) -> None:
-        """Returns before the stages know it."""
+        """Cancel runs. Returns before the stages know it."""
         for channel in self.channels:
             channel.send(Message(Kind.NUMBERS, words=tuple(runs)))
         for run in runs:
             self.board.cancel(run, self.delay_s)
 
     def close(self) -> None:
-        """No run is cancelled any more."""
         for channel in self.channels:
             channel.send(Message(Kind.END))
             channel.close()
 
 
 def listen(channel: Receiver, board: CancelBoard) -> Thread:
-    """A thread that writes into `board` what comes through `channel`, until its end. If the channel
-    breaks it ends: the stage notices that itself, and a run that is not skipped does no harm."""
+    """A thread that writes cancellations from `channel` into `board`. A broken channel ends it: the
+    stage notices that itself, and a run that is not skipped does no harm."""
 
     def copy() -> None:
         try:
@@ -242,8 +234,8 @@ def listen(channel: Receiver, board: CancelBoard) -> Thread:
 
 
 class LaneText:
-    """The tokens in a lane, from which the last stage knows the text before each row. It must be
-    told of every run, also of those that are skipped."""
+    """The tokens in a lane, for the text before each row on the last stage. It must get every run,
+    also skipped ones."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -252,8 +244,8 @@ class LaneText:
         self._is_prompt = True  # whether the next run is of the prompt
 
     def take(self, launch: RunLaunch) -> None:
-        """Write the tokens of a run. A request begins with its prompt, up to the run that predicts
-        its first token."""
+        """Write the tokens of a run. A request's prompt ends with the run that predicts its first
+        token."""
         if launch.first == 0:
             self.prompt = set()
             self._is_prompt = True
@@ -264,17 +256,17 @@ class LaneText:
             self._is_prompt = launch.num_outputs == 0
 
     def outputs(self, launch: RunLaunch) -> list[list[int]]:
-        """The output tokens up to each row of a run, the row's own included."""
+        """The output tokens up to and including each row of a run."""
         return [self.tokens[self.num_prompt : place + 1] for place in launch.positions]
 
 
 class RunStage:
-    """Of pipelined speculation. `runner` has the stage's layers and a row of its cache for each
-    lane, which is cut at a run's first position before the run is appended. The last stage chooses
-    tokens as `sampling` says.
+    """A stage of pipelined speculation, with a cache row per lane, cut at a run's first position
+    before the run is appended. The last stage chooses tokens by `sampling`.
 
-    It skips the runs that `board` names. Ranks that share the layers of a stage have no board: they
-    skip what arrives as VOID, which the first of them decides before a run."""
+    It skips the runs that `board` names. Ranks that share layers have no board: the first rank
+    decides, and all skip what arrives as VOID.
+    """
 
     what: ClassVar[SpanKind] = SpanKind.STAGE
 
@@ -315,8 +307,8 @@ class RunStage:
     def compute(
         self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
     ) -> Tensor | tuple[int, ...] | None:
-        """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the words
-        of its answer. Raises Cancelled if the cancellation is set before a layer."""
+        """Hidden states [1, rows, hidden], None if they are emulated, or the words of the last
+        stage's answer. Raises Cancelled if the cancellation is set before a layer."""
         model = self.runner.model
         num_rows = launch.num_rows
         self._cut(launch.lane, launch.first)
@@ -340,8 +332,8 @@ class RunStage:
         return predict(self.sampling.perturbed(logits, launch.request, following), sums)
 
     def _cut(self, lane: int, length: int) -> None:
-        """Let the row hold `length` tokens. If it held fewer, a run before this one was skipped;
-        then this one is cancelled too, and nobody reads what it computes."""
+        """Let the row hold `length` tokens. If it held fewer, an earlier run was skipped, so that
+        this run is cancelled too, and nobody reads its result."""
         cache = self.runner.cache
         if cache.lengths[lane] > length:
             cache.truncate([lane], [length])
@@ -350,8 +342,8 @@ class RunStage:
 
 
 def predict(logits: Tensor, sums: Tensor) -> tuple[int, ...]:
-    """The tokens and the margins by logits [rows, V], with noise or without. Where one of `sums`
-    [rows] of the model's own logits is not finite, the margin is NaN."""
+    """Tokens and margins by logits [rows, V], with noise or without. A margin is NaN where one of
+    `sums` [rows] of the model's own logits is not finite."""
     best = logits.argmax(dim=-1)
     largest = logits.double().topk(2, dim=-1).values
     margins = largest[:, 0] - largest[:, 1] + (sums - sums)

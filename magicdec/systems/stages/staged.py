@@ -1,6 +1,4 @@
-"""StagedSystem: what the systems have in common whose ranks are stages of layers: how the model is
-divided, how messages travel, and what several ranks of a stage must be able to share.
-"""
+"""StagedSystem: the common base of systems whose ranks are stages of layers."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ class StagedSystem(System):
     def find_part(
         self, run_config: RunConfig, workload: WorkloadSection, cache: SetupCache, num_ranks: int
     ) -> ResolvedRun:
-        """As `find`, for ranks that read a part of a checkpoint and send each other messages. A
-        stage has `num_ranks`; one rank needs no other to compute its layers."""
+        """The models for stages of `num_ranks` ranks, which read a part of a checkpoint and
+        exchange messages."""
         placement = Placement(is_staged=True, is_alone=num_ranks == 1)
         models = self.find(run_config, workload, cache, placement)
         parallel = models.config.parallel
@@ -40,7 +38,7 @@ class StagedSystem(System):
 
     def check_stages(self, models: ResolvedRun, num_ranks: int, has_others: bool) -> None:
         """Raises ValueError if the `num_ranks` ranks of a stage cannot share its layers.
-        `has_others`: there are ranks without a stage."""
+        `has_others`: some ranks have no stage."""
         if num_ranks == 1:
             return
         flag_text = f"{FLAG} {self.options.layer_split}"
@@ -53,7 +51,7 @@ class StagedSystem(System):
             )
 
     def choose_layers(self, timing: Timing, what: str) -> tuple[range, ...]:
-        """The layers of each stage. `what` says what is timed for `--layer_split auto`."""
+        """The layers of each stage. `what` names the timed step of `--layer_split auto`."""
         split = read_split(self.options.layer_split)
         num_layers = self.run.source.config.num_layers
         chosen = choose_split(
@@ -70,7 +68,7 @@ class StagedSystem(System):
         return chosen.layers
 
     def connector(self, form: MessageForm, device: torch.device, *sizes: int) -> Connector:
-        """What connects this rank with the others. `sizes` as in `Connector`."""
+        """The connector of this rank with the others; `sizes` as in `Connector`."""
         transport = self.transport
         if transport is None:
             return Connector(self.launch, None, form, device)
@@ -86,6 +84,6 @@ class StagedSystem(System):
 
 
 def check_split(split: str | None, grid: StageGrid, source: ModelSource) -> None:
-    """Raises ValueError for a split that cannot be, before anything is timed."""
+    """Raises ValueError for an impossible split, before any timing."""
     any_times = [StageTimes(0.0, 1.0)] * grid.num_stages
     split_layers(split, grid.num_stages, source.config.num_layers, any_times)

@@ -1,5 +1,5 @@
-"""The form of a figure: panels, each with the runs that are equal in all settings but the ones that
-the figure is about. A figure is drawn, with the numbers that it shows, or left out for a reason.
+"""The form of a figure: panels of runs that are equal in all settings but those that the figure is
+about.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TITLE_LETTERS = 84  # bold letters that fit beside each other into a figure
 
 @dataclass
 class Drawn:
-    """A figure. `name` names its files, `title` says what is seen, and `caption` how to read it and
-    what is not shown. `table` has the numbers that it shows."""
+    """A figure, with the stem of its files, its title, a caption with what is not shown, and its
+    numbers."""
 
     name: str
     title: str
@@ -47,7 +47,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A figure that the records cannot feed, and why not."""
+    """A figure that the records cannot feed, with the reason."""
 
     name: str
     title: str
@@ -59,19 +59,15 @@ Series = list[tuple[str, pd.DataFrame, SeriesStyle]]
 
 
 def itself(runs: pd.DataFrame) -> pd.DataFrame:
-    """What a panel shows if that is its runs."""
     return runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form of a figure with panels, which is left out for `reason` if there are no runs. `held`
-    are the settings that are equal in a panel; panels whose runs differ most in the columns
-    `places` are shown. `show` makes the numbers of a panel of its runs; those with equal values in
-    the column `series`, if there is one, have one look. `draw` draws the numbers and the series
-    among them on the axes of a panel, and returns the handles of the legend. `labels` are those of
-    the axes. `caption` says how to read the figure, and then what else is to be known; `intervals`
-    says what the bars around marks are, if there are any. `axes` goes to `make_axes`."""
+    """The form of a figure, left out for `reason` without runs. Panels share the settings `held`;
+    those whose runs differ most in `places` are shown. `show` makes the numbers of a panel, whose
+    equal values in the column `series` share a look. `draw` draws them and returns the legend's
+    handles. `intervals` explains the bars around marks; `axes` goes to `make_axes`."""
 
     name: str
     title: str
@@ -90,7 +86,6 @@ class Form:
     axes: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, runs: pd.DataFrame) -> Drawn | LeftOut:
-        """The figure of these runs."""
         if runs.empty:
             return LeftOut(self.name, self.title, self.reason)
         groups = list(grouped(runs, self.held))
@@ -134,13 +129,12 @@ class Form:
 
 
 def values_of(frame: pd.DataFrame, keys: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The values of each row in these columns."""
     return list(zip(*(frame[key].tolist() for key in keys), strict=True))
 
 
 def grouped(frame: pd.DataFrame, keys: Sequence[str]) -> Iterable[list[int]]:
-    """The places of the rows that are equal in all these columns, by their first one. pandas would
-    look for equal values in each column by itself, which takes ten times as long."""
+    """The indices of rows with equal values in `keys`, by their first. pandas, which would group
+    each column by itself, takes ten times as long."""
     groups = defaultdict[tuple[Any, ...], list[int]](list)
     for place, values in enumerate(values_of(frame, keys)):
         groups[values].append(place)
@@ -148,7 +142,8 @@ def grouped(frame: pd.DataFrame, keys: Sequence[str]) -> Iterable[list[int]]:
 
 
 def num_different(frame: pd.DataFrame, held: Sequence[str], keys: Sequence[str]) -> list[int]:
-    """For each row, the different values in `keys` of the rows that are equal to it in `held`."""
+    """For each row, the number of different values in `keys` among rows that are equal in
+    `held`."""
     values = values_of(frame, keys)
     counts = [0] * len(frame)
     for rows in grouped(frame, held):
@@ -159,14 +154,13 @@ def num_different(frame: pd.DataFrame, held: Sequence[str], keys: Sequence[str])
 
 
 def with_settings(held: FrameRow, table: pd.DataFrame) -> pd.DataFrame:
-    """The table with the settings of its panel as its first columns."""
     columns = {name: [value] * len(table) for name, value in held.items()}
     columns |= {str(name): table[name].tolist() for name in table}
     return pd.DataFrame(columns, dtype=object)
 
 
 def has_intervals(table: pd.DataFrame, looks: Mapping[str, SeriesStyle]) -> bool:
-    """Whether a number of a series that is drawn has an interval or a range."""
+    """Whether a number of a drawn series has an interval or a range."""
     drawn = table[table["series"].isin([*looks])] if "series" in table and looks else table
     if {"low", "high"} <= {*drawn}:
         return bool((drawn["low"].astype(float) < drawn["high"].astype(float)).any())
@@ -178,7 +172,6 @@ ABOUT = ("model", "draft_model", "prefix_len", "gamma")  # what every picture sa
 
 
 def about(runs: pd.DataFrame) -> str:
-    """The models, the prefix lengths and the draft lengths of the runs of a figure."""
     parts = [
         said(key, several([value for value in runs[key].unique() if value is not None]))
         for key in ABOUT
@@ -188,7 +181,7 @@ def about(runs: pd.DataFrame) -> str:
 
 
 def several(values: Sequence[Any]) -> str:
-    """A few values one by one, of more numbers the smallest and the largest."""
+    """A few values one by one; of more numbers the smallest and the largest."""
     ordered = sorted(values, key=rank)
     numbers = [str(value) for value in ordered if not isinstance(value, str)]
     words = [str(value) for value in ordered if isinstance(value, str)]
@@ -197,13 +190,13 @@ def several(values: Sequence[Any]) -> str:
 
 
 def put_head(figure: Figure, title: str, text: str) -> None:
-    """The title of a figure and what it is about, so that a picture says it without its page."""
+    """The title and subject of a figure, so that a picture says them without its page."""
     lines = "\n".join(textwrap.wrap(text, TITLE_LETTERS))
     figure.suptitle(f"{title}\n{lines}" if text else title, fontsize=9, x=0.01, ha="left")
 
 
 def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[str, SeriesStyle]:
-    """The look of each series that is drawn, of those inside each panel. The baseline is grey."""
+    """The look of each drawn series, of those in each panel. The baseline is grey."""
     drafting = [sorted(name for name in names if name != BASELINE) for names in inside]
     looks = {name: look(i) for i, name in enumerate(sorted(choose(drafting, most)))}
     has_baseline = any(BASELINE in names for names in inside)
@@ -212,8 +205,7 @@ def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[s
 
 
 def choose(series: Sequence[Iterable[str]], limit: int) -> list[str]:
-    """At most `limit` series of several panels, in turn one of each, so that no panel is left
-    empty."""
+    """At most `limit` series, taken from the panels in turn, so that no panel is left empty."""
     turns = chain.from_iterable(zip_longest(*series))
     return list(dict.fromkeys(name for name in turns if name is not None))[:limit]
 
@@ -229,21 +221,18 @@ def said(key: str, value: SettingValue) -> str:
 
 
 def sentences(*parts: str) -> str:
-    """The parts that are not empty, each as a sentence."""
     ended = (part if part.endswith((".", ":")) else f"{part}." for part in parts if part)
     return " ".join(part[0].upper() + part[1:] for part in ended)
 
 
 def shown_of(shown: int, total: int, what: str) -> str:
-    """Says what was not drawn; empty if everything was."""
     return f"Shown are {shown} of {total} {what}" if shown < total else ""
 
 
 def make_axes(
     count: int, height: float = 2.9, columns: int = 2, **more: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels, at most `columns` beside each other, each `height` inches
-    high."""
+    """A figure with `count` panels, `height` inches high, at most `columns` beside each other."""
     from matplotlib.figure import Figure
 
     columns = min(columns, count)
@@ -256,22 +245,20 @@ def make_axes(
 
 
 def put_title(ax: Axes, text: str) -> None:
-    """The title of a panel, in as many lines as keep it within the panel."""
     place = ax.get_subplotspec()
     assert place is not None, "panels are in a grid"
     ax.set_title("\n".join(textwrap.wrap(text, TITLE_LETTERS // place.get_gridspec().ncols)))
 
 
 def legend_below(figure: Figure, handles: Mapping[str, Any]) -> None:
-    """One legend for all panels, under them, where it covers no data."""
     widest = max(map(len, handles), default=0)
     columns = max(1, min(4, 105 // max(widest, 1), len(handles)))
     figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns)
 
 
 def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> dict[str, Any]:
-    """A mark for each row of each series, with an upright line for its interval, if it has one.
-    Returns the handles of the legend."""
+    """Draws a mark for each row of each series, with its interval as an upright line. Returns the
+    legend's handles."""
     handles = {}
     is_many = sum(len(of) for _, of, _ in series) > MANY_MARKS
     for name, of, style in series:
@@ -296,8 +283,8 @@ def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> 
 def draw_curves(
     ax: Axes, table: pd.DataFrame, series: Series, x: str, y: str, **axes: Any
 ) -> dict[str, Any]:
-    """A line through the column `y` of each series with a bar from `low` to `high` around each of
-    its values, and a tick at each `x`. `axes` goes to `Axes.set`."""
+    """Draws a line through the column `y` of each series, with bars from `low` to `high` and ticks
+    at each `x`. `axes` goes to `Axes.set`."""
     ax.set(**axes)
     plain_ticks(ax.xaxis, sorted(table[x].unique()))
     handles = {}
@@ -317,8 +304,7 @@ def draw_curves(
 
 
 def summarize(runs: pd.DataFrame, metric: str) -> FrameRow:
-    """The median of repeated runs with their range; one run alone with its interval, if it has
-    one."""
+    """The median and range of repeated runs, or one run with its interval, if any."""
     values = runs[metric].astype(float)
     ends = [f"{metric}_interval_low", f"{metric}_interval_high"]
     low = values.min()
@@ -329,8 +315,8 @@ def summarize(runs: pd.DataFrame, metric: str) -> FrameRow:
 
 
 def plain_ticks(axis: Any, values: Sequence[Any] | None = None) -> None:
-    """Plain numbers on an axis, at these values alone. Without values, the axis is logarithmic and
-    may span less than a decade."""
+    """Plain numbers on an axis, at these values; without values on a logarithmic axis, which may
+    span less than a decade."""
     from matplotlib import ticker
 
     of_log = ticker.LogLocator(subs=(1.0, 2.0, 5.0))

@@ -1,6 +1,6 @@
-"""Figures over the passes of many runs: the speedup over batch size and prefix length, tokens/s
-against the speed of one request, acceptance, the phases of decode steps, and the bandwidth that
-steps reach."""
+"""Figures over the passes of many runs: speedup, tokens/s, acceptance, phases of decode steps and
+bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ DARK = 2.5  # from this speedup on, or from 1 / DARK, text is white
 
 
 def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """A map of the speedups of each method."""
     form = Form(
         name="speedup_map",
         title="Speedup over batch size and prefix length",
@@ -96,9 +95,9 @@ INSET = 0.05  # of a mark, within its cell
 
 
 def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
-    """The run with the fastest steps at each place of the map, and how many runs are there. The
-    lower ends of intervals decide where there are any: of many noisy runs, the one with the highest
-    speedup is often the one that was disturbed most."""
+    """The run with the fastest steps at each place of the map, and the number of runs there. The
+    lower ends of intervals decide, if any: the highest of many noisy speedups is often the most
+    disturbed."""
     speedups, lows = (runs[name].astype(float) for name in ("speedup", SPEEDUP_ENDS[0]))
     order = pd.DataFrame({"has": lows.notna(), "low": lows.fillna(speedups)})
     ordered = runs.loc[order.sort_values(["has", "low"], kind="stable").index]
@@ -110,8 +109,8 @@ def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def claim_of(speedup: float, low: float | None, high: float | None) -> str:
-    """Whether the interval of a speedup lets a colour say how far it is from 1: it must not be
-    wider than that, on the log scale, nor hold 1."""
+    """Whether a colour may say how far a speedup is from 1: its interval must not be wider than
+    that, on the log scale, nor hold 1."""
     if low is None or high is None:
         return UNKNOWN
     is_wide = log(high / low) > abs(log(speedup))
@@ -119,7 +118,6 @@ def claim_of(speedup: float, low: float | None, high: float | None) -> str:
 
 
 def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
-    """The map of one method, with its colour bar."""
     from matplotlib.colors import LogNorm
 
     table = cells.pivot(index="prefix_len", columns="B")
@@ -155,7 +153,6 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
 
 
 def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
-    """Lines over a cell of a map, or a dotted frame in it, by what its colour may claim."""
     from matplotlib.patches import Rectangle
 
     size = 1 - 2 * INSET
@@ -164,7 +161,6 @@ def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
 
 
 def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
-    """The text of a cell, around its middle: its speedup, or the interval if that is too wide."""
     has_colour = cell[CLAIM] != DOUBTFUL
     is_dark = has_colour and not 1 / DARK < cell["speedup"] < DARK
     more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
@@ -190,8 +186,8 @@ MOST_LABELS = 8  # of a front that have room
 
 
 def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """Tokens/s of all rows against those of one request, with the Pareto fronts of the baselines
-    and of the passes that draft or serve requests."""
+    """Tokens/s of all rows against those of one request, with the Pareto fronts of baselines and of
+    other passes."""
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         of = of.assign(**{X: 1e3 / of[TPOT].astype(float)})
@@ -256,20 +252,18 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
 
 
 def kinds_of(passes: pd.DataFrame) -> dict[str, pd.Series]:
-    """Which passes are baselines, and which are not."""
     is_baseline = passes["series"] == BASELINE
     return {BASELINE: is_baseline, "others": ~is_baseline}
 
 
 def pareto(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
-    """The rows that no other one beats by both a larger `x` and a larger `y`, by falling `x`."""
+    """The rows that none beats in both `x` and `y`, by falling `x`."""
     values = frame[[x, y]].astype(float).sort_values([x, y], ascending=False)
     best_before = values[y].cummax().shift(fill_value=float("-inf"))
     return frame.loc[values.index[values[y] > best_before]]
 
 
 def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """The bandwidth that steps reach against the bytes that they must read."""
     x = "bytes_per_step"
     y = "achieved_bytes_per_s"
     roof = "measured_bytes_per_s"
@@ -317,7 +311,6 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
 
 
 def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """The acceptance rate against the KV budget."""
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         return frame_of(
@@ -349,7 +342,6 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
 
 
 def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """The speedup of each run against its acceptance rate."""
     form = Form(
         name="speedup_by_acceptance",
         title="Speedup against the acceptance rate of the same runs",
@@ -381,11 +373,10 @@ def draw_against_acceptance(ax: Axes, _: pd.DataFrame, series: Series) -> dict[s
 
 
 def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """The acceptance of each draft position."""
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
-        """Of each way to draft the run with the most positions. They do not depend on gamma, so
-        that the longest curve says the most."""
+        """The run with the most positions for each way to draft. Positions do not depend on
+        gamma."""
         ordered = of.sort_values(["series", "length", "run"])
         longest = ordered.drop_duplicates("series", keep="last")
         return pd.concat([curve_of(run) for run in longest.to_dict("records")])
@@ -411,14 +402,13 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
 
 
 def by_draft(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs with the way to draft as their series: drafter, policy and budget, without gamma."""
+    """The runs with drafter, policy and budget, without gamma, as their series."""
     names = runs["method"].str.split(", gamma ").str[0]
     return runs.assign(series=names.astype(object))
 
 
 def curve_of(run: dict[str, Any]) -> pd.DataFrame:
-    """The share of each position with the ends of its interval; the share itself where there is
-    none."""
+    """The shares of positions with the ends of their intervals, or the shares again."""
     shares = run["acceptance_per_position"]
     intervals = run["acceptance_per_position_interval"] or [None] * len(shares)
     counts = run["judged_per_position"] or [None] * len(shares)
@@ -452,7 +442,6 @@ MOST_BARS = 24
 
 
 def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """A bar for each setting of one model on one machine."""
     form = Form(
         name="step_phases",
         title="Phases of a decode step",
@@ -478,8 +467,8 @@ def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
 
 
 def phases_of(runs: pd.DataFrame) -> pd.DataFrame:
-    """The middle one of the runs of each setting, with the time that each phase has in the mean
-    step: a phase that only some steps have counts in part."""
+    """The middle run of each setting, with the time of each phase in the mean step: a phase that
+    only some steps have counts in part."""
     share = pd.Series([drafting_share(m) for m in runs.itertuples()], runs.index)
     weights = {"draft": share, "verify": share, "decode": 1 - share, "other": 1}
     for phase, weight in weights.items():
@@ -495,8 +484,8 @@ def phases_of(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def drafting_share(m: Any) -> float:
-    """The share of the steps that draft, of the metrics of a run. Each phase's time is a mean over
-    the steps that have it, and all of them together make the mean step."""
+    """The share of steps that draft. A phase's time is a mean over the steps that have it; together
+    they make the mean step."""
     if m.draft_ms is None or m.verify_ms is None:
         return 0.0
     if m.decode_ms is None:
@@ -507,7 +496,6 @@ def drafting_share(m: Any) -> float:
 
 
 def draw_bars(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
-    """The phases of each step after each other."""
     count = min(MOST_BARS, len(table))
     bars = table.iloc[[i * len(table) // count for i in range(count)]].reset_index(drop=True)
     figure = ax.get_figure(root=True)
@@ -548,7 +536,7 @@ def draw_bars(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
 
 
 def name_of(bar: dict[str, Any], keys: list[str]) -> str:
-    """The settings `keys` in short. A policy says that the model drafts for itself."""
+    """The settings `keys` in short. A policy implies that the model drafts for itself."""
     names = [
         f"{SHORT[key]} {bar[key]}" if key in SHORT else said(key, bar[key])
         for key in keys

@@ -1,5 +1,5 @@
-"""What served requests: batchings of requests in flight, and the modes and stages of
-rings and of pipelined speculation. Each command is a panel or a series.
+"""Figures of served requests: batchings in flight, and modes and stages of rings and of pipelined
+speculation. Each command is a panel or a series.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SPEEDS = {
 
 
 def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
-    """The figures of all passes, of which each is a row."""
     passes = by_command(passes[passes["has_result"].astype(bool)])
     with styled():
         return [
@@ -40,7 +39,7 @@ def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
 
 
 def by_command(passes: pd.DataFrame) -> pd.DataFrame:
-    """The passes with the numbers of their commands, in words, in a column `about`."""
+    """The passes with their command, in words, in a column `about`."""
     groups = passes.groupby(["file", "environment.time_utc", "command"], sort=False)
     numbers = groups.ngroup() + 1
     abouts = dict[int, str]()
@@ -53,7 +52,6 @@ def by_command(passes: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> Drawn | LeftOut:
-    """A metric of each pass against its p90 TTFT."""
 
     def draw(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
         handles = draw_marks(ax, series, "p90_ttft_ms", metric)
@@ -82,8 +80,7 @@ def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> 
 
 
 def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """The speeds of all modes: a panel for each metric, with a bar for each command that has the
-    mode."""
+    """A panel for each speed metric, with a bar for each mode and command."""
 
     def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
         names = list(table["pass"].unique())
@@ -127,8 +124,8 @@ def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
 
 
 def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
-    """How busy each stage of rings or each rank of pipelined speculation was over the time of its
-    pass: `part` is that of a record."""
+    """The load of each stage of rings, or rank of pipelined speculation, over the time of its pass.
+    `part` is that of a record."""
 
     def draw(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
         """A strip for each stage. Records of earlier versions have one share for all its time."""
@@ -174,8 +171,7 @@ def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
 
 
 def stages_of(record: Any, part: str) -> list[dict[str, Any]]:
-    """A row for each stage of a pass: its name, its share of the time, and that of each part of the
-    time. None if the pass has no such stages."""
+    """A row for each stage of a pass: its name and shares of the time; empty without stages."""
     metrics = getattr(record, part)
     if metrics is None or metrics.busy is None:
         return []
