@@ -27,7 +27,7 @@ from magicdec.output.console import make_progress
 from magicdec.records.acceptance import AcceptanceMetrics, Verifications, acceptance_metrics
 from magicdec.runner.request import Moves, NotFinite, Request, Status, StepOutput
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.runner.step_plan import PREFILL_TOKENS, Limits, Plan
+from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits, StepPlan
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import ResolvedRun, SetupCache, check_models, find
@@ -93,7 +93,7 @@ class LLM:
             attention=AttentionSection(prefill_chunk=min(prefill_tokens, MOST_CHUNK)),
             parallel=ParallelSection(threads=threads),
             kv=kv,
-            decoding=DecodingSection(num_draft_tokens=gamma, draft_weights=draft_weights),
+            decoding=DecodingSection(gamma=gamma, draft_weights=draft_weights),
             workload=WorkloadSection(
                 batch_size=max_concurrency,
                 prefix_len=max_tokens - 1,
@@ -189,7 +189,7 @@ def check_positive(**numbers: int | None) -> None:
             raise ValueError(f"{name} is too small")
 
 
-def requests_of(plan: Plan) -> Iterator[Request]:
+def requests_of(plan: StepPlan) -> Iterator[Request]:
     if plan.decoding is not None:
         yield from plan.decoding.requests
     yield from (part.request for part in plan.parts)
@@ -199,9 +199,9 @@ def requests_of(plan: Plan) -> Iterator[Request]:
 def check_used(asked: RunConfig, draft: str) -> None:
     """Raises ValueError for settings of drafts that nothing would read."""
     decoding = asked.decoding
-    if decoding.drafter is None and decoding.num_draft_tokens is not None:
+    if decoding.drafter is None and decoding.gamma is not None:
         raise ValueError(
-            f"gamma {decoding.num_draft_tokens} does nothing with draft {draft}; choose another "
+            f"gamma {decoding.gamma} does nothing with draft {draft}; choose another "
             "draft, or leave gamma out"
         )
     if decoding.model_drafter is None and asked.kv != KVSection():
@@ -238,7 +238,9 @@ def make_engine(
     decoder = build_decoder(runner, config.decoding, config.kv, draft=draft, is_in_flight=True)
     shape = runner.cache.shape
     step_tokens = plan.tokens - max_tokens + 1
-    limits = Limits(plan.tokens, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens)
+    limits = BatchLimits(
+        plan.tokens, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens
+    )
     return Engine(runner, config.attention.prefill_chunk, limits), decoder
 
 

@@ -45,7 +45,7 @@ from magicdec.runner.sampling import model_tokens
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.setup.prepare import prepare
-from magicdec.speculation.steps.steps import Steps, Verification
+from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
 
 KERNELS = {
     "torch": ("torch", "sdpa"),
@@ -124,7 +124,9 @@ def noisy(size: float, backend: str) -> list[Place]:
     generator = torch.Generator().manual_seed(1)
 
     def change(finish: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def finish_noisily(steps: Steps, verification: Verification, *more: Any) -> Tensor:
+        def finish_noisily(
+            steps: DecodeSteps, verification: PendingVerification, *more: Any
+        ) -> Tensor:
             for forward in verification.forwards if verification.proposal.ids.shape[1] else ():
                 assert forward.out is not None, "it has been computed"
                 noise = size * torch.randn(forward.out.shape, generator=generator)
@@ -133,7 +135,7 @@ def noisy(size: float, backend: str) -> list[Place]:
 
         return finish_noisily
 
-    return [Place(Steps, "_finish", change)]
+    return [Place(DecodeSteps, "_finish", change)]
 
 
 class InVerification:
@@ -143,8 +145,8 @@ class InVerification:
         self.is_true = False
 
     def place(self) -> Place:
-        def change(begin: Callable[..., Verification]) -> Callable[..., Verification]:
-            def begin_flagged(steps: Steps, proposal: Proposal | None) -> Verification:
+        def change(begin: Callable[..., PendingVerification]) -> Callable[..., PendingVerification]:
+            def begin_flagged(steps: DecodeSteps, proposal: Proposal | None) -> PendingVerification:
                 self.is_true = proposal is not None
                 try:
                     return begin(steps, proposal)
@@ -153,7 +155,7 @@ class InVerification:
 
             return begin_flagged
 
-        return Place(Steps, "_begin", change)
+        return Place(DecodeSteps, "_begin", change)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from rich.table import Table
 from magicdec.hardware.ceiling_file import MachineFile, load_machine
 from magicdec.hardware.costs import DTYPE_BYTES, Deployment
 from magicdec.model.presets.presets import find_config
-from magicdec.predict.speculation import Speculation
+from magicdec.predict.speculation import SpeculationCost
 from magicdec.records.record import RunRecord
 
 COLUMNS = ("decode_ms", "draft_ms", "verify_ms", "speedup")
@@ -76,7 +76,7 @@ def compare(record: RunRecord, machine: MachineFile) -> Cell:
     target = Deployment(model, machine.hardware(dtype), DTYPE_BYTES[dtype], ranks)
     # The context grows during decoding; the prediction is for its mean length.
     context = w["prefix_len"] + w["gen_len"] // 2
-    way = Speculation(target, target, config["kv"]["budget"], curve)
+    way = SpeculationCost(target, target, config["kv"]["budget"], curve)
     p = way.predict(w["batch_size"], context, gamma)
     assert p.draft_s is not None and p.verify_s is not None, "gamma is at least 1"
     seconds = {"decode_ms": p.decode_s, "draft_ms": p.draft_s, "verify_ms": p.verify_s}

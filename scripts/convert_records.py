@@ -4,7 +4,9 @@
 
 The metrics of acceptance have vLLM's names since version 3, and more of them, which are computed
 from the samples of each run. Records of served modes lose what they said of acceptance, which had
-another definition in each mode. A file that ends in .gz is compressed.
+another definition in each mode. The draft length is `gamma` in `config.decoding`; in the samples it
+is `padded_gamma`, beside the drafts of each row, `num_drafted`. The keys of draft trees are left
+out unless the drafts were a tree. A file that ends in .gz is compressed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,21 @@ RENAMED = {
     "acceptance_length_interval": "mean_acceptance_length_interval",
 }
 
+RENAMED_SAMPLES = {"num_drafted": "padded_gamma", "num_proposed": "num_drafted"}
+OF_TREES = ("tree", "tree_nodes")
+
+
+def renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in values.items()}
+
+
+def converted_config(config: dict[str, Any]) -> dict[str, Any]:
+    decoding = config.get("decoding")
+    if not isinstance(decoding, dict):
+        return config
+    kept = {k: v for k, v in decoding.items() if k not in OF_TREES or v is not None}
+    return config | {"decoding": renamed(kept, {"num_draft_tokens": "gamma"})}
+
 
 def converted(line: str) -> str:
     """A line of the new version. Raises ValueError for a line of another version than the old."""
@@ -37,7 +54,12 @@ def converted(line: str) -> str:
     for part in ("metrics", "baseline_metrics"):
         metrics = raw.get(part)
         if isinstance(metrics, dict):
-            raw[part] = {RENAMED.get(key, key): value for key, value in metrics.items()}
+            raw[part] = renamed(metrics, RENAMED)
+    if isinstance(raw.get("config"), dict):
+        raw["config"] = converted_config(raw["config"])
+    if raw["kind"] == "run" and isinstance(raw.get("samples"), dict):
+        passes = raw["samples"].items()
+        raw["samples"] = {name: renamed(samples, RENAMED_SAMPLES) for name, samples in passes}
     record: Any = parse_line(json.dumps(raw), load_named(RECORDS, raw["kind"]))
     if raw["kind"] == "run" and record.metrics is not None and record.samples is not None:
         samples = record.samples[record.config["decoding"]["strategy"]].restored()
@@ -54,7 +76,12 @@ def read(path: Path) -> str:
 
 
 def main(old: Path, new: Path) -> None:
-    lines = [converted(line) for line in read(old).splitlines() if line.strip()]
+    lines = []
+    for number, line in enumerate(read(old).splitlines(), 1):
+        try:
+            lines += [converted(line)] if line.strip() else []
+        except ValueError as error:
+            raise SystemExit(f"{old}:{number}: {error}; leave this line out") from None
     data = "".join(f"{line}\n" for line in lines).encode()
     new.write_bytes(gzip.compress(data, mtime=0) if new.suffix == ".gz" else data)
     print(f"{len(lines)} records of version {OLD + 1} written to {new}")

@@ -25,7 +25,7 @@ from magicdec.distributed.ranks import run_command
 from magicdec.output.figures import check_picture, look, saved_figure
 from magicdec.output.tables import Table, print_tables
 from magicdec.predict.simulator.run import Work, run_mode
-from magicdec.predict.simulator.simulation import Machine
+from magicdec.predict.simulator.simulation import SimulatedMachine
 from magicdec.records.reading import read_records
 from magicdec.systems.pipeinfer.emulated_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
@@ -58,7 +58,7 @@ class Case:
             return 1 / (STAGES * stage_s)
         if self.mode == "tensor_parallel":
             return 1 / (stage_s + 2 * LAYERS * math.log2(STAGES) * link_s)
-        machine = Machine(
+        machine = SimulatedMachine(
             (stage_s,) * STAGES, layers=LAYERS // STAGES, link_s=link_s, cancel_s=link_s,
             draft_s=DRAFT_MS / 1e3,
         )  # fmt: skip

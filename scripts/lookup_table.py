@@ -141,16 +141,18 @@ def forced(continuations: dict[int, tuple[int, ...]]) -> Callable[..., Judgement
 CURRENT: list[Batch] = []  # the batch of the step that runs
 
 
-class NotedSteps(steps.Steps):
+class NotedSteps(steps.DecodeSteps):
     """Says whose tokens are judged."""
 
-    def _finish(self, verification: steps.Verification, tells_drafter: bool = True) -> Tensor:
+    def _finish(
+        self, verification: steps.PendingVerification, tells_drafter: bool = True
+    ) -> Tensor:
         CURRENT[:] = [Batch(self._batch.requests)]
         return super()._finish(verification, tells_drafter)
 
 
 def make_length(run: Run, drafter: str | None, gamma: int | str | None) -> DraftLength:
-    decoding = replace(run.config.decoding, drafter=drafter, num_draft_tokens=gamma)
+    decoding = replace(run.config.decoding, drafter=drafter, gamma=gamma)
     return make_draft_length(decoding, run.runner.group, run.runner.device)
 
 
@@ -158,7 +160,7 @@ def pass_s(run: Run, snapshots: list[Request], drafter: str | None, length: Draf
     """Seconds of the decode steps of one pass, with what precedes them."""
     run.engine.rewind(snapshots)
     name = BASELINE if drafter is None else "speculative"
-    decoding = replace(run.config.decoding, drafter=drafter, num_draft_tokens=None)
+    decoding = replace(run.config.decoding, drafter=drafter, gamma=None)
     strategy = build_decoder(run.runner, decoding, run.config.kv, name=name, draft_length=length)
     started = time.perf_counter()
     run.engine.begin(strategy)
@@ -209,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    speculative.Steps = NotedSteps  # type: ignore[misc]
+    speculative.DecodeSteps = NotedSteps  # type: ignore[misc]
     parser.add_argument("--books", help="a file of books, as --dataset takes it")
     parser.add_argument("--text", nargs="+", default=["book", "code", "half", "edit"])
     parser.add_argument("--own", nargs="+", default=["recall", "ruler:niah_multikey"])

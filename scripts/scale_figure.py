@@ -37,7 +37,7 @@ from magicdec.output.figures import COLOURS, GREY, check_picture, look, saved_fi
 from magicdec.output.tables import Table, print_tables
 from magicdec.predict.curves import expected_tokens
 from magicdec.predict.simulator.run import Work, run_mode
-from magicdec.predict.simulator.simulation import Machine
+from magicdec.predict.simulator.simulation import SimulatedMachine
 from magicdec.systems.pipeinfer.emulated_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
 
@@ -214,7 +214,7 @@ class Cluster:
         """Tokens a second of one replica with `lanes` requests in pipelined speculation, whose
         draft has `ranks` GPUs of its own."""
         one = self.seconds(model, tp, 1, 1, S)
-        machine = Machine(
+        machine = SimulatedMachine(
             (one / stages,) * stages,
             layers=max(1, PRESETS[model].config.num_layers // stages),
             row_cost=self.seconds(model, tp, 1, 2, S) / one - 1,

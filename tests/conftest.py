@@ -280,7 +280,7 @@ def decode_both(
     runner: ModelRunner,
     requests: list[Request],
     kv: KVSection,
-    num_draft_tokens: int,
+    gamma: int,
     chunk: int = 64,
     drafter: str = "self",
     draft: DraftModel | None = None,
@@ -294,7 +294,7 @@ def decode_both(
     engine = Engine(runner, chunk)
     keep_queries(runner if draft is None or draft.runner is None else draft.runner, kv)
     snapshots = engine.prefill(requests)
-    decoding = DecodingSection("speculative", drafter, num_draft_tokens, pa)
+    decoding = DecodingSection("speculative", drafter, gamma, pa)
     accepted: list[list[int]] = []
     outputs: list[list[list[int]]] = []
     for name in names:

@@ -16,7 +16,7 @@ from magicdec.records.samples import PassSamples, PrefillSamples, unequal_thread
 ROUNDING_MS = 1e-5  # a sample is rounded to 1e-6 ms; times a few samples
 PHASE_TOLERANCE = 0.01  # on CUDA phases have the device's clock and steps the host's
 BY_BATCH = (
-    *("begin_ms", "step_ms", "num_drafted", "num_accepted", "num_emitted"),
+    *("begin_ms", "step_ms", "padded_gamma", "num_accepted", "num_emitted"),
     *("sequence_tokens", "sequence_ms"),
 )
 
@@ -58,7 +58,7 @@ def drafts(samples: PassSamples) -> list[tuple[int, int]]:
     """(draft tokens, accepted ones) of each row of each step that drafts."""
     return [
         (drafted, count)
-        for batch, steps in zip(samples.num_drafted, samples.num_accepted, strict=True)
+        for batch, steps in zip(samples.padded_gamma, samples.num_accepted, strict=True)
         for drafted, step in zip(batch, steps, strict=True)
         for count in step
         if drafted
@@ -121,7 +121,7 @@ def check_steps(batch_name: str, samples: PassSamples, batch: int) -> None:
     lengths, ends_ms = samples.sequence_tokens[batch], samples.sequence_ms[batch]
     remaining, steps_ms = list(lengths), 0.0
     steps = zip(
-        samples.step_ms[batch], samples.num_drafted[batch], samples.num_accepted[batch],
+        samples.step_ms[batch], samples.padded_gamma[batch], samples.num_accepted[batch],
         samples.num_emitted[batch], strict=True,
     )  # fmt: skip
     for step, (ms, drafted, accepted, emitted) in enumerate(steps):
@@ -136,7 +136,7 @@ def check_steps(batch_name: str, samples: PassSamples, batch: int) -> None:
             or (accepted and not drafted)
         ):
             raise AssertionError(
-                f"{name}: num_drafted {drafted}, num_accepted {accepted}, num_emitted {emitted}"
+                f"{name}: padded_gamma {drafted}, num_accepted {accepted}, num_emitted {emitted}"
             )
         steps_ms += ms
         for i, count, tokens in zip(running, verified, emitted, strict=True):
@@ -157,7 +157,7 @@ def check_phases(name: str, samples: PassSamples) -> None:
     phases = {key: getattr(samples, key) for key in ("draft_ms", "verify_ms", "decode_ms")}
     if not any(phases.values()):
         return
-    drafted = list(chain.from_iterable(samples.num_drafted))
+    drafted = list(chain.from_iterable(samples.padded_gamma))
     num_drafting = sum(count > 0 for count in drafted)
     for key, times in phases.items():
         of_kind = len(drafted) - num_drafting if key == "decode_ms" else num_drafting

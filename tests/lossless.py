@@ -21,7 +21,7 @@ class Speculated:
 
     tokens: list[list[int]]
     accepted: list[list[int]]  # of each step and row
-    num_drafts: int
+    gamma: int
     runner: ModelRunner
     draft: DraftModel | None
 
@@ -32,13 +32,13 @@ class Speculated:
 
     @property
     def accepts_all(self) -> bool:
-        return self.counts == {self.num_drafts}
+        return self.counts == {self.gamma}
 
 
 def speculate(
     model: Transformer,
     kv: KVSection,
-    num_drafts: int = 4,
+    gamma: int = 4,
     *,
     draft: Transformer | None = None,
     lengths: Sequence[int] = RAGGED,
@@ -53,16 +53,16 @@ def speculate(
     """Decode random prompts of `lengths` tokens by the baseline and by speculation, and assert that
     both emit the same tokens, as many as asked for. `draft` is the model of a standalone draft."""
     each = [num_new] * len(lengths) if isinstance(num_new, int) else list(num_new)
-    size = len(lengths), max(lengths) + max(each) + num_drafts
+    size = len(lengths), max(lengths) + max(each) + gamma
     runner, made = make_runner(model, *size, backend()), None
     if draft is not None:
         made = make_draft(
-            draft, kv, *size, backend(), draft_chunk, block_size, max(8, num_drafts)
+            draft, kv, *size, backend(), draft_chunk, block_size, max(8, gamma)
         )  # fmt: skip
     prompts = random_prompts(lengths, model.config.vocab_size, seed)
     requests = make_requests(prompts, each, sampling=sampling)
     drafter = "self" if draft is None else "model"
-    baseline, tokens, accepted = decode_both(runner, requests, kv, num_drafts, chunk, drafter, made)
+    baseline, tokens, accepted = decode_both(runner, requests, kv, gamma, chunk, drafter, made)
     assert tokens == baseline
     assert [len(row) for row in tokens] == each
-    return Speculated(tokens, accepted, num_drafts, runner, made)
+    return Speculated(tokens, accepted, gamma, runner, made)

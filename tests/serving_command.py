@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from magicdec.bench.serving.prepare import PreparedServing, prepare
-from magicdec.cli.serve import COMMANDS, Experiment
+from magicdec.cli.serve import COMMANDS, ServeCommand
 from magicdec.distributed.groups import Launch
 
 SMALL = ("--prefix_len", "100", "--gen_len", "8", "--device", "cpu")
@@ -17,7 +17,7 @@ Exchange = Callable[..., list[str]]
 
 def parse_as(
     command: str, tmp_path: Path, *words: str, rank: int = 0, world_size: int = 1
-) -> Experiment:
+) -> ServeCommand:
     launch = Launch(rank, world_size, rank, world_size)
     return COMMANDS[command].parse([*SMALL, "--out", str(tmp_path / "r.jsonl"), *words], launch)
 

@@ -128,10 +128,10 @@ def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> P
     """The pass of a draft that misses each token that it had right with that chance."""
     found = PassSamples.empty()
     for batch, wanted in enumerate(samples.sequence_tokens):
-        if 0 in samples.num_drafted[batch]:
+        if 0 in samples.padded_gamma[batch]:
             rows = [_decoded(row, wanted[i], rng, chance) for i, row in _lookups(samples, batch)]
         else:
-            gamma = max(samples.num_drafted[batch])
+            gamma = max(samples.padded_gamma[batch])
             rights = _rights(samples, batch)
             rows = [_walk(right, gamma, wanted[i], rng, chance) for i, right in rights]
         steps = [[row[i] for row in rows if i < len(row)] for i in range(max(map(len, rows)))]
@@ -149,7 +149,7 @@ def _rights(samples: PassSamples, batch: int) -> list[tuple[int, list[bool]]]:
     wanted = samples.sequence_tokens[batch]
     left, rights = list(wanted), [[] for _ in wanted]  # type: ignore[var-annotated]
     for drafted, accepted, emitted in zip(
-        samples.num_drafted[batch], samples.num_accepted[batch], samples.num_emitted[batch],
+        samples.padded_gamma[batch], samples.num_accepted[batch], samples.num_emitted[batch],
         strict=True,
     ):  # fmt: skip
         running = [i for i, tokens in enumerate(left) if tokens > 0]
@@ -163,7 +163,7 @@ def _lookups(samples: PassSamples, batch: int) -> list[tuple[int, list[tuple[int
     """(proposed, accepted) of each sequence in each of its steps, some of which have no drafts."""
     left = list(samples.sequence_tokens[batch])
     found = [list[tuple[int, int]]() for _ in left]
-    of_batch = samples.num_proposed[batch], samples.num_accepted[batch], samples.num_emitted[batch]
+    of_batch = samples.num_drafted[batch], samples.num_accepted[batch], samples.num_emitted[batch]
     for proposed, accepted, emitted in zip(*of_batch, strict=True):
         running = [i for i, tokens in enumerate(left) if tokens > 0]
         nothing = [0] * len(running)

@@ -39,8 +39,8 @@ def add_batch(
     samples.step_ms.append([1.0] * len(steps))
     drafted = [max(proposed for proposed, _, _ in step) for step in steps]
     columns = [list(zip(*step, strict=True)) for step in steps]
-    samples.num_drafted.append(drafted)
-    for counts, column in ((samples.num_proposed, 0), (samples.num_accepted, 1)):
+    samples.padded_gamma.append(drafted)
+    for counts, column in ((samples.num_drafted, 0), (samples.num_accepted, 1)):
         each = zip(columns, drafted, strict=True)
         counts.append([list(of_step[column]) if most else [] for of_step, most in each])
     samples.num_emitted.append([[e for _, _, e in step] for step in steps])

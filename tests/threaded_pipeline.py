@@ -12,9 +12,9 @@ from magicdec.model.transformer import Transformer
 from magicdec.runner.native_steps.executor import Cancellation, Cancelled
 from magicdec.runner.request import Moves, Request
 from magicdec.systems.pipeinfer.head import Events, Head, Wires, forward, in_thread
-from magicdec.systems.pipeinfer.messages import Candidate, Launch
+from magicdec.systems.pipeinfer.messages import Candidate, RunLaunch
 from magicdec.systems.pipeinfer.options import Options
-from magicdec.systems.pipeinfer.path_drafter import Drafter, DraftRequest, DraftSteps
+from magicdec.systems.pipeinfer.path_drafter import DraftRequest, PathDrafter, PathDraftHandler
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 from magicdec.systems.stages.spans import Spans
 from magicdec.systems.stages.stage import CancelBoard, Canceller, RunStage, StageLoop
@@ -38,7 +38,7 @@ class Served:
 class Noted:
     """Notes what `drafter` gives in each step, and for which path."""
 
-    drafter: Drafter
+    drafter: PathDrafter
     steps: list[tuple[DraftRequest, Candidate | None]] = field(default_factory=list)
 
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
@@ -57,7 +57,7 @@ def drafted_in(steps: Sequence[tuple[DraftRequest, Candidate | None]]) -> list[t
 
 def serve(
     stages: Sequence[RunStage],
-    drafter: Drafter,
+    drafter: PathDrafter,
     options: Options,
     requests: Sequence[Request],
     prefill_chunk: int | None = None,
@@ -71,7 +71,7 @@ def serve(
     channels = [Loopback() for _ in range(len(stages) + 1)]
     asks, answers = Loopback(), Loopback()
     spans, of_head, of_drafts = [Spans() for _ in stages], Spans(), Spans()
-    drafts = StageLoop(DraftSteps(noted), Ends(asks, answers), of_drafts)
+    drafts = StageLoop(PathDraftHandler(noted), Ends(asks, answers), of_drafts)
     loops: list[Callable[[], None]] = [drafts.serve]
     for stage, (inbound, outbound), of_stage in zip(stages, pairwise(channels), spans, strict=True):
         stage.board = board
@@ -106,7 +106,7 @@ class FakeStage(RunStage):
     texts: None = None
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation | None
+        self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
     ) -> tuple[int, ...] | None:
         for layer in range(self.num_layers):
             self.wait(message.run, layer)

@@ -10,9 +10,9 @@ from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message,
 from magicdec.model.transformer import Transformer
 from magicdec.records.acceptance import Verifications
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.stages.stage import Stage
 from magicdec.systems.system import PassObserver
 
@@ -52,7 +52,7 @@ def serve_with_drafts(
     requests: Sequence[Request],
     lanes: tuple[int, int],
     max_tokens: int,
-    num_drafts: int,
+    gamma: int,
     drafter: str = "ngram",
     draft: DraftModel | None = None,
 ) -> Verifications:
@@ -62,10 +62,10 @@ def serve_with_drafts(
         Stage(make_runner(half, num_rows, max_tokens), half.is_last) for half in halves(model)
     ]
     second, runner = SecondStage(stages[1]), stages[0].runner
-    decoding = DecodingSection("speculative", drafter, num_drafts)
+    decoding = DecodingSection("speculative", drafter, gamma)
     made = make_drafter(drafter, DraftSetup(runner, decoding, KVSection("full", -1), draft))
-    speculation = Speculation(runner, made, num_drafts)
-    limits = Limits(max_tokens, step_tokens=1 + num_drafts, prefill_tokens=num_rows * CHUNK)
+    speculation = RingSpeculation(runner, made, gamma)
+    limits = BatchLimits(max_tokens, step_tokens=1 + gamma, prefill_tokens=num_rows * CHUNK)
     place = Ends(second, second), *lanes, limits, CHUNK
     seen = PassObserver()
     RecurrentPipeline(stages[0], *place, speculation=speculation).serve(requests, seen.observe)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.capabilities import Capabilities
-from magicdec.kv.layout import PLAIN, Layout
+from magicdec.kv.layout import PLAIN, KVLayout
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
 
@@ -66,7 +66,7 @@ class AttentionBackend(Protocol):
         """Tokens of a KV block for rows of at most `max_tokens`: a multiple of the layout's
         tile."""
 
-    def layout(self, dtype: torch.dtype) -> Layout:
+    def layout(self, dtype: torch.dtype) -> KVLayout:
         """The layout in which `run` expects a cache of that dtype."""
         return PLAIN
 

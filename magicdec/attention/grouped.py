@@ -23,7 +23,7 @@ FUSED_FROM = 32
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRange:
     """Rows `first` to `last` - 1 of a batch, read with one call; in place from key `first_key`
     if `slots` is None."""
 
@@ -47,7 +47,7 @@ class GroupedBackend(AttentionBackend):
 
     def __init__(self) -> None:
         self._new: Tensor | None = None
-        self._runs: list[Run] | None = None  # None if the layers read different keys
+        self._runs: list[RowRange] | None = None  # None if the layers read different keys
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
@@ -90,13 +90,13 @@ class GroupedBackend(AttentionBackend):
             masses.append(sum_blocks(weights.sum(dim=2), r.positions, view.num_weight_blocks))
         return torch.cat(outputs), torch.cat(masses)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor, view: KVView) -> list[Run]:
+    def _write(self, layer: int, k: Tensor, v: Tensor, view: KVView) -> list[RowRange]:
         assert self._new is not None, "plan before run"
         view.cache.write(layer, self._new, k, v)
         return [_gathered_run(layer, view)] if self._runs is None else self._runs
 
 
-def _dense_runs(view: KVView) -> Iterator[Run]:
+def _dense_runs(view: KVView) -> Iterator[RowRange]:
     """Runs of neighbouring rows in neighbouring blocks."""
     blocks = [view.cache.blocks[row] for row in view.rows]
     first = 0
@@ -110,17 +110,17 @@ def _dense_runs(view: KVView) -> Iterator[Run]:
             unmasked, mask = _mask(view, first, i, keys, min(lengths), max(lengths))
             block = blocks[first][0]
             num_keys = stop - first_key
-            yield Run(first, i, block, first_key, num_keys, keys, None, unmasked, mask)
+            yield RowRange(first, i, block, first_key, num_keys, keys, None, unmasked, mask)
             first = i
 
 
-def _gathered_run(layer: int, view: KVView) -> Run:
+def _gathered_run(layer: int, view: KVView) -> RowRange:
     keys = view.key_positions(layer)  # [B, G or 1, N]
     least = min(view.num_visible)
     most = max(view.num_visible)
     unmasked, mask = _mask(view, 0, len(view.rows), keys, least, most)
     slots = view.cache.slots(view.row_index, keys.clamp(min=0))
-    return Run(0, len(view.rows), 0, 0, keys.shape[2], keys, slots, unmasked, mask)
+    return RowRange(0, len(view.rows), 0, 0, keys.shape[2], keys, slots, unmasked, mask)
 
 
 def _mask(
@@ -139,7 +139,7 @@ def _mask(
     return least, visible_mask(view, keys[:, :1, least:], first, last)
 
 
-def _keys(layer: int, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
+def _keys(layer: int, run: RowRange, view: KVView) -> tuple[Tensor, Tensor]:
     """K and V of a run: [rows, G, num_keys, D]."""
     cache = view.cache
     if run.slots is not None:
@@ -149,7 +149,7 @@ def _keys(layer: int, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
     return cache.k[layer, place, :, keys], cache.v[layer, place, :, keys]
 
 
-def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
+def _attend(layer: int, q: Tensor, run: RowRange, view: KVView) -> tuple[Tensor, Tensor]:
     """Attention over a run: q [rows, T, H, D] -> output [rows, T, H, D] and weights float32
     [rows, G, H/G * T, num_keys]."""
     k, v = _keys(layer, run, view)
@@ -166,7 +166,7 @@ def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tens
     return out.permute(0, 3, 1, 2, 4).reshape(rows, num_new, num_heads, size), weights
 
 
-def _fused(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
+def _fused(layer: int, q: Tensor, run: RowRange, view: KVView) -> Tensor:
     k, v = _keys(layer, run, view)
     mask = run.mask
     if mask is not None:

@@ -18,7 +18,7 @@ from magicdec.kernels.build import (
     load_library,
     share_openmp,
 )
-from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
+from magicdec.kv.layout import PLAIN, TILE, TILED, KVLayout
 from magicdec.kv.view import KVView
 
 SOURCE = Path(__file__).parent / "cpp" / "native.cpp"
@@ -56,7 +56,7 @@ class NativeBackend(AttentionBackend):
     def block_size(self, max_tokens: int) -> int:
         return -(-max_tokens // TILE) * TILE
 
-    def layout(self, dtype: torch.dtype) -> Layout:
+    def layout(self, dtype: torch.dtype) -> KVLayout:
         return TILED if dtype == torch.bfloat16 else PLAIN
 
     def plan(self, view: KVView) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
-from magicdec.cli.parsing.record_files import FilesSection
+from magicdec.cli.parsing.parser import ParsedValues
+from magicdec.cli.parsing.record_files import RecordFilesSection
 from magicdec.config.setting import same, setting
 from magicdec.output.console import printable
 from magicdec.output.tables import Table, print_tables
@@ -57,10 +57,10 @@ class CompareSection:
         ..., "File with baseline records, such as results/baselines/acceptance.jsonl.", "baseline"
     )
     require_all: bool = setting(False, "Also exit with code 3 if a baseline has no new record.")
-    strict: bool = same(FilesSection, "strict")
+    strict: bool = same(RecordFilesSection, "strict")
 
 
-def compare_files(values: Values) -> int:
+def compare_files(values: ParsedValues) -> int:
     """Compare all records of both files. Returns the exit code. Raises ValueError for a file that
     cannot be read or written, and for a flag that only other kinds of records have."""
     args = values[CompareSection]

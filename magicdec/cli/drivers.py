@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from magicdec.cli.flags import EVERYDAY, config_of, sections_of, start
 from magicdec.cli.parsing.ignored import refuse_ignored
-from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftChoice, DraftSection, ModelSection
 from magicdec.config.setting import declared, same
@@ -71,7 +71,7 @@ class Driver:
         sections |= sections_of(self.config)
         return Parser(self.description, sections, aliases=ALIASES, everyday=EVERYDAY)
 
-    def config_of(self, values: Values) -> RunConfig:
+    def config_of(self, values: ParsedValues) -> RunConfig:
         config = config_of(values, self.config)
         return config.with_draft(values[DraftChoice].draft) if self.chooses_draft else config
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from magicdec.cli.parsing.parser import Parser, Values
+from magicdec.cli.parsing.parser import ParsedValues, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
@@ -60,7 +60,7 @@ def sections_of(config: RunConfig) -> dict[str, Any]:
     return {name: section for name, section in sections.items() if section is not None}
 
 
-def config_of(values: Values, base: RunConfig) -> RunConfig:
+def config_of(values: ParsedValues, base: RunConfig) -> RunConfig:
     names = [each.name for each in dataclasses.fields(base) if each.name in values.sections]
     return dataclasses.replace(base, **{name: values.sections[name] for name in names})
 
@@ -229,7 +229,7 @@ class LoneCommand:
 
     def __init__(
         self,
-        run: Callable[[Values], int],
+        run: Callable[[ParsedValues], int],
         description: str,
         sections: Mapping[str, Any],
         kept: str = "nothing was written",

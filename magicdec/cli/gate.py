@@ -29,7 +29,7 @@ from magicdec.bench.gate.cases import (
 from magicdec.bench.gate.measuring import Result, groups_of, measure, with_threads
 from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
@@ -77,7 +77,7 @@ class SaveSection(BaselineSection):
     margin: float | None = same(RuleSection, "margin")
 
 
-def run_gate(values: Values) -> int:
+def run_gate(values: ParsedValues) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
     read or written, or that has a case of no config or of too few prompts, and for a model or text
     that is not the baseline's."""
@@ -109,7 +109,7 @@ def run_gate(values: Values) -> int:
     return conclude(rule, failed + compare(records, cases, rule))
 
 
-def save_cases(values: Values) -> int:
+def save_cases(values: ParsedValues) -> int:
     """Renew the cases of a file, or make new ones, and return the exit code. No file is written
     unless every case has passed."""
     args = values[SaveSection]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.bench.latency.record import KV_FIELDS, Grid, make_record, tables
+from magicdec.bench.latency.record import KV_FIELDS, LatencyGrid, make_record, tables
 from magicdec.bench.study.study import Settings
 from magicdec.cli.flags import (
     announce_backend,
@@ -128,7 +128,7 @@ def build_parser() -> Parser:
     )
 
 
-def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
+def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
     """The config, grid and files of a command line. Raises ValueError, one line naming the flag,
     for errors of any model."""
     values = build_parser().read(words)
@@ -154,11 +154,11 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
     check_writable("--out", args.out)
     new_tokens = tuple(sorted({1, *args.T}))
     times = args.repeats, args.warmup, (None, *(args.draft_weights or ()))
-    grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
+    grid = LatencyGrid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
     return config, grid, args
 
 
-def largest_run(asked: RunConfig, grid: Grid) -> RunConfig:
+def largest_run(asked: RunConfig, grid: LatencyGrid) -> RunConfig:
     """The run by which `auto` decides for the whole grid: largest batch and context, longest
     verification, as many drafts, and the policy that asks most of an attention backend."""
     watching = [kv for kv in grid.drafts if policy_called(kv.policy).needs_weights]
@@ -166,9 +166,7 @@ def largest_run(asked: RunConfig, grid: Grid) -> RunConfig:
     return replace(
         asked,
         kv=[*watching, *grid.drafts][0],
-        decoding=replace(
-            asked.decoding, strategy="speculative", drafter=SELF, num_draft_tokens=most
-        ),
+        decoding=replace(asked.decoding, strategy="speculative", drafter=SELF, gamma=most),
         workload=replace(
             asked.workload,
             batch_size=max(grid.batch_sizes),
@@ -179,7 +177,7 @@ def largest_run(asked: RunConfig, grid: Grid) -> RunConfig:
 
 
 def prepare(
-    asked: RunConfig, grid: Grid, launch: Launch
+    asked: RunConfig, grid: LatencyGrid, launch: Launch
 ) -> tuple[ResolvedConfig, ModelSource, str]:
     """The resolved config, the model, and a line with the memory plan, checked. Raises ValueError
     as `parse` does."""

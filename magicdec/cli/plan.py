@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import ConfigFile, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.cli.parsing.record_files import given_flags
 from magicdec.config.choices.layers import check_copy, choose_weights
 from magicdec.config.sections import (
@@ -41,8 +41,8 @@ from magicdec.predict.curves import (
     longest,
 )
 from magicdec.predict.draft_table import FORMATS, DraftTable, fastest_runs
-from magicdec.predict.plan import Plan, describe_model, make_record, tables
-from magicdec.predict.speculation import Choice
+from magicdec.predict.plan import SpeculationPlan, describe_model, make_record, tables
+from magicdec.predict.speculation import SelectionCost
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_records
 
@@ -161,7 +161,7 @@ class PlanSection(AcceptanceSection):
         return f"{self.machine} ({processor}, ranks {ranks} x threads {of.get('threads')}{other})"
 
 
-def predict(values: Values) -> int:
+def predict(values: ParsedValues) -> int:
     """Predicts, records and prints what the flags ask for."""
     args = values[PlanSection]
     refuse_idle(args, values)
@@ -179,7 +179,7 @@ def predict(values: Values) -> int:
     return 0
 
 
-def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
+def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:
     """The predictions from one row and one token on, with the runs of `--acceptance`."""
     draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
     name = PRESETS[draft].repo_id if draft in PRESETS else draft
@@ -196,7 +196,7 @@ def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
     return DraftTable(cells, plan.target.config.max_length, keys, runs)
 
 
-def refuse_idle(args: PlanSection, values: Values) -> None:
+def refuse_idle(args: PlanSection, values: ParsedValues) -> None:
     """Raises ValueError for a given flag that would do nothing."""
     if args.acceptance is None or any(map(is_file, args.acceptance)):
         values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is a rate")
@@ -274,7 +274,7 @@ def find_model(args: PlanSection) -> ModelConfig:
     return config
 
 
-def make_plan(args: PlanSection) -> Plan:
+def make_plan(args: PlanSection) -> SpeculationPlan:
     """The plan of the flags. Raises ValueError, one line naming the flag."""
     if args.acceptance is None and args.conditional_acceptance is None:
         raise ValueError("give --acceptance or --conditional_acceptance")
@@ -297,7 +297,7 @@ def make_plan(args: PlanSection) -> Plan:
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
         raise ValueError(f"--max_gamma {args.max_gamma}: --acceptance has {reach} positions")
-    return Plan(
+    return SpeculationPlan(
         target=target,
         draft=find_draft(args, target),
         dtype=args.dtype,
@@ -313,18 +313,18 @@ def make_plan(args: PlanSection) -> Plan:
     )
 
 
-def find_choice(kv_policy: str, budget: int) -> Choice:
+def find_choice(kv_policy: str, budget: int) -> SelectionCost:
     """The policy's work before the first draft. The default policy does none, so that only others
     import torch."""
     if kv_policy == DEFAULT_KV_POLICY:
-        return Choice()
+        return SelectionCost()
     from magicdec.speculation.policies.policy import load_policy
 
     kv = KVSection(kv_policy, budget).resolve()
     policy = load_policy(kv_policy)
     policy.check(kv, MAX_GAMMA, "--budget")
     made = policy.build(kv)
-    return Choice(made.observed_tokens, made.is_copied, made.rerun_tokens(LONG_CONTEXT))
+    return SelectionCost(made.observed_tokens, made.is_copied, made.rerun_tokens(LONG_CONTEXT))
 
 
 def find_draft(args: PlanSection, target: Deployment) -> Deployment:

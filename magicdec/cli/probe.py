@@ -44,7 +44,7 @@ OF_ATTENTION = {
         *("policy", "budget", "num_sink_tokens", "window_size", "reselect_every"),
         "recent_window",
     ),
-    "decoding": ("num_draft_tokens", "cuda_graphs"),
+    "decoding": ("gamma", "cuda_graphs"),
     "workload": ("batch_size", "prefix_len", "gen_len"),
 }
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from magicdec.bench.report.listing import COLUMNS, NARROW, list_records
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.cli.parsing.record_files import (
     TABLES,
-    FilesSection,
+    RecordFilesSection,
     commands_of,
     read_every_kind,
 )
@@ -46,7 +46,7 @@ def no_collection() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class TableSection(FilesSection):
+class RecordTableSection(RecordFilesSection):
     """The records to print, and their form."""
 
     kind: str | None = setting(
@@ -77,9 +77,9 @@ class TableSection(FilesSection):
 
 
 @no_collection()
-def show(values: Values) -> int:
+def show(values: ParsedValues) -> int:
     """Prints the runs as one table, then the records of each other command as that command did."""
-    args = values[TableSection]
+    args = values[RecordTableSection]
     others: list[Record] = []
     kinds = (args.kind,) if args.kind else tuple(RECORDS)
     runs = runs_of(args, kinds, others)
@@ -102,7 +102,7 @@ def show(values: Values) -> int:
     return 0
 
 
-def refuse_useless(args: TableSection, has_runs: bool) -> None:
+def refuse_useless(args: RecordTableSection, has_runs: bool) -> None:
     """Raises ValueError for a flag of the table of runs where it does nothing."""
     given = {"--columns": args.columns, "--sort": args.sort, "--descending": args.descending}
     for flag, value in given.items():
@@ -112,7 +112,9 @@ def refuse_useless(args: TableSection, has_runs: bool) -> None:
         raise ValueError("--descending does nothing here: give --sort COLUMN with it")
 
 
-def runs_of(args: FilesSection, kinds: Sequence[str], others: list[Record]) -> Iterator[RunRecord]:
+def runs_of(
+    args: RecordFilesSection, kinds: Sequence[str], others: list[Record]
+) -> Iterator[RunRecord]:
     """Yields the records of runs in the files, and adds those of other kinds to `others`."""
     for path in args.files:
         for record in read_records(path, Record, args.strict):
@@ -126,12 +128,12 @@ table = LoneCommand(
     show,
     "Print records as tables: runs in one, with a line for each, and those of each other command "
     "as the command itself did.",
-    {"table": TableSection},
+    {"table": RecordTableSection},
 )
 
 
 @dataclass(frozen=True)
-class ReportSection(FilesSection):
+class ReportSection(RecordFilesSection):
     out: Path = same(WrittenSection, "out", ..., metavar="DIR")
     no_figure_files: bool = setting(
         False, "Write no PNG and SVG files; the figures are in the page alone."
@@ -139,7 +141,7 @@ class ReportSection(FilesSection):
 
 
 @no_collection()
-def write_page(values: Values) -> int:
+def write_page(values: ParsedValues) -> int:
     args = values[ReportSection]
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is not a directory; name one to write to")
@@ -171,12 +173,12 @@ report = LoneCommand(
 
 
 @dataclass(frozen=True)
-class ExportSection(FilesSection):
+class ExportSection(RecordFilesSection):
     out: Path = same(WrittenSection, "out", ..., metavar="TABLE")
 
 
 @no_collection()
-def write_table(values: Values) -> int:
+def write_table(values: ParsedValues) -> int:
     from magicdec.bench.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
 
     args = values[ExportSection]

@@ -29,7 +29,7 @@ from magicdec.cli.flags import (
     sections_of,
 )
 from magicdec.cli.parsing.ignored import refuse_ignored
-from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
 from magicdec.cli.parsing.rank_checks import check_nproc
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -64,7 +64,7 @@ from magicdec.workload.prompt_sets import is_prompt_set
 from magicdec.workload.request_shapes import BURST, TRACE, UNIFORM
 
 if TYPE_CHECKING:
-    from magicdec.bench.serving.measure import Measured
+    from magicdec.bench.serving.measure import MeasuredPasses
     from magicdec.bench.serving.prepare import PreparedServing
     from magicdec.bench.serving.record import ServingRecord
 
@@ -74,7 +74,7 @@ EVERYDAY = (
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
     *("--goodput", "--nproc", "--plot", "--trace", "--out"),
 )
-WITHOUT_EOS = ("num_draft_tokens", "draft_weights", "cuda_graphs")
+WITHOUT_EOS = ("gamma", "draft_weights", "cuda_graphs")
 # Sections of which only some settings have a flag here.
 ONLY = {
     "draft": ("rank_group",),
@@ -86,7 +86,7 @@ ONLY = {
 
 
 @dataclass(frozen=True)
-class FilesSection(PictureSection):
+class ServeFilesSection(PictureSection):
     """The files that this command writes beside its records."""
 
     trace: Path | None = setting(
@@ -126,7 +126,7 @@ class Command:
             **sections_of(self.base),
             "serving": self.options,
             "speculation": Options(),
-            "files": FilesSection(),
+            "files": ServeFilesSection(),
         }
         only = ONLY if not self.ignore_eos else ONLY | {"decoding": WITHOUT_EOS}
         return Parser(self.description, sections, only, everyday=EVERYDAY)
@@ -135,12 +135,12 @@ class Command:
     def base(self) -> RunConfig:
         return RunConfig(draft=DraftSection(), decoding=DecodingSection(ignore_eos=self.ignore_eos))
 
-    def parse(self, words: Sequence[str], launch: Launch) -> Experiment:
+    def parse(self, words: Sequence[str], launch: Launch) -> ServeCommand:
         """The experiment of a command line. Raises ValueError, one line naming the flag, for errors
         of any model."""
         values = self.build_parser().read(words)
         options = values[ServeOptions]
-        files = values[FilesSection]
+        files = values[ServeFilesSection]
         config = config_of(values, self.base)
         world_size = find_world_size(config.parallel.nproc, launch)
         draft = values[DraftChoice].draft
@@ -167,13 +167,13 @@ class Command:
             config = replace(config, decoding=replace(config.decoding, pa=pa))
         config.check(world_size)
         refuse_unused(values, passes)
-        used = ["decoding.num_draft_tokens"] if drafting else []
+        used = ["decoding.gamma"] if drafting else []
         refuse_ignored(config, values, used)
         options = self.settle(options, values, passes, config, world_size)
         options = replace(options, draft=draft)
         check_passes(options, config, world_size)
         files.check(Path(config.output.results), launch.rank == 0)
-        return Experiment(config, options, files)
+        return ServeCommand(config, options, files)
 
     def passes(
         self, options: ServeOptions, draft: str, world_size: int, is_named: bool
@@ -190,7 +190,7 @@ class Command:
     def settle(
         self,
         options: ServeOptions,
-        values: Values,
+        values: ParsedValues,
         passes: Sequence[Pass],
         config: RunConfig,
         world_size: int,
@@ -205,7 +205,7 @@ class Command:
         if has_trace:
             lengths = ("serving.prefix_len", "serving.gen_len")
             values.refuse_given(lengths, "the trace has the lengths")
-        gamma = config.decoding.num_draft_tokens
+        gamma = config.decoding.gamma
         speculation = values[Options]
         if isinstance(gamma, int):
             speculation = replace(speculation, gamma=gamma)
@@ -257,7 +257,7 @@ def is_unused(setting_name: str, passes: Sequence[Pass]) -> bool:
     )
 
 
-def refuse_unused(values: Values, passes: Sequence[Pass]) -> None:
+def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
     """Raises ValueError for a given flag that no mode uses."""
     modes = " ".join(each.name for each in passes)
     names = [name for name in sorted(values.given) if is_unused(name, passes)]
@@ -321,12 +321,12 @@ class RecordFile:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class ServeCommand:
     """The parsed command line."""
 
     config: RunConfig
     options: ServeOptions
-    files: FilesSection
+    files: ServeFilesSection
     failures: list[str] = field(default_factory=list)  # files that could not be written
 
     def run(self, words: Sequence[str], launch: Launch) -> int:
@@ -365,12 +365,12 @@ class Experiment:
         code = conclude(record_file, measured.records)
         return FAILED if self.failures else code
 
-    def measure(self, prepared: PreparedServing, record_file: RecordFile) -> Measured:
+    def measure(self, prepared: PreparedServing, record_file: RecordFile) -> MeasuredPasses:
         from magicdec.bench.serving.measure import measure
 
         return measure(prepared, record_file.append)
 
-    def show(self, measured: Measured) -> None:
+    def show(self, measured: MeasuredPasses) -> None:
         """Prints the tables and writes the requested files."""
         from magicdec.bench.serving.showing import draw_timeline, tables, trace_events
 

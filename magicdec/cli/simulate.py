@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import ConfigFile, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.cli.parsing.record_files import given_flags
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
@@ -32,7 +32,12 @@ from magicdec.predict.simulator.run import (
     run_mode,
     tables,
 )
-from magicdec.predict.simulator.simulation import Cluster, Machine, Trace, divisions
+from magicdec.predict.simulator.simulation import (
+    Cluster,
+    SimulatedMachine,
+    SimulationTrace,
+    divisions,
+)
 from magicdec.records.record import append_records
 from magicdec.systems.pipeinfer.emulated_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
@@ -96,7 +101,7 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
 
-def check(args: SimulationSection, values: Values) -> None:
+def check(args: SimulationSection, values: ParsedValues) -> None:
     """Raises ValueError, naming the flag, for flags that exclude each other or do nothing."""
     for flag, rates in (
         ("--acceptance", args.acceptance),
@@ -117,7 +122,7 @@ def check(args: SimulationSection, values: Values) -> None:
     check_files({"--plot": args.plot, "--out": args.out})
 
 
-def simulate(values: Values) -> int:
+def simulate(values: ParsedValues) -> int:
     args = values[SimulationSection]
     options = values[Options]
     check(args, values)
@@ -131,7 +136,7 @@ def simulate(values: Values) -> int:
 
 
 def simulate_all(
-    machines: Sequence[tuple[int | None, Machine]],
+    machines: Sequence[tuple[int | None, SimulatedMachine]],
     options: Options,
     work: Work,
     args: SimulationSection,
@@ -140,7 +145,7 @@ def simulate_all(
     """Yields the record of every mode on every machine. One machine alone is drawn, if asked for;
     of several, a few tokens of each request tell the speed of modes without drafts."""
     short = replace(work, gen_len=min(work.gen_len, STEADY_TOKENS))
-    traces: dict[str, Trace] = {}
+    traces: dict[str, SimulationTrace] = {}
     modes = [mode for mode in MODES if args.modes is None or mode in args.modes]
     speculation = asdict(options)
     del speculation["mode"], speculation["lanes"]
@@ -157,9 +162,9 @@ def simulate_all(
         draw_chart("--plot", args.plot, traces, until_ms / 1e3)
 
 
-def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
+def make_machines(args: SimulationSection) -> list[tuple[int | None, SimulatedMachine]]:
     """(nodes, machine) pairs to simulate. Raises ValueError."""
-    base = Machine(
+    base = SimulatedMachine(
         stage_s=(),
         row_cost=args.row_cost,
         link_s=args.link_ms / 1e3,
@@ -170,7 +175,7 @@ def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
     )
     if args.nodes is not None and args.model_ms is not None:
         cluster = Cluster(args.model_ms / 1e3, args.layers, args.all_reduce_ms / 1e3, base)
-        machines: list[tuple[int | None, Machine]] = [
+        machines: list[tuple[int | None, SimulatedMachine]] = [
             (n, cluster.machine(n, s)) for n, s in divisions(args.nodes, args.stages, args.layers)
         ]
         if not machines:
@@ -186,7 +191,9 @@ def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
     return machines
 
 
-def _equal_stages(base: Machine, count: int, times_ms: Sequence[float], layers: int) -> Machine:
+def _equal_stages(
+    base: SimulatedMachine, count: int, times_ms: Sequence[float], layers: int
+) -> SimulatedMachine:
     """A machine with equal layers a stage; one time stands for all stages."""
     if len(times_ms) not in (1, count):
         raise ValueError(

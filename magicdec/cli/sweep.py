@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from magicdec.bench.study.study import MOST_CELLS, Grid, Settings, Study, checked, read_study
+from magicdec.bench.study.study import MOST_CELLS, FlagGrid, Settings, Study, checked, read_study
 from magicdec.cli.drivers import DRIVERS
 from magicdec.cli.flags import NO_RECORD, ended_at_once, refuse, run_on_ranks, say_interrupted
 from magicdec.cli.parsing.ignored import why_ignored
@@ -48,7 +48,7 @@ class Flags:
             raise ValueError(f"{where}: unknown flag {key}; {hint}")
         return self.names[key]
 
-    def configs(self, grid: Grid, world_size: int) -> Iterator[RunConfig]:
+    def configs(self, grid: FlagGrid, world_size: int) -> Iterator[RunConfig]:
         """The config of each cell. A flag that does nothing in a cell keeps its default, so that
         cells which differ in nothing else are one. Raises ValueError, naming the grid, for a flag
         that does nothing in any cell, and for errors of any model."""
@@ -235,7 +235,7 @@ def split(argv: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str,
     return own_words, axes
 
 
-def inline_grid(driver: str, axes: dict[str, list[str]]) -> Grid:
+def inline_grid(driver: str, axes: dict[str, list[str]]) -> FlagGrid:
     if Path(driver).is_dir():
         raise ValueError(f"{driver} is a directory; name a study file (.toml)")
     if driver not in NAMES:
@@ -251,7 +251,7 @@ def inline_grid(driver: str, axes: dict[str, list[str]]) -> Grid:
             values[key] = [True, *words]  # a switch takes no words; reading it refuses them
         else:
             values[key] = [words] if each.is_list else list(words)
-    return checked(Grid(driver, driver, values))
+    return checked(FlagGrid(driver, driver, values))
 
 
 def make_configs(study: Study, world_size: int) -> Iterator[RunConfig]:

@@ -105,7 +105,7 @@ class DescribedPolicy(Protocol):
     is_copied: bool
     can_roll: bool
 
-    def check(self, kv: Any, num_draft_tokens: int, flag: str | None) -> None: ...
+    def check(self, kv: Any, gamma: int, flag: str | None) -> None: ...
 
 
 def policy_called(name: str) -> DescribedPolicy:

@@ -99,7 +99,7 @@ def resolve(
             low_bit or dtype,
         )
     graphs = choose_graphs(decoding.cuda_graphs, device, backends, is_staged, decoding.pa)
-    chosen = {"num_draft_tokens": decoding.gamma, "cuda_graphs": graphs}
+    chosen = {"gamma": decoding.gamma_or_default, "cuda_graphs": graphs}
     sizes = {"gen_len": w.num_new_tokens, "max_len": None, "num_batches": w.most_batches}
     return ResolvedConfig(
         run_config=config,

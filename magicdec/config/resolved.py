@@ -58,7 +58,7 @@ class ResolvedAttention:
 
 @dataclass(frozen=True)
 class ResolvedDecoding(DecodingSection):
-    """The decoding section. `num_draft_tokens` may stay `auto`, which is a way to decode."""
+    """The decoding section. `gamma` may stay `auto`, which is a way to decode."""
 
     cuda_graphs: Choice = Choice("off")
 
@@ -75,8 +75,8 @@ class ResolvedWorkload(WorkloadSection):
 
 def tokens_of_rows(workload: WorkloadSection, decoding: DecodingSection) -> int:
     """The most cached tokens of a row: not the newest token, but drafts."""
-    num_drafts = 0 if decoding.strategy == BASELINE else decoding.most_draft_tokens
-    return workload.prefix_len + workload.num_new_tokens + num_drafts
+    max_gamma = 0 if decoding.strategy == BASELINE else decoding.max_gamma
+    return workload.prefix_len + workload.num_new_tokens + max_gamma
 
 
 @dataclass(frozen=True)

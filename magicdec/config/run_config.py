@@ -73,7 +73,7 @@ class RunConfig:
         for applies, refusal in self._refusals():
             if applies:
                 raise ValueError(refusal)
-        kv.check(d.most_draft_tokens)
+        kv.check(d.max_gamma)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size, is_target=True)
         check_filters_act(self.sampling)
         policy = policy_name(kv.policy, kv.budget)

@@ -35,11 +35,11 @@ NONE = "none"
 MODEL_PREFIX = "model:"
 DEFAULT_GEN_LEN = 64
 DEFAULT_BATCHES = 5  # whose speedups have an interval that is not much wider than their spread
-FIXED_DRAFT_TOKENS = 4  # what a model drafts without `--gamma`
-MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
+FIXED_GAMMA = 4  # what a model drafts without `--gamma`
+MAX_AUTO_GAMMA = 8  # the largest number that `--gamma auto` may choose
 # What a lookup proposes at most without a number in `--gamma`: with the newest token that is a
 # verification of 32, from which number on tile registers serve attention.
-MOST_LOOKUP_TOKENS = 31
+MAX_LOOKUP_GAMMA = 31
 PROBABILITY = {"least": 0, "most": 1}
 
 
@@ -118,9 +118,9 @@ class KVSection:
             return self.recent_window
         return max(1, (self.budget - self.num_sink_tokens) // 4)
 
-    def check(self, num_draft_tokens: int, flag: str | None = None) -> None:
+    def check(self, gamma: int, flag: str | None = None) -> None:
         """Raises ValueError if the policy refuses the settings, naming `flag` for the budget."""
-        policy_called(policy_name(self.policy, self.budget)).check(self, num_draft_tokens, flag)
+        policy_called(policy_name(self.policy, self.budget)).check(self, gamma, flag)
 
     def resolve(self) -> KVSection:
         """The section with the policy `full` for a budget of -1, as in the original suite."""
@@ -147,17 +147,24 @@ class AttentionSection:
 class DecodingSection:
     strategy: str = "autoregressive"
     drafter: str | None = setting(None, "What proposes draft tokens.", choices=tuple(DRAFTERS))
-    num_draft_tokens: int | str | None = setting(
+    gamma: int | str | None = setting(
         None,
         "Draft tokens in each step, or in the depth of a microbatch of pipelined speculation; of "
         "prompt lookup the most. auto measures how many pay, and drafts none where none do. "
-        f"Default: {FIXED_DRAFT_TOKENS} of a model, up to {MOST_LOOKUP_TOKENS} of a lookup, and "
+        f"Default: {FIXED_GAMMA} of a model, up to {MAX_LOOKUP_GAMMA} of a lookup, and "
         "auto with both.",
         "--gamma",
         words=("auto",),
         least=1,
-        other_defaults=f"{FIXED_DRAFT_TOKENS} in advise and in pipelined speculation",
-        synonyms=("num_speculative_tokens", "speculative_tokens", "num_draft", "draft_len", "k"),
+        other_defaults=f"{FIXED_GAMMA} in advise and in pipelined speculation",
+        synonyms=(
+            "num_draft_tokens",
+            "num_speculative_tokens",
+            "speculative_tokens",
+            "num_draft",
+            "draft_len",
+            "k",
+        ),
     )
     pa: float | None = setting(
         None,
@@ -203,28 +210,29 @@ class DecodingSection:
         return None if name in ("", NGRAM) else name
 
     @property
-    def num_draft_steps(self) -> int:
+    def max_draft_forwards(self) -> int:
         """The most draft forwards in a step, and draft tokens that a row accepts in it."""
         return self._longest_chain(self.looks_up and self.model_drafter is None)
 
     @property
-    def most_draft_tokens(self) -> int:
+    def max_gamma(self) -> int:
         """The most tokens that a step may draft for a row, and append to it."""
         return self._longest_chain(self.looks_up)
 
     @property
-    def gamma(self) -> int | str:
-        """`num_draft_tokens`, or its default for this drafter."""
-        if self.num_draft_tokens is not None:
-            return self.num_draft_tokens
+    def gamma_or_default(self) -> int | str:
+        """`gamma`, or its default for this drafter."""
+        if self.gamma is not None:
+            return self.gamma
         if not self.looks_up:
-            return FIXED_DRAFT_TOKENS
-        return MOST_LOOKUP_TOKENS if self.model_drafter is None else "auto"
+            return FIXED_GAMMA
+        return MAX_LOOKUP_GAMMA if self.model_drafter is None else "auto"
 
     def _longest_chain(self, is_looked_up: bool) -> int:
-        if isinstance(self.gamma, int):
-            return self.gamma
-        return MOST_LOOKUP_TOKENS if is_looked_up else MOST_DRAFT_TOKENS
+        gamma = self.gamma_or_default
+        if isinstance(gamma, int):
+            return gamma
+        return MAX_LOOKUP_GAMMA if is_looked_up else MAX_AUTO_GAMMA
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class StageGrid:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PipelineLayout:
     """The roles of ranks in pipelined speculation. A rank without layers only schedules or
     drafts."""
 
@@ -90,7 +90,7 @@ class Layout:
         grid = self.grid
         return grid.ranks_of(grid.stage_of(rank)) if len(self.layers[rank]) else (rank,)
 
-    def with_layers(self, layers: Sequence[range]) -> Layout:
+    def with_layers(self, layers: Sequence[range]) -> PipelineLayout:
         of_stages = dict(zip(self.stages, layers, strict=True))
         firsts = (self.group_of(rank)[0] for rank in range(self.world_size))
         return replace(self, layers=tuple(of_stages.get(first, range(0)) for first in firsts))
@@ -165,7 +165,7 @@ def make_stage_grid(text: str | None, world_size: int) -> StageGrid:
     return replace(grid, first_rank=num_headless)
 
 
-def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
+def make_layout(text: str | None, world_size: int, num_layers: int) -> PipelineLayout:
     """The layout by the flag's `text`; None: equal shares, the draft on the head. `auto` gives
     equal shares until `with_layers`. Raises ValueError, naming the flag."""
     split = read_split(text)
@@ -177,6 +177,6 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     computing = (each for each in layers for _ in range(grid.tensor_parallel))
     empty = (range(0),)
     draft_rank = world_size - 1 if num_apart else 0
-    return Layout(
+    return PipelineLayout(
         (*empty * num_headless, *computing, *empty * num_apart), draft_rank, grid.tensor_parallel
     )

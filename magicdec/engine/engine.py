@@ -26,7 +26,7 @@ from magicdec.runner.request import (
     ignore_step,
     naming,
 )
-from magicdec.runner.step_plan import Limits, Part, Plan, Watcher
+from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepObserver, StepPlan
 from magicdec.speculation.steps.strategy import DecodingStrategy
 
 
@@ -38,7 +38,7 @@ class Engine:
         self,
         runner: ModelRunner,
         prefill_chunk: int,
-        limits: Limits | None = None,
+        limits: BatchLimits | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.runner = runner
@@ -46,7 +46,7 @@ class Engine:
         self.is_in_flight = limits is not None
         self.clock = clock or RealClock()
         self.is_alone = runner.group.size == 1  # no other rank must plan alike
-        self.scheduler = Scheduler(runner.num_rows, limits or Limits())
+        self.scheduler = Scheduler(runner.num_rows, limits or BatchLimits())
         self.requests: list[Request] = []  # of the batch that was prefilled last
         self.num_steps = 0  # decode steps since `begin`
 
@@ -83,7 +83,7 @@ class Engine:
         strategy: DecodingStrategy,
         requests: Sequence[Request],
         observe: Observer = ignore_step,
-        watch: Watcher = lambda plan: None,
+        watch: StepObserver = lambda plan: None,
     ) -> None:
         """Serve `requests` from their `arrived_s` on until all have ended. `observe` is called
         after every decode step. All ranks need the same requests; the first rank's clock counts.
@@ -100,7 +100,7 @@ class Engine:
             self.clock.after_step()
 
     def execute(
-        self, plan: Plan, strategy: DecodingStrategy, observe: Observer = ignore_step
+        self, plan: StepPlan, strategy: DecodingStrategy, observe: Observer = ignore_step
     ) -> None:
         """Execute a step. Admission comes before decoding: its measurements append tokens to all
         rows, and rows have room only then."""
@@ -131,7 +131,7 @@ class Engine:
         rows = [r.row for r in snapshots if r.row is not None]
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
 
-    def _next(self, arrivals: deque[Request]) -> Plan | None:
+    def _next(self, arrivals: deque[Request]) -> StepPlan | None:
         """The next step, after a wait for a request if there is none now. All ranks decide
         alike."""
         while True:
@@ -178,7 +178,7 @@ class Engine:
             raise NotFinite(f"decode step {self.num_steps}: {error}") from None
 
     def _prefill(
-        self, parts: Sequence[Part], progress: Callable[[int], None] = lambda n: None
+        self, parts: Sequence[PrefillChunk], progress: Callable[[int], None] = lambda n: None
     ) -> list[Request]:
         complete = [part.request for part in parts if part.is_last]
         with naming("prefill"):
@@ -188,7 +188,7 @@ class Engine:
         self.scheduler.commit(Batch(tuple(complete)), output, self.clock.now())
         return complete
 
-    def _reserve(self, plan: Plan) -> None:
+    def _reserve(self, plan: StepPlan) -> None:
         """Give rows the blocks for a step, or for the whole request if blocks are not limited."""
         if self.scheduler.limits.num_blocks is None:
             for _, row in plan.admitted:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from magicdec.runner.request import Batch, Moves, Request, Status, StepOutput
-from magicdec.runner.step_plan import Limits, Part, Plan
+from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
 
 
 class Scheduler:
@@ -28,7 +28,7 @@ class Scheduler:
     def __init__(
         self,
         num_rows: int,
-        limits: Limits = Limits(),
+        limits: BatchLimits = BatchLimits(),
         waiting: list[Request] | None = None,
     ) -> None:
         """`waiting` is an empty list that several schedulers may share."""
@@ -39,7 +39,7 @@ class Scheduler:
         self.blocks = RowBlocks(num_rows, limits)
         self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
         self._cancelled: set[Request] = set()
-        self._repeated: Plan | None = None  # the plan of each step until something changes
+        self._repeated: StepPlan | None = None  # the plan of each step until something changes
 
     @property
     def running(self) -> list[Request]:
@@ -63,7 +63,7 @@ class Scheduler:
             self._cancelled.add(request)
             self._repeated = None
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> StepPlan | None:
         """The next step, taken to happen. None if no request waits or runs."""
         may_admit = self.waiting and None in self.rows
         if self._repeated is not None and not self.blocks.short and not may_admit:
@@ -76,10 +76,10 @@ class Scheduler:
         is_waiting = self.waiting and None in self.rows
         self._repeated = None  # of before: who joins now decodes in the next step
         if not (is_waiting or plan.parts or plan.cancelled or plan.preempted):
-            self._repeated = Plan(plan.decoding) if plan.reserved else plan
+            self._repeated = StepPlan(plan.decoding) if plan.reserved else plan
         return plan
 
-    def _apply(self, plan: Plan) -> None:
+    def _apply(self, plan: StepPlan) -> None:
         for request, row in (*plan.preempted, *plan.cancelled):
             self._leave(row)
             request.row = None
@@ -148,7 +148,7 @@ class Scheduler:
         self._repeated = None
         self.blocks.release(row)
 
-    def _decide(self) -> Plan:
+    def _decide(self) -> StepPlan:
         running = self.running
         cancelled = [r for r in running if r in self._cancelled] if self._cancelled else []
         preempted, reserved = self._grow(cancelled)
@@ -156,7 +156,7 @@ class Scheduler:
         # A request that was just preempted would come back at once.
         admitted = [] if preempted else self._admit(leaving, reserved)
         decoding = tuple(r for r in running if r not in self._prefilled and r not in leaving)
-        return Plan(
+        return StepPlan(
             Batch(decoding) if decoding else None,
             _with_rows(preempted),
             _with_rows(cancelled),
@@ -219,7 +219,7 @@ class Scheduler:
 
     def _prefill(
         self, leaving: Sequence[Request], admitted: Sequence[tuple[Request, int]]
-    ) -> tuple[Part, ...]:
+    ) -> tuple[PrefillChunk, ...]:
         room = self.limits.prefill_tokens
         parts = []
         unfinished = [
@@ -229,7 +229,7 @@ class Scheduler:
             assert row is not None, "what is prefilled has a row"
             stop = request.num_cached if room is None else min(request.num_cached, num_done + room)
             if stop > num_done:
-                parts.append(Part(request, row, num_done, stop))
+                parts.append(PrefillChunk(request, row, num_done, stop))
                 room = None if room is None else room - (stop - num_done)
         return tuple(sorted(parts, key=lambda part: part.row))
 
@@ -244,7 +244,7 @@ class StepCounts:
     num_in_flight: int = 0  # summed over the steps
     moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
 
-    def watch(self, plan: Plan) -> None:
+    def watch(self, plan: StepPlan) -> None:
         """Count a step that begins now. A request is prefilled or decoded in it."""
         now = self.now()
         decoding = () if plan.decoding is None else plan.decoding.requests
@@ -259,9 +259,9 @@ class StepCounts:
 
 class RowBlocks:
     """The blocks of each row, and the rows that need more. Nothing is counted without
-    `Limits.num_blocks`."""
+    `BatchLimits.num_blocks`."""
 
-    def __init__(self, num_rows: int, limits: Limits) -> None:
+    def __init__(self, num_rows: int, limits: BatchLimits) -> None:
         self.limits = limits
         self.is_limited = limits.num_blocks is not None
         self.held = [0] * num_rows

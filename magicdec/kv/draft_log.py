@@ -22,7 +22,7 @@ from magicdec.kv.cache import KVCache
 from magicdec.kv.view import KVView
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
-Places = np.ndarray[Any, np.dtype[np.int64]]
+LogPlaces = np.ndarray[Any, np.dtype[np.int64]]
 
 Digest = tuple[str, int]
 """The hash of drafted tokens, then that of read positions, and the number of keys read."""
@@ -32,7 +32,7 @@ NEXT_FORWARD = 0x9E3779B97F4A7C15  # odd: by which the hash of the forwards befo
 DIGITS = 4  # hexadecimal digits of each of the two hashes of a digest
 
 
-def mixed(numbers: Places) -> Numbers:
+def mixed(numbers: LogPlaces) -> Numbers:
     """A fixed random-looking number of 64 bits for each number (splitmix64)."""
     mix = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(NEXT_FORWARD)
     mix = (mix ^ (mix >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -40,7 +40,7 @@ def mixed(numbers: Places) -> Numbers:
     return mix ^ (mix >> np.uint64(31))
 
 
-def sums_before(numbers: Places) -> Numbers:
+def sums_before(numbers: LogPlaces) -> Numbers:
     """Sums modulo 2^64 of the mixed first 0, 1, ..., N of numbers [..., N]: [..., N + 1]."""
     sums = mixed(numbers).cumsum(axis=-1, dtype=np.uint64)
     return np.concatenate([np.zeros_like(sums[..., :1]), sums], axis=-1)
@@ -52,7 +52,7 @@ class ChosenTokens:
 
     sums: Numbers  # [L, G, N + 1] of their positions, as `sums_before`
 
-    def sums_at(self, cells: Places, of_text: Numbers, offset: int) -> Numbers:
+    def sums_at(self, cells: LogPlaces, of_text: Numbers, offset: int) -> Numbers:
         """Sums of the positions of entries before `cells` [L, G, R]. Later entries lie `offset`
         cells before their position."""
         num_chosen = self.sums.shape[-1] - 1
@@ -135,7 +135,7 @@ class DraftLog:
                 log.num_read += int((of_row[0, 0, :, 1] - of_row[0, 0, :, 0]).sum())
             ranges[..., -1, 1] += 1
 
-    def _hash(self, cache: KVCache, row: int, ranges: Places, offset: int) -> int:
+    def _hash(self, cache: KVCache, row: int, ranges: LogPlaces, offset: int) -> int:
         shape = cache.shape
         size = shape.num_layers, shape.num_kv_heads
         chosen = self._chosen.get((id(cache), row))
@@ -158,8 +158,8 @@ class DraftLog:
         return self._of_text
 
 
-def _ranges_of(view: KVView) -> Places:
+def _ranges_of(view: KVView) -> LogPlaces:
     """[L or 1, B, G or 1, R, 2]: all ranges that a forward reads, the tail last."""
-    ranges: Places = view.all_ranges.cpu().numpy().copy()
+    ranges: LogPlaces = view.all_ranges.cpu().numpy().copy()
     ranges[..., 1] = np.maximum(ranges[..., 0], ranges[..., 1])
     return ranges

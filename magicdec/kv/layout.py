@@ -14,7 +14,7 @@ from torch import Tensor
 TILE = 64  # tokens of a tile (TILE of attention/cpp/native_problem.h)
 
 
-class Layout(Protocol):
+class KVLayout(Protocol):
     """A memory order of pools whose block size is a multiple of `block_multiple`."""
 
     block_multiple: int
@@ -34,7 +34,7 @@ class Layout(Protocol):
     def write_values(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None: ...
 
 
-class Plain(Layout):
+class Plain(KVLayout):
     """The layout with a token's D numbers adjacent: [blocks, G, block_size, D]."""
 
     block_multiple = 1
@@ -52,7 +52,7 @@ class Plain(Layout):
         return layer[:, :, :num_tokens].index_select(0, blocks)
 
 
-class Tiled(Layout):
+class Tiled(KVLayout):
     """The layout of tiles of TILE tokens for dot products of pairs of 16-bit numbers, without
     shuffles: K tiles [D / 2, TILE, 2] pair dimensions, V tiles [TILE / 2, D, 2] pair tokens."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from magicdec.kernels.build import use_huge_pages
-from magicdec.kv.layout import PLAIN, Layout
+from magicdec.kv.layout import PLAIN, KVLayout
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CacheShape:
     head_dim: int
     block_size: int
     num_blocks: int
-    layout: Layout = PLAIN
+    layout: KVLayout = PLAIN
 
 
 class KVPool:

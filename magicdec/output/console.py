@@ -91,7 +91,7 @@ class Lines:
         yield telling(tell, LINE_EVERY_S)
 
 
-class Bar:
+class ProgressBar:
     """A rich bar, drawn only when the task advances: a refreshing thread would compete with what is
     timed."""
 
@@ -139,4 +139,4 @@ def telling(tell: Callable[[int], None], every_s: float) -> Advance:
 def make_progress(is_leader: bool) -> Progress:
     if not is_leader:
         return Silent()
-    return Bar() if sys.stderr.isatty() else Lines()
+    return ProgressBar() if sys.stderr.isatty() else Lines()

@@ -41,7 +41,7 @@ def check_picture(flag: str, path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Look:
+class SeriesStyle:
     """The colour, marker, line style and hatch of one series, and whether its marks are filled."""
 
     colour: str
@@ -51,11 +51,11 @@ class Look:
     is_filled: bool = True
 
 
-def look(index: int) -> Look:
+def look(index: int) -> SeriesStyle:
     """The look of a series. From the ninth on, marks are hollow."""
     each = index % len(COLOURS)
     is_first = index < len(COLOURS)
-    return Look(COLOURS[each], MARKERS[each], LINES[each], HATCHES[each], is_filled=is_first)
+    return SeriesStyle(COLOURS[each], MARKERS[each], LINES[each], HATCHES[each], is_filled=is_first)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
 
 
 @dataclass(frozen=True)
-class Look:
+class BarStyle:
     """The look of bars of one kind. `height` is a share of the row."""
 
     colour: str
@@ -30,13 +30,13 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Bar:
+class GanttBar:
     """A bar of a row. `text` is written on it if there is room."""
 
     row: int
     begin_s: float
     end_s: float
-    look: Look
+    look: BarStyle
     text: str = ""
 
 
@@ -47,7 +47,7 @@ class Panel:
 
     title: str
     rows: Sequence[str]
-    bars: Sequence[Bar]
+    bars: Sequence[GanttBar]
     end_s: float
     marks_s: Sequence[float] = ()
     begin_s: float = 0.0
@@ -58,7 +58,7 @@ def draw(
     flag: str,
     path: Path,
     panels: Sequence[Panel],
-    legend: Mapping[str, Look],
+    legend: Mapping[str, BarStyle],
     until_s: float | None = None,
 ) -> None:
     """Write a picture of the panels, up to `until_s`, in the format of `path`. Raises ValueError,
@@ -116,9 +116,9 @@ def _draw_panel(ax: Axes, panel: Panel, until_s: float | None) -> None:
     ax.grid(visible=False)
 
 
-def _together(bars: Sequence[Bar], end_s: float) -> dict[tuple[Look, int], list[Any]]:
+def _together(bars: Sequence[GanttBar], end_s: float) -> dict[tuple[BarStyle, int], list[Any]]:
     """(begin, length) in ms of the bars that begin before the end, by look and row."""
-    spans: dict[tuple[Look, int], list[Any]] = {}
+    spans: dict[tuple[BarStyle, int], list[Any]] = {}
     for bar in bars:
         if bar.end_s > bar.begin_s and bar.begin_s < end_s:
             span = 1e3 * bar.begin_s, 1e3 * (bar.end_s - bar.begin_s)

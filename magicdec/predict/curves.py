@@ -20,7 +20,7 @@ from magicdec.records.comparison.conditions import sampling
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
-Acceptance = float | tuple[float, ...]
+AcceptanceCurve = float | tuple[float, ...]
 """Either one conditional rate, or the shares of verifications that accept at least 1, 2, ... draft
 tokens (a record's `acceptance_per_position`)."""
 
@@ -38,14 +38,14 @@ def conditional_rate(acceptance_rate: float, gamma: int) -> float:
     return low if acceptance_rate < 1 else 1.0
 
 
-def survival(acceptance: Acceptance, position: int) -> float:
+def survival(acceptance: AcceptanceCurve, position: int) -> float:
     if isinstance(acceptance, tuple):
         assert 1 <= position <= len(acceptance), "gamma is at most the curve's length"
         return acceptance[position - 1]
     return acceptance**position
 
 
-def expected_tokens(acceptance: Acceptance, gamma: int) -> float:
+def expected_tokens(acceptance: AcceptanceCurve, gamma: int) -> float:
     """Expected tokens per row and verification with the bonus token: 1 to gamma + 1."""
     return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
 
@@ -92,7 +92,7 @@ def find_curves(
     gamma: int = DEFAULT_GAMMA,
     weights: str | None = None,
     records: Sequence[RunRecord] | None = None,
-) -> tuple[dict[int, Acceptance], str]:
+) -> tuple[dict[int, AcceptanceCurve], str]:
     """Returns budget -> acceptance, and a text that names the source.
 
     `values` are one for all budgets, one per budget, or one file, whose records (`records`, if
@@ -111,13 +111,13 @@ def find_curves(
 
 def find_conditional(
     rates: Sequence[float], budgets: Sequence[int] | None
-) -> tuple[dict[int, Acceptance], str]:
+) -> tuple[dict[int, AcceptanceCurve], str]:
     return _spread("--conditional_acceptance", list(rates), budgets), "given"
 
 
 def _spread(
-    flag: str, values: Sequence[Acceptance], budgets: Sequence[int] | None
-) -> dict[int, Acceptance]:
+    flag: str, values: Sequence[AcceptanceCurve], budgets: Sequence[int] | None
+) -> dict[int, AcceptanceCurve]:
     budgets = (DEFAULT_BUDGET,) if budgets is None else budgets
     if len(values) not in (1, len(budgets)):
         raise ValueError(
@@ -138,7 +138,7 @@ def parse_acceptance(text: str) -> float:
     return rate
 
 
-def longest(curves: dict[int, Acceptance]) -> int | None:
+def longest(curves: dict[int, AcceptanceCurve]) -> int | None:
     """The largest gamma that all curves reach; None if all are rates."""
     return min((len(c) for c in curves.values() if isinstance(c, tuple)), default=None)
 
@@ -167,7 +167,7 @@ def is_plain(config: Mapping[str, Any]) -> bool:
 
 def _from_records(
     path: Path, records: Sequence[RunRecord], budgets: Sequence[int] | None, like: Drafting
-) -> tuple[dict[int, Acceptance], str]:
+) -> tuple[dict[int, AcceptanceCurve], str]:
     """The longest curve of each budget; among curves of equal length that of most verifications,
     and the newest of these. Of records that
     drafted as `like` says, and of those the greedy ones that chose once, if there are any."""
@@ -203,5 +203,5 @@ def _from_records(
             choices = " ".join(map(str, sorted(curves)))
             raise ValueError(f"--budget {budget} is not in {path}; choose from {choices}")
     of = ", ".join(sorted({places[budget] for budget in chosen_budgets}))
-    chosen: dict[int, Acceptance] = {budget: curves[budget] for budget in chosen_budgets}
+    chosen: dict[int, AcceptanceCurve] = {budget: curves[budget] for budget in chosen_budgets}
     return chosen, f"{path} (measured with {of}, {policy})"

@@ -20,7 +20,7 @@ from magicdec.predict.curves import Drafting, drafting_of
 from magicdec.predict.plan import PlanCell
 from magicdec.records.record import RunRecord
 
-Run = tuple[int, int, float]  # gamma, budget and speedup of steps
+LookupRun = tuple[int, int, float]  # gamma, budget and speedup of steps
 COLUMNS = (
     *("bs_lo", "bs_hi", "ctx_lo", "ctx_hi", "K", "batch_size", "prefix_len", "budget"),
     *("predicted_speedup", "predicted_net_speedup", "measured_K", "measured_budget"),
@@ -36,7 +36,7 @@ class DraftTable:
     cells: Sequence[PlanCell]
     max_length: int
     draft: Mapping[str, str] = field(default_factory=dict)
-    measured: Mapping[tuple[int, int], Run] = field(default_factory=dict)
+    measured: Mapping[tuple[int, int], LookupRun] = field(default_factory=dict)
 
     def ranges(self) -> list[tuple[int, ...]]:
         """`bs_lo`, `bs_hi`, `ctx_lo` and `ctx_hi` by cell."""
@@ -84,14 +84,14 @@ def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int,
 
 def fastest_runs(
     records: Sequence[RunRecord], target: Mapping[str, str], draft: str | None, like: Drafting
-) -> dict[tuple[int, int], Run]:
+) -> dict[tuple[int, int], LookupRun]:
     """The fastest run at each batch size and context, of records with this target and standalone
     draft, drafting as `like` with a constant gamma."""
-    runs: dict[tuple[int, int], Run] = {}
+    runs: dict[tuple[int, int], LookupRun] = {}
     for record in records:
         config = record.config
         workload = record.config["workload"]
-        gamma = config["decoding"]["num_draft_tokens"]
+        gamma = config["decoding"]["gamma"]
         metrics = record.metrics
         speedup = (metrics and metrics.speedup) or 0.0
         own = (config["draft"] or {}).get("model")

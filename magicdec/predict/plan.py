@@ -1,5 +1,5 @@
-"""Plan: the checked arguments of `magicdec plan` and their predictions from shapes and rates; and
-PlanRecord with its tables. docs/plan.md is made from these classes. Imports no torch.
+"""SpeculationPlan: the checked arguments of `magicdec plan` and their predictions from shapes and
+rates; and PlanRecord with its tables. docs/plan.md is made from these classes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any, Literal
 from magicdec.hardware.costs import Deployment
 from magicdec.names import LOW_BIT
 from magicdec.output.tables import Column, Table
-from magicdec.predict.curves import Acceptance, expected_tokens
+from magicdec.predict.curves import AcceptanceCurve, expected_tokens
 from magicdec.predict.speculation import (
-    Choice,
     Prediction,
-    Speculation,
+    SelectionCost,
+    SpeculationCost,
     best_gamma,
     break_even_context,
 )
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metric_tables import metric_columns
 from magicdec.records.record import Record
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpeculationPlan:
     """The models, hardware, acceptance and places of a prediction."""
 
     target: Deployment
     draft: Deployment  # the target itself in self-speculation
     dtype: str
-    curves: dict[int, Acceptance]  # by KV budget
+    curves: dict[int, AcceptanceCurve]  # by KV budget
     acceptance_source: str
     machine_source: str
     batch_sizes: tuple[int, ...]
@@ -39,15 +39,15 @@ class Plan:
     max_gamma: int
     gen_len: int  # output tokens of a sequence, for the net speedup
     kv_policy: str
-    choices: dict[int, Choice]  # what the KV policy does before the first step, by KV budget
+    choices: dict[int, SelectionCost]  # what the KV policy does before the first step, by KV budget
 
     @property
     def is_self_speculation(self) -> bool:
         return self.draft.config is self.target.config
 
-    def candidates(self) -> list[Speculation]:
+    def candidates(self) -> list[SpeculationCost]:
         return [
-            Speculation(self.target, self.draft, budget, curve, self.choices[budget])
+            SpeculationCost(self.target, self.draft, budget, curve, self.choices[budget])
             for budget, curve in self.curves.items()
         ]
 
@@ -68,7 +68,7 @@ PREDICTED = "predicted, not measured: no kernel reaches its ceiling everywhere"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCell(Part):
+class PlanCell(RecordPart):
     batch_size: int = recorded("rows of the batch")
     prefix_len: int = recorded("cached tokens of a row", "tokens")
     decode_ms: float = recorded("an autoregressive step", "ms", label="decode, ms", digits=2)
@@ -118,7 +118,7 @@ class PlanRecord(Record):
     )
 
 
-def make_record(plan: Plan) -> PlanRecord:
+def make_record(plan: SpeculationPlan) -> PlanRecord:
     inputs = {
         "model": describe_model(plan.target, plan.dtype),
         "draft": None if plan.is_self_speculation else describe_model(plan.draft, plan.dtype),

@@ -75,7 +75,7 @@ def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     if d.strategy == BASELINE:
         decode = Read(1, 1, context, FULL, window)
         return _make_step("a decode forward", (decode,), config, model, num_ranks)
-    num_new = d.most_draft_tokens + 1
+    num_new = d.max_gamma + 1
     is_self = d.model_drafter == SELF
     watches = is_self and load_policy(config.kv.policy).needs_weights
     reads: tuple[Read, ...] = (Read(1, num_new, context, FULL, window, watches),)
@@ -97,7 +97,7 @@ def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
     """The draft forwards of a step, and their name. All count as the first, which sees a few tokens
     fewer."""
     kv = config.kv
-    times = config.decoding.num_draft_steps
+    times = config.decoding.max_draft_forwards
     policy = make_policy(config.kv)
     of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
     context, visible = policy.draft_reads(config.workload.prefix_len)
@@ -137,14 +137,16 @@ Random = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredAttention:
     """Seconds of a layer's attention in a step, and an output for each of its reads."""
 
     seconds: float
     outputs: tuple[Tensor, ...]
 
 
-def measure(name: str, step: Step, device: torch.device, recorder: Recorder = Eager()) -> Measured:
+def measure(
+    name: str, step: Step, device: torch.device, recorder: Recorder = Eager()
+) -> MeasuredAttention:
     """Times a backend over a step, replayed if the run records its steps and the backend can be
     recorded. Random keys, queries and choices are the same for all backends."""
     recorder = recorder if capabilities_of(name).can_be_recorded else Eager()
@@ -154,7 +156,7 @@ def measure(name: str, step: Step, device: torch.device, recorder: Recorder = Ea
         once, output = measure_read(make_backend(name), read, step, device, recorder)
         seconds += read.times * once
         outputs.append(output)
-    return Measured(seconds, tuple(outputs))
+    return MeasuredAttention(seconds, tuple(outputs))
 
 
 def measure_read(
@@ -270,7 +272,7 @@ def measure_backends(run: ResolvedRun, group: Group, device: torch.device) -> It
     recorder = make_recorder(run.config.decoding, device)
     steps = [step for _, step in steps_of(run)]
 
-    def measure_one(name: str) -> list[Measured]:
+    def measure_one(name: str) -> list[MeasuredAttention]:
         return [measure(name, step, device, recorder) for step in steps]
 
     candidates, left_out = list_candidates(run)
@@ -287,7 +289,9 @@ def measure_backends(run: ResolvedRun, group: Group, device: torch.device) -> It
 
 
 def time_backend(
-    name: str, measure_one: Callable[[str], Sequence[Measured]], reference: Sequence[Measured]
+    name: str,
+    measure_one: Callable[[str], Sequence[MeasuredAttention]],
+    reference: Sequence[MeasuredAttention],
 ) -> BackendTime:
     """The times of a backend on this rank. Its outputs must be the reference's."""
     if name == REFERENCE_BACKEND:

@@ -3,7 +3,8 @@ page), in which `magicdec reproduce` fills the columns `predicted`, `measured`, 
 `exists`, for published lines and for the same at the size of the packaged models. The table is
 saved after each command, so that a failure or Ctrl-C loses nothing.
 
-A `Row` has texts by column, empty where nothing is published. A new table is a line in `TABLES` and
+A `PublishedRow` has texts by column, empty where nothing is published. A new table is a
+line in `TABLES` and
 a file in `results/paper/`.
 """
 
@@ -22,7 +23,7 @@ from magicdec.output.files import read_text
 from magicdec.output.tables import Column, Table, csv_text
 from magicdec.output.writing import append_file, write_text
 
-Row = dict[str, str]
+PublishedRow = dict[str, str]
 # `draft` is `self`, `none` or a model; `budget` is the KV budget of the draft.
 COLUMNS = (
     *("model", "draft", "hardware", "ranks", "budget", "prefix_len", "batch_size", "gamma"),
@@ -31,7 +32,7 @@ COLUMNS = (
 # The metric of the last pass of a run that a quantity is, and the digits that it is written with.
 QUANTITIES = {
     "speedup": ("speedup", 3),
-    "conditional_acceptance": ("acceptance_rate", 3),  # from which it is converted
+    "conditional_acceptance": ("draft_acceptance_rate", 3),  # from which it is converted
     "tpot_ms": ("mean_tpot_ms", 2),
     "tokens_per_s": ("decode_tokens_per_s", 1),
 }
@@ -66,7 +67,7 @@ class Missing(Exception):
     """The reason why a number does not exist."""
 
 
-def at_demo_size(row: Row) -> Row:
+def at_demo_size(row: PublishedRow) -> PublishedRow:
     """The line's setting for the packaged models on one CPU rank, with shorter prefixes and smaller
     batches."""
     return {name: row[name] for name in COLUMNS} | {
@@ -80,7 +81,7 @@ def at_demo_size(row: Row) -> Row:
     }
 
 
-def command_of(row: Row) -> str:
+def command_of(row: PublishedRow) -> str:
     """The words after `magicdec`, without `--out`, with enough batches for intervals."""
     draft = row["draft"]
     is_demo = row["model"] == DEMO
@@ -93,7 +94,7 @@ def command_of(row: Row) -> str:
     )
 
 
-def gamma_of(row: Row) -> int:
+def gamma_of(row: PublishedRow) -> int:
     return int(row["gamma"] or 4)
 
 
@@ -102,7 +103,7 @@ def hub_name(model: str) -> str:
     return PRESETS[model].repo_id if model in PRESETS else model
 
 
-def read_measured(row: Row, records: Path) -> tuple[str, str]:
+def read_measured(row: PublishedRow, records: Path) -> tuple[str, str]:
     """The number in the records of a line, and its 95 % interval or an empty text. Raises Missing
     without it."""
     from magicdec.predict.curves import conditional_rate
@@ -121,12 +122,12 @@ def read_measured(row: Row, records: Path) -> tuple[str, str]:
     return value, " to ".join(ends)
 
 
-def predict(row: Row, folder: Path) -> str:
+def predict(row: PublishedRow, folder: Path) -> str:
     """The prediction of `magicdec plan`. The published acceptance is a conditional rate, as in the
     paper's formula. Raises Missing if there is none."""
     from magicdec.hardware.ceiling_file import Hardware, Link
     from magicdec.hardware.costs import Deployment
-    from magicdec.predict.speculation import Speculation
+    from magicdec.predict.speculation import SpeculationCost
 
     lines = StringIO(read_text(file_of(folder, "magicdec_acceptance")), newline="")
     place = {"model": row["model"], "prefix_len": row["prefix_len"]}.items()
@@ -145,7 +146,7 @@ def predict(row: Row, folder: Path) -> str:
     if row["draft"] == "none":
         step_s = target.seconds(B, 1, S)
         return f"{1e3 * step_s if row['quantity'] == 'tpot_ms' else B / step_s:.2f}"
-    speculation = Speculation(target, target, int(row["budget"]), float(rates[-1]))
+    speculation = SpeculationCost(target, target, int(row["budget"]), float(rates[-1]))
     return f"{speculation.predict_step(B, S, int(row['gamma'])).speedup:.2f}"
 
 
@@ -168,7 +169,7 @@ class PublishedTable:
         self.about = TABLES[name]
         try:
             reader = csv.DictReader(StringIO(read_text(file_of(folder, name)), newline=""))
-            self.rows: list[Row] = list(reader)
+            self.rows: list[PublishedRow] = list(reader)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"{FLAG} {folder}: {self.path.name}: {why}") from None
@@ -176,7 +177,7 @@ class PublishedTable:
             expected = ",".join(ALL_COLUMNS)
             raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")
 
-    def part(self, is_demo: bool) -> list[Row]:
+    def part(self, is_demo: bool) -> list[PublishedRow]:
         """The lines at demo size, or the published ones."""
         return [row for row in self.rows if (row["source"] == DEMO_SIZE) == is_demo]
 
@@ -189,7 +190,7 @@ class PublishedTable:
         measurements."""
         published = self.part(is_demo=False)
         old_rows = self.part(is_demo=True)
-        demo: list[Row] = []
+        demo: list[PublishedRow] = []
         for setting in map(at_demo_size, published):
             if any(setting.items() <= row.items() for row in demo):
                 continue
@@ -198,7 +199,7 @@ class PublishedTable:
             self.refresh(demo[-1])
         self.rows = [*published, *demo]
 
-    def refresh(self, row: Row, unmeasured: str = "") -> None:
+    def refresh(self, row: PublishedRow, unmeasured: str = "") -> None:
         """Predicts a line anew, and says in `exists` why numbers are missing; `unmeasured` is the
         reason if its command measured nothing."""
         is_demo = row["source"] == DEMO_SIZE
@@ -242,7 +243,7 @@ class PublishedTable:
                 num_failed += 1
         return num_failed
 
-    def enter(self, row: Row, records: Path, error: str) -> None:
+    def enter(self, row: PublishedRow, records: Path, error: str) -> None:
         row["measured"] = row["interval"] = ""
         try:
             if not error:
@@ -263,7 +264,7 @@ class PublishedTable:
                 print()
                 self._as_table("the packaged models" if is_demo else "published size", rows).print()
 
-    def _as_table(self, what: str, rows: list[Row]) -> Table:
+    def _as_table(self, what: str, rows: list[PublishedRow]) -> Table:
         """A table of the settings that differ between lines and of the numbers; shared settings are
         in the title."""
         values = {name: {row[name] for row in rows} for name in ALL_COLUMNS}

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from magicdec.hardware.costs import Deployment, attention_flops, kv_bytes_per_token, slowest_shard
-from magicdec.predict.curves import Acceptance, expected_tokens
+from magicdec.predict.curves import AcceptanceCurve, expected_tokens
 
 CHUNK = 512  # prompt tokens of a prefill forward, the default of `--prefill_chunk`
 
 
 @dataclass(frozen=True)
-class Choice:
+class SelectionCost:
     """The work of a KV policy before the first draft: it scores all keys by the queries of the
     prompt's newest `observed_tokens`, copies as many K and V as the budget if `is_copied`, and runs
     the newest `rerun_tokens` once more."""
@@ -81,15 +81,15 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculationCost:
     """Speculative decoding with one KV budget: the draft (in self-speculation the target) reads at
     most `budget` committed tokens per row."""
 
     target: Deployment
     draft: Deployment
     budget: int
-    acceptance: Acceptance
-    choice: Choice = Choice()
+    acceptance: AcceptanceCurve
+    choice: SelectionCost = SelectionCost()
 
     def begin_s(self, B: int, S: int) -> float:
         is_self = self.draft.config is self.target.config
@@ -114,7 +114,7 @@ class Speculation:
         return Prediction(gamma, self.budget, decode, draft, verify, tokens, speedup)
 
 
-def best_gamma(candidates: Sequence[Speculation], B: int, S: int, max_gamma: int) -> Prediction:
+def best_gamma(candidates: Sequence[SpeculationCost], B: int, S: int, max_gamma: int) -> Prediction:
     """The prediction with the fastest steps, over `candidates` (one per KV budget) and gamma 0 to
     `max_gamma`."""
     ways = [(candidates[0], 0)]
@@ -124,7 +124,7 @@ def best_gamma(candidates: Sequence[Speculation], B: int, S: int, max_gamma: int
 
 
 def break_even_context(
-    candidates: Sequence[Speculation], B: int, max_gamma: int, limit: int = 1 << 20
+    candidates: Sequence[SpeculationCost], B: int, max_gamma: int, limit: int = 1 << 20
 ) -> int | None:
     """The fewest cached tokens per row from which on speculation is faster; None if it is not at
     `limit`. It may also pay below a range in which it does not: a low-bit draft gains least where

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.intervals import FEWEST_PROMPTS, Array, interval, with_each_left_out
 from magicdec.records.samples import PassSamples
 from magicdec.runner.request import StepOutput
@@ -41,7 +41,7 @@ def interval_of(metric: str, unit: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceMetrics(Part):
+class AcceptanceMetrics(RecordPart):
     """The acceptance of a pass, in vLLM's terms. With random weights draft and target agree only by
     chance."""
 
@@ -119,11 +119,11 @@ class Verifications:
         counts for the rows that have not yet emitted all of their tokens, in order."""
         found = cls()
         first = 0
-        unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.num_drafted]
+        unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.padded_gamma]
         for lengths, *of_batch in zip(
             samples.sequence_tokens,
-            samples.num_drafted,
-            samples.num_proposed or unpadded,
+            samples.padded_gamma,
+            samples.num_drafted or unpadded,
             samples.num_accepted,
             samples.num_emitted,
             strict=False,
@@ -165,7 +165,7 @@ class Verifications:
             self.num_cancelled[request_id] += cancelled
         if output.num_accepted is None:
             return
-        drafted = output.num_proposed or [output.num_drafted] * len(request_ids)
+        drafted = output.num_drafted or [output.padded_gamma] * len(request_ids)
         emitted = map(len, output.token_ids)
         digests: Sequence[tuple[str, int] | None] = output.digests or [None] * len(request_ids)
         columns = request_ids, drafted, output.num_accepted, emitted, digests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 
 UNCOMPARED = "if nothing was compared"
 UNJUDGED = "if identical or not compared"
@@ -16,7 +16,7 @@ LIMITED = ("error_ratio", "largest_error_ratio", "num_changed")
 
 
 @dataclass(frozen=True)
-class Divergence(Part):
+class Divergence(RecordPart):
     """The first position at which a sequence differs from the reference, and its margin."""
 
     sequence: int = recorded("prompt, counted from 0")
@@ -35,7 +35,7 @@ class Divergence(Part):
 
 
 @dataclass(frozen=True)
-class Misjudged(Part):
+class Misjudged(RecordPart):
     """A token that the logits of its own step do not allow."""
 
     sequence: int = recorded("prompt, counted from 0")
@@ -48,7 +48,7 @@ class Misjudged(Part):
 
 
 @dataclass(frozen=True)
-class JudgedAgain(Part):
+class JudgedAgain(RecordPart):
     """Counts of steps that were judged again from their own logits."""
 
     num_steps: int = recorded("number of steps that were judged again, of both passes")
@@ -73,7 +73,7 @@ class JudgedAgain(Part):
 
 
 @dataclass(frozen=True)
-class ForwardErrors(Part):
+class ForwardErrors(RecordPart):
     """Errors of the logits of both passes after the same text, over the last batch."""
 
     num_positions: int = recorded("number of positions of which both passes kept logits")
@@ -131,7 +131,7 @@ class ForwardErrors(Part):
 
 
 @dataclass(frozen=True)
-class Correctness(Part):
+class Correctness(RecordPart):
     """The result of the comparison. `reference` is None if nothing was compared."""
 
     reference: str | None = recorded(

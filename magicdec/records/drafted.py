@@ -98,7 +98,7 @@ def step_of(samples: PassSamples, batch: int, step: int, row: int, emitted: int)
         step,
         samples.draft_hashes[batch][step][row],
         samples.draft_keys[batch][step][row],
-        samples.num_proposed[batch][step][row],
+        samples.num_drafted[batch][step][row],
         accepted[row],
         emitted,
     )

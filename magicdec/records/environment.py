@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 
 GPU_NULL = (
     "on CPU; without `nvidia-ml-py`; where the driver refuses; if `failed`; in `probe`, `latency` "
@@ -17,7 +17,7 @@ LOAD_NULL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment(Part):
+class Environment(RecordPart):
     """The machine, the software and the launch, without host names."""
 
     time_utc: str = recorded("start of the run, ISO 8601, UTC")
@@ -102,7 +102,7 @@ class Environment(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRecord(Part):
+class MemoryRecord(RecordPart):
     """The planned and the measured memory, summed over all ranks."""
 
     weights_bytes: int = recorded("planned: the target's weights", "bytes")

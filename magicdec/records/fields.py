@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 KEY = "recorded"
 
 
-class Part:
+class RecordPart:
     """A base of the dataclasses of a record. pydantic checks JSON against their types and ignores
     unknown keys."""
 

@@ -23,7 +23,7 @@ from magicdec.records.acceptance import acceptance_of
 from magicdec.records.intervals import ratio_interval, speed_interval
 from magicdec.records.performance import Metrics, without_chance
 from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
-from magicdec.records.stalls import Steps
+from magicdec.records.stalls import PassSteps
 
 
 def run_metrics(
@@ -48,7 +48,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
     step_ms = mean(steps)
     decode_s = sum(steps) / 1e3
     phases_ms = sum(map(sum, (samples.draft_ms, samples.verify_ms, samples.decode_ms)))
-    drafted = sum(map(sum, samples.num_drafted))
+    drafted = sum(map(sum, samples.padded_gamma))
     read = sum(map(sum, samples.bytes_read))
     draft_rows = sum(samples.draft_rows)
     tpot_ms = tpots(samples)
@@ -82,7 +82,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
 
 
 def step_metrics(samples: PassSamples) -> dict[str, Any]:
-    steps = Steps.of(samples)
+    steps = PassSteps.of(samples)
     if not steps.num_steps:
         return {}
     stalls = steps.stalls
@@ -130,7 +130,7 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
 def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
     """The tokens/s of decode steps relative to the baseline's, by batch. A stalled step counts as
     the median of its kind."""
-    return _ratios(baseline, ours, lambda samples: Steps.of(samples).steady_ms)
+    return _ratios(baseline, ours, lambda samples: PassSteps.of(samples).steady_ms)
 
 
 def total_speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:

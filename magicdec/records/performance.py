@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from magicdec.records.acceptance import AcceptanceMetrics
-from magicdec.records.fields import Part, description_of, recorded
+from magicdec.records.fields import RecordPart, description_of, recorded
 from magicdec.records.intervals import FEWEST_BATCHES
 
 SUFFIX = "_interval"  # of the name of a metric, for that of its interval
@@ -41,7 +41,7 @@ def _tpot(meaning: str, name: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedMetrics(Part):
+class SpeedMetrics(RecordPart):
     """The speed of a pass over all measured batches, without the warm-up. Intervals of speeds are
     over batches."""
 

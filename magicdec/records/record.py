@@ -17,7 +17,7 @@ from magicdec.records.acceptance import AcceptanceMetrics
 from magicdec.records.correctness import Correctness
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.environment import Environment, MemoryRecord
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.performance import Metrics
 from magicdec.records.samples import PrefillSamples, SamplesRecord, unequal_threads
 from magicdec.records.workload import WorkloadRecord
@@ -30,14 +30,14 @@ CONFIG_KEYS = {
     "model": ("model", "dtype", "target_dtype"),
     "parallel": ("device",),
     "kv": ("policy", "budget"),
-    "decoding": ("strategy", "drafter", "num_draft_tokens", "ignore_eos"),
+    "decoding": ("strategy", "drafter", "gamma", "ignore_eos"),
     "workload": ("batch_size", "prefix_len", "gen_len", "num_batches"),
 }
 WITHOUT_METRICS = "if `diverged` or `failed`"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(Part):
+class Record(RecordPart):
     """The fields of every record. A new kind needs a dataclass that derives from this one, a line
     in `names.RECORDS`, and a function that makes its tables (`TABLES` in
     `cli/parsing/record_files.py`)."""

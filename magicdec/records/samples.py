@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from itertools import chain
 from typing import Any
 
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.runner.request import Request, StepOutput
 
 UNDRAFTED = "for `autoregressive`; with random weights"
@@ -26,7 +26,7 @@ def _ms(meaning: str, null: str | None = None) -> Any:
 
 
 @dataclass(kw_only=True)
-class SamplesRecord(Part):
+class SamplesRecord(RecordPart):
     """The raw times and counts of one pass, by batch."""
 
     # fmt: off
@@ -52,13 +52,12 @@ class SamplesRecord(Part):
     num_tokens: list[int] = recorded(
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
     )
-    num_drafted: list[list[int]] | None = recorded(
-        "draft tokens for each row, by batch and step; 0 in a step without "
-        "drafts", "tokens", null=UNDRAFTED
+    padded_gamma: list[list[int]] | None = recorded(
+        "draft tokens of the row with the most, by batch and step; 0 in a step without drafts",
+        "tokens", null=UNDRAFTED
     )
-    num_proposed: list[list[list[int]]] | None = recorded(
-        "those of them that the drafter proposed, without padding, by batch, step and row, as in "
-        "`num_accepted`",
+    num_drafted: list[list[list[int]]] | None = recorded(
+        "draft tokens of each row, without padding, by batch, step and row, as in `num_accepted`",
         "tokens", null=UNDRAFTED,
     )
     num_accepted: list[list[list[int]]] | None = recorded(
@@ -125,7 +124,7 @@ class SamplesRecord(Part):
         """The collected samples, with steps without drafts or 0 forwards in place of missing
         counts."""
         values = vars(self) | {"num_tokens": [sum(tokens) for tokens in self.sequence_tokens]}
-        absent = {"num_drafted": 0, "num_accepted": [], "num_emitted": [], "num_proposed": []}
+        absent = {"padded_gamma": 0, "num_accepted": [], "num_emitted": [], "num_drafted": []}
         absent |= {"num_forwards": 0}
         for name, value in absent.items():
             if values[name] is None:
@@ -138,8 +137,8 @@ class PassSamples(SamplesRecord):
     """The samples as a pass collects them: no counts are withheld."""
 
     num_forwards: list[list[int]] = field(default_factory=list)
-    num_drafted: list[list[int]] = field(default_factory=list)
-    num_proposed: list[list[list[int]]] = field(default_factory=list)
+    padded_gamma: list[list[int]] = field(default_factory=list)
+    num_drafted: list[list[list[int]]] = field(default_factory=list)
     num_accepted: list[list[list[int]]] = field(default_factory=list)
     num_emitted: list[list[list[int]]] = field(default_factory=list)
 
@@ -165,7 +164,7 @@ class PassSamples(SamplesRecord):
         values = vars(self)
         if not is_drafting or is_random:
             drafted = (
-                *("num_drafted", "num_proposed", "num_accepted"),
+                *("padded_gamma", "num_drafted", "num_accepted"),
                 *("draft_hashes", "draft_keys"),
             )
             values = values | dict.fromkeys(drafted)
@@ -177,8 +176,8 @@ class PassSamples(SamplesRecord):
         for steps in (
             self.step_ms,
             self.num_forwards,
+            self.padded_gamma,
             self.num_drafted,
-            self.num_proposed,
             self.num_accepted,
             self.num_emitted,
         ):
@@ -202,8 +201,8 @@ class PassSamples(SamplesRecord):
     def observe(self, output: StepOutput, seconds: float, num_forwards: int = 0) -> None:
         self.step_ms[-1].append(to_ms(seconds))
         self.num_forwards[-1].append(num_forwards)
-        self.num_drafted[-1].append(output.num_drafted)
-        self.num_proposed[-1].append(output.num_proposed or [])
+        self.padded_gamma[-1].append(output.padded_gamma)
+        self.num_drafted[-1].append(output.num_drafted or [])
         self.num_accepted[-1].append(output.num_accepted or [])
         self.num_emitted[-1].append([len(tokens) for tokens in output.token_ids])
         if output.digests is not None:
@@ -226,7 +225,7 @@ class PassSamples(SamplesRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillSamples(Part):
+class PrefillSamples(RecordPart):
     """The raw times of prefill, which both passes of a run share."""
 
     prefill_ms: list[float] = recorded("time of the prefill, by batch", "ms")

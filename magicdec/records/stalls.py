@@ -28,7 +28,7 @@ NEAREST = 31  # steps of a kind that the median is of
 TO_DEVIATION = 1.4826  # from the median of absolute deviations to the standard deviation
 
 T = TypeVar("T")
-Kind = tuple[int, int, int]
+StepKind = tuple[int, int, int]
 """Forwards, draft tokens of a row, and rows of a step."""
 Place = tuple[int, int]
 """Batch and step."""
@@ -46,15 +46,15 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Steps:
+class PassSteps:
     """The decode steps of a pass."""
 
     step_ms: Sequence[Sequence[float]]  # by batch and step
-    kinds: Mapping[Kind, Sequence[Place]]  # the places of its steps, in order
+    kinds: Mapping[StepKind, Sequence[Place]]  # the places of its steps, in order
 
     @classmethod
-    def of(cls, samples: PassSamples) -> Steps:
-        kinds = defaultdict[Kind, list[Place]](list)
+    def of(cls, samples: PassSamples) -> PassSteps:
+        kinds = defaultdict[StepKind, list[Place]](list)
         for place, kind in _kinds(samples):
             kinds[kind].append(place)
         return cls(samples.step_ms, kinds)
@@ -135,15 +135,15 @@ def running(times: Sequence[float]) -> list[float]:
     return np.pad(middle, (before, count - 1 - before), mode="edge").tolist()
 
 
-def does_as_much(kind: Kind, other: Kind) -> bool:
+def does_as_much(kind: StepKind, other: StepKind) -> bool:
     return all(a >= b for a, b in zip(kind, other, strict=True))
 
 
-def _kinds(samples: PassSamples) -> Iterator[tuple[Place, Kind]]:
+def _kinds(samples: PassSamples) -> Iterator[tuple[Place, StepKind]]:
     for batch, times in enumerate(samples.step_ms):
         size = batch, len(times)
         forwards = _known(samples.num_forwards, *size, 0)
-        drafted = _known(samples.num_drafted, *size, 0)
+        drafted = _known(samples.padded_gamma, *size, 0)
         rows = map(len, _known(samples.num_emitted, *size, list[int]()))
         for step, kind in enumerate(zip(forwards, drafted, rows, strict=True)):
             yield (batch, step), kind

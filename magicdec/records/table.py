@@ -61,7 +61,7 @@ def method_of(config: dict[str, Any]) -> str:
     weights = decoding.get("draft_weights")
     drafter += f" in {weights}" if weights else ""
     budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
-    gamma = f"gamma {decoding['num_draft_tokens']}"
+    gamma = f"gamma {decoding['gamma']}"
     if decoding.get("pa") is not None:
         gamma += f", pa {decoding['pa']:g}"
     return ", ".join([drafter, *([budget] if policy_of(config) else []), gamma])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 
 GENERATED = "if prompts are generated (`ruler:`)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRecord(Part):
+class ModelRecord(RecordPart):
     """A model and the fingerprint of its weights."""
 
     model: str = recorded("name of the model that was loaded, without its folder")

@@ -25,7 +25,13 @@ from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.view import FULL, Visible, make_view
 from magicdec.model.transformer import Transformer
-from magicdec.runner.native_steps.executor import Cancellation, Cancelled, Executor, Forward, Watch
+from magicdec.runner.native_steps.executor import (
+    AttentionObserver,
+    Cancellation,
+    Cancelled,
+    Executor,
+    NativeForward,
+)
 
 Tokens = Tensor | Sequence[Sequence[int]]
 """Token ids [B, T], on the device or on the host, or hidden states [B, T, hidden]."""
@@ -35,7 +41,7 @@ P = ParamSpec("P")
 
 
 def at_once(
-    defer: Callable[Concatenate[ModelRunner, P], Forward],
+    defer: Callable[Concatenate[ModelRunner, P], NativeForward],
 ) -> Callable[Concatenate[ModelRunner, P], Tensor]:
     """`ModelRunner.defer`, computed at once and returning the output."""
 
@@ -72,7 +78,7 @@ class ModelRunner:
     drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False)
-    deferred: list[Forward] = field(init=False, default_factory=list)  # by `defer`
+    deferred: list[NativeForward] = field(init=False, default_factory=list)  # by `defer`
     has_flaws: bool = field(init=False, default=False)  # native calls computed NaN or infinity
     draft_log: DraftLog | None = field(init=False, default=None)  # None: none is kept
 
@@ -159,11 +165,11 @@ class ModelRunner:
         policy: Visible | None = None,
         committed: Lengths | Sequence[int] | None = None,
         num_outputs: int | None = None,
-        watch: Watch | None = None,
-        watch_queries: Watch | None = None,
+        watch: AttentionObserver | None = None,
+        watch_queries: AttentionObserver | None = None,
         is_draft: bool = False,
         cancellation: Cancellation | None = None,
-    ) -> Forward:
+    ) -> NativeForward:
         """Append the tokens of x to `rows`. The forward's `out` becomes this rank's logits [B,
         T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a model's part.
 
@@ -188,7 +194,9 @@ class ModelRunner:
             self.draft_log.read(view, self.offsets)
         if num_outputs is None or not self.model.is_last:
             num_outputs = num_new
-        forward = Forward(x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation)
+        forward = NativeForward(
+            x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation
+        )
         if self.executor is not None and self.executor.serves(forward):
             self.deferred.append(forward)
         else:
@@ -224,7 +232,7 @@ class ModelRunner:
         already."""
         return committed
 
-    def _run_layers(self, forward: Forward) -> None:
+    def _run_layers(self, forward: NativeForward) -> None:
         view = forward.view
         rows = forward.rows
         first = self.model.layers.start

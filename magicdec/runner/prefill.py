@@ -15,12 +15,12 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import StepOutput
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import next_tokens
-from magicdec.runner.step_plan import Part
+from magicdec.runner.step_plan import PrefillChunk
 
 
 def prefill(
     runner: ModelRunner,
-    parts: Sequence[Part],
+    parts: Sequence[PrefillChunk],
     chunk: int,
     progress: Callable[[int], None] = lambda n: None,
 ) -> StepOutput:
@@ -57,7 +57,10 @@ def prefill(
 
 
 def take(
-    runner: ModelRunner, part: Part, chunk: int, progress: Callable[[int], None] = lambda n: None
+    runner: ModelRunner,
+    part: PrefillChunk,
+    chunk: int,
+    progress: Callable[[int], None] = lambda n: None,
 ) -> Tensor | None:
     """Append the tokens of `part` to its row. Returns this rank's logits [1, 1, V] of the last
     one if that completes the text; else the last chunk may be deferred (`ModelRunner.defer`)."""

@@ -190,14 +190,14 @@ class Batch:
 class StepOutput:
     """The tokens that a step emitted by request, in order.
 
-    `num_drafted`: the largest number of drafts of a request, padding included. By request,
-    `num_proposed`: drafts without padding; `num_accepted`: those accepted; both None without
-    drafts."""
+    `padded_gamma`: the largest number of drafts of a request, to which the others are padded. By
+    request, `num_drafted`: drafts without padding; `num_accepted`: those accepted; both None
+    without drafts."""
 
     token_ids: list[list[int]]
-    num_drafted: int = 0
+    padded_gamma: int = 0
     num_accepted: list[int] | None = None
-    num_proposed: list[int] | None = None
+    num_drafted: list[int] | None = None
     emitted_s: list[float] | None = None  # prefill only: time of each request's first token
     # Of each request, the hash of what was drafted and read, and the number of keys that were read
     # (`kv.draft_log`); empty in a step without drafts, None if no log is kept.

@@ -1,4 +1,4 @@
-"""Plan: what one step does, and the limits within which it is decided. Imports no torch."""
+"""StepPlan: what one step does, and the limits within which it is decided. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFILL_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """The limits of a running batch; by default none.
 
     With `num_blocks`, rows take blocks of `block_size` tokens as they grow, from `num_blocks` in
@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Part:
+class PrefillChunk:
     """The tokens `start` to `stop` - 1 of a request's text, which a step prefills."""
 
     request: Request
@@ -59,14 +59,14 @@ class Part:
         return self.stop == self.request.num_cached
 
     @classmethod
-    def whole(cls, requests: Sequence[Request]) -> tuple[Part, ...]:
+    def whole(cls, requests: Sequence[Request]) -> tuple[PrefillChunk, ...]:
         rows = Batch(tuple(requests)).rows
         pairs = zip(requests, rows, strict=True)
         return tuple(cls(request, row, 0, request.num_cached) for request, row in pairs)
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """A step: rows are freed and given, blocks reserved, parts prefilled, and requests that were
     complete before decode, in this order. Sequences are in row order."""
 
@@ -75,8 +75,8 @@ class Plan:
     cancelled: tuple[tuple[Request, int], ...] = ()  # with the row that it leaves
     admitted: tuple[tuple[Request, int], ...] = ()  # with its new row
     reserved: tuple[tuple[int, int], ...] = ()  # (row, tokens that it must have room for)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PrefillChunk, ...] = ()
 
 
-Watcher = Callable[[Plan], None]
+StepObserver = Callable[[StepPlan], None]
 """A function that is called with the plan of every step, before the step."""

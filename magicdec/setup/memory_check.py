@@ -89,7 +89,7 @@ def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """The memory that is free for all `ranks` together: `free` bytes, None if unknown."""
 
     ranks: tuple[int, ...]
@@ -118,13 +118,13 @@ def describe_place(config: ResolvedConfig, launch: Launch) -> str:
     return "on this host" if count == 1 else f"on this host's {count} ranks"
 
 
-def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> Room:
+def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> MemoryBudget:
     ranks = sharing_ranks(config.parallel.device, launch, num_gpus)
     place = describe_place(config, launch)
     free = free_device_memory(config.parallel.device, launch.local_rank)
     if config.parallel.device != "cpu" and len(ranks) > 1:
         place = f"on the GPU that {len(ranks)} ranks share"
-    return Room(ranks, place, free)
+    return MemoryBudget(ranks, place, free)
 
 
 def sharing_ranks(kind: str, launch: Launch, num_gpus: int) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: i
     """The printed line about a run's memory. `free` bytes are free on this rank's GPU or on the
     host, None if unknown. Raises ValueError if the plan needs more."""
     plan = needed(config, models, launch)
-    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
+    room = MemoryBudget(tuple(launch.local_ranks), describe_place(config, launch), free)
     w = config.workload
     if free is not None and (refusal := room.refusal(plan)):
         raise ValueError(

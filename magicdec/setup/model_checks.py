@@ -93,11 +93,11 @@ def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
             f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length} exceeds "
             f"the {reach} positions of the draft {label} under --kv_policy {kv.policy}{rolls}"
         )
-    tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.most_draft_tokens)
+    tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.max_gamma)
     if kv.budget + tail > reach:
         raise ValueError(
             f"--budget {kv.budget} and the --prefill_chunk "
-            f"{config.attention.prefill_chunk} or --gamma {config.decoding.num_draft_tokens} after "
+            f"{config.attention.prefill_chunk} or --gamma {config.decoding.gamma} after "
             f"it exceed the {reach} positions of the draft {label}; make them smaller"
         )
 
@@ -110,7 +110,7 @@ def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None
     """A policy's single choice must stay in the model's sliding window."""
     window = source.config.sliding_window
     kv = config.kv
-    after = config.workload.num_new_tokens + config.decoding.most_draft_tokens
+    after = config.workload.num_new_tokens + config.decoding.max_gamma
     is_once = policy_called(kv.policy).is_copied and not kv.reselect_every
     if is_once and window is not None and after >= window:
         again = "" if config.draft is not None else " or --reselect_every"

@@ -156,7 +156,7 @@ class ModelPlan:
     def tail(self) -> int:
         """Tokens after the window of a cache that forgets: a chunk of a prompt, or drafts."""
         chunk = min(self.config.attention.prefill_chunk, self.config.workload.prefix_len)
-        return chunk + self.config.decoding.most_draft_tokens
+        return chunk + self.config.decoding.max_gamma
 
     def storage(self) -> tuple[int, int]:
         """(tokens in a block, blocks) of the cache."""

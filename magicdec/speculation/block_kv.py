@@ -55,7 +55,7 @@ class BlockSelection(KVPolicy):
         return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
 
     @classmethod
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
+    def check(cls, kv: KVSection, gamma: int, flag: str | None) -> None:
         check_sinks(kv, flag)
         if kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
             raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import Visible
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Watch
+from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, confidence, draft_token
@@ -29,9 +29,9 @@ class DraftKV:
     forwards, `rewind`, a verification by the target, `commit`; at the end `release`. From
     `follow` to `commit` work is on tensors alone, so that steps can be captured."""
 
-    watch: Watch | None = None
+    watch: AttentionObserver | None = None
     """Called with the attention weights of each layer of a verification."""
-    watch_queries: Watch | None = None
+    watch_queries: AttentionObserver | None = None
     """Called with the queries of each layer of a verification."""
 
     def __init__(self, runner: ModelRunner, visible: Visible) -> None:
@@ -49,7 +49,7 @@ class DraftKV:
     def release(self, rows: Sequence[int]) -> None:
         """Forget the ended requests in `rows`."""
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> None:
         """The host phase before a draft."""
 
     def follow(self, rows: BatchRows, most: int) -> None:

@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 
-from magicdec.config.sections import MOST_DRAFT_TOKENS, DecodingSection
+from magicdec.config.sections import MAX_AUTO_GAMMA, DecodingSection
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import upload
 from magicdec.runner.request import Batch
@@ -56,7 +56,7 @@ LOOKUP = DraftCost(0.2, 0.15)  # of drafts that a lookup makes, as long as nothi
 class DraftLength(ABC):
     """A choice of draft lengths. By default it measures nothing."""
 
-    most: int
+    max_gamma: int
     """The largest number of tokens that a step drafts."""
     choices: Sequence[int]
     """The numbers of tokens that a step may draft."""
@@ -88,13 +88,13 @@ class DraftLength(ABC):
     def observe(
         self,
         batch: Batch,
-        num_drafted: int,
+        gamma: int,
         accepted: Sequence[int],
         seconds: float | None,
         judged: Sequence[int],
         verified: int | None = None,
     ) -> None:
-        """Take note of a step that drafted `num_drafted` tokens a row, and verified `verified`
+        """Take note of a step that drafted `gamma` tokens a row, and verified `verified`
         on average (None: all).
 
         `accepted` is by row, empty without drafts. `seconds` is None unless it times this step
@@ -106,13 +106,13 @@ class DraftLength(ABC):
 
 
 class FixedLength(DraftLength):
-    def __init__(self, most: int, acceptance: Acceptance | None = None) -> None:
-        self.most = most
-        self.choices = (most,)
+    def __init__(self, max_gamma: int, acceptance: Acceptance | None = None) -> None:
+        self.max_gamma = max_gamma
+        self.choices = (max_gamma,)
         self.acceptance = acceptance
 
     def lengths(self, batch: Batch) -> list[int]:
-        return [self.most] * len(batch.requests)
+        return [self.max_gamma] * len(batch.requests)
 
 
 class AutoLength(DraftLength):
@@ -126,24 +126,24 @@ class AutoLength(DraftLength):
 
     def __init__(
         self,
-        most: int,
+        max_gamma: int,
         group: Group,
         device: torch.device,
         per_row: bool = False,
         given: DraftCost | None = None,
     ) -> None:
-        self.most = most
+        self.max_gamma = max_gamma
         self.group = group
         self.device = device
         self.per_row = per_row
         self.given = given
-        few = min(most, MOST_DRAFT_TOKENS)
+        few = min(max_gamma, MAX_AUTO_GAMMA)
         # All that a model may draft, and few of the longer ones of a lookup: each takes time.
-        self.choices = sorted({*range(few + 1), *range(few, most, MOST_DRAFT_TOKENS), most})
+        self.choices = sorted({*range(few + 1), *range(few, max_gamma, MAX_AUTO_GAMMA), max_gamma})
         # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
         # not depend on the draft length, while that of drafted tokens would be of confident ones.
-        self.acceptance = Acceptance(most)
-        self.chains = ChainLengths(most)
+        self.acceptance = Acceptance(max_gamma)
+        self.chains = ChainLengths(max_gamma)
         self.calibration_s: float = 0.0
         # By the rows in powers of 2, and the context in powers of sqrt(2).
         self._times: dict[tuple[int, int], StepTimes] = {}
@@ -175,7 +175,7 @@ class AutoLength(DraftLength):
 
     def _given_seconds(self, batch: Batch) -> list[float]:
         assert self.given is not None
-        return [1.0, *map(self.given, range(1, self.most + 1))]
+        return [1.0, *map(self.given, range(1, self.max_gamma + 1))]
 
     def forget_times(self) -> None:
         self._times.clear()
@@ -222,7 +222,7 @@ class AutoLength(DraftLength):
         hope = max((k + 1) / self.times(rows, k) for k in self.choices)
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
-        few = min(self.most, MOST_DRAFT_TOKENS)
+        few = min(self.max_gamma, MAX_AUTO_GAMMA)
         # A step of decoding that was disturbed takes longer than one with drafts.
         token = max(0.0, seconds[few] - seconds[1]) / max(1, few - 1)
         step = max(0.0, seconds[1] - token - seconds[0])
@@ -265,7 +265,7 @@ class AutoLength(DraftLength):
     def observe(
         self,
         batch: Batch,
-        num_drafted: int,
+        gamma: int,
         accepted: Sequence[int],
         seconds: float | None,
         judged: Sequence[int],
@@ -273,18 +273,18 @@ class AutoLength(DraftLength):
     ) -> None:
         is_drafting = any(judged)
         seconds = seconds if self.given is None else None
-        if num_drafted > 0 and not is_drafting:
+        if gamma > 0 and not is_drafting:
             if seconds is not None:
                 decode_s = self.times(len(batch.requests), 0)
-                self._lookups.append((seconds / decode_s, verified or num_drafted))
+                self._lookups.append((seconds / decode_s, verified or gamma))
             return
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
         if seconds is not None:
-            self.times.correct(len(batch.requests), verified or num_drafted, seconds)
+            self.times.correct(len(batch.requests), verified or gamma, seconds)
         if is_drafting:
-            self.chains.observe(max(judged), num_drafted)
-            super().observe(batch, num_drafted, accepted, seconds, judged)
+            self.chains.observe(max(judged), gamma)
+            super().observe(batch, gamma, accepted, seconds, judged)
         elif self._split:  # so that these rows are tried again
             self.acceptance.fade([r.request_id for r in batch.requests])
 
@@ -295,9 +295,9 @@ def make_draft_length(
     device: torch.device,
     per_row: bool = False,
 ) -> DraftLength:
-    if decoding.gamma == "auto":
+    if decoding.gamma_or_default == "auto":
         given = None if decoding.step_cost is None else DraftCost(*decoding.step_cost)
-        return AutoLength(decoding.num_draft_steps, group, device, per_row, given)
-    most = decoding.num_draft_steps
+        return AutoLength(decoding.max_draft_forwards, group, device, per_row, given)
+    gamma = decoding.max_draft_forwards
     is_mixed = decoding.looks_up and bool(decoding.model_drafter)
-    return FixedLength(most, Acceptance(most) if is_mixed else None)
+    return FixedLength(gamma, Acceptance(gamma) if is_mixed else None)

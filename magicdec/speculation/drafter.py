@@ -11,7 +11,7 @@ from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Watch
+from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.draft_kv import DraftKV
@@ -44,10 +44,10 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """At most `num_tokens` drafts, after the `pending` newest tokens of each row that the first
+    """At most `gamma` drafts, after the `pending` newest tokens of each row that the first
     draft forward takes."""
 
-    num_tokens: int
+    gamma: int
     pending: int = 1
 
 
@@ -71,9 +71,9 @@ class Drafter(ABC):
 
     draft_kv: DraftKV | None = None
     """The KV that drafts read; None if no model drafts on this rank."""
-    watch: Watch | None = None
+    watch: AttentionObserver | None = None
     """Called with the attention weights of each verification, if they are needed."""
-    watch_queries: Watch | None = None
+    watch_queries: AttentionObserver | None = None
     """Called with the queries of each verification, if they are needed."""
     has_probabilities: bool = True
     """Whether drafts of sampled requests are drawn at random. `propose` then returns their
@@ -98,23 +98,23 @@ class Drafter(ABC):
         padded."""
         return choices
 
-    def pendings(self, num_draft_tokens: int) -> Sequence[int]:
-        """The values of `pending` with which `num_draft_tokens` may be drafted."""
+    def pendings(self, gamma: int) -> Sequence[int]:
+        """The values of `pending` with which `gamma` may be drafted."""
         return self.pending
 
     def plan(
         self,
         requests: Sequence[Request],
-        num_draft_tokens: int,
+        gamma: int,
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
-        """Plan the next draft of at most `num_draft_tokens`, the same on every rank. Rows of
+        """Plan the next draft of at most `gamma`, the same on every rank. Rows of
         different lengths are verified together if they `can_join`, and padded otherwise."""
-        counts = [num_draft_tokens] * len(requests)
+        counts = [gamma] * len(requests)
         return DraftPlan(counts, counts)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """The host phase of a draft. Returns the number of newest tokens of each row that the
         first draft forward takes."""
         return 1

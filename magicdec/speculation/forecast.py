@@ -26,9 +26,9 @@ class Acceptance:
     """Running acceptance rates by draft position, given acceptance before it, and each request's
     deviation from the mean."""
 
-    def __init__(self, most: int) -> None:
-        self.judged = [0.0] * most
-        self.accepted = [0.0] * most
+    def __init__(self, max_gamma: int) -> None:
+        self.judged = [0.0] * max_gamma
+        self.accepted = [0.0] * max_gamma
         self._rows: dict[int, tuple[float, float]] = {}  # request -> accepted, expected to be
 
     def keep_rows(self, requests: Collection[int]) -> None:
@@ -72,14 +72,14 @@ class Acceptance:
 class ChainLengths:
     """Counts of how often a chain of drafts goes on after 0, 1, 2, ... tokens."""
 
-    def __init__(self, most: int) -> None:
-        self.wanted = [0.0] * most
-        self.longer = [0.0] * most
+    def __init__(self, max_gamma: int) -> None:
+        self.wanted = [0.0] * max_gamma
+        self.longer = [0.0] * max_gamma
 
-    def observe(self, asked: int, num_drafted: int) -> None:
-        for k in range(min(asked, num_drafted + 1)):
+    def observe(self, asked: int, gamma: int) -> None:
+        for k in range(min(asked, gamma + 1)):
             self.wanted[k] = KEEP * self.wanted[k] + 1
-            self.longer[k] = KEEP * self.longer[k] + (k < num_drafted)
+            self.longer[k] = KEEP * self.longer[k] + (k < gamma)
 
     def mean(self, asked: int, seconds: Callable[[int], float]) -> float:
         """The expected seconds of a step asked for `asked` draft tokens, where k take
@@ -169,14 +169,14 @@ class StepTimes:
         self._recent: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
         self._drift = {False: 1.0, True: 1.0}
 
-    def measured(self, rows: int, num_drafted: int) -> float:
+    def measured(self, rows: int, gamma: int) -> float:
         """The time before correction, linear in the number of rows."""
-        all_rows = self.of_all[num_drafted]
-        one = self.of_one[num_drafted]
+        all_rows = self.of_all[gamma]
+        one = self.of_one[gamma]
         return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
 
-    def correct(self, rows: int, num_drafted: int, seconds: float) -> None:
-        self._recent[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
+    def correct(self, rows: int, gamma: int, seconds: float) -> None:
+        self._recent[gamma > 0].append(seconds / self.measured(rows, gamma))
 
     @property
     def was_disturbed(self) -> bool:
@@ -187,5 +187,5 @@ class StepTimes:
     def settle(self) -> None:
         self._drift = {kind: median(recent or [1.0]) for kind, recent in self._recent.items()}
 
-    def __call__(self, rows: int, num_drafted: int) -> float:
-        return self.measured(rows, num_drafted) * self._drift[num_drafted > 0]
+    def __call__(self, rows: int, gamma: int) -> float:
+        return self.measured(rows, gamma) * self._drift[gamma > 0]

@@ -44,7 +44,7 @@ class MixedDrafter(Drafter):
         self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
         self._uses_model = True
         self._is_looked_up = dict[int, bool]()
-        self._model_tokens = lookup.most  # the model drafts no more
+        self._model_tokens = lookup.max_gamma  # the model drafts no more
         # For each row of the cache: whether its drafts are those of a lookup.
         self._looked_up = torch.zeros(target.num_rows, dtype=torch.bool, device=target.device)
 
@@ -61,7 +61,7 @@ class MixedDrafter(Drafter):
         self.model.admit(requests)
         self.draft_kv = self.model.draft_kv
         # In drafts that are timed before the next plan:
-        self._uses_model, self._model_tokens = True, self.lookup.most
+        self._uses_model, self._model_tokens = True, self.lookup.max_gamma
 
     def release(self, rows: Sequence[int]) -> None:
         self.lookup.release(rows)
@@ -71,57 +71,57 @@ class MixedDrafter(Drafter):
         self._choices = choices
         return sorted({*self.lookup.lengths(choices), *choices})
 
-    def pendings(self, num_draft_tokens: int) -> Sequence[int]:
-        of_model = self.model.pending if num_draft_tokens in self._choices else ()
+    def pendings(self, gamma: int) -> Sequence[int]:
+        of_model = self.model.pending if gamma in self._choices else ()
         return (LOOKUP_ALONE, *of_model)
 
     def plan(
         self,
         requests: Sequence[Request],
-        num_draft_tokens: int,
+        gamma: int,
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
         """Compare a step of lookups alone with one of the model by expected tokens over time."""
-        of_lookup = self.lookup.look_up(requests, self.lookup.most)
+        of_lookup = self.lookup.look_up(requests, self.lookup.max_gamma)
         cost = draft_length.cost or DraftCost(LOOKUP.step, LOOKUP.token + DRAFT_COST)
         lookup_cost = draft_length.lookup_cost or LOOKUP
         alone, worth = best_length(of_lookup, lookup_cost, can_join)
         plan = DraftPlan([min(alone, len(each)) for each in of_lookup], [0] * len(requests))
         self._uses_model = False
-        if num_draft_tokens == 0:
+        if gamma == 0:
             return plan
-        acceptance = draft_length.acceptance or Acceptance(num_draft_tokens)
+        acceptance = draft_length.acceptance or Acceptance(gamma)
         of_model = [
-            list(accumulate(acceptance.rates(request.request_id)[:num_draft_tokens], mul))
+            list(accumulate(acceptance.rates(request.request_id)[:gamma], mul))
             for request in requests
         ]
         if can_join:  # A token must bring more than its time would bring in a step of lookups.
             cut = [[p for p in each if p > lookup_cost.token * worth] for each in of_lookup]
         else:
-            cut = [each[:num_draft_tokens] for each in of_lookup]
+            cut = [each[:gamma] for each in of_lookup]
         takes = [sum(a) > sum(b) for a, b in zip(cut, of_model, strict=True)]
         chosen = [a if take else b for take, a, b in zip(takes, cut, of_model, strict=True)]
         expected = 1 + sum(map(sum, chosen)) / len(requests)
-        more = sum(max(0, len(each) - num_draft_tokens) for each in chosen) / len(requests)
-        if alone and expected / (cost(num_draft_tokens) + lookup_cost.token * more) < worth:
+        more = sum(max(0, len(each) - gamma) for each in chosen) / len(requests)
+        if alone and expected / (cost(gamma) + lookup_cost.token * more) < worth:
             return plan
         self._uses_model = True
-        self._model_tokens = num_draft_tokens if can_join else self.lookup.most
+        self._model_tokens = gamma if can_join else self.lookup.max_gamma
         rows = [request.row for request in requests if request.row is not None]
         self._is_looked_up = dict(zip(rows, takes, strict=True))
-        judged = [0 if take else num_draft_tokens for take in takes]
+        judged = [0 if take else gamma for take in takes]
         return DraftPlan([len(each) for each in chosen], judged)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
-        self.lookup.prepare(requests, num_draft_tokens)
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
+        self.lookup.prepare(requests, gamma)
         if not self._uses_model:
             return LOOKUP_ALONE
         rows = [request.row for request in requests if request.row is not None]
         looked_up = [self._is_looked_up.get(row, False) for row in rows]
         device = self.target.device
         self._looked_up.index_copy_(0, upload(rows, device), upload(looked_up, device, torch.bool))
-        return self.model.prepare(requests, min(num_draft_tokens, self._model_tokens))
+        return self.model.prepare(requests, min(gamma, self._model_tokens))
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """Tokens of lookups have a probability of 1."""
@@ -131,8 +131,8 @@ class MixedDrafter(Drafter):
             one_hot = F.one_hot(ids, self.target.model.config.vocab_size).double()
         if shape.pending == LOOKUP_ALONE:
             return Proposal(ids, one_hot)
-        count = min(shape.num_tokens, self._model_tokens)
-        drafts = self.model.propose(batch, replace(shape, num_tokens=count))
+        count = min(shape.gamma, self._model_tokens)
+        drafts = self.model.propose(batch, replace(shape, gamma=count))
         is_ours = self._looked_up[batch.rows.index].unsqueeze(1)
         probs = drafts.probabilities
         if self.draft_kv is not None:  # which holds other tokens than will be verified
@@ -140,7 +140,7 @@ class MixedDrafter(Drafter):
             most = held.plus(count)
             kept = torch.where(is_ours[:, 0], held.tensor, most.tensor)
             self.draft_kv.rewind(batch.rows, Lengths(kept, most.bounds))
-        room = shape.num_tokens - count  # is not verified in the rows of the model
+        room = shape.gamma - count  # is not verified in the rows of the model
         if probs is not None and one_hot is not None:
             probs = torch.where(is_ours.unsqueeze(2), one_hot, F.pad(probs, (0, 0, 0, room)))
         return Proposal(torch.where(is_ours, ids, F.pad(drafts.ids, (0, room))), probs)

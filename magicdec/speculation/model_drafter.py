@@ -20,7 +20,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.runner.step_plan import Part
+from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.draft_kv import DraftKV, draft_chain
 from magicdec.speculation.drafter import Drafter, DraftModel, DraftSetup, DraftShape
 from magicdec.speculation.policies.policy import make_draft_kv
@@ -39,7 +39,7 @@ def draft(
 ) -> Proposal:
     """Draft tokens with ids below `vocab_size` after the `committed` tokens in `kv` and the
     newest tokens [B, T], which it lacks. Appends all drafts but the last, uncommitted."""
-    proposal = draft_chain(kv, batch.rows, committed, newest, batch.sampling, shape.num_tokens, pa)
+    proposal = draft_chain(kv, batch.rows, committed, newest, batch.sampling, shape.gamma, pa)
     if kv.runner.model.config.vocab_size == vocab_size:
         return proposal
     probs = proposal.probabilities
@@ -74,13 +74,13 @@ class SelfDrafter(Drafter):
     def admit(self, requests: Sequence[Request]) -> None:
         self.draft_kv.admit(requests)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
-        self.draft_kv.prepare(requests, num_draft_tokens)
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
+        self.draft_kv.prepare(requests, gamma)
         return 1
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         kv = self.draft_kv
-        kv.follow(batch.rows, shape.num_tokens + 1)
+        kv.follow(batch.rows, shape.gamma + 1)
         committed = kv.lengths(batch.rows)
         vocab_size = kv.runner.model.config.vocab_size
         newest = batch.newest[:, -1:]
@@ -121,7 +121,7 @@ class ModelDrafter(Drafter):
         runner = self.draft.runner
         if self.draft_kv is None or runner is None:
             return
-        parts = Part.whole(requests)
+        parts = PrefillChunk.whole(requests)
         for part in parts:
             runner.cache.release(part.row)
             runner.allocate(part.row)
@@ -134,7 +134,7 @@ class ModelDrafter(Drafter):
             for row in rows:
                 self.draft.runner.cache.release(row)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Append the tokens that the draft's cache lacks after steps without drafts, except the
         newest. Rows that lack almost as many share a forward, for which some are rewound."""
         kv = self.draft_kv
@@ -175,7 +175,7 @@ class ModelDrafter(Drafter):
         ids = proposal.ids
         probs = proposal.probabilities
         if self.pa > 0:  # every rank learns from padding where the chain has stopped
-            padding = shape.num_tokens - ids.shape[1]
+            padding = shape.gamma - ids.shape[1]
             ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
         ids = group.broadcast(ids, source)
         if self.pa > 0:
@@ -186,7 +186,7 @@ class ModelDrafter(Drafter):
 
     def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """Zeros into which a rank without the model receives the proposal."""
-        ids = batch.newest.new_zeros(len(batch.rows), shape.num_tokens)
+        ids = batch.newest.new_zeros(len(batch.rows), shape.gamma)
         probs = None
         if batch.sampling.draws is not None:
             probs = ids.new_zeros(*ids.shape, self.vocab_size, dtype=torch.float64)

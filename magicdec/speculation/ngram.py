@@ -14,7 +14,7 @@ from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.draft_length import LOOKUP, DraftCost, DraftLength
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
-from magicdec.speculation.suffix_index import Lookup, Rates, SuffixIndex
+from magicdec.speculation.suffix_index import Lookup, LookupRates, SuffixIndex
 
 MARGIN = 1.03  # expected speedup of a step that drafts
 
@@ -26,20 +26,20 @@ class NgramDrafter(Drafter):
     has_probabilities = False
 
     def __init__(
-        self, num_rows: int, most: int, device: torch.device, corpus: Sequence[int] = ()
+        self, num_rows: int, max_gamma: int, device: torch.device, corpus: Sequence[int] = ()
     ) -> None:
-        self.most = most
-        self.rates = Rates()
+        self.max_gamma = max_gamma
+        self.rates = LookupRates()
         self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
         self.lookups: dict[int, Lookup] = {}  # by row
         self.proposals: dict[int, list[tuple[int, float]]] = {}  # of the last plan, by row
-        self._tokens = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(num_rows, max_gamma, dtype=torch.int64, device=device)
 
     @classmethod
     def build(cls, setup: DraftSetup) -> NgramDrafter:
         runner = setup.runner
-        most = setup.decoding.most_draft_tokens
-        return cls(runner.num_rows, most, runner.device, setup.corpus)
+        max_gamma = setup.decoding.max_gamma
+        return cls(runner.num_rows, max_gamma, runner.device, setup.corpus)
 
     def admit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -52,21 +52,21 @@ class NgramDrafter(Drafter):
             self.lookups.pop(row, None)
 
     def lengths(self, choices: Sequence[int]) -> Sequence[int]:
-        return sorted({0, self.most, *(1 << n for n in range(self.most.bit_length()))})
+        return sorted({0, self.max_gamma, *(1 << n for n in range(self.max_gamma.bit_length()))})
 
     def plan(
         self,
         requests: Sequence[Request],
-        num_draft_tokens: int,
+        gamma: int,
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
-        survivals = self.look_up(requests, min(num_draft_tokens, self.most))
+        survivals = self.look_up(requests, min(gamma, self.max_gamma))
         count, _ = best_length(survivals, draft_length.cost or LOOKUP, can_join)
         counts = [min(count, len(each)) for each in survivals]
         return DraftPlan(counts, counts)
 
-    def look_up(self, requests: Sequence[Request], most: int) -> list[list[float]]:
+    def look_up(self, requests: Sequence[Request], max_gamma: int) -> list[list[float]]:
         """Look up at most `most` tokens of each request. Returns their survival: the
         probabilities that a token and all before it are right."""
         self.proposals = {}
@@ -74,25 +74,23 @@ class NgramDrafter(Drafter):
             assert request.row is not None, "an admitted request has a row"
             lookup = self.lookups[request.row]
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
-            self.proposals[request.row] = lookup.propose(most)
+            self.proposals[request.row] = lookup.propose(max_gamma)
         return [[p for _, p in proposal] for proposal in self.proposals.values()]
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Upload the planned tokens, padded with the row's newest."""
         rows = [request.row for request in requests if request.row is not None]
         known = [[token for token, _ in self.proposals.get(row, ())] for row in rows]
         tokens = [
-            [*each, *[request.last_token] * num_draft_tokens][:num_draft_tokens]
+            [*each, *[request.last_token] * gamma][:gamma]
             for request, each in zip(requests, known, strict=True)
         ]
         device = self._tokens.device
-        self._tokens[:, :num_draft_tokens].index_copy_(
-            0, upload(rows, device), upload(tokens, device)
-        )
+        self._tokens[:, :gamma].index_copy_(0, upload(rows, device), upload(tokens, device))
         return 1
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        return Proposal(self._tokens[batch.rows.index, : shape.num_tokens])
+        return Proposal(self._tokens[batch.rows.index, : shape.gamma])
 
 
 def best_length(

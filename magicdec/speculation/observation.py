@@ -13,7 +13,7 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Rows, upload
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Watch
+from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.runner.request import Request
 
 # Scores that are computed at a time, unless one KV head of a row has more: on a CPU as many as its
@@ -40,8 +40,8 @@ def rerun_tail(
     runner: ModelRunner,
     rows: Rows,
     token_ids: Tensor,
-    watch: Watch | None = None,
-    watch_queries: Watch | None = None,
+    watch: AttentionObserver | None = None,
+    watch_queries: AttentionObserver | None = None,
 ) -> None:
     """Run the newest tokens of `rows`, token_ids [B, T], once more to observe them.
 

@@ -88,11 +88,11 @@ class SuffixIndex:
         return most
 
 
-class Rates:
+class LookupRates:
     """The rates at which proposed tokens were right, by evidence. A text's rates begin as
     `general`, shared by all texts."""
 
-    def __init__(self, general: Rates | None = None) -> None:
+    def __init__(self, general: LookupRates | None = None) -> None:
         self.general = general
         self._counts: dict[Evidence, tuple[float, float]] = {}  # right, all
 
@@ -118,9 +118,11 @@ def length_class(length: int) -> int:
 class Lookup:
     """A growing text with its index. `corpus` is searched too."""
 
-    def __init__(self, corpus: SuffixIndex | None = None, general: Rates | None = None) -> None:
+    def __init__(
+        self, corpus: SuffixIndex | None = None, general: LookupRates | None = None
+    ) -> None:
         self.index = SuffixIndex()
-        self.rates = Rates(general or Rates())
+        self.rates = LookupRates(general or LookupRates())
         self.length = 0  # tokens of the text, forgotten ones included
         self._searched = [self.index] if corpus is None else [self.index, corpus]
         self._guess: list[tuple[int, Evidence]] = []  # what may follow, until that is known

@@ -27,9 +27,9 @@ from magicdec.names import BASELINE
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import PREFILL_TOKENS, Limits
+from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
-from magicdec.setup.memory_check import Room, largest
+from magicdec.setup.memory_check import MemoryBudget, largest
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_checks import check_shared
 from magicdec.setup.model_plan import ModelPlan, max_tokens
@@ -134,7 +134,7 @@ class Batching(System):
             *drafts,
         ]
 
-    def advice(self, each: Pass, room: Room) -> str:
+    def advice(self, each: Pass, room: MemoryBudget) -> str:
         def fits(cache_tokens: int) -> bool:
             smaller = copy(self)
             smaller.options = replace(self.options, cache_tokens=cache_tokens)
@@ -209,18 +209,18 @@ class Batching(System):
             BATCHINGS[each.mode](serve, requests, self.clock, self.options.rows, window_s / 1e3)
         return Extras()
 
-    def _limits(self, each: Pass) -> Limits:
+    def _limits(self, each: Pass) -> BatchLimits:
         assert self.runner is not None, "it was opened"
         shape = self.runner.cache.shape
         tokens = max_tokens(self.run.config)
-        num_drafts = tokens - self.options.longest if each.is_drafting else 0
+        max_gamma = tokens - self.options.longest if each.is_drafting else 0
         prefill_tokens = self.options.prefill_tokens or PREFILL_TOKENS
-        return Limits(
+        return BatchLimits(
             tokens,
             shape.block_size,
             shape.num_blocks,
             prefill_tokens=prefill_tokens,
-            step_tokens=1 + num_drafts,
+            step_tokens=1 + max_gamma,
         )
 
     def _strategy(self, each: Pass) -> DecodingStrategy:
@@ -241,7 +241,7 @@ class Batching(System):
             corpus=self.run.corpus,
             is_in_flight=True,
         )
-        is_fixed = name == BASELINE or config.decoding.num_draft_tokens != "auto"
+        is_fixed = name == BASELINE or config.decoding.gamma != "auto"
         is_captured = config.decoding.cuda_graphs == "on"
         self.captured = (each, strategy) if is_captured and is_fixed else None
         return strategy

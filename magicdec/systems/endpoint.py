@@ -19,7 +19,7 @@ from magicdec.runner.request import UNKNOWN_ID, Request, StepOutput
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.batching import of_first_rank_alone
-from magicdec.systems.http_client import LimitReached, Limits, Server, read_key
+from magicdec.systems.http_client import AnswerLimits, LimitReached, Server, read_key
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import Extras, PassObserver, System
 
@@ -178,11 +178,13 @@ class Endpoint(System):
     def _shown(self, sent: object) -> str:
         return self.server.shown(sent)
 
-    def _limits(self, num_bytes: int) -> Limits:
-        return Limits(self.options.endpoint_timeout_s, self.options.endpoint_total_s, num_bytes)
+    def _limits(self, num_bytes: int) -> AnswerLimits:
+        return AnswerLimits(
+            self.options.endpoint_timeout_s, self.options.endpoint_total_s, num_bytes
+        )
 
     def _events(
-        self, path: str, limits: Limits, body: dict[str, Any] | None = None
+        self, path: str, limits: AnswerLimits, body: dict[str, Any] | None = None
     ) -> Iterator[dict[str, Any]]:
         """The JSON object that the server answers, or with a `body` the objects that it streams.
         Raises ValueError, one line naming the server, if it fails or exceeds the limits."""

@@ -23,7 +23,7 @@ class LimitReached(Exception):
     """An answer that is too large or too slow. Its text is a sentence without the subject."""
 
 
-class Limits:
+class AnswerLimits:
     """The limits of one answer: `total_s` seconds, `silence_s` seconds between two signs of
     progress, and `num_bytes` bytes with its headers."""
 
@@ -56,7 +56,7 @@ class Limits:
 
 
 class LimitedReader(io.RawIOBase):
-    def __init__(self, connected: socket.socket, limits: Limits) -> None:
+    def __init__(self, connected: socket.socket, limits: AnswerLimits) -> None:
         self.connected = connected
         self.limits = limits
 
@@ -78,7 +78,7 @@ class LimitedSocket:
     """A connected socket for `http.client`, which closes it before the last answer is read. `close`
     is ignored; whoever connected the socket closes it."""
 
-    def __init__(self, connected: socket.socket, limits: Limits) -> None:
+    def __init__(self, connected: socket.socket, limits: AnswerLimits) -> None:
         self.connected = connected
         self.limits = limits
 
@@ -131,7 +131,7 @@ class Server:
         return headers | {"Authorization": said} if said else headers
 
     @contextmanager
-    def ask(self, path: str, body: bytes | None, limits: Limits) -> Iterator[HTTPResponse]:
+    def ask(self, path: str, body: bytes | None, limits: AnswerLimits) -> Iterator[HTTPResponse]:
         """The answer to a GET of `path` below the URL, or to a POST of `body`. Raises LimitReached,
         OSError and HTTPException, also while it is read."""
         url = urlsplit(self.url)

@@ -384,7 +384,7 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
         )
     staged = [each for each in options.passes if each.ranks is Ranks.STAGES]
     fixed = [each.name for each in staged if each.is_drafting]
-    if fixed and config.decoding.num_draft_tokens == "auto":
+    if fixed and config.decoding.gamma == "auto":
         raise ValueError(
             f"--gamma auto: --modes {fixed[0]} drafts a fixed number of tokens; name one"
         )

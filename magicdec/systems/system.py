@@ -27,7 +27,7 @@ from magicdec.output.console import Progress
 from magicdec.records.acceptance import Verifications
 from magicdec.runner.request import Request, StepOutput
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.setup.memory_check import Room, add_up
+from magicdec.setup.memory_check import MemoryBudget, add_up
 from magicdec.setup.memory_plan import MemoryPlan, plan_of
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
@@ -64,7 +64,7 @@ class PassObserver:
 
 
 @dataclass(frozen=True)
-class Trace:
+class PassTrace:
     """The spans of stages or ranks, named by `rows`, by the clock of the first rank. Spans are
     numbered by message or run: `requests` has the known request ids of a number, `prompts` the
     numbers that prefill. `clock_error_s` bounds the error of a time."""
@@ -82,7 +82,7 @@ class Extras:
 
     ring: RingMetrics | None = None
     speculation: SpeculationMetrics | None = None
-    trace: Trace | None = None
+    trace: PassTrace | None = None
 
 
 class System(ABC):
@@ -144,7 +144,7 @@ class System(ABC):
             return plan
         return replace(plan, weights=0, working=0)  # models that sleep have none
 
-    def advice(self, each: Pass, room: Room) -> str:
+    def advice(self, each: Pass, room: MemoryBudget) -> str:
         """A way out for a pass that does not fit into `room`."""
         return "serve fewer or shorter requests at a time"
 

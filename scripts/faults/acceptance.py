@@ -55,7 +55,7 @@ def swapped(policy: str, other: str, *cases: str) -> Regression:
     )  # fmt: skip
 
 
-PROPOSE = "return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending))"
+PROPOSE = "return self.drafter.propose(self._batch, DraftShape(gamma, pending))"
 ACCEPTED = "return _leading(draft_ids == target_ids[:, :-1], counts)"
 
 
@@ -145,9 +145,9 @@ CHOICES = (
     regression("retrieval by the query of the prompt alone", RETRIEVED,
                "self._seen[layer] = queries", "pass", f"{RETRIEVAL} 257"),
     regression("stale mean keys: blocks of the output have none", RETRIEVED,
-               "def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:\n"
+               "def prepare(self, requests: Sequence[Request], gamma: int) -> None:\n"
                "        self._add_means(requests)",
-               "def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:\n"
+               "def prepare(self, requests: Sequence[Request], gamma: int) -> None:\n"
                "        pass", f"{RETRIEVAL} 129"),
     regression("verified does not see what a verification attends to", WEIGHED,
                "self._seen[layer] = weights", "pass", f"{VERIFIED} 257"),
@@ -171,10 +171,10 @@ CHOICES = (
 )  # fmt: skip
 CHAINS = (
     regression("row 0 drafts one token fewer", LENGTH,
-               "return [self.most] * len(batch.requests)",
-               "return [self.most - (i == 0) for i in range(len(batch.requests))]", PLAIN),
-    regression("gamma is one fewer", LENGTH, "return [self.most] * len(batch.requests)",
-               "return [self.most - 1] * len(batch.requests)", f"{SELF} 257 --gamma 2"),
+               "return [self.max_gamma] * len(batch.requests)",
+               "return [self.max_gamma - (i == 0) for i in range(len(batch.requests))]", PLAIN),
+    regression("gamma is one fewer", LENGTH, "return [self.max_gamma] * len(batch.requests)",
+               "return [self.max_gamma - 1] * len(batch.requests)", f"{SELF} 257 --gamma 2"),
     regression("--pa is not read", MODELS, "return cls(kv, setup.decoding.pa or 0.0)",
                "return cls(kv, 0.0)", "--pa"),
     regression("--pa is a tenth larger", "runner/native_steps/executor.py",

@@ -67,11 +67,11 @@ PROPERTIES = (
         f"{STALLS}test_a_stalled_step_counts_as_the_median_in_the_speedup_and_in_full_in_the_total",
         (
             Fault("stalls in the speedup", "records/metrics.py",
-                  "lambda samples: Steps.of(samples).steady_ms)",
+                  "lambda samples: PassSteps.of(samples).steady_ms)",
                   "lambda samples: map(sum, samples.step_ms))"),
             Fault("no stalls in the total speedup", "records/metrics.py",
                   "lambda samples: map(sum, samples.step_ms))",
-                  "lambda samples: Steps.of(samples).steady_ms)"),
+                  "lambda samples: PassSteps.of(samples).steady_ms)"),
         ),
     ),
     Property(
@@ -81,7 +81,7 @@ PROPERTIES = (
             Fault("steps judged without their forwards", "records/stalls.py",
                   "_known(samples.num_forwards, *size, 0)", "_known([], *size, 0)"),
             Fault("steps judged without their draft tokens", "records/stalls.py",
-                  "_known(samples.num_drafted, *size, 0)", "_known([], *size, 0)"),
+                  "_known(samples.padded_gamma, *size, 0)", "_known([], *size, 0)"),
             Fault("steps judged without their rows", "records/stalls.py",
                   "_known(samples.num_emitted, *size", "_known([], *size"),
         ),

@@ -38,7 +38,7 @@ PROPERTIES = (
                   "            message = self.ends.inbound.receive()\n"),
             Fault("the first stage's time from its first message home on",
                   "systems/ring/recurrent.py",
-                  "                with self.spans.during(What.HEAD, -1):\n"
+                  "                with self.spans.during(SpanKind.HEAD, -1):\n"
                   "                    self._take_arrivals()\n",
                   "                self._take_arrivals()\n"),
             Fault("prompts of the next step timed as decoded tokens", "systems/ring/recurrent.py",

@@ -14,7 +14,7 @@ PROPERTIES = (
         (
             Fault("step time halved on drafting steps", "engine/engine.py",
                   "output, now), now - started)",
-                  "output, now), (now - started) / (2 if output.num_drafted else 1))"),
+                  "output, now), (now - started) / (2 if output.padded_gamma else 1))"),
         ),
     ),
     Property(

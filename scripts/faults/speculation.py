@@ -73,8 +73,8 @@ PROPERTIES = (
                   "systems/stages/metrics.py",
                   "if span.run in runs and free_s < ends[span.run]:", "if span.run in runs:"),
             Fault("prompts not in flight", "systems/stages/metrics.py",
-                  "(*observed.of(0, What.PROMPT), *observed.of(0, What.LAUNCH))",
-                  "observed.of(0, What.LAUNCH)"),
+                  "(*observed.of(0, SpanKind.PROMPT), *observed.of(0, SpanKind.LAUNCH))",
+                  "observed.of(0, SpanKind.LAUNCH)"),
         ),
     ),
     Property(

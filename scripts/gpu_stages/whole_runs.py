@@ -139,8 +139,8 @@ def emulated(rate: float, gamma: int, B: int, device: torch.device) -> Iterator[
 
     def judge_emulated(*arguments: Any) -> Judgement:
         judgement = judge(*arguments)
-        num_drafts = judgement.ids.shape[1] - 1
-        accepted: Tensor = table[step % DRAWS][0][: len(judgement.ids)].clamp(max=num_drafts)
+        gamma = judgement.ids.shape[1] - 1
+        accepted: Tensor = table[step % DRAWS][0][: len(judgement.ids)].clamp(max=gamma)
         step.add_(1)
         return replace(judgement, accepted=accepted)
 

@@ -31,7 +31,7 @@ class Magicdec(Peer):
         backend = load_named(ATTENTION_BACKENDS, "native")()
         executor = make_executor(kinds, loaded, group)
         self.runner = ModelRunner(loaded, backend, group, batch, max_tokens, executor=executor)
-        self.num_drafts = 0  # draft tokens per row cached in a step beyond the committed ones
+        self.max_gamma = 0  # draft tokens per row cached in a step beyond the committed ones
         self.engine = Engine(self.runner, CHUNK)
         self.strategy = build_decoder(self.runner, DecodingSection(), KVSection("full"))
 
@@ -43,7 +43,7 @@ class Magicdec(Peer):
     def prefill(self, prompts: list[list[int]]) -> None:
         from magicdec.runner.request import Request, SamplingParams
 
-        room = self.runner.max_tokens - max(map(len, prompts)) - self.num_drafts
+        room = self.runner.max_tokens - max(map(len, prompts)) - self.max_gamma
         self.engine = type(self.engine)(self.runner, CHUNK)
         requests = [Request(i, tuple(p), SamplingParams(room, ())) for i, p in enumerate(prompts)]
         self.strategy.release(range(self.runner.num_rows))
@@ -85,7 +85,7 @@ class MagicdecSelfSpeculation(Magicdec):
 
         super().__init__(model, dtype, threads, max_tokens, batch)
         decoding = DecodingSection("speculative", *self.drafts)
-        self.num_drafts = decoding.most_draft_tokens
+        self.max_gamma = decoding.max_gamma
         kv = KVSection("streaming_llm", 257)
         self.strategy = build_decoder(self.runner, decoding, kv)
 

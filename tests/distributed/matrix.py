@@ -38,7 +38,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.draft_length import AutoLength
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.steps.recorder import Eager
@@ -213,9 +213,9 @@ class Rank:
         return Result(
             asdict(case),
             [list(r.output_ids) for r in requests],
-            sum(s.num_drafted * len(s.token_ids) for s in steps),
+            sum(s.padded_gamma * len(s.token_ids) for s in steps),
             sum(sum(s.num_accepted or []) for s in steps),
-            sorted({s.num_drafted for s in steps}),
+            sorted({s.padded_gamma for s in steps}),
             recorder.replayed,
         )
 
@@ -223,7 +223,7 @@ class Rank:
         """The ranks' clocks disagree, so that the schedule depends on which rank decides."""
         shape = setup.runner.cache.shape
         sizes = shape.block_size, shape.num_blocks
-        limits = Limits(MAX_TOKENS, *sizes, step_tokens=4, prefill_tokens=7)
+        limits = BatchLimits(MAX_TOKENS, *sizes, step_tokens=4, prefill_tokens=7)
         clock = VirtualClock(1.0 + self.launch.rank)
         for request in requests:
             request.arrived_s = 1.5 * request.request_id

@@ -23,12 +23,12 @@ from magicdec.model.checkpoint.source import ModelSource, find_model, load_trans
 from magicdec.records.acceptance import Verifications
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.speculation.ngram import NgramDrafter
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.stages.clocks import compare_clocks
-from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
 from magicdec.systems.system import PassObserver
 
@@ -97,7 +97,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     sizes = num_lanes * case.lane_size, MAX_TOKENS
     runner = ModelRunner(model, GroupedBackend(), groups.target, *sizes)
     stage = Stage(runner, model.is_last)
-    limits = Limits(MAX_TOKENS, step_tokens=1 + NUM_DRAFTS, prefill_tokens=2 * CHUNK)
+    limits = BatchLimits(MAX_TOKENS, step_tokens=1 + NUM_DRAFTS, prefill_tokens=2 * CHUNK)
     depth = most_under_way(num_lanes, case.lane_size, limits, CHUNK)
     form = MessageForm(source.config.hidden_size, torch.float32, 2 * case.lane_size)
     apart = "gloo" if case.goes_apart else None
@@ -116,7 +116,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
         pipeline.serve(requests, seen.observe)
         pipeline.close()
         assert groups.target.index or all(r.token_times_s[0] > r.arrived_s for r in requests)
-        assert sum(span.value for span in pipeline.spans.of(What.HEAD)) > 0
+        assert sum(span.value for span in pipeline.spans.of(SpanKind.HEAD)) > 0
         if speculation is not None:
             check_counts(speculation, requests, seen.verifications)
     else:
@@ -125,7 +125,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     return [request.output_ids for request in requests]
 
 
-def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> Speculation:
+def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> RingSpeculation:
     """The draft model is the target with noise, on the first rank of the first stage."""
     assert case.drafter is not None
     decoding, draft = DecodingSection("speculative", case.drafter, NUM_DRAFTS), None
@@ -139,11 +139,11 @@ def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> Sp
     elif case.drafter == "model":
         draft = DraftModel(None, 0, CHUNK)
     drafter = make_drafter(case.drafter, DraftSetup(runner, decoding, kv, draft))
-    return Speculation(runner, drafter, NUM_DRAFTS)
+    return RingSpeculation(runner, drafter, NUM_DRAFTS)
 
 
 def check_counts(
-    speculation: Speculation, requests: Sequence[Request], judged: Verifications
+    speculation: RingSpeculation, requests: Sequence[Request], judged: Verifications
 ) -> None:
     """Some drafts are accepted, with a model also past the end of a sample; some are rejected."""
     counts, later = speculation.counts, sum(len(r.output_ids) - 1 for r in requests)

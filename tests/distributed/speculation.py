@@ -26,7 +26,7 @@ from magicdec.runner.request import Request, ignore_step
 from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
 from magicdec.systems.pipeinfer.options import Options
-from magicdec.systems.pipeinfer.path_drafter import Drafter, LookupDrafter, ModelDrafter
+from magicdec.systems.pipeinfer.path_drafter import LookupPathDrafter, ModelPathDrafter, PathDrafter
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 from magicdec.systems.stages.stage import RunStage
 
@@ -98,15 +98,15 @@ def options_of(case: Case, mode: str) -> Options:
     return Options(mode=mode, gamma=3, pa=0.1, lanes=LANES)
 
 
-def make_drafter(case: Case, target: str, draft: str, group: Group = Group((0,), 0)) -> Drafter:
+def make_drafter(case: Case, target: str, draft: str, group: Group = Group((0,), 0)) -> PathDrafter:
     kind, _, policy = case.drafter.partition(" ")
     if kind == "lookup":
-        return LookupDrafter()
+        return LookupPathDrafter()
     model = load(target if kind == "self" else draft, shard=Shard(group.index, group.size))
     rows = LANES, MAX_TOKENS
     made = make_draft(model, KV[policy], *rows, chunk=CHUNK, max_drafts=MAX_TOKENS, group=group)
     vocab_size = model.config.vocab_size
-    return ModelDrafter(made, KV[policy], vocab_size, CoupledSampling(case.sampling))
+    return ModelPathDrafter(made, KV[policy], vocab_size, CoupledSampling(case.sampling))
 
 
 def serve(case: Case, target: str, draft: str) -> list[list[list[int]]]:

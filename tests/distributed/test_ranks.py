@@ -66,10 +66,10 @@ def test_the_draft_length_that_pays(drive: Drive, tiny: Words) -> None:
     found = drive("selfspec", *tiny, *SPECULATION, *flags, num_ranks=2)
     (record,) = found.records
     assert record["correctness"]["identical"] is True
-    assert record["config"]["decoding"]["num_draft_tokens"] == "auto"
+    assert record["config"]["decoding"]["gamma"] == "auto"
     assert "gamma auto" in found.stdout
     metrics, samples = record["metrics"], record["samples"]["speculative"]
-    drafted = samples["num_drafted"]
+    drafted = samples["padded_gamma"]
     assert 0 <= metrics["mean_draft_tokens"] <= 8 and metrics["calibration_ms"] > 0
     assert all(0 <= count <= 8 for batch in drafted for count in batch)
     for batch, counts in zip(samples["num_accepted"], drafted, strict=True):

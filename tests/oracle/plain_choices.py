@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from conftest import tiny_transformer
 from torch import Tensor
 
-from magicdec.config.sections import MOST_DRAFT_TOKENS, KVSection
+from magicdec.config.sections import MAX_AUTO_GAMMA, KVSection
 from magicdec.model.config import ModelConfig
 
 BLOCK = 16  # tokens of a block that is read or not as a whole
@@ -135,7 +135,7 @@ class Reference:
         """After `text`, the `chain` of its newest token and of drafts was verified, of which so
         many drafts were accepted."""
 
-    def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
+    def drafts(self, text: Sequence[int], gamma: int) -> Heads:
         """What is read of `text` if as many tokens are drafted after it."""
         return self.same(range(self.first_of(len(text)), len(text)))
 
@@ -152,7 +152,7 @@ class Reference:
 class SinksAndNewest(Reference):
     """StreamingLLM: the first tokens and the newest, `budget` in all (Xiao et al. 2023)."""
 
-    def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
+    def drafts(self, text: Sequence[int], gamma: int) -> Heads:
         count, sinks = len(text), self.kv.num_sink_tokens
         newest = range(max(0, count - (self.kv.budget - sinks)), count)
         seen = {*range(min(sinks, count)), *newest}
@@ -164,22 +164,22 @@ class ByPastAttention(Reference):
     to most; each later token takes the place of the one with the lowest score (Li et al. 2024)."""
 
     def admitted(self, text: Sequence[int]) -> None:
-        self.choose(text, MOST_DRAFT_TOKENS)
+        self.choose(text, MAX_AUTO_GAMMA)
 
-    def choose(self, text: Sequence[int], num_drafts: int) -> None:
+    def choose(self, text: Sequence[int], gamma: int) -> None:
         """With a sliding window, only of what stays in it until the next choice or the end."""
         self.num_choices += 1
         self.chosen, self.until = tuple(text), self.most_tokens
         self.until = min(self.until, len(text) + self.most_following)
         every = self.kv.reselect_every
         if every and self.window is not None:
-            self.until = min(self.until, len(text) + every + num_drafts)
+            self.until = min(self.until, len(text) + every + gamma)
 
-    def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
+    def drafts(self, text: Sequence[int], gamma: int) -> Heads:
         every = self.kv.reselect_every
         is_due = every > 0 and len(text) - len(self.chosen) >= every
-        if is_due or len(text) + num_drafts > self.until:
-            self.choose(text, num_drafts)
+        if is_due or len(text) + gamma > self.until:
+            self.choose(text, gamma)
         at, now = len(self.chosen), len(text)  # a standalone draft may go back by a token
         first = min(at, self.first_of(self.until - 1))
         begin = max(first, at - self.kv.window_size)
@@ -212,7 +212,7 @@ class BestBlocks(Reference):
     """`budget` tokens: sinks, the newest `recent_window` and up to 15 more, so that blocks end
     where they begin, and between them whole blocks with the best scores."""
 
-    def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
+    def drafts(self, text: Sequence[int], gamma: int) -> Heads:
         count, first = len(text), self.first_of(len(text))
         if count - first <= self.kv.budget:
             return self.same(range(first, count))

@@ -54,14 +54,14 @@ def with_twin(token: int) -> Transformer:
 
 
 def check(
-    model: Transformer, expected: list[Request], found: list[Request], num_drafts: int = 3
+    model: Transformer, expected: list[Request], found: list[Request], gamma: int = 3
 ) -> Correctness:
     import copy
 
     def make_wider():  # type: ignore[no-untyped-def]
         return make_runner(copy.deepcopy(model).double(), 1, 90)
 
-    replays = Replays(make_runner(model, 2, 90), make_wider, num_drafts, prefill_chunk=32)
+    replays = Replays(make_runner(model, 2, 90), make_wider, gamma, prefill_chunk=32)
     return check_outputs("autoregressive", expected, found, replays)
 
 
@@ -138,7 +138,7 @@ def test_equal_shapes_excuse_nothing() -> None:
     expected, found = decoded(model), decoded(model)
     twin = decoded(tiny_transformer())[0].output_ids[5]
     found[0].output_ids[expected[0].output_ids.index(twin)] = 96
-    result = check(model, expected, found, num_drafts=0)
+    result = check(model, expected, found, gamma=0)
     assert not result.passed and result.most_differing == 0 and result.expected_differing == 0
 
 

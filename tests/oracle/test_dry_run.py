@@ -59,7 +59,7 @@ from magicdec.model.elementwise.triton import TritonElementwise
 from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.systems.pipeinfer.options import Options
-from magicdec.systems.pipeinfer.path_drafter import ModelDrafter
+from magicdec.systems.pipeinfer.path_drafter import ModelPathDrafter
 from magicdec.systems.stages.stage import RunStage
 
 __all__ = ["all_launches", "launches", "waits"]  # fixtures
@@ -331,7 +331,7 @@ def test_a_pipeline_of_stages(mode: str, waits: Counter[str]) -> None:
     parts = [RunStage(make_runner(part.to(DEVICE), 2, 90)) for part in divide(model, 3)]
     full = KVSection("full", -1)
     draft = make_draft(tiny_transformer(seed=1).to(DEVICE), full, 2, 90, max_drafts=20)
-    drafter = ModelDrafter(draft, full, TINY.vocab_size, CoupledSampling(SamplingSection()))
+    drafter = ModelPathDrafter(draft, full, TINY.vocab_size, CoupledSampling(SamplingSection()))
     serve(parts, drafter, Options(mode=mode, gamma=3, pa=0.1, lanes=2), requests, 16)
     assert [request.output_ids for request in requests] == tokens
     check(waits, LISTED | OF_STAGES)

@@ -22,7 +22,7 @@ from magicdec.records.record import RunRecord
 from magicdec.runner.sampling import model_tokens
 from magicdec.speculation.policies.retrieval import RetrievedBlocks
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
-from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.steps import DecodeSteps
 
 SUBJECT = Subject(batch_size=4, num_batches=1, prefix_len=384, gen_len=16)
 BUDGET = 129
@@ -79,16 +79,16 @@ def dead_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the whole run."""
-    drafted, calls = Steps._drafted, list[int]()
+    drafted, calls = DecodeSteps._drafted, list[int]()
 
-    def draft(self: Steps, *args: Any) -> Any:
+    def draft(self: DecodeSteps, *args: Any) -> Any:
         proposal = drafted(self, *args)
         calls.append(1)
         if len(calls) == 3:
             proposal.ids[2, 0] = (proposal.ids[2, 0] + 1) % 100
         return proposal
 
-    monkeypatch.setattr(Steps, "_drafted", draft)
+    monkeypatch.setattr(DecodeSteps, "_drafted", draft)
 
 
 def budget_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

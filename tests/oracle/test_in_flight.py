@@ -31,9 +31,9 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Executor, Forward
+from magicdec.runner.native_steps.executor import Executor, NativeForward
 from magicdec.runner.request import Batch, Request, Status
-from magicdec.runner.step_plan import Limits, Plan
+from magicdec.runner.step_plan import BatchLimits, StepPlan
 from magicdec.speculation.draft_length import DraftLength, Measure
 from magicdec.speculation.forecast import Acceptance
 from magicdec.speculation.policies.policy import keep_queries
@@ -72,10 +72,10 @@ lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
 class RandomLength(DraftLength):
-    """Draft lengths from 0 to `most` in any order, in some steps another for each row. Now and
+    """Draft lengths from 0 to `max_gamma` in any order, in some steps another for each row. Now and
     then, steps are measured when requests join, which changes nothing."""
 
-    most, choices = MOST_DRAFTS, range(MOST_DRAFTS + 1)
+    max_gamma, choices = MOST_DRAFTS, range(MOST_DRAFTS + 1)
 
     def __init__(self, random: Random, per_row: bool = True) -> None:
         self.random, self.per_row = random, per_row
@@ -98,7 +98,7 @@ class RandomLength(DraftLength):
 class Schedule:
     requests: list[Request]
     runner: ModelRunner
-    limits: Limits
+    limits: BatchLimits
     chunk: int
 
 
@@ -129,7 +129,7 @@ def draw_schedule(
     runner = make_runner(PACKED if is_native else MODEL, num_rows, MAX_TOKENS, backend, following)
     executor = Executor(PACKED, runner.group) if is_native else None
     runner = replace(runner, executor=executor, **blocks)
-    limits = Limits(
+    limits = BatchLimits(
         MAX_TOKENS, runner.cache.shape.block_size,
         runner.cache.shape.num_blocks if blocks else None, step_tokens,
         random.choice((None, 1, 6, 16)),
@@ -174,7 +174,7 @@ def serve(
     scheduler, execute = engine.scheduler, engine.execute
     forward = None if runner.executor is None else runner.executor.forward
 
-    def counted(parts: Sequence[Forward], *args: Any) -> Any:
+    def counted(parts: Sequence[NativeForward], *args: Any) -> Any:
         assert forward is not None, "it is native"
         chunks = sum(part.num_outputs == 0 for part in parts)
         seen["chunks carried"] += min(chunks, len(parts) - 1)
@@ -184,7 +184,7 @@ def serve(
     if runner.executor is not None:
         runner.executor.forward = counted  # type: ignore[method-assign]
 
-    def checked(plan: Plan, *args: object) -> None:
+    def checked(plan: StepPlan, *args: object) -> None:
         held = [len(blocks) for blocks in runner.cache.blocks]
         seen["preempted"] += len(plan.preempted)
         seen["joined"] += len(plan.admitted) if plan.decoding else 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.speculation import suffix_index
-from magicdec.speculation.suffix_index import Evidence, Lookup, Rates, SuffixIndex
+from magicdec.speculation.suffix_index import Evidence, Lookup, LookupRates, SuffixIndex
 
 CLASSES = [(length, agreement) for length in range(5) for agreement in range(3)]
 Outcome = tuple[Evidence, bool]
@@ -129,7 +129,7 @@ def test_lookups_propose_and_learn_what_a_search_of_the_whole_text_does(
     with pytest.MonkeyPatch.context() as patch:
         priors = tuple(min(0.99, trust * prior) for prior in suffix_index.PRIORS)
         patch.setattr(suffix_index, "PRIORS", priors)
-        general, outcomes, index = Rates(), list[Outcome](), SuffixIndex(corpus)
+        general, outcomes, index = LookupRates(), list[Outcome](), SuffixIndex(corpus)
         lookups = [Lookup(index if corpus else None, general) for _ in range(2)]
         plains = [PlainLookup(corpus, outcomes) for _ in range(2)]
         for lookup, plain in zip(lookups, plains, strict=True):

@@ -101,21 +101,21 @@ def test_a_draft_model_emits_the_baseline_tokens(
 
 
 @pytest.mark.narrow("values", "pairs")
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 7])
+@pytest.mark.parametrize("gamma", [1, 2, 3, 7])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("drafter", "policy"),
     [("self", "streaming_llm"), ("self", "verified"), ("model", "streaming_llm")],
 )
 def test_300_tokens_past_the_window_are_the_baselines(
-    drafter: str, policy: str, backend: Callable[[], AttentionBackend], num_drafts: int
+    drafter: str, policy: str, backend: Callable[[], AttentionBackend], gamma: int
 ) -> None:
     """The window moves on: 300 tokens after prompts of different lengths, with a budget of 40. A
     standalone draft has the target's weights and rolls."""
     model, kv = tiny_transformer(seed=1), KVSection(policy, 40, 4)
     draft = model if drafter == "model" else None
     found = speculate(
-        model, kv, num_drafts, draft=draft, lengths=[3, 50], num_new=300, seed=4, backend=backend
+        model, kv, gamma, draft=draft, lengths=[3, 50], num_new=300, seed=4, backend=backend
     )
     assert 0 in found.counts and len(found.counts) > 1, "some drafts were refused, some were not"
     if found.draft is not None:
@@ -124,11 +124,11 @@ def test_300_tokens_past_the_window_are_the_baselines(
         assert shape.num_blocks * shape.block_size < 2 * 120, "the draft's storage is bounded"
 
 
-@pytest.mark.parametrize("num_drafts", [1, 30])
-def test_few_or_many_drafts_over_everything_are_accepted(num_drafts: int) -> None:
+@pytest.mark.parametrize("gamma", [1, 30])
+def test_few_or_many_drafts_over_everything_are_accepted(gamma: int) -> None:
     """Of a policy that chooses by what verifications have seen, in native kernels."""
     kv, sizes = KVSection("verified", 5000, 16), {"lengths": [100, 3, 60], "num_new": 40}
-    assert speculate(tiny_transformer(), kv, num_drafts, backend=NativeBackend, **sizes).accepts_all
+    assert speculate(tiny_transformer(), kv, gamma, backend=NativeBackend, **sizes).accepts_all
 
 
 def test_a_request_for_one_token_needs_no_step() -> None:
@@ -141,7 +141,7 @@ def test_a_request_for_one_token_needs_no_step() -> None:
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     num_new=st.lists(st.integers(1, 40), min_size=5, max_size=5),
-    num_drafts=st.integers(1, 6),
+    gamma=st.integers(1, 6),
     sinks=st.integers(0, 8),
     window=st.integers(1, 70),
     chunk=st.sampled_from([1, 7, 64]),
@@ -149,12 +149,12 @@ def test_a_request_for_one_token_needs_no_step() -> None:
     seed=st.integers(0, 100),
 )
 def test_any_ragged_batch(
-    drafter: str, lengths: list[int], num_new: list[int], num_drafts: int, sinks: int, window: int,
+    drafter: str, lengths: list[int], num_new: list[int], gamma: int, sinks: int, window: int,
     chunk: int, block_size: int, seed: int,
 ) -> None:  # fmt: skip
     model, kv = tiny_transformer(seed=seed % 3), KVSection("streaming_llm", sinks + window, sinks)
     speculate(
-        model, kv, num_drafts, draft=model if drafter == "model" else None, lengths=lengths,
+        model, kv, gamma, draft=model if drafter == "model" else None, lengths=lengths,
         num_new=num_new[: len(lengths)], seed=seed, chunk=64 if drafter == "model" else chunk,
         draft_chunk=chunk, block_size=block_size,
     )  # fmt: skip

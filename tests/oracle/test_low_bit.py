@@ -25,7 +25,7 @@ from magicdec import LLM
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.bench.latency.forwards import fill, make_forwards, time_once
-from magicdec.bench.latency.record import Grid
+from magicdec.bench.latency.record import LatencyGrid
 from magicdec.bench.run import roofline
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -319,7 +319,7 @@ def test_single_forwards_read_the_bytes_of_their_weights() -> None:
     drafting: dict[str | None, ModelRunner] = {None: runner}
     for weights in ("int8", "int4"):
         drafting[weights] = runner.with_model(low_bit_copy(model, weights, False), None)
-    grid = Grid((2,), (50,), (1, 2), (KVSection("full", -1),), 1, 0, tuple(drafting))
+    grid = LatencyGrid((2,), (50,), (1, 2), (KVSection("full", -1),), 1, 0, tuple(drafting))
     forwards = list(make_forwards(runner, fill(runner, 50), grid, 50, drafting=drafting))
     assert [f.cell.draft_weights for f in forwards] == [None, None, None, "int8", "int4"]
     for forward in forwards:

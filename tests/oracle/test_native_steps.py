@@ -25,7 +25,7 @@ from magicdec.runner.native_steps.descriptions import layer_obstacle
 from magicdec.runner.native_steps.executor import Cancelled, Executor
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import confidence
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation import draft_kv
 from magicdec.speculation.draft_kv import DraftKV, draft_chain
 from magicdec.systems.stages.stage import CancelBoard, RunCancellation
@@ -158,7 +158,7 @@ def test_a_step_that_fails_leaves_nothing_deferred(monkeypatch: pytest.MonkeyPat
 
     _, runner = make_pair(TINY, torch.float32, [5])
     runner.cache.release(0)
-    engine = Engine(runner, 8, Limits(prefill_tokens=8))
+    engine = Engine(runner, 8, BatchLimits(prefill_tokens=8))
     engine.scheduler.add(make_requests([(1,) * 20], 4), 0.0)
     plan = engine.scheduler.schedule()
     assert plan is not None

@@ -39,7 +39,7 @@ from magicdec.runner.request import NotFinite, Request
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.speculation.steps.recorder import Eager
 from magicdec.speculation.steps.strategy import Setup, make_strategy
-from magicdec.systems.pipeinfer.messages import Launch
+from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import candidate_of, pack_candidate
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
@@ -192,7 +192,7 @@ def test_pipelined_speculation_commits_no_token_without_a_margin() -> None:
     tokens, margins = [1, 3], predict(logits, logits.sum(dim=1))[2:]
     scheduler = PipelinedScheduler(Options(mode="iterative"))
     _, (launch, *_) = scheduler.submit([4, 5], 4)
-    assert isinstance(launch, Launch)
+    assert isinstance(launch, RunLaunch)
     numbers = floats_of(margins)
     assert numbers[0] >= 0 and numbers[1] != numbers[1]
     with pytest.raises(NotFinite, match="the logits of request 0 after the prompt"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from magicdec.engine.scheduler import Scheduler
 from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
-from magicdec.runner.step_plan import Limits, Plan
+from magicdec.runner.step_plan import BatchLimits, StepPlan
 
 BLOCK = 4
 
@@ -42,7 +42,7 @@ class Text:
 @dataclass
 class PlainScheduler:
     num_rows: int
-    limits: Limits
+    limits: BatchLimits
     texts: list[Text] = field(default_factory=list)
     joined: list[Text] = field(default_factory=list)  # those in rows, in the order of admission
     cancelled: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class PlainScheduler:
         text.row, text.num_blocks = None, 0
 
     def step(self) -> dict[str, list[tuple[int, ...]]]:
-        """What the next step does, by the names of `Plan`."""
+        """What the next step does, by the names of `StepPlan`."""
         done = {name: list[tuple[int, ...]]() for name in ("cancelled", "preempted", "admitted")}
         decoding_before = [t for t in self.joined if not t.left]
         for text in [t for t in self.joined if t.number in self.cancelled]:
@@ -118,7 +118,7 @@ class PlainScheduler:
             self.leave(text)
 
 
-def described(plan: Plan) -> dict[str, list[tuple[int, ...]]]:
+def described(plan: StepPlan) -> dict[str, list[tuple[int, ...]]]:
     decoding = () if plan.decoding is None else plan.decoding.requests
     return {
         "cancelled": [(r.request_id, row) for r, row in plan.cancelled],
@@ -150,7 +150,7 @@ def test_requests_are_served_in_the_order_of_the_rules(
     prefill_tokens: int | None, counts: list[int], cancels: list[tuple[int, int]],
 ) -> None:  # fmt: skip
     needed = max(prompt + max(new, 2) - 2 + step_tokens for prompt, new, _ in drawn)
-    limits = Limits(
+    limits = BatchLimits(
         block_size=BLOCK, num_blocks=-(-needed // BLOCK) + spare, step_tokens=step_tokens,
         prefill_tokens=prefill_tokens,
     )  # fmt: skip
@@ -185,7 +185,7 @@ def test_requests_are_served_in_the_order_of_the_rules(
     assert [len(r.output_ids) for r in requests] == [t.num_out for t in plain.texts]
 
 
-def emit(scheduler: Scheduler, plain: PlainScheduler, plan: Plan, most: int) -> None:
+def emit(scheduler: Scheduler, plain: PlainScheduler, plan: StepPlan, most: int) -> None:
     """As many tokens of each request that decodes, and the first of each that is new."""
     decoding = () if plan.decoding is None else plan.decoding.requests
     complete = [part.request for part in plan.parts if part.is_last]

@@ -279,7 +279,7 @@ def test_a_full_replayed_draft_is_accepted_after_any_pause(kv: KVSection) -> Non
     steps: list[tuple[int, list[int]]] = []
     decode(
         engine, "speculative", setup,
-        lambda ids, out, s: steps.append((out.num_drafted, out.num_accepted or [])),
+        lambda ids, out, s: steps.append((out.padded_gamma, out.num_accepted or [])),
     )  # fmt: skip
     assert {n for n, _ in steps} == set(SCRIPT)
     assert all(accepted == [n] * len(accepted) for n, accepted in steps)

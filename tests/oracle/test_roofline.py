@@ -27,7 +27,7 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Executor, Forward
+from magicdec.runner.native_steps.executor import Executor, NativeForward
 from magicdec.speculation.steps.strategy import Setup
 
 LENGTHS = [5, 70, 1, 33]
@@ -131,7 +131,7 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     reads: list[int] = []
     run_layers = ModelRunner._run_layers
 
-    def spy(runner: ModelRunner, forward: Forward) -> None:
+    def spy(runner: ModelRunner, forward: NativeForward) -> None:
         run_layers(runner, forward)
         if forward.is_draft and not forward.rows.is_captured:
             reads.extend(forward.view.count_keys().tolist())

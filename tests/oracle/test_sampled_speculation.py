@@ -78,7 +78,7 @@ def emitted(
     strategy: str,
     drafter: str,
     kv: KVSection,
-    num_draft_tokens: int,
+    gamma: int,
     recorder: Recorder | None = None,
 ) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
@@ -91,7 +91,7 @@ def emitted(
     if drafter.endswith("model"):
         size = ROWS, 32
         draft = make_draft(tiny_transformer(TOY, seed=4), kv, *size, copy(backend), max_drafts=16)
-    decoding = DecodingSection(strategy, drafter, num_draft_tokens)
+    decoding = DecodingSection(strategy, drafter, gamma)
     setup = Setup(runner, decoding, kv, draft=draft, recorder=recorder or Eager())
     for seed in range(ROUNDS):
         engine = Engine(runner, 16)
@@ -109,7 +109,7 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
 
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
-    ("drafter", "kv", "num_drafts"),
+    ("drafter", "kv", "gamma"),
     [
         ("self", KVSection("streaming_llm", 3, 1), 5),
         ("self in int8", KVSection("streaming_llm", 6, 2), 3),
@@ -121,9 +121,9 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
     ids=str,
 )
 def test_speculation_samples_from_the_targets_distribution(
-    drafter: str, kv: KVSection, num_drafts: int
+    drafter: str, kv: KVSection, gamma: int
 ) -> None:
-    counts = emitted("speculative", drafter, kv, num_drafts)
+    counts = emitted("speculative", drafter, kv, gamma)
     assert p_of(counts, exact_distribution(SECTION)) > ACCEPTED
 
 

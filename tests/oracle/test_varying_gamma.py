@@ -42,7 +42,7 @@ MOST, NEW = 5, [120, 9, 90, 61]
 class Scripted(DraftLength):
     """A draft length that follows a list."""
 
-    most, choices = MOST, range(MOST + 1)
+    max_gamma, choices = MOST, range(MOST + 1)
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts, self.acceptance = cycle(counts), Acceptance(MOST)
@@ -81,7 +81,7 @@ def run(
             engine,
             name,
             setup,
-            lambda ids, out, s: steps.append((out.num_drafted, out.num_accepted)),
+            lambda ids, out, s: steps.append((out.padded_gamma, out.num_accepted)),
         )
         outputs.append([list(r.output_ids) for r in finished])
     return outputs[0], outputs[1], [(n, a) for n, a in steps if a is not None]
@@ -218,11 +218,11 @@ def test_the_time_of_lookups_alone_is_observed_and_that_beside_a_model_is_not(
     class Noted(Scripted):
         cost, lookup_cost = DraftCost(0.0, 0.05), DraftCost(0.0, 0.025)
 
-        def observe(self, batch: Batch, num_drafted: int, *rest: Any) -> None:
+        def observe(self, batch: Batch, gamma: int, *rest: Any) -> None:
             _, seconds, judged, verified = rest
             if len(batch.requests) == 2:
                 noted.add((any(judged), seconds is not None, verified))
-            super().observe(batch, num_drafted, *rest)
+            super().observe(batch, gamma, *rest)
 
     monkeypatch.setattr(NgramDrafter, "look_up", look_up)
     noted, model = set[tuple[bool, bool, int]](), pack(tiny_transformer(seed=1))
@@ -254,6 +254,6 @@ def test_calibration_is_not_timed_as_a_phase_of_a_step() -> None:
     engine.prefill(make_requests(random_prompts([5, 70], 97), 30))
     section, kv = DecodingSection("speculative", "self", MOST), KVSection("streaming_llm", 40, 4)
     setup = Setup(runner, section, kv, phase=phase, draft_length=Scripted(COUNTS))
-    decode(engine, "speculative", setup, lambda ids, out, s: drafted.append(out.num_drafted))
+    decode(engine, "speculative", setup, lambda ids, out, s: drafted.append(out.padded_gamma))
     expected = [["draft", "verify"] if count else ["decode"] for count in drafted]
     assert phases == [name for step in expected for name in step]

@@ -202,7 +202,7 @@ def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
         config,
         model=replace(config.model, linear="auto", native_steps="on"),
         attention=replace(config.attention, backend="native"),
-        decoding=replace(config.decoding, drafter="ngram", num_draft_tokens=5),
+        decoding=replace(config.decoding, drafter="ngram", gamma=5),
     )
     found = verdict_of(execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record)
     assert found.identical and found.judged_again is not None and found.forwards is not None

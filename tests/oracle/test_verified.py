@@ -22,13 +22,13 @@ from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.model_drafter import SelfDrafter
 from magicdec.speculation.policies.verified import VerifiedKV, WeighedBlocks
 from magicdec.speculation.steps.speculative import Speculative
-from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.steps import DecodeSteps
 
 
-def speculative(runner: ModelRunner, reader: WeighedBlocks, num_draft_tokens: int) -> Speculative:
+def speculative(runner: ModelRunner, reader: WeighedBlocks, gamma: int) -> Speculative:
     drafter = SelfDrafter(reader)
-    steps = Steps(runner, drafter, nullcontext)
-    return Speculative(runner, drafter, FixedLength(num_draft_tokens), steps)
+    steps = DecodeSteps(runner, drafter, nullcontext)
+    return Speculative(runner, drafter, FixedLength(gamma), steps)
 
 
 def heaviest(policy: VerifiedKV, committed: list[int], mass: Tensor) -> Tensor:

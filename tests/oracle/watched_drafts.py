@@ -30,13 +30,13 @@ from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Batch, Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.runner.sampling.verification import Judgement
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.policies.snapkv import CopiedKV
 from magicdec.speculation.steps import steps as steps_module
 from magicdec.speculation.steps.speculative import Speculative
-from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 NUM_REQUESTS, NUM_ROWS, SEED = 6, 3, 1
@@ -240,14 +240,14 @@ def noted(watch: Watch, call: Any, is_draft: bool) -> Any:
 def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) -> None:
     """Note what is admitted, drafted and verified."""
     admit, measure = Speculative.admit, Speculative.measure
-    draft, verify = Steps.draft, Steps.verify
+    draft, verify = DecodeSteps.draft, DecodeSteps.verify
 
     def admitted(strategy: Speculative, batch: Batch) -> None:
         for request in batch.requests:
             watch.of(request).append(Admitted(request.cached_ids))
         admit(strategy, batch)
 
-    def drafted(steps: Steps, batch: Batch, count: int) -> Proposal:
+    def drafted(steps: DecodeSteps, batch: Batch, count: int) -> Proposal:
         watch.forwards = {}
         proposal = draft(steps, batch, count)
         for request, ids in zip(batch.requests, proposal.ids.tolist(), strict=True):
@@ -264,7 +264,7 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
             watch.of(request).append(Drafted(text, chain, count, forwards, keys))
         return proposal
 
-    def verified(steps: Steps, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+    def verified(steps: DecodeSteps, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
         texts = [(request.cached_ids, request.last_token) for request in batch.requests]
         lines = verify(steps, batch, proposal)
         if proposal is None or watch.is_measuring:
@@ -285,8 +285,8 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
 
     patch.setattr(Speculative, "admit", admitted)
     patch.setattr(Speculative, "measure", measured)
-    patch.setattr(Steps, "draft", drafted)
-    patch.setattr(Steps, "verify", verified)
+    patch.setattr(DecodeSteps, "draft", drafted)
+    patch.setattr(DecodeSteps, "verify", verified)
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def serve(
     decoding = DecodingSection("speculative", drafter, MOST_DRAFTS)
     setup = Setup(runner, decoding, kv, draft=draft, draft_length=draft_length, is_in_flight=True)
     shape = runner.cache.shape
-    limits = Limits(
+    limits = BatchLimits(
         MAX_TOKENS,
         shape.block_size,
         shape.num_blocks if runner.num_blocks else None,

@@ -5,8 +5,8 @@ skipped."""
 import random
 from collections.abc import Sequence
 
-from magicdec.predict.simulator.simulation import Flight, Machine
-from magicdec.systems.pipeinfer.messages import Candidate, Draft, Launch
+from magicdec.predict.simulator.simulation import SimulatedMachine, SimulatedRun
+from magicdec.systems.pipeinfer.messages import Candidate, DraftAction, RunLaunch
 
 VOCABULARY = 11
 EMPTY = 7  # the text before the first token
@@ -42,7 +42,7 @@ class CheckedModels:
     def __init__(
         self,
         prompts: Sequence[Sequence[int]],
-        machine: Machine,
+        machine: SimulatedMachine,
         acceptance: float,
         cancelled: set[int],
         seed: int,
@@ -52,8 +52,8 @@ class CheckedModels:
         self.num_layers = machine.layers  # of a stage; one that computed fewer skipped the run
         self.stages: list[dict[tuple[int, int], Cell]] = [{} for _ in machine.stage_s]
 
-    def home(self, flight: Flight) -> tuple[int, ...] | None:
-        launch = Launch.from_words(flight.launch.to_words())
+    def home(self, flight: SimulatedRun) -> tuple[int, ...] | None:
+        launch = RunLaunch.from_words(flight.launch.to_words())
         texts: list[int | None] = [None] * launch.num_rows
         for stage, cells in enumerate(self.stages):
             found = self._rows(launch, cells, flight.layers[stage] < self.num_layers)
@@ -67,7 +67,7 @@ class CheckedModels:
         return tuple(-1 if text is None else next_token(text) for text in shown)
 
     def _rows(
-        self, launch: Launch, cells: dict[tuple[int, int], Cell], is_skipped: bool
+        self, launch: RunLaunch, cells: dict[tuple[int, int], Cell], is_skipped: bool
     ) -> list[int | None]:
         """The text of each row at one stage, whose cells are written."""
         text = None if is_skipped else self._read(launch, cells)
@@ -79,7 +79,7 @@ class CheckedModels:
             cells[launch.lane, position] = (before, text) if written else None
         return texts
 
-    def _read(self, launch: Launch, cells: dict[tuple[int, int], Cell]) -> int | None:
+    def _read(self, launch: RunLaunch, cells: dict[tuple[int, int], Cell]) -> int | None:
         """The text before the rows, of which every cell must be; None if one is not."""
         text = EMPTY
         for position in range(launch.first):
@@ -89,7 +89,7 @@ class CheckedModels:
             text = cell[1]
         return text
 
-    def propose(self, draft: Draft, output: Sequence[int]) -> Candidate:
+    def propose(self, draft: DraftAction, output: Sequence[int]) -> Candidate:
         text = EMPTY
         for token in (*self.prompts[draft.request], *output, *draft.path):
             text = read(text, token)

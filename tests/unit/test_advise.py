@@ -19,11 +19,11 @@ from magicdec.attention import native
 from magicdec.bench.run import model_check
 from magicdec.bench.run.model_check import ModelCheck
 from magicdec.bench.run.run import Run
-from magicdec.bench.study.drafts import Rates
+from magicdec.bench.study.drafts import BaselineTimes
 from magicdec.cli.drivers import RUN
 from magicdec.cli.front import advice, config_of, doctor
 from magicdec.cli.front import advise as module
-from magicdec.cli.front.advice import Measured, describe_advice
+from magicdec.cli.front.advice import MeasuredDraft, describe_advice
 from magicdec.cli.front.advise import AdviceSection, StopRequests
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -56,26 +56,26 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
     ("best", "said"),
     [
         (
-            Measured("--draft self", 1.35, (1.28, 1.41), 1.3),
+            MeasuredDraft("--draft self", 1.35, (1.28, 1.41), 1.3),
             ("Speculation pays here", "1.35 times", "(95 % interval: 1.28 to 1.41)",
              "; sure, because the plan expected 1.30 times here too."),
         ),
         (
-            Measured("--draft ngram", 1.35, (1.28, 1.41)),
+            MeasuredDraft("--draft ngram", 1.35, (1.28, 1.41)),
             ("Speculation pays here", "`--draft ngram`", "sure of this place, which says nothing"),
         ),
         (
-            Measured("--draft self", 0.8, (0.7, 0.9), 1.4),
+            MeasuredDraft("--draft self", 0.8, (0.7, 0.9), 1.4),
             ("does not pay here", "sure of this place but not of other contexts"),
         ),
         (
-            Measured("--draft self", 1.1, (0.9, 1.3), 1.1),
+            MeasuredDraft("--draft self", 1.1, (0.9, 1.3), 1.1),
             ("Speculation may or may not pay here", "unsure, because the interval"),
         ),
-        (Measured("--draft self", 1.1, None, 1.1), ("unsure, because so few batches",)),
+        (MeasuredDraft("--draft self", 1.1, None, 1.1), ("unsure, because so few batches",)),
     ],
 )  # fmt: skip
-def test_the_advice_is_one_sentence(best: Measured, said: tuple[str, ...]) -> None:
+def test_the_advice_is_one_sentence(best: MeasuredDraft, said: tuple[str, ...]) -> None:
     sentence = describe_advice(best, PLACE, "the plan expects; ")
     assert all(words in sentence for words in said), sentence
     assert PLACE in sentence and "\n" not in sentence and sentence.endswith(".")
@@ -90,7 +90,7 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
         for r in load_records(BASELINES)
         if r.config["decoding"]["drafter"] == "self"
         and r.config["kv"]["policy"] != "full"
-        and r.config["decoding"]["num_draft_tokens"] == 4
+        and r.config["decoding"]["gamma"] == 4
     }
     machine = ["--machine", str(tmp_path / "machine.json")]
     args = read(*machine, "--prefix_len", "4096", "--B", "4")
@@ -286,7 +286,7 @@ def test_with_little_time_the_answer_has_no_prediction(
     small: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths that were given stay; what was not is cut down and said."""
-    monkeypatch.setattr(Rates, "seconds", lambda self, w, num_drafts: 1e6)
+    monkeypatch.setattr(BaselineTimes, "seconds", lambda self, w, num_candidates: 1e6)
     words = [word for word in small if word not in ("--gen_len", "8")]
     code, out, err = command("advise", *words, "--time", "170s")
     assert code == 0, err

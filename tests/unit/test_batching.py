@@ -13,12 +13,12 @@ import torch
 from conftest import TINY, Launch, make_runner
 from fake_clock import VirtualClock
 
-from magicdec.bench.serving.measure import Measured
+from magicdec.bench.serving.measure import MeasuredPasses
 from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.bench.serving.prepare import check_here, prepare
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.bench.serving.showing import spans_of, tables, verdict
-from magicdec.cli.serve import COMMANDS, Experiment, RecordFile
+from magicdec.cli.serve import COMMANDS, RecordFile, ServeCommand
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Group
 from magicdec.distributed.groups import Launch as Ranks
@@ -29,7 +29,7 @@ from magicdec.names import BASELINE
 from magicdec.output.console import Silent
 from magicdec.output.writing import to_json
 from magicdec.runner.request import Request, SamplingParams, Status
-from magicdec.setup.memory_check import Room, needed
+from magicdec.setup.memory_check import MemoryBudget, needed
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.steps import build, recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
@@ -75,7 +75,7 @@ def test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends() -> None:
     assert batches("dynamic", arrivals, 2, 0.0) == [(0, [0]), (10, [1, 2]), (20, [3]), (40, [4])]
 
 
-def parse(*words: object) -> Experiment:
+def parse(*words: object) -> ServeCommand:
     return COMMANDS["inflight"].parse(list(map(str, words)), ALONE)
 
 
@@ -189,7 +189,7 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
         full = needed(batching.run.config, Models(batching.run.source.config, None), ALONE)
         assert plan.kv == num_tokens * per_token and replace(plan, kv=0) == replace(full, kv=0)
         assert prepared.memory.startswith(f"{plan.describe()} on this host; ")
-        room = Room((0,), "on this host", plan.total - 1)
+        room = MemoryBudget((0,), "on this host", plan.total - 1)
         with pytest.raises(ValueError, match=r"--modes inflight needs .* GB are free"):
             check_here([batching], room)
     assert plan.kv < full.kv
@@ -197,10 +197,10 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
     whole = batching.plan(each, (0,))
     free = whole.total - whole.kv + 5056 * per_token + 7
     with pytest.raises(ValueError, match="--cache_tokens 5056 would fit"):
-        check_here([batching], Room((0,), "on this host", free))
+        check_here([batching], MemoryBudget((0,), "on this host", free))
 
 
-def measured(experiment: Experiment) -> Measured:
+def measured(experiment: ServeCommand) -> MeasuredPasses:
     """What the command measures, without a process of its own."""
     prepared = prepare(experiment.config, experiment.options, ALONE)
     return experiment.measure(prepared, RecordFile(Path(experiment.config.output.results)))
@@ -288,18 +288,18 @@ def test_every_rank_count_serves_the_same_tokens(
 
 
 @pytest.mark.parametrize(
-    ("graphs", "num_draft_tokens", "is_kept"),
+    ("graphs", "gamma", "is_kept"),
     [("on", 3, True), ("on", "auto", False), ("off", 3, False)],
 )
 def test_the_measured_pass_replays_what_its_warm_up_captured(
-    graphs: str, num_draft_tokens: int | str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    graphs: str, gamma: int | str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strategy that learns its draft length from times begins again."""
     monkeypatch.setattr(recorder, "CudaGraphs", lambda device: object())
     monkeypatch.setattr(build, "make_strategy", lambda name, setup: [name])
     decoding = SimpleNamespace(
         strategy="speculative", cuda_graphs=graphs, model_drafter="model",
-        num_draft_tokens=num_draft_tokens,
+        gamma=gamma,
     )  # fmt: skip
     system = object.__new__(batching.Batching)
     system.runner = cast(Any, SimpleNamespace(device=None, drafting=None))

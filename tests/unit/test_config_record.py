@@ -32,7 +32,7 @@ SELFSPEC: dict[str, Any] = {
     },
     "attention": {"backend": "native", "backend_reason": "auto: native", "prefill_chunk": 512},
     "decoding": {
-        "strategy": "speculative", "drafter": "self", "num_draft_tokens": 4,
+        "strategy": "speculative", "drafter": "self", "gamma": 4,
         "pa": None, "draft_weights": None, "cuda_graphs": "off",
         "cuda_graphs_reason": "auto: off, --device cpu has none", "ignore_eos": False,
         "baseline": True, "lookup_corpus": None, "step_cost": None,

@@ -26,7 +26,7 @@ from magicdec.speculation.policies.snapkv import CopiedKV
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.head import DraftRequest
 from magicdec.systems.pipeinfer.options import Options
-from magicdec.systems.pipeinfer.path_drafter import ModelDrafter
+from magicdec.systems.pipeinfer.path_drafter import ModelPathDrafter
 from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
 from magicdec.systems.stages.stage import RunStage
 
@@ -103,7 +103,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     groups = ParallelGroups(0, 1, alone, draft=alone)
     draft = load_draft(drafting, groups, models)
     assert draft is not None
-    drafter = ModelDrafter(draft, drafting.config.kv, TINY.vocab_size)
+    drafter = ModelPathDrafter(draft, drafting.config.kv, TINY.vocab_size)
     for number, (shape, prompt) in enumerate(
         zip(experiment.options.shapes, drafting.workload.prompts, strict=True)
     ):
@@ -132,7 +132,7 @@ def test_a_pipelines_drafter_needs_no_more_than_that(seed: int) -> None:
     kv = KVSection("snapkv", 12, window_size=4)
     following = max(n for _, n in lengths)
     draft = make_draft(model, kv, 2, num_cells, max_following=following)
-    drafter = ModelDrafter(draft, kv, TINY.vocab_size)
+    drafter = ModelPathDrafter(draft, kv, TINY.vocab_size)
     parts = [RunStage(make_runner(part, 2, num_cells)) for part in divide(model, 2)]
     serve(parts, drafter, options, served, 16)
     assert [request.output_ids for request in served] == expected

@@ -19,10 +19,10 @@ from magicdec.model.checkpoint.weight_map import untie_head
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
-from magicdec.predict.curves import Acceptance, conditional_rate, expected_tokens
+from magicdec.predict.curves import AcceptanceCurve, conditional_rate, expected_tokens
 from magicdec.predict.speculation import (
-    Choice,
-    Speculation,
+    SelectionCost,
+    SpeculationCost,
     best_gamma,
     break_even_context,
     prefill_seconds,
@@ -34,8 +34,10 @@ LLAMA_31_8B = PRESETS["llama-3.1-8b"].config
 A100 = Hardware(2.039e12, 312e12, 5e-6, None, Link(15e-6, 300e9), Link(30e-6, 25e9))
 
 
-def self_speculation(target: Deployment, acceptance: Acceptance, budget: int = 512) -> Speculation:
-    return Speculation(target, target, budget, acceptance)
+def self_speculation(
+    target: Deployment, acceptance: AcceptanceCurve, budget: int = 512
+) -> SpeculationCost:
+    return SpeculationCost(target, target, budget, acceptance)
 
 
 def test_bytes_and_flops_of_llama_2_7b_by_hand() -> None:
@@ -139,11 +141,11 @@ def test_expected_tokens() -> None:
 
 def test_a_step_by_hand() -> None:
     target, draft = Deployment(LLAMA_2_7B, A100, 2), Deployment(TINY, A100, 2)
-    p = Speculation(target, draft, 100, (0.9, 0.5)).predict(4, 5000, 2)
+    p = SpeculationCost(target, draft, 100, (0.9, 0.5)).predict(4, 5000, 2)
     assert p.draft_s == pytest.approx(draft.seconds(4, 1, 100) + draft.seconds(4, 1, 101))
     assert p.verify_s == target.seconds(4, 3, 5000) and p.decode_s == target.seconds(4, 1, 5000)
     assert p.speedup == pytest.approx(2.4 * p.decode_s / (p.draft_s + p.verify_s))
-    short = Speculation(target, draft, 100, 0.9).predict(4, 30, 1)
+    short = SpeculationCost(target, draft, 100, 0.9).predict(4, 30, 1)
     assert short.draft_s == draft.seconds(4, 1, 30), "no more is read than there is"
 
 
@@ -162,16 +164,16 @@ def test_what_comes_before_the_first_step_by_hand() -> None:
     hardware = Hardware(1e9, 1e30, 0.0)
     target = Deployment(TINY, hardware, 4)
     entry = costs.kv_bytes_per_token(TINY, Shard(0, 1), 4)
-    choice = Choice(observed_tokens=32, is_copied=True)
+    choice = SelectionCost(observed_tokens=32, is_copied=True)
     expected = 3 * (1000 * entry / 2 + 2 * 100 * entry) / 1e9
     assert choice.seconds(target, 100, 3, 1000) == pytest.approx(expected)
     slow = Deployment(TINY, replace(hardware, attention_flops_per_s=1e6), 4)
     flops = 3 * costs.attention_flops(TINY, Shard(0, 1), 32, 968) / 2
     assert choice.seconds(slow, 100, 3, 1000) == pytest.approx(flops / 1e6)
-    again = Choice(rerun_tokens=16)
+    again = SelectionCost(rerun_tokens=16)
     assert again.seconds(target, 100, 3, 1000) == target.seconds(3, 16, 984)
     assert again.seconds(target, 100, 3, 9) == target.seconds(3, 9, 0)
-    assert Choice().seconds(target, 100, 3, 1000) == 0.0
+    assert SelectionCost().seconds(target, 100, 3, 1000) == 0.0
 
 
 def test_a_standalone_draft_takes_the_prompts_one_after_the_other() -> None:
@@ -182,14 +184,16 @@ def test_a_standalone_draft_takes_the_prompts_one_after_the_other() -> None:
     cost, of_one = own.forward(1, 512, 0), own.forward(1, 512, 0, 1)
     assert cost.linear_flops - of_one.linear_flops == 511 * 2 * 32000 * 4096
     target = Deployment(LLAMA_31_8B, A100, 2)
-    way = Speculation(target, own, 64, 0.9)
+    way = SpeculationCost(target, own, 64, 0.9)
     assert way.predict(4, 600, 2).begin_s == prefill_seconds(own, 4, 600)
     assert self_speculation(target, 0.9).predict(4, 600, 2).begin_s == 0.0
 
 
 def test_the_net_speedup_by_hand() -> None:
     target = Deployment(LLAMA_2_7B, A100, 2)
-    way = Speculation(target, target, 100, 0.9, Choice(observed_tokens=32, is_copied=True))
+    way = SpeculationCost(
+        target, target, 100, 0.9, SelectionCost(observed_tokens=32, is_copied=True)
+    )
     p = way.predict(8, 30000, 4)
     assert p.speedup > 1.5 and p.begin_s > 0 and p.draft_s and p.verify_s
     each = (p.draft_s + p.verify_s) / p.tokens_per_step
@@ -227,7 +231,7 @@ def test_break_even_is_above_all_contexts_that_do_not_pay() -> None:
     """A draft in int4 pays at once, because it reads fewer weights, and no longer where it reads as
     many entries of the cache as the target does, up to a budget between two powers of 2."""
     target = Deployment(LLAMA_2_7B, A100, 2)
-    way = Speculation(target, replace(target, low_bit="int4"), 1500, 0.5)
+    way = SpeculationCost(target, replace(target, low_bit="int4"), 1500, 0.5)
     context = break_even_context([way], 8, 8)
     assert context is not None and context > 1500
     gammas = {S: best_gamma([way], 8, S, 8).gamma for S in (1, 1024, context - 1, context, 3000)}

@@ -331,15 +331,15 @@ def test_all_ranks_do_as_the_first_says() -> None:
 
 def test_the_section_decides() -> None:
     group = Group((0,), 0)
-    fixed = make_draft_length(DecodingSection(num_draft_tokens=3), group, CPU)
-    assert isinstance(fixed, FixedLength) and fixed.most == 3 and fixed.calibration_s is None
+    fixed = make_draft_length(DecodingSection(gamma=3), group, CPU)
+    assert isinstance(fixed, FixedLength) and fixed.max_gamma == 3 and fixed.calibration_s is None
     assert fixed.lengths(make_batch(2)) == [3, 3]
     assert fixed.acceptance is None, "nobody needs to know"
     mixed = make_draft_length(DecodingSection("speculative", "ngram+self", 3), group, CPU)
     mixed.observe(make_batch(2), 3, [3, 0], 1.0, [3, 0])
     assert mixed.acceptance is not None and mixed.acceptance.accepted == [1, 1, 1]
-    auto = make_draft_length(DecodingSection(num_draft_tokens="auto"), group, CPU)
-    assert isinstance(auto, AutoLength) and auto.most == 8
+    auto = make_draft_length(DecodingSection(gamma="auto"), group, CPU)
+    assert isinstance(auto, AutoLength) and auto.max_gamma == 8
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -378,7 +378,7 @@ class ScriptedSteps:
     phase: Any = "timed"
     drafter: Any = None
 
-    def padded_length(self, count: int) -> int:
+    def padded_gamma(self, count: int) -> int:
         return count
 
     def decode(self, batch: Batch) -> None:

@@ -113,7 +113,7 @@ def test_measured_runs_stand_beside_predictions() -> None:
         args = main.build_parser().read([*flags.split(), "--kv_policy", policy])[PlanSection]
         table = make_draft_table(args, make_plan(args))
         runs = [
-            (r.config["decoding"]["num_draft_tokens"], r.config["kv"]["budget"], r.metrics.speedup)
+            (r.config["decoding"]["gamma"], r.config["kv"]["budget"], r.metrics.speedup)
             for r in load_records(BASELINES)
             if drafting_of(r.config) == ("self", policy, None)
             and r.metrics and r.metrics.speedup

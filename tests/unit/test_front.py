@@ -98,7 +98,7 @@ def test_flags_on_the_command_line_win_over_those_of_a_file(
     )
     config = read("--B", 7, "--config", file, "--budget", 99, "--draft", "self")
     assert config.workload.batch_size == 7 and config.kv.budget == 99
-    assert config.decoding.drafter == "self" and config.decoding.num_draft_tokens == "auto"
+    assert config.decoding.drafter == "self" and config.decoding.gamma == "auto"
     assert config.decoding.ignore_eos and not config.output.printoutput
     assert config.sampling.temperature == 0.5 and config.parallel.rank_group == (0,)
     capsys.readouterr()

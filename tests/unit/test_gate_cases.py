@@ -57,7 +57,7 @@ def test_the_committed_file_has_the_standard_cases() -> None:
         assert ours.kv.policy == config.kv.policy
         assert (ours.draft and ours.draft.model) == (config.draft and config.draft.model)
         assert ours.kv.budget == config.kv.budget or ours.kv.policy == "full"
-        for name in ("drafter", "num_draft_tokens", "ignore_eos", "strategy", "step_cost"):
+        for name in ("drafter", "gamma", "ignore_eos", "strategy", "step_cost"):
             assert getattr(ours.decoding, name) == getattr(config.decoding, name)
         for name in ("dataset", "prefix_len", "gen_len", "batch_size", "num_batches"):
             assert getattr(ours.workload, name) == getattr(config.workload, name)
@@ -99,7 +99,7 @@ def test_a_case_has_the_name_that_runs_it() -> None:
         is_lookup = config.decoding.drafter == "ngram"  # which reads no cache
         assert is_lookup or ran.kv.resolve() == config.kv.resolve()
         assert (ran.draft and ran.draft.model) == (config.draft and config.draft.model)
-        for name in ("strategy", "drafter", "pa", "draft_weights", "num_draft_tokens"):
+        for name in ("strategy", "drafter", "pa", "draft_weights", "gamma"):
             assert getattr(ran.decoding, name) == getattr(config.decoding, name)
         assert ran.sampling == config.sampling
         assert describe(baseline) == name_of(config)

@@ -18,7 +18,7 @@ from synthetic_samples import draw_chances, draw_pass
 from magicdec.cli import compare as compare_command
 from magicdec.records.acceptance import count_by_prompt
 from magicdec.records.comparison.compare import (
-    Pair,
+    PairedCounts,
     change_of,
     compare,
     exit_code,
@@ -81,7 +81,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Raw], Any], str]] = {
         f"prompt 5, step 3: accepted {3 - WAS[3][5] % 3} of 4, was {WAS[3][5]}",
     ),
     "proposed": (
-        set_at("num_proposed", 3, 5, 3),
+        set_at("num_drafted", 3, 5, 3),
         "prompt 5, step 3: 3 drafts proposed, was 4, accepted",
     ),
     "tokens": (
@@ -133,7 +133,7 @@ REASONS = {
     "config__model__native_steps": ("off", "not all layers are those of --native_steps"),
     "config__parallel__device": ("cuda", "a GPU sums in any order"),
     "config__model__dtype": ("bfloat16", "bfloat16 rounds"),
-    "config__decoding__num_draft_tokens": ("auto", "the draft length follows from measured times"),
+    "config__decoding__gamma": ("auto", "the draft length follows from measured times"),
 }  # fmt: skip
 
 
@@ -197,9 +197,9 @@ def drafted(samples: PassSamples) -> DraftedPass:
     return DraftedPass.of_samples(samples)
 
 
-def pair_of_passes(before: PassSamples, after: PassSamples) -> Pair:
+def pair_of_passes(before: PassSamples, after: PassSamples) -> PairedCounts:
     errors = np.sqrt(rate_variances(drafted(before)) + rate_variances(drafted(after)))
-    return Pair(count_by_prompt(before), count_by_prompt(after), 0, errors)
+    return PairedCounts(count_by_prompt(before), count_by_prompt(after), 0, errors)
 
 
 def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:

@@ -19,7 +19,7 @@ from magicdec.cli import compare as compare_command
 from magicdec.records.acceptance import PromptCounts, count_by_prompt
 from magicdec.records.comparison.compare import (
     Match,
-    Pair,
+    PairedCounts,
     change_of,
     compare,
     exit_code,
@@ -240,7 +240,7 @@ def test_the_reports_say_what_was_printed(gate: Gate, tmp_path: Path) -> None:
     assert len(lines) == 9
 
 
-def pair(accepted: Sequence[int], num_different: int = 0) -> Pair:
+def pair(accepted: Sequence[int], num_different: int = 0) -> PairedCounts:
     """Of four prompts with 10 draft tokens each, of which 5 were accepted before."""
 
     def counts(of_each: Sequence[int]) -> PromptCounts:
@@ -248,7 +248,7 @@ def pair(accepted: Sequence[int], num_different: int = 0) -> Pair:
         column = np.array(of_each, float).reshape(4, 1)
         return PromptCounts(tens, tens, tens, tens.reshape(4, 1), column)
 
-    return Pair(counts([5] * 4), counts(accepted), num_different)
+    return PairedCounts(counts([5] * 4), counts(accepted), num_different)
 
 
 def test_a_change_by_hand() -> None:
@@ -281,11 +281,11 @@ def test_rows_share_the_false_alarms() -> None:
     assert level_for([*certain, *others]) == pytest.approx(1 - 0.01 / 3)
 
 
-def losing_pair(rng: np.random.Generator, num_prompts: int) -> Pair:
+def losing_pair(rng: np.random.Generator, num_prompts: int) -> PairedCounts:
     """Two drafts of the same prompts, of which the second is right 5 % less often."""
     chances = draw_chances(rng, num_prompts, 0.7, 0.1)
     both = [count_by_prompt(draw_pass(rng, c, 4, 63)) for c in (chances, 0.95 * chances)]
-    return Pair(both[0], both[1], 0)
+    return PairedCounts(both[0], both[1], 0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def speculation() -> PassSamples:
         calibration_ms=[40.0, 0.0],
         warmup_calibration_ms=60.0,
         step_ms=[[20.0, 10.0, 16.0], [30.0, 30.0]],
-        num_drafted=[[2, 0, 2], [2, 2]],
+        padded_gamma=[[2, 0, 2], [2, 2]],
         num_accepted=[[[2, 0], [], [2]], [[1, 1], [2, 0]]],
         num_emitted=[[[3, 1], [1, 1], [2]], [[2, 2], [3, 1]]],
         sequence_tokens=[[6, 2], [5, 3]],
@@ -37,7 +37,7 @@ def baseline() -> PassSamples:
     return pass_samples(
         begin_ms=[0.0, 0.0],
         step_ms=[[15.0] * 6, [20.0] * 5],
-        num_drafted=[[0] * 6, [0] * 5],
+        padded_gamma=[[0] * 6, [0] * 5],
         num_accepted=[[[]] * 6, [[]] * 5],
         num_emitted=[[[1, 1]] * 2 + [[1]] * 4, [[1, 1]] * 3 + [[1]] * 2],
         sequence_tokens=[[6, 2], [5, 3]],
@@ -61,7 +61,7 @@ def test_consistent_samples_are_those_of_a_run() -> None:
     ours, base, prefill = make_run()
     check_run({"autoregressive": base, "speculative": ours}, prefill)
     for samples in (ours, base):
-        for key in ("step_ms", "num_drafted", "num_accepted", "num_emitted"):
+        for key in ("step_ms", "padded_gamma", "num_accepted", "num_emitted"):
             getattr(samples, key)[1] = []
         samples.sequence_tokens[1], samples.sequence_ms[1] = [0, 0], [0.0, 0.0]
     del ours.draft_ms[2:], ours.verify_ms[2:], base.decode_ms[6:]
@@ -81,11 +81,11 @@ FAULTS = {
     "a token is counted that no step emitted":
         ("ours.sequence_tokens[1] = [6, 3]", "1 \\+ num_accepted|its tokens"),
     "more is accepted than was drafted":
-        ("ours.num_accepted[1][0] = [3, 1]", r"num_drafted 2, num_accepted \[3, 1\]"),
+        ("ours.num_accepted[1][0] = [3, 1]", r"padded_gamma 2, num_accepted \[3, 1\]"),
     "more is emitted than was accepted": ("ours.num_emitted[0][0] = [3, 2]", "num_emitted"),
     "an accepted token is lost": ("ours.num_emitted[0][0] = [2, 1]", "num_emitted"),
     "a row is missing from a step": ("base.num_emitted[0][3] = []", "running sequences"),
-    "a step is not counted as drafting": ("ours.num_drafted[1][0] = 0", "num_drafted 0"),
+    "a step is not counted as drafting": ("ours.padded_gamma[1][0] = 0", "padded_gamma 0"),
     "a phase is missing": ("ours.draft_ms.pop()", "times in draft_ms"),
     "calibration is counted twice": ("ours.begin_ms[0] = -35.0", "begin_ms is -35.0"),
     "a batch is missing": ("ours.begin_ms.pop()", "numbers of batches differ"),

@@ -97,7 +97,7 @@ def draft_of(samples: PassSamples, num_steps: list[int]) -> PassSamples:
     return pass_samples(
         begin_ms=list(samples.begin_ms),
         step_ms=[[63.0 / n] * n for n in num_steps],
-        num_drafted=samples.num_drafted,
+        padded_gamma=samples.padded_gamma,
         num_accepted=samples.num_accepted,
         num_emitted=samples.num_emitted,
         sequence_tokens=samples.sequence_tokens,
@@ -123,7 +123,7 @@ def test_the_counts_of_prompts_are_those_of_the_samples() -> None:
 def test_steps_that_draft_other_numbers_of_tokens_are_counted_by_position() -> None:
     """The first row ends in the step without drafts."""
     samples = pass_samples(
-        num_drafted=[[2, 0, 1]],
+        padded_gamma=[[2, 0, 1]],
         num_accepted=[[[2, 0], [], [1]]],
         num_emitted=[[[3, 1], [1, 1], [1]]],
         sequence_tokens=[[4, 3]],

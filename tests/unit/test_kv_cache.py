@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.kv.cache import KVCache
-from magicdec.kv.layout import PLAIN, TILED, Layout
+from magicdec.kv.layout import PLAIN, TILED, KVLayout
 from magicdec.kv.pool import CacheShape
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
@@ -37,7 +37,7 @@ def test_written_tokens_are_read_back_from_interleaved_blocks() -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), num_slots=st.integers(1, 90), head_dim=st.sampled_from([2, 16, 48]))
 def test_a_layout_returns_written_tokens_and_changes_no_others(
-    layout: Layout, data: st.DataObject, num_slots: int, head_dim: int
+    layout: KVLayout, data: st.DataObject, num_slots: int, head_dim: int
 ) -> None:
     pools = [torch.randn(2, 3, 2, 64, head_dim).bfloat16() for _ in "kv"]
     reads = (layout.read_keys, layout.read_values)
@@ -60,7 +60,7 @@ def test_a_layout_returns_written_tokens_and_changes_no_others(
 @pytest.mark.parametrize("block_size", [64, 192])
 @pytest.mark.parametrize("layout", [PLAIN, TILED], ids=["plain", "tiled"])
 def test_the_first_keys_of_rows_are_those_at_their_slots(
-    layout: Layout, block_size: int, num_tokens: int
+    layout: KVLayout, block_size: int, num_tokens: int
 ) -> None:
     """Rows lie in several blocks or in one, and end within a tile."""
     dtype = torch.bfloat16

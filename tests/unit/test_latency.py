@@ -22,14 +22,14 @@ from magicdec.bench.latency.forwards import (
     time_once,
     time_place,
 )
-from magicdec.bench.latency.record import Cell, Grid, summarise
+from magicdec.bench.latency.record import LatencyCell, LatencyGrid, summarise
 from magicdec.cli.latency import largest_run, parse
 from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Group, Launch
-from magicdec.runner.native_steps.executor import Watch
+from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.policies.verified import VerifiedKV
 from magicdec.speculation.steps.recorder import Eager
@@ -73,21 +73,21 @@ def test_the_grid_is_every_policy_with_every_budget_and_the_decode(tmp_path: Pat
     assert config.model.dtype == "float32" and not out.parent.exists()
 
 
-def names(cells: Sequence[Cell]) -> list[tuple[str, int, str | None]]:
+def names(cells: Sequence[LatencyCell]) -> list[tuple[str, int, str | None]]:
     return [(c.phase, c.T, c.kv_policy) for c in cells]
 
 
 def test_forwards_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round has each forward once, the next in the opposite order; the warm-up is not
     kept."""
-    ran: list[Cell] = []
+    ran: list[LatencyCell] = []
 
-    def record(forward: forwards.Forward, *args: object) -> float:
+    def record(forward: forwards.TimedForward, *args: object) -> float:
         ran.append(forward.cell)
         return time_once(forward, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(forwards, "time_once", record)
-    grid = Grid((2,), (50,), (1, 3), DRAFTS, repeats=2, warmup=1)
+    grid = LatencyGrid((2,), (50,), (1, 3), DRAFTS, repeats=2, warmup=1)
     config = resolve(RunConfig(attention=AttentionSection("grouped")), Machine(2))
     place = tiny_transformer(), Group((0,), 0), config, grid, 2, 50
     timings = time_place(*place, advance=lambda: None)
@@ -104,7 +104,7 @@ def test_forwards_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_forward_finds_and_leaves_the_cache_at_its_context() -> None:
     runner = make_runner(tiny_transformer(), 3, 70)
     batch = fill(runner, 61)
-    grid = Grid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
+    grid = LatencyGrid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
     seen = []
     for forward in make_forwards(runner, batch, grid, 61):
         for _ in range(2):
@@ -118,7 +118,7 @@ def test_every_forward_finds_and_leaves_the_cache_at_its_context() -> None:
 
 def test_recorded_forwards_do_what_the_others_do() -> None:
     """The same tokens chosen, the same keys read, the cache left at its context."""
-    grid = Grid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
+    grid = LatencyGrid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
     found: list[list[Any]] = []
     for recorder in (Eager(), Recorder()):
         runner = make_runner(tiny_transformer(), 3, 70, SDPABackend(16))
@@ -140,11 +140,11 @@ def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
     batch = fill(runner, 50)
     whole, watched = runner.forward, []
 
-    def forward(*args: Any, watch: Watch | None = None, **more: Any) -> torch.Tensor:
+    def forward(*args: Any, watch: AttentionObserver | None = None, **more: Any) -> torch.Tensor:
         watched.append(watch is not None)
         return whole(*args, watch=watch, **more)
 
-    grid = Grid((2,), (50,), (1, 4), DRAFTS, repeats=1, warmup=0)
+    grid = LatencyGrid((2,), (50,), (1, 4), DRAFTS, repeats=1, warmup=0)
     made = list(make_forwards(runner, batch, grid, 50))
     runner.forward = forward  # type: ignore[method-assign]
     for f in made[:3]:
@@ -166,7 +166,7 @@ def test_only_a_first_draft_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(VerifiedKV, "top_blocks", record)
     runner = make_runner(tiny_transformer(), 2, 64)
-    grid = Grid((2,), (50,), (1, 2), DRAFTS[2:3], repeats=1, warmup=0)
+    grid = LatencyGrid((2,), (50,), (1, 2), DRAFTS[2:3], repeats=1, warmup=0)
     made = {f.cell.phase: f for f in make_forwards(runner, fill(runner, 50), grid, 50)}
     counts = []
     for phase in ("first_draft", "draft", "verify", "draft", "first_draft"):
@@ -187,7 +187,7 @@ def test_the_cache_is_filled_with_keys_to_choose_by() -> None:
 
 
 def test_a_repeat_lasts_as_long_as_its_slowest_rank() -> None:
-    cell = Cell("draft", 4, 100, 1, 24, "snapkv")
+    cell = LatencyCell("draft", 4, 100, 1, 24, "snapkv")
     ranks = [[(cell, [1.0, 4.0, 2.0], 600)], [(cell, [3.0, 1.0, 2.0], 400)]]
     (row,) = summarise(ranks, bandwidth=1000.0)
     assert (row.ms_median, row.ms_p10, row.ms_p90) == pytest.approx((3e3, 2.2e3, 3.8e3))
@@ -202,7 +202,7 @@ PLANNED = (
     KVSection("snapkv", 40, 4, window_size=8),
     KVSection("full", -1),
 )
-GRID = Grid((1, 3), (60, 200), (1, 5), PLANNED, 1, 0)
+GRID = LatencyGrid((1, 3), (60, 200), (1, 5), PLANNED, 1, 0)
 CONFIG = resolve(
     RunConfig(model=ModelSection(dtype="float32"), attention=AttentionSection("grouped")),
     Machine(2),
@@ -244,7 +244,7 @@ def test_auto_is_decided_for_the_whole_grid() -> None:
     config, grid, _ = parse(flags.split())
     run = largest_run(config, grid)
     assert (run.workload.batch_size, run.workload.prefix_len) == (8, 1000)
-    assert (run.decoding.most_draft_tokens, run.kv.policy) == (3, "verified")
+    assert (run.decoding.max_gamma, run.kv.policy) == (3, "verified")
     machine = Machine(2, has_cuda=True, missing_backends={"triton": "no triton"})
     resolved = resolve(run, machine)
     assert resolved.attention.backend == "sdpa" and resolved.decoding.cuda_graphs == "on"
@@ -254,4 +254,4 @@ def test_auto_is_decided_for_the_whole_grid() -> None:
     window = ModelTraits(sliding_window=1002)
     assert resolve(largest_run(config, grid), machine, window).attention.backend == "sdpa"
     decodes = replace(grid, new_tokens=(1,))
-    assert largest_run(config, decodes).decoding.most_draft_tokens == 1
+    assert largest_run(config, decodes).decoding.max_gamma == 1

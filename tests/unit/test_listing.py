@@ -120,11 +120,11 @@ def test_an_export_has_a_row_for_each_pass(tmp_path: Path, command: Command, suf
 
 def test_an_export_keeps_a_failed_run_and_mixed_gammas(tmp_path: Path, command: Command) -> None:
     auto = make()
-    auto["config"]["decoding"]["num_draft_tokens"] = "auto"
+    auto["config"]["decoding"]["gamma"] = "auto"
     write(tmp_path / "runs.jsonl", [make(), auto, failed()])
     assert command("export", tmp_path / "runs.jsonl", "--out", tmp_path / "runs.parquet").code == 0
     frame = pandas.read_parquet(tmp_path / "runs.parquet")
-    assert set(frame["decoding.num_draft_tokens"]) == {"4", "auto"}
+    assert set(frame["decoding.gamma"]) == {"4", "auto"}
     last = frame.iloc[-1]
     assert last["status"] == "failed" and last["error"] and pandas.isna(last["speedup"])
 
@@ -167,7 +167,7 @@ def test_numbers_are_whole_where_runs_differ_in_many_settings(
     other["model"] |= {"model": "another-model-with-a-name", "dtype": "bfloat16"}
     other["model"]["target_dtype"] = "bfloat16"
     other["workload"] |= {"batch_size": 128, "prefix_len": 131072, "gen_len": 4096, "seed": 123456}
-    other["decoding"] |= {"num_draft_tokens": 8, "pa": 0.875}
+    other["decoding"] |= {"gamma": 8, "pa": 0.875}
     other["sampling"] = {"temperature": 0.625}
     runs[1]["environment"]["threads"] = 128
     write(path, runs)

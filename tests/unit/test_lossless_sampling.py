@@ -81,11 +81,11 @@ class Toy:
         for row, r in enumerate(requests):
             r.output_ids += [*drafts[row, : accepted[row]].tolist(), int(next_ids[row])]
 
-    def emitted(self, num_drafts: int, rule: Rule = verify) -> Tensor:
+    def emitted(self, gamma: int, rule: Rule = verify) -> Tensor:
         """The first two tokens of every request: [N, 2]."""
         requests = make_requests(NUM_REQUESTS, self.section)
         while waiting := [r for r in requests if len(r.output_ids) < 2]:
-            self.step(waiting, num_drafts, rule)
+            self.step(waiting, gamma, rule)
         return torch.tensor([r.output_ids[:2] for r in requests])
 
     def expected(self) -> Tensor:
@@ -129,13 +129,13 @@ SECTIONS = {
 
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(
-    ("drafter", "num_drafts"),
+    ("drafter", "gamma"),
     # Two tokens are counted, on which the third draft and later ones have no influence.
     [*product(DRAFTERS, [1, 2, 3]), ("good", 4), ("bad", 5)],
 )
-def test_tokens_and_pairs_have_the_targets_distribution(drafter: str, num_drafts: int) -> None:
+def test_tokens_and_pairs_have_the_targets_distribution(drafter: str, gamma: int) -> None:
     toy = Toy(TARGET, DRAFTERS[drafter], SECTIONS["plain"])
-    for p in p_values(toy.emitted(num_drafts), toy.expected()):
+    for p in p_values(toy.emitted(gamma), toy.expected()):
         assert p > ACCEPTED
 
 

@@ -73,7 +73,7 @@ def test_chains_that_stop_are_another_thing() -> None:
     records = []
     for pa in (None, 0.3, 0.4):
         record = of("streaming_llm")
-        record["config"]["decoding"] |= {"pa": pa, "num_draft_tokens": 4}
+        record["config"]["decoding"] |= {"pa": pa, "gamma": 4}
         records.append(parse_record(record))
     assert len(set(map(measured_thing, records))) == 3
     assert [settings(record)["pa"] for record in records] == [None, 0.3, 0.4]

@@ -64,7 +64,7 @@ class ScriptedStep:
 
     phases: dict[str, float]
     other_s: float = 0.001
-    num_drafted: int = 0
+    padded_gamma: int = 0
     accepted: Sequence[int] | None = None
 
     @property
@@ -74,10 +74,10 @@ class ScriptedStep:
 
 # Rows 0 and 1 emit 3 and 1, 1 and 1, 2 and 2 tokens; then row 0 has its 6, and row 1 emits 2.
 SPECULATION = [
-    ScriptedStep({"draft": 0.004, "verify": 0.015}, num_drafted=2, accepted=[2, 0]),
+    ScriptedStep({"draft": 0.004, "verify": 0.015}, padded_gamma=2, accepted=[2, 0]),
     ScriptedStep({"decode": 0.007}),
-    ScriptedStep({"draft": 0.004, "verify": 0.015}, num_drafted=2, accepted=[1, 1]),
-    ScriptedStep({"draft": 0.003, "verify": 0.008}, num_drafted=2, accepted=[1]),
+    ScriptedStep({"draft": 0.004, "verify": 0.015}, padded_gamma=2, accepted=[1, 1]),
+    ScriptedStep({"draft": 0.003, "verify": 0.008}, padded_gamma=2, accepted=[1]),
 ]
 
 
@@ -136,7 +136,7 @@ class ScriptedStrategy:
 
     def measure(self, batch: Batch) -> list[float]:
         self._advance(CALIBRATION_S)
-        return [0.01] * (1 + self.draft_length.most)
+        return [0.01] * (1 + self.draft_length.max_gamma)
 
     def step(self, batch: Batch) -> StepOutput:
         step = next(self.steps)
@@ -147,7 +147,7 @@ class ScriptedStrategy:
         self.runner.counts.num_forwards += 1
         accepted = None if step.accepted is None else list(step.accepted)
         emitted = [[7] * (1 + count) for count in accepted or [0] * len(batch.requests)]
-        return StepOutput(emitted, step.num_drafted, accepted)
+        return StepOutput(emitted, step.padded_gamma, accepted)
 
     def release(self, rows: Sequence[int]) -> None:
         self._advance(RELEASE_S)

@@ -35,7 +35,7 @@ def acceptance(batches: Sequence[Sequence[list[int]]], drafted: list[list[int]])
     """The acceptance metrics of accepted counts by batch, step and row, and of the numbers of draft
     tokens by batch and step. Every row emits what it accepts and one token more; a step without
     drafts emits one token of the first row."""
-    samples = pass_samples(num_drafted=drafted, num_accepted=batches)
+    samples = pass_samples(padded_gamma=drafted, num_accepted=batches)
     emit(samples)
     return Metrics(bytes_read=0, **acceptance_of(samples))
 
@@ -89,8 +89,8 @@ def test_padding_is_no_draft() -> None:
     """Of two rows with 3 and 0 proposed tokens in a step of 4, the first accepted 2. What they
     accept of their padding says nothing."""
     samples = replace(
-        PassSamples.empty(), sequence_tokens=[[7, 2]], num_drafted=[[4, 4]],
-        num_proposed=[[[3, 0], [2]]], num_accepted=[[[2, 1], [4]]], num_emitted=[[[3, 2], [4]]],
+        PassSamples.empty(), sequence_tokens=[[7, 2]], padded_gamma=[[4, 4]],
+        num_drafted=[[[3, 0], [2]]], num_accepted=[[[2, 1], [4]]], num_emitted=[[[3, 2], [4]]],
     )  # fmt: skip
     metrics = acceptance_of(samples)
     assert (
@@ -293,5 +293,5 @@ def test_samples_are_restored_from_a_record() -> None:
     kept = samples.to_record(is_drafting=True, is_random=False)
     assert kept.restored() == samples
     withheld = samples.to_record(is_drafting=True, is_random=True)
-    assert withheld.num_drafted is withheld.num_accepted is withheld.num_emitted is None
+    assert withheld.padded_gamma is withheld.num_accepted is withheld.num_emitted is None
     assert withheld.restored().num_emitted == [[[], []]]

@@ -1,8 +1,11 @@
 """A name of a table is written in the name table and in the files of what it names, nowhere else:
-code asks what a choice declares of itself and never what it is called."""
+code asks what a choice declares of itself and never what it is called. A class, and an alias of a
+type, has a name that nothing else in the package has."""
 
 import ast
 import re
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +29,9 @@ OTHER_MEANINGS = {
         "cli/front/doctor",
     ),  # library
 }
+
+# Words that say nothing of a class by themselves.
+VAGUE = {"Each", "Part", "Room", "Watch", "What"}
 
 
 @cache
@@ -78,3 +84,65 @@ def test_the_rule_can_be_broken() -> None:
     assert mentions("sdpa", 'x = "sdpa_backend", "magicdec.attention.sdpa:SDPABackend"') == []
     assert is_home("sdpa", "attention/sdpa.py") and is_home("triton", "attention/triton.py")
     assert not is_home("sdpa", "config/choices/backend.py") and not is_home("native", "names2.py")
+
+
+def type_names(source: str) -> Iterator[str]:
+    """The names of all classes of a module, and of its aliases of types, which are written as
+    classes are."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for statement in tree.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        yield from (name for name in names if re.fullmatch("[A-Z][a-z]\\w*", name))
+
+
+def test_a_type_name_is_defined_once() -> None:
+    homes = defaultdict[str, list[str]](list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in type_names(path.read_text(encoding="utf-8")):
+            homes[name].append(path.relative_to(PACKAGE).as_posix())
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+    assert VAGUE.isdisjoint(homes)
+
+
+def test_classes_and_aliases_are_type_names() -> None:
+    code = "class A:\n    class B:\n        pass\nRow = dict[str, str]\nT = TypeVar('T')\nROWS = 2"
+    assert list(type_names(code)) == ["A", "B", "Row"]
+
+
+# Other names of the draft length (`gamma`), of its bound (`max_gamma`) and of the drafts of a step
+# (`num_drafted`).
+OTHER_GAMMAS = {
+    *("num_drafts", "draft_tokens", "most_drafts", "most_draft_tokens", "num_draft_steps"),
+    *("num_draft", "draft_len", "num_proposed", "num_speculative_tokens"),
+}
+
+
+def identifiers(source: str) -> set[str]:
+    """All names, attributes, parameters and fields of a module."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg")}
+    return {name for name in found if isinstance(name, str)}
+
+
+def test_the_draft_length_has_one_name() -> None:
+    """vLLM calls the draft tokens of all steps `num_draft_tokens`: a key of a record's metrics."""
+    found = {
+        path.relative_to(PACKAGE).as_posix(): identifiers(path.read_text(encoding="utf-8"))
+        for path in PACKAGE.rglob("*.py")
+    }
+    assert {
+        file: names & OTHER_GAMMAS for file, names in found.items() if names & OTHER_GAMMAS
+    } == {}
+    assert [file for file, names in found.items() if "num_draft_tokens" in names] == [
+        "records/acceptance.py"
+    ]
+
+
+def test_identifiers_are_found_everywhere() -> None:
+    assert identifiers("def f(num_drafts): return a.most_drafts(draft_len=b)") == {
+        *("num_drafts", "a", "most_drafts", "draft_len", "b")
+    }

@@ -21,7 +21,7 @@ from magicdec.speculation.suffix_index import (
     MOST_MATCH,
     MOST_PLACES,
     Lookup,
-    Rates,
+    LookupRates,
     SuffixIndex,
 )
 
@@ -117,7 +117,7 @@ def test_probabilities_rise_with_the_match_and_are_learned() -> None:
         probabilities.append(lookup.propose(1)[0][1])
     assert probabilities == sorted(set(probabilities))
     for is_right in (True, False):
-        general = Rates()
+        general = LookupRates()
         first = last = None
         for round_number in range(60):
             lookup = Lookup(None, general)
@@ -171,7 +171,7 @@ def test_a_drafter_follows_the_output_of_each_request(
     batch = Batch(tuple(requests))
     drafter = NgramDrafter(2, 4, CPU)
     drafter.admit(requests)
-    general = Rates()
+    general = LookupRates()
     lookups = [Lookup(None, general) for _ in requests]
     for lookup, request in zip(lookups, requests, strict=True):
         lookup.extend(request.prompt_ids)
@@ -198,8 +198,8 @@ def test_a_drafter_follows_the_output_of_each_request(
 
 def test_lengths_by_default_and_by_gamma() -> None:
     looked_up = DecodingSection("speculative", "ngram")
-    assert (looked_up.most_draft_tokens, looked_up.num_draft_steps) == (31, 31)
+    assert (looked_up.max_gamma, looked_up.max_draft_forwards) == (31, 31)
     mixed = replace(looked_up, drafter="ngram+self")
-    assert (mixed.most_draft_tokens, mixed.num_draft_steps, mixed.gamma) == (31, 8, "auto")
-    six = replace(mixed, num_draft_tokens=6)
-    assert (six.most_draft_tokens, six.num_draft_steps) == (6, 6)
+    assert (mixed.max_gamma, mixed.max_draft_forwards, mixed.gamma_or_default) == (31, 8, "auto")
+    six = replace(mixed, gamma=6)
+    assert (six.max_gamma, six.max_draft_forwards) == (6, 6)

@@ -12,7 +12,7 @@ import torch
 from serving_command import prepare_as
 
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.layout import Layout, make_layout
+from magicdec.distributed.layout import PipelineLayout, make_layout
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.speculative_pipeline import RunTiming, SpeculativePipeline
 from magicdec.systems.stages.auto_split import STEPS, DecodeStep, RankTimes
@@ -94,17 +94,17 @@ def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "num_drafts"),
+    ("words", "gamma"),
     [(["--modes", "iterative"], 0), (["--gamma", "99", "--draft", "ngram"], 7)],
 )
 def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
-    words: list[str], num_drafts: int, tmp_path: Path
+    words: list[str], gamma: int, tmp_path: Path
 ) -> None:
     step = Choice(tmp_path, "auto", [EMBEDS, HEAD], *words).step
-    assert step == DecodeStep(1, 104, num_drafts)
+    assert step == DecodeStep(1, 104, gamma)
 
 
-def timing_of(alone: SpeculativePipeline, layout: Layout) -> RunTiming:
+def timing_of(alone: SpeculativePipeline, layout: PipelineLayout) -> RunTiming:
     """Runs of three rows after 50 tokens, on the first rank."""
     return RunTiming(alone.run, [(rank,) for rank in layout.stages], DecodeStep(1, 50, 2))
 

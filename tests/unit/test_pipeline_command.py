@@ -11,7 +11,7 @@ from serving_command import prepare_as
 
 from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.distributed.layout import Layout, make_layout
+from magicdec.distributed.layout import PipelineLayout, make_layout
 from magicdec.engine.scheduler import StepCounts
 from magicdec.output.console import make_progress
 from magicdec.runner.request import Moves, Request
@@ -20,7 +20,7 @@ from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.scheduler import Counts
 from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
 from magicdec.systems.stages.metrics import Observed, speculation_metrics
-from magicdec.systems.stages.spans import Span, What
+from magicdec.systems.stages.spans import Span, SpanKind
 
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
 
@@ -101,28 +101,28 @@ def finished(times_s: list[float]) -> Request:
     return request
 
 
-LAYOUT = Layout((range(2), range(2, 4)), 0)
+LAYOUT = PipelineLayout((range(2), range(2, 4)), 0)
 
 
 def observed() -> Observed:
     """A prompt, run 1, and run 2, which is stopped in the second stage. The time that counts is
     from 1 s to 3 s."""
     head = [
-        Span(What.PROMPT, 0, 0.0, 0.0, 1),
-        Span(What.STAGE, 0, 0.0, 0.4, 2),
-        Span(What.RESULT, 0, 1.0, 1.0),
-        Span(What.LAUNCH, 1, 1.0, 1.0, 1),
-        Span(What.STAGE, 1, 1.0, 1.5, 2),
-        Span(What.DRAFT, 0, 1.0, 1.75),
-        Span(What.LAUNCH, 2, 1.75, 1.75, 1),
-        Span(What.STAGE, 2, 1.75, 2.25, 2),
-        Span(What.RESULT, 1, 2.25, 2.25),
-        Span(What.RESULT, 2, 3.0, 3.0, 1),
+        Span(SpanKind.PROMPT, 0, 0.0, 0.0, 1),
+        Span(SpanKind.STAGE, 0, 0.0, 0.4, 2),
+        Span(SpanKind.RESULT, 0, 1.0, 1.0),
+        Span(SpanKind.LAUNCH, 1, 1.0, 1.0, 1),
+        Span(SpanKind.STAGE, 1, 1.0, 1.5, 2),
+        Span(SpanKind.DRAFT, 0, 1.0, 1.75),
+        Span(SpanKind.LAUNCH, 2, 1.75, 1.75, 1),
+        Span(SpanKind.STAGE, 2, 1.75, 2.25, 2),
+        Span(SpanKind.RESULT, 1, 2.25, 2.25),
+        Span(SpanKind.RESULT, 2, 3.0, 3.0, 1),
     ]
     stage = [
-        Span(What.STAGE, 0, 0.5, 0.9, 2),
-        Span(What.STAGE, 1, 1.75, 2.0, 2),
-        Span(What.STAGE, 2, 2.5, 2.75, 1),
+        Span(SpanKind.STAGE, 0, 0.5, 0.9, 2),
+        Span(SpanKind.STAGE, 1, 1.75, 2.0, 2),
+        Span(SpanKind.STAGE, 2, 2.5, 2.75, 1),
     ]
     return Observed(LAYOUT, [head, stage], 1.0, 3.0)
 
@@ -157,19 +157,19 @@ def crowded() -> Observed:
     """A prompt, run 1, run 2 of three rows, which is stopped in the second stage, and run 3, the
     only one that finds this stage idle. The third rank drafts."""
     head = [
-        Span(What.PROMPT, 0, 0.0, 0.0, 1), Span(What.RESULT, 0, 4.0, 4.0),
-        Span(What.LAUNCH, 1, 1.0, 1.0, 1), Span(What.RESULT, 1, 6.0, 6.0),
-        Span(What.LAUNCH, 2, 2.0, 2.0, 3), Span(What.RESULT, 2, 8.0, 8.0, 1),
-        Span(What.LAUNCH, 3, 8.0, 8.0, 1), Span(What.RESULT, 3, 9.5, 9.5),
+        Span(SpanKind.PROMPT, 0, 0.0, 0.0, 1), Span(SpanKind.RESULT, 0, 4.0, 4.0),
+        Span(SpanKind.LAUNCH, 1, 1.0, 1.0, 1), Span(SpanKind.RESULT, 1, 6.0, 6.0),
+        Span(SpanKind.LAUNCH, 2, 2.0, 2.0, 3), Span(SpanKind.RESULT, 2, 8.0, 8.0, 1),
+        Span(SpanKind.LAUNCH, 3, 8.0, 8.0, 1), Span(SpanKind.RESULT, 3, 9.5, 9.5),
     ]  # fmt: skip
     times_s = [[(0.0, 1.0), (1.0, 2.0), (2.0, 3.5), (8.0, 8.5)]]
     times_s += [[(1.5, 4.0), (4.0, 6.0), (6.0, 7.0), (8.75, 9.25)]]
     stages = [
-        [Span(What.STAGE, run, *times, 2) for run, times in enumerate(each)] for each in times_s
+        [Span(SpanKind.STAGE, run, *times, 2) for run, times in enumerate(each)] for each in times_s
     ]
     stages[1][2] = replace(stages[1][2], value=1)
-    drafts = [Span(What.DRAFT, 0, 1.0, 1.5)]
-    layout = Layout((range(2), range(2, 4), range(0)), 2)
+    drafts = [Span(SpanKind.DRAFT, 0, 1.0, 1.5)]
+    layout = PipelineLayout((range(2), range(2, 4), range(0)), 2)
     return Observed(layout, [[*head, *stages[0]], stages[1], drafts], 0.0, 10.0)
 
 

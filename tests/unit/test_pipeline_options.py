@@ -127,8 +127,8 @@ def test_times_of_layers_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
         return compute(stage, x, *place, **more)
 
     monkeypatch.setattr(Stage, "compute", noted)
-    for drafting, each in ((None, step), ("ngram", replace(step, num_drafts=3))):
-        decoding = replace(config.decoding, drafter=drafting, num_draft_tokens=3)
+    for drafting, each in ((None, step), ("ngram", replace(step, gamma=3))):
+        decoding = replace(config.decoding, drafter=drafting, gamma=3)
         run = replace(ring.run, config=replace(config, decoding=decoding))
         computed.clear()
         times = RingTiming(run, [(0,)], each).measure()

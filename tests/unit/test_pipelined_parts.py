@@ -20,10 +20,10 @@ from magicdec.systems.pipeinfer.messages import Candidate
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import (
     DraftRequest,
-    LookupDrafter,
-    ScriptedDrafter,
+    LookupPathDrafter,
+    ScriptedPathDrafter,
 )
-from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.stage import CancelBoard, Canceller, listen
 
 
@@ -42,10 +42,10 @@ def test_every_stage_hears_of_every_cancellation() -> None:
         assert [run for run in range(8) if board.is_cancelled(run)] == [3, 5]
 
 
-def always(is_right: bool, lengths: list[int]) -> ScriptedDrafter:
+def always(is_right: bool, lengths: list[int]) -> ScriptedPathDrafter:
     """For targets that write p + 1 behind position p."""
     outputs = [[length + i for i in range(30)] for length in lengths]
-    return ScriptedDrafter(outputs, lengths, [[is_right] * 30] * len(lengths), 0.9)
+    return ScriptedPathDrafter(outputs, lengths, [[is_right] * 30] * len(lengths), 0.9)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -79,7 +79,7 @@ def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
     before, served = make_requests([(9,)] * 4, 3), make_requests([(1, 2, 3), (1, 2), (1,)], 4)
     options = Options(mode="iterative", lanes=1)
     found = serve([FakeStage(1, True)], always(True, [1]), options, served, 1, before=before)
-    prompts = [s for s in found.head if s.what is What.PROMPT and s.run >= found.first_run]
+    prompts = [s for s in found.head if s.what is SpanKind.PROMPT and s.run >= found.first_run]
     first = [prompts[place].begin_s for place in (0, 3, 5)]
     ends = [0.0, *(request.token_times_s[-1] for request in served)]
     assert sorted(found.moves) == [0, 1, 2], "nothing is kept of those that were served before"
@@ -143,7 +143,7 @@ def test_emulated_work_counts_from_what_it_follows(is_emulated: bool) -> None:
     assert between_s == pytest.approx([3 * step_s] * 4, rel=1e-6)
 
 
-class LateDrafter(ScriptedDrafter):
+class LateDrafter(ScriptedPathDrafter):
     """Answers when `request` has ended."""
 
     request: Request
@@ -186,7 +186,7 @@ def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
 @pytest.mark.usefixtures("trusted_lookups")
 def test_a_lookup_forgets_the_request_that_had_its_lane() -> None:
     text = [5, 6, 7, 8, 5, 6]
-    drafter = LookupDrafter()
+    drafter = LookupPathDrafter()
     asked = DraftRequest(0, 0, 0, (1, 2, 3, 1, 2), ())
     assert drafter.propose(asked, [*asked.new]) == (3, 1.0)
     asked = DraftRequest(1, 0, 0, tuple(text), (7,))

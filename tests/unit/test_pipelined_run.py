@@ -28,15 +28,15 @@ from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.setup.loading import make_backend
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import (
-    Drafter,
     DraftRequest,
-    LookupDrafter,
-    ModelDrafter,
-    ScriptedDrafter,
+    LookupPathDrafter,
+    ModelPathDrafter,
+    PathDrafter,
+    ScriptedPathDrafter,
     candidate_of,
     pack_candidate,
 )
-from magicdec.systems.stages.spans import Span, What
+from magicdec.systems.stages.spans import Span, SpanKind
 from magicdec.systems.stages.stage import SLOTS, CancelBoard, Canceller, RunStage
 
 LENGTHS, NEW, MAX_TOKENS, CHUNK = [5, 40, 1, 33], [20, 9, 20, 14], 90, 16
@@ -71,8 +71,8 @@ def one_process(sampling: SamplingSection = GREEDY) -> list[list[int]]:
     return generate_alone(target(), requests(sampling), MAX_TOKENS)
 
 
-def scripted(is_right: bool) -> ScriptedDrafter:
-    return ScriptedDrafter(one_process(), LENGTHS, [[is_right] * 40] * len(LENGTHS), 0.9)
+def scripted(is_right: bool) -> ScriptedPathDrafter:
+    return ScriptedPathDrafter(one_process(), LENGTHS, [[is_right] * 40] * len(LENGTHS), 0.9)
 
 
 KV = {
@@ -84,16 +84,16 @@ KV = {
 
 def model_drafter(
     model: Transformer, policy: str, lanes: int, sampling: SamplingSection = GREEDY
-) -> ModelDrafter:
+) -> ModelPathDrafter:
     draft = make_draft(model, KV[policy], lanes, MAX_TOKENS, max_drafts=max(NEW))
-    return ModelDrafter(draft, KV[policy], TINY.vocab_size, CoupledSampling(sampling))
+    return ModelPathDrafter(draft, KV[policy], TINY.vocab_size, CoupledSampling(sampling))
 
 
-def make_drafter(name: str, lanes: int) -> Drafter:
+def make_drafter(name: str, lanes: int) -> PathDrafter:
     kind, _, policy = name.partition(" ")
     if kind in ("model", "self"):
         return model_drafter(similar() if kind == "model" else target(), policy, lanes)
-    return LookupDrafter() if name == "lookup" else scripted(name == "right")
+    return LookupPathDrafter() if name == "lookup" else scripted(name == "right")
 
 
 @pytest.mark.usefixtures("trusted_lookups")
@@ -162,7 +162,7 @@ def test_sampled_tokens_are_those_of_one_process(
     served, sampling = requests(section), CoupledSampling(section)
     options = Options(mode=mode, gamma=3, pa=0.05, lanes=2)
     parts = [RunStage(make_runner(part, 2, MAX_TOKENS), sampling) for part in divide(target(), 2)]
-    drafts: Drafter = LookupDrafter()
+    drafts: PathDrafter = LookupPathDrafter()
     if drafter != "lookup":
         model = target() if drafter == "target" else similar()
         drafts = model_drafter(model, "full", 2, section)
@@ -179,10 +179,10 @@ def test_sampled_tokens_are_those_of_one_process(
 def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
     """Whatever path it was asked for before, and whether it computes a path at once or not."""
 
-    def make() -> ModelDrafter:
+    def make() -> ModelPathDrafter:
         kv = KV["full"]
         draft = make_draft(similar(), kv, 2, MAX_TOKENS, make_backend(backend))
-        return ModelDrafter(draft, kv, TINY.vocab_size)
+        return ModelPathDrafter(draft, kv, TINY.vocab_size)
 
     drafter, seen = make(), list[int]()
     forward = drafter.kv.forward
@@ -229,7 +229,7 @@ def gated_round() -> tuple[Served, CancelBoard]:
         FakeStage(4, False, wait=in_middle),
         FakeStage(4, True, wait=at_last),
     ]
-    drafter = ScriptedDrafter([[1, 2, 3, 4, 5]], [1], [[False] * 5], 0.9)
+    drafter = ScriptedPathDrafter([[1, 2, 3, 4, 5]], [1], [[False] * 5], 0.9)
     options = Options(gamma=1, max_in_flight=3)
     served = make_requests([(9,)], 5)
     found = serve(parts, drafter, options, served, board=board)
@@ -245,7 +245,7 @@ def test_a_cancelled_run_skips_exactly_the_layers_that_are_left() -> None:
     assert [of[3] for of in layers] == [4, 0, 0], "it waited behind run 2"
     runs = found.scheduler.counts.runs
     assert all(len(of) == runs for of in layers), "every run passes every stage"
-    assert {s.run for s in found.head if s.what is What.RESULT and s.value} >= {2, 3}
+    assert {s.run for s in found.head if s.what is SpanKind.RESULT and s.value} >= {2, 3}
 
 
 def overlap(a: Span, b: Span) -> bool:
@@ -255,8 +255,8 @@ def overlap(a: Span, b: Span) -> bool:
 def signs(found: Served) -> list[bool]:
     """Whether runs were launched before the first result of a run before them, a draft step
     overlaps a stage, and two stages were busy with different runs at one time."""
-    decoding = [s for s in found.head if s.what in (What.LAUNCH, What.RESULT) and s.run > 0]
-    first_result = next(i for i, s in enumerate(decoding) if s.what is What.RESULT)
+    decoding = [s for s in found.head if s.what in (SpanKind.LAUNCH, SpanKind.RESULT) and s.run > 0]
+    first_result = next(i for i, s in enumerate(decoding) if s.what is SpanKind.RESULT)
     work = [span for stage in found.stages for span in stage]
     pairs = combinations(found.stages, 2)
     return [
@@ -269,7 +269,7 @@ def signs(found: Served) -> list[bool]:
 @pytest.mark.parametrize(("mode", "expected"), [("async", True), ("sync", False)])
 def test_it_is_asynchronous(mode: str, expected: bool) -> None:
     """The stages and the drafter sleep, so that this needs no cores."""
-    drafter = ScriptedDrafter([list(range(1, 30))], [1], [[True] * 29], 0.9, 0.002)
+    drafter = ScriptedPathDrafter([list(range(1, 30))], [1], [[True] * 29], 0.9, 0.002)
     parts = [FakeStage(2, i == 2, wait=lambda run, layer: time.sleep(0.005)) for i in range(3)]
     found = serve(parts, drafter, Options(mode=mode, gamma=2), make_requests([(9,)], 29))
     assert signs(found) == [expected] * 3
@@ -302,6 +302,6 @@ def test_an_error_in_a_thread_ends_the_head() -> None:
             raise RuntimeError("the stage broke")
 
     parts: Sequence[FakeStage] = [FakeStage(2, False, wait=fail), FakeStage(2, True)]
-    drafter = ScriptedDrafter([[1, 2, 3]], [1], [[True] * 3], 0.9)
+    drafter = ScriptedPathDrafter([[1, 2, 3]], [1], [[True] * 3], 0.9)
     with pytest.raises(RuntimeError, match="the stage broke"):
         serve(parts, drafter, Options(mode="iterative"), make_requests([(9,)], 9))

@@ -7,14 +7,14 @@ from collections.abc import Sequence as Tokens
 import pytest
 from checked_cells import VOCABULARY, CheckedModels, generate
 
-from magicdec.predict.simulator.simulation import Machine, Simulation, Trace
+from magicdec.predict.simulator.simulation import SimulatedMachine, Simulation, SimulationTrace
 from magicdec.systems.pipeinfer.messages import (
     Action,
     Cancel,
     Candidate,
     Commit,
     JudgedRun,
-    Launch,
+    RunLaunch,
 )
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
@@ -38,10 +38,10 @@ def random_options(chooser: random.Random) -> Options:
     )
 
 
-def random_machine(chooser: random.Random) -> Machine:
+def random_machine(chooser: random.Random) -> SimulatedMachine:
     choose = chooser.choice
     stages = tuple(choose([0.1, 1, 1, 2, 5]) for _ in range(chooser.randint(1, 5)))
-    return Machine(
+    return SimulatedMachine(
         stages,
         layers=chooser.randint(1, 4),
         link_s=choose([0, 0.1, 2]),
@@ -69,12 +69,12 @@ class Recount:
         for action in actions:
             if isinstance(action, Cancel):
                 self.cancelled.update(action.runs)
-            elif isinstance(action, Launch):
+            elif isinstance(action, RunLaunch):
                 self.launch(action)
             elif isinstance(action, Commit):
                 self.commit(action)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: RunLaunch) -> None:
         """What a lane holds from the first position on is void."""
         request, known = launch.request, len(self.texts[launch.request])
         self.forget(request, launch.first)
@@ -225,8 +225,8 @@ def test_a_run_that_is_skipped_although_it_is_read_is_noticed(
 
 
 def scripted(
-    acceptance: float, machine: Machine, options: Options, length: int
-) -> tuple[PipelinedScheduler, Trace]:
+    acceptance: float, machine: SimulatedMachine, options: Options, length: int
+) -> tuple[PipelinedScheduler, SimulationTrace]:
     cancelled = set[int]()
     models = CheckedModels([[1]], machine, acceptance, cancelled, seed=3)
     scheduler = PipelinedScheduler(options)
@@ -235,7 +235,7 @@ def scripted(
     return scheduler, simulation.run([[1]], length)
 
 
-FOUR_STAGES = Machine((4.0,) * 4, layers=4, cancel_s=0.5, draft_s=3.0)
+FOUR_STAGES = SimulatedMachine((4.0,) * 4, layers=4, cancel_s=0.5, draft_s=3.0)
 
 
 def test_an_always_wrong_draft_is_cancelled_inside_the_stage_where_it_is() -> None:

@@ -21,7 +21,7 @@ from magicdec.predict.curves import (
     find_curves,
     is_plain,
 )
-from magicdec.predict.speculation import Choice
+from magicdec.predict.speculation import SelectionCost
 from magicdec.records.reading import load_records
 
 BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"
@@ -46,7 +46,7 @@ def run(
     return lambda flags: command("plan", *flags.split())
 
 
-def make(flags: str) -> plan.Plan:
+def make(flags: str) -> plan.SpeculationPlan:
     return plan.make_plan(plan.main.build_parser().read(flags.split())[PlanSection])
 
 
@@ -183,7 +183,7 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
         if r["kind"] == "run"
         and r["environment"]["world_size"] == 1  # those of several ranks have fewer prompts
         and r["config"]["kv"]["policy"] == (policy or "streaming_llm")
-        and r["config"]["decoding"]["num_draft_tokens"] == 4
+        and r["config"]["decoding"]["gamma"] == 4
         and drafting_of(r["config"]) == (drafter, policy or "streaming_llm", None)
         and is_plain(r["config"])
     }
@@ -201,7 +201,7 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
     flags = f"{BY_HAND} --model llama-2-7b --B 64 --prefix_len 30000 --max_gamma 4 --budget 257"
     for record in load_records(BASELINES):
         decoding, metrics = record.config["decoding"], record.metrics
-        kind = decoding["drafter"], decoding["num_draft_tokens"], record.config["kv"]["policy"]
+        kind = decoding["drafter"], decoding["gamma"], record.config["kv"]["policy"]
         if kind[:2] != ("self", 4) or kind[2] == "full" or metrics is None:
             continue
         if drafting_of(record.config) is None:
@@ -236,7 +236,9 @@ def test_what_a_policy_does_before_the_first_step_costs() -> None:
         asked = make(f"{flags} --kv_policy {policy}")
         found[policy] = p = asked.predict(8, 4096)
         assert p.speedup == steps.speedup and asked.gen_len == 16
-    assert plan.find_choice("streaming_llm", 257) == Choice(), "what no --kv_policy stands for"
+    assert plan.find_choice("streaming_llm", 257) == SelectionCost(), (
+        "what no --kv_policy stands for"
+    )
     assert found["streaming_llm"].begin_s == 0.0
     for policy in ("snapkv", "verified", "retrieval"):
         assert 1.0 < found[policy].net_speedup(16) < steps.speedup, policy

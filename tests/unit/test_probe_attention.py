@@ -33,7 +33,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.predict import probe_attention
 from magicdec.predict.probe_attention import (
     BackendTime,
-    Measured,
+    MeasuredAttention,
     Read,
     Step,
     draft_step,
@@ -99,19 +99,25 @@ def test_the_fastest_is_that_of_all_layers() -> None:
     [
         (ImportError("no kernel image\nfor this device"), "no kernel image"),
         (AssertionError(), "AssertionError"),
-        (Measured(1e-9, (*ONES, ONES[0] + 0.5)), "its output is 5.0e-01 away from that of sdpa"),
-        (Measured(1e-9, (ONES[0] * torch.nan, *ONES)), "its output is nan away from that of sdpa"),
+        (
+            MeasuredAttention(1e-9, (*ONES, ONES[0] + 0.5)),
+            "its output is 5.0e-01 away from that of sdpa",
+        ),
+        (
+            MeasuredAttention(1e-9, (ONES[0] * torch.nan, *ONES)),
+            "its output is nan away from that of sdpa",
+        ),
     ],
     ids=str,
 )
 def test_who_fails_or_is_wrong_has_no_time(found: object, why: str) -> None:
-    def timer(name: str) -> list[Measured]:
+    def timer(name: str) -> list[MeasuredAttention]:
         if isinstance(found, Exception):
             raise found
-        assert isinstance(found, Measured)
+        assert isinstance(found, MeasuredAttention)
         return [found]
 
-    reference = [Measured(1.0, ONES * 2)]
+    reference = [MeasuredAttention(1.0, ONES * 2)]
     assert time_backend("triton", timer, reference) == BackendTime("triton", obstacle=why)
 
 
@@ -119,9 +125,9 @@ def test_rounding_of_large_outputs_is_no_disagreement() -> None:
     """Above 4 the neighbours in bfloat16 are further apart than what outputs below 1 may differ."""
     outputs = {"sdpa": (4.0, 0.5), "grouped": (4.0 + 2**-5, 0.5), "triton": (4.0, 0.5 + 2**-4)}
 
-    def timer(name: str) -> list[Measured]:
+    def timer(name: str) -> list[MeasuredAttention]:
         found = tuple(torch.tensor([x], dtype=torch.bfloat16) for x in outputs[name])
-        return [Measured(1.0, found)]
+        return [MeasuredAttention(1.0, found)]
 
     reference = timer("sdpa")
     assert time_backend("grouped", timer, reference).seconds == (1.0,)
@@ -131,7 +137,7 @@ def test_rounding_of_large_outputs_is_no_disagreement() -> None:
 def test_an_error_of_the_reference_is_nobodys_fault_but_the_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*arguments: object) -> Measured:
+    def fail(*arguments: object) -> MeasuredAttention:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(probe_attention, "measure", fail)
@@ -209,7 +215,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_on_what_the_drafts_read_loses_only_where_they_read_it(
     stand_ins: None, kv: KVSection | None, gamma: int, flash_attn: int, triton: int
 ) -> None:
-    drafting = replace(BFLOAT16.decoding, num_draft_tokens=gamma)
+    drafting = replace(BFLOAT16.decoding, gamma=gamma)
     decoding = drafting if kv else BASELINE.decoding
     config = replace(
         BFLOAT16,
@@ -224,8 +230,8 @@ def test_slow_on_what_the_drafts_read_loses_only_where_they_read_it(
 
 
 def test_both_models_are_measured_each_with_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timer(name: str, step: Step, device: torch.device, recorder: object) -> Measured:
-        return Measured({"triton": 1.0}.get(name, 2.0) * step.head_dim, ONES)
+    def timer(name: str, step: Step, device: torch.device, recorder: object) -> MeasuredAttention:
+        return MeasuredAttention({"triton": 1.0}.get(name, 2.0) * step.head_dim, ONES)
 
     monkeypatch.setattr(probe_attention, "measure", timer)
     draft = ModelSource("d", replace(MODEL, head_dim=32), RandomWeights({}), None, is_random=True)
@@ -245,9 +251,9 @@ def test_recorded_steps_are_measured_recorded(graphs: str, monkeypatch: pytest.M
     """And what no graph can hold is left out then."""
     given = set()
 
-    def timer(name: str, step: Step, device: torch.device, recorder: object) -> Measured:
+    def timer(name: str, step: Step, device: torch.device, recorder: object) -> MeasuredAttention:
         given.add(recorder)
-        return Measured(1.0, ONES)
+        return MeasuredAttention(1.0, ONES)
 
     monkeypatch.setattr(probe_attention, "measure", timer)
     monkeypatch.setattr(recorder_module, "CudaGraphs", lambda device: f"graphs of {device}")
@@ -271,7 +277,7 @@ def test_the_step_is_the_runs_own() -> None:
     baseline = target_step(BASELINE, MODEL)
     assert (baseline.name, baseline.reads) == ("a decode forward", (Read(1, 1, 1000, whole),))
     for drafter, draft, tokens in (("ngram", None, 32), ("model", STANDALONE.draft, 9)):
-        decoding = replace(BFLOAT16.decoding, drafter=drafter, num_draft_tokens="auto")
+        decoding = replace(BFLOAT16.decoding, drafter=drafter, gamma="auto")
         others = target_step(replace(BFLOAT16, decoding=decoding, draft=draft), MODEL)
         assert others.reads == (Read(1, tokens, 1000, whole),)
         assert others.name == f"a verification of {tokens} tokens"
@@ -410,7 +416,7 @@ def test_the_command_prints_the_table_and_the_flag(
     seconds = {"grouped": 0.1, "sdpa": 0.2}
     timed = probe_attention.measure
 
-    def measure_both(name: str, *arguments: Any) -> Measured:
+    def measure_both(name: str, *arguments: Any) -> MeasuredAttention:
         return replace(timed(name, *arguments), seconds=seconds.get(name, 3.0))
 
     monkeypatch.setattr(probe_attention, "measure", measure_both)

@@ -8,7 +8,7 @@ import pytest
 
 from magicdec.bench.study.progress import StudyProgress
 from magicdec.output import console as progress
-from magicdec.output.console import LINE_EVERY_S, Bar, Lines, Silent, make_progress
+from magicdec.output.console import LINE_EVERY_S, Lines, ProgressBar, Silent, make_progress
 
 
 class Clock:
@@ -35,7 +35,7 @@ def make_terminal(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
 def test_only_the_leader_speaks(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     make_terminal(monkeypatch, is_terminal)
     assert isinstance(make_progress(False), Silent)
-    assert isinstance(make_progress(True), Bar if is_terminal else Lines)
+    assert isinstance(make_progress(True), ProgressBar if is_terminal else Lines)
 
 
 def test_others_are_silent(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
@@ -71,7 +71,7 @@ def test_a_narrow_terminal_keeps_the_count_and_the_time_that_is_left(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    study = StudyProgress(Bar(), SimpleNamespace(order=[None] * 24, todo=[None] * 24))
+    study = StudyProgress(ProgressBar(), SimpleNamespace(order=[None] * 24, todo=[None] * 24))
     study.left.seconds = [30.0]
     study.label = f"12/24{study.left}; "
     study.rest = "; demo, " + "self-speculation, " * 5
@@ -88,7 +88,7 @@ def test_the_bar_is_drawn_on_stderr(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with Bar().task("decode", 2) as advance:
+    with ProgressBar().task("decode", 2) as advance:
         advance()
         advance()
     out, err = capsys.readouterr()

@@ -20,7 +20,7 @@ from conftest import TINY
 from identities import check_record
 from synthetic_samples import pass_samples
 
-from magicdec.bench.run.outcome import Measured, make_record
+from magicdec.bench.run.outcome import MeasuredRun, make_record
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
@@ -68,7 +68,7 @@ def sample_pass(name: str) -> PassSamples:
     return pass_samples(
         begin_ms=[1.0, 2.0],
         step_ms=[[300.0 / len(batch)] * len(batch) for batch in batches],
-        num_drafted=[[4 * is_drafting for _ in batch] for batch in batches],
+        padded_gamma=[[4 * is_drafting for _ in batch] for batch in batches],
         num_accepted=[[[count] if is_drafting else [] for count in batch] for batch in batches],
         num_emitted=[[[1 + count] for count in batch] for batch in batches],
         sequence_tokens=[[4], [3]],
@@ -116,7 +116,7 @@ def run_record(
     samples = {name: sample_pass(name) for name in passes}
     if has_draft:
         samples[strategy].draft_prefill_ms = [1.0, 2.0]
-    measured = Measured(
+    measured = MeasuredRun(
         samples,
         {name: finished(name) for name in passes},
         PrefillSamples(prefill_ms=[100.0, 200.0], ttft_ms=[[100.0], [200.0]], num_tokens=[2, 2]),

@@ -18,7 +18,7 @@ from synthetic_records import parse_record
 from test_record import RECORDS, small
 
 from magicdec import names
-from magicdec.bench.latency.record import LatencyRecord, Row, tables
+from magicdec.bench.latency.record import LatencyRecord, LatencyRow, tables
 from magicdec.names import load_named
 from magicdec.records.fields import described_fields, description_of, without_none
 from magicdec.records.performance import Metrics
@@ -177,7 +177,7 @@ def test_a_key_is_needed_unless_it_can_be_null() -> None:
 
 
 def test_latency_is_a_record_with_a_table(tmp_path: Path) -> None:
-    row = Row(
+    row = LatencyRow(
         "decode", 2, 64, 1, tokens=2, ms_median=1.0, ms_p10=0.5, ms_p90=2.0, bytes=9,
         roofline_fraction=0.5,
     )  # fmt: skip

@@ -41,17 +41,17 @@ from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Observer, Request, ignore_step
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.stages.metrics import DraftCounts
 from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
-CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)
+CHUNK, LIMITS = 8, BatchLimits(60, prefill_tokens=16)
 
 
 class Ring:
@@ -100,17 +100,17 @@ def serve(
     requests: Sequence[Request],
     num_lanes: int,
     lane_size: int,
-    num_drafts: int = 0,
+    gamma: int = 0,
     clock: VirtualClock | None = None,
-    make_speculation: Callable[[ModelRunner], Speculation] | None = None,
+    make_speculation: Callable[[ModelRunner], RingSpeculation] | None = None,
     observe: Observer = ignore_step,
 ) -> Ring:
     model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
     stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
     ring, runner, speculation = Ring(clock), stage.runner, None
-    if num_drafts:
-        drafter = NgramDrafter(runner.num_rows, num_drafts, runner.device)
-        speculation = Speculation(runner, drafter, num_drafts)
+    if gamma:
+        drafter = NgramDrafter(runner.num_rows, gamma, runner.device)
+        speculation = RingSpeculation(runner, drafter, gamma)
     if make_speculation is not None:
         speculation = make_speculation(runner)
     place = Ends(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, ring.step_clock
@@ -189,7 +189,7 @@ def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
     """The emulated model continues every prompt with ones, which the drafter proposes. Of the two
     samples of the lane one ends, and another takes its row, while the other still runs."""
     requests = make_requests([(5,) * 4, (5,) * 6, (5,) * 9], [3, 9, 2])
-    ring = serve(requests, num_lanes=1, lane_size=2, num_drafts=3)
+    ring = serve(requests, num_lanes=1, lane_size=2, gamma=3)
     assert [request.output_ids for request in requests] == [[1] * 3, [1] * 9, [1] * 2]
     assert [(m.status, m.words) for m in ring.sent if m.kind is Kind.HIDDEN and m.status] == [
         (WANTED, (0,)), (WANTED, (1,)), (VERIFY, (0, 1, 4, 6)),
@@ -214,13 +214,13 @@ class ScriptedDrafter(Drafter):
     def build(cls, setup: DraftSetup) -> "ScriptedDrafter":
         raise NotImplementedError
 
-    def plan(self, requests: Sequence[Request], num_draft_tokens: int, *args: object) -> DraftPlan:
-        self.counts = [self.random.randint(0, num_draft_tokens) for _ in requests]
+    def plan(self, requests: Sequence[Request], gamma: int, *args: object) -> DraftPlan:
+        self.counts = [self.random.randint(0, gamma) for _ in requests]
         return DraftPlan(self.counts, self.counts)
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         num_right = [self.random.choice((0, n, self.random.randint(0, n))) for n in self.counts]
-        ids = torch.ones(len(self.counts), shape.num_tokens, dtype=torch.int64)
+        ids = torch.ones(len(self.counts), shape.gamma, dtype=torch.int64)
         for row, right, count in zip(ids, num_right, self.counts, strict=True):
             row[right:count] = 5
         self.expected.num_messages += 1
@@ -232,10 +232,10 @@ class ScriptedDrafter(Drafter):
 @pytest.mark.parametrize("lanes", [(1, 3), (2, 2)])
 def test_a_ring_counts_what_was_proposed_and_accepted_of_each_row(lanes: tuple[int, int]) -> None:
     """Rows of a message have different numbers of drafts, and their padding would be right."""
-    drafter, made = ScriptedDrafter(), list[Speculation]()
+    drafter, made = ScriptedDrafter(), list[RingSpeculation]()
 
-    def speculate(runner: ModelRunner) -> Speculation:
-        made.append(Speculation(runner, drafter, 4))
+    def speculate(runner: ModelRunner) -> RingSpeculation:
+        made.append(RingSpeculation(runner, drafter, 4))
         return made[-1]
 
     requests = make_requests([(5,) * n for n in (4, 6, 9, 3, 5)], [30, 9, 20, 1, 25])

@@ -28,7 +28,7 @@ from magicdec.bench.report.figures.panels import (
     summarize,
 )
 from magicdec.bench.report.figures.passes import drafting_share, draw_by_budget, pareto
-from magicdec.bench.report.frame import Row, frame_of, report_rows
+from magicdec.bench.report.frame import FrameRow, frame_of, report_rows
 from magicdec.bench.report.listing import command_of
 from magicdec.bench.report.tables import ranges
 from magicdec.cli.records import report as report_command
@@ -55,7 +55,7 @@ def variant(number: int = 0, **changed: Any) -> Record:
     places = {
         "B": ("config", "workload", "batch_size"),
         "prefix_len": ("config", "workload", "prefix_len"),
-        "gamma": ("config", "decoding", "num_draft_tokens"),
+        "gamma": ("config", "decoding", "gamma"),
         "budget": ("config", "kv", "budget"),
         "threads": ("environment", "threads"),
         "argv": ("environment", "argv"),
@@ -72,7 +72,7 @@ def variant(number: int = 0, **changed: Any) -> Record:
     return raw
 
 
-def row(**changed: Any) -> Row:
+def row(**changed: Any) -> FrameRow:
     """The row of the requested strategy of a run."""
     return list(report_rows(1, "runs.jsonl", parse_record(variant(**changed))))[-1]
 

@@ -22,7 +22,7 @@ from magicdec.bench.report.figures.passes import (
     draw_roofline,
     draw_speedup,
 )
-from magicdec.bench.report.frame import Row, frame_of
+from magicdec.bench.report.frame import FrameRow, frame_of
 from magicdec.output.figures import styled
 
 # What two runs of one panel must have in common, written out here so that no entry of the figures'
@@ -42,7 +42,7 @@ HELD = {
 OTHER = {"threads": 7}
 
 
-def cells(*intervals: tuple[float, float | None, float | None], **changed: Any) -> list[Row]:
+def cells(*intervals: tuple[float, float | None, float | None], **changed: Any) -> list[FrameRow]:
     """A run at each of so many batch sizes, with its speedup and the ends of its interval."""
     names = ("speedup", "speedup_interval_low", "speedup_interval_high")
     return [

@@ -22,7 +22,7 @@ from magicdec.cli import records
 from magicdec.engine.scheduler import StepCounts
 from magicdec.runner.request import Moves
 from magicdec.systems.stages.metrics import StageUse, ring_metrics
-from magicdec.systems.stages.spans import Span, What
+from magicdec.systems.stages.spans import Span, SpanKind
 
 
 def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def test_stages_are_shown_over_time(out: Path, part: str) -> None:
 
 def test_occupancy_is_the_share_of_each_part_of_the_time() -> None:
     """Ten seconds in 100 parts: spans that overlap count once, and moments do not count."""
-    first = [Span(What.STAGE, 0, 0.0, 2.0), Span(What.DRAFT, 0, 1.0, 3.05)]
-    second = [Span(What.HEAD, 0, 9.0, 10.0), Span(What.RESULT, 0, 5.0, 6.0)]
+    first = [Span(SpanKind.STAGE, 0, 0.0, 2.0), Span(SpanKind.DRAFT, 0, 1.0, 3.05)]
+    second = [Span(SpanKind.HEAD, 0, 9.0, 10.0), Span(SpanKind.RESULT, 0, 5.0, 6.0)]
     found = occupancy_of([first, second, []])
     assert found[0] == [1.0] * 30 + [0.5] + [0.0] * 69
     assert found[1] == [0.0] * 90 + [1.0] * 10 and found[2] == [0.0] * 100

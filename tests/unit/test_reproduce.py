@@ -25,8 +25,8 @@ from magicdec.predict.published_table import (
     COLUMNS,
     TABLES,
     Missing,
+    PublishedRow,
     PublishedTable,
-    Row,
     command_of,
     read_measured,
 )
@@ -37,11 +37,11 @@ NAME = "magicdec_speedups_h100"
 WITH_ROOT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def published(name: str) -> list[Row]:
+def published(name: str) -> list[PublishedRow]:
     return PublishedTable(name, PAPER).part(is_demo=False)
 
 
-def flags_of(row: Row) -> dict[str, str]:
+def flags_of(row: PublishedRow) -> dict[str, str]:
     """The first value of each flag of the command of a line; empty for a flag without one."""
     pairs = itertools.pairwise([*command_of(row).split(), "--"])
     return {a: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}

@@ -27,9 +27,9 @@ from magicdec.systems.ring.recurrent import RecurrentPipeline
 from magicdec.systems.stages import clocks
 from magicdec.systems.stages.clocks import Ahead
 from magicdec.systems.stages.metrics import uses_of
-from magicdec.systems.stages.spans import Span, Spans, What
+from magicdec.systems.stages.spans import Span, SpanKind, Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
-from magicdec.systems.system import Trace
+from magicdec.systems.system import PassTrace
 
 
 def served() -> tuple[RecurrentPipeline, list[Request]]:
@@ -44,7 +44,7 @@ def served() -> tuple[RecurrentPipeline, list[Request]]:
 
 def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
     pipeline, requests = served()
-    stages, heads = pipeline.spans.of(What.STAGE), pipeline.spans.of(What.HEAD)
+    stages, heads = pipeline.spans.of(SpanKind.STAGE), pipeline.spans.of(SpanKind.HEAD)
     assert [span.run for span in stages] == list(range(5 * (2 + 3)))
     assert [span.run for span in heads] == [-1, *range(5 * (2 + 3))]
     assert [pipeline.samples.count([request.request_id]) for request in requests] == [5] * 5
@@ -59,10 +59,10 @@ def test_queues_by_the_times_of_both_sides() -> None:
     stage, and two on the way home."""
     first, second = Spans(), Spans()
     for run in range(3):
-        first.append(Span(What.STAGE, run, 10.0 + run, 10.5 + run))
-        second.append(Span(What.STAGE, run, 14.5 + run, 15.0 + run))
+        first.append(Span(SpanKind.STAGE, run, 10.0 + run, 10.5 + run))
+        second.append(Span(SpanKind.STAGE, run, 14.5 + run, 15.0 + run))
     for run in (-1, 0, 1, 2):
-        first.append(Span(What.HEAD, run, 17.0 + run, 17.25 + run))
+        first.append(Span(SpanKind.HEAD, run, 17.0 + run, 17.25 + run))
     sent = [Traffic(8, 320), Traffic(4, 640)]
     uses = uses_of([first, second], sent, {0, 1})
     assert [use.queued_s for use in uses] == [3 * 2.0, 3 * 4.0]
@@ -74,15 +74,16 @@ def test_queues_by_the_times_of_both_sides() -> None:
     assert alone.queued_s == sum((17.0 + run) - (10.5 + run) for run in range(3))
 
 
-def make_trace(num_samples: int = 3) -> Trace:
+def make_trace(num_samples: int = 3) -> PassTrace:
     """Two stages whose messages take a second each."""
     count = 2 * num_samples
     spans = [
-        [Span(What.STAGE, i, 100.0 + s + i, 101.0 + s + i) for i in range(count)] for s in range(2)
+        [Span(SpanKind.STAGE, i, 100.0 + s + i, 101.0 + s + i) for i in range(count)]
+        for s in range(2)
     ]
-    spans[0] += [Span(What.HEAD, i, 102.0 + i, 102.25 + i) for i in range(count)]
+    spans[0] += [Span(SpanKind.HEAD, i, 102.0 + i, 102.25 + i) for i in range(count)]
     samples = {i: [i % num_samples] for i in range(count)}
-    return Trace(["stage 0", "stage 1"], spans, samples, frozenset(range(num_samples)))
+    return PassTrace(["stage 0", "stage 1"], spans, samples, frozenset(range(num_samples)))
 
 
 def test_a_chart_has_a_row_for_each_stage() -> None:
@@ -127,7 +128,7 @@ def test_a_trace_has_an_event_for_each_span() -> None:
 class Passing:
     """Takes so many seconds for each message, and passes it on."""
 
-    what: ClassVar[What] = What.STAGE
+    what: ClassVar[SpanKind] = SpanKind.STAGE
 
     def __init__(self, clock: Clock, seconds: list[float]) -> None:
         self.clock, self.seconds = clock, iter(seconds)
@@ -148,8 +149,8 @@ def test_a_stage_between_others_has_a_span_from_taking_to_sending(
         inbound.send(Message(kind, run))
     StageLoop(Passing(clock, [1.0, 0.5, 1.5]), Ends(inbound, Loopback()), spans).serve()
     assert list(spans) == [
-        Span(What.STAGE, 0, begin_s, begin_s + 1.0, 3),
-        Span(What.STAGE, 2, begin_s + 1.5, begin_s + 3.0, 3),
+        Span(SpanKind.STAGE, 0, begin_s, begin_s + 1.0, 3),
+        Span(SpanKind.STAGE, 2, begin_s + 1.5, begin_s + 3.0, 3),
     ]
 
 
@@ -171,8 +172,10 @@ def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.Monke
 def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    theirs = Spans([Span(What.STAGE, 7, 102.5, 103.0, 3), Span(What.DRAFT, 2, 103.0, 103.25)])
-    ours, aheads = Spans([Span(What.LAUNCH, 7, 1.0, 1.0, 2)]), [Ahead(), Ahead(100.0)]
+    theirs = Spans(
+        [Span(SpanKind.STAGE, 7, 102.5, 103.0, 3), Span(SpanKind.DRAFT, 2, 103.0, 103.25)]
+    )
+    ours, aheads = Spans([Span(SpanKind.LAUNCH, 7, 1.0, 1.0, 2)]), [Ahead(), Ahead(100.0)]
     monkeypatch.setattr(clocks, "all_gather_values", lambda own, kind, size: [own, theirs])
-    expected = [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
+    expected = [Span(SpanKind.STAGE, 7, 2.5, 3.0, 3), Span(SpanKind.DRAFT, 2, 3.0, 3.25, 0)]
     assert [list(each) for each in clocks.gather_spans(ours, aheads)] == [list(ours), expected]

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 from magicdec.predict.simulator.run import Work, run_mode
-from magicdec.predict.simulator.simulation import Machine
+from magicdec.predict.simulator.simulation import SimulatedMachine
 from magicdec.systems.pipeinfer.options import Options
 
 
@@ -56,7 +56,7 @@ def test_70b_with_drafts_by_hand(scale: Any, cluster: Any) -> None:
 def test_a_ring_is_that_of_the_simulator(scale: Any, cluster: Any, rows: int) -> None:
     ring, model, S = scale.Division(1, 4, 8), "llama-3.1-405b", 32768
     stage_s, hop_s = cluster.seconds(model, 8, 1, 1, S) / 4, cluster.hop_s(model, ring, 1)
-    machine = Machine((stage_s,) * 4, link_s=hop_s)
+    machine = SimulatedMachine((stage_s,) * 4, link_s=hop_s)
     work = Work([True], 16, ring_requests=rows)
     _, metrics = run_mode("ring", machine, Options(), work)
     # Rows one by one, without what groups of several rows would share.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from magicdec.engine.engine import Engine
 from magicdec.engine.scheduler import Scheduler
 from magicdec.runner.request import Batch, Request, SamplingParams, Status, StepOutput
-from magicdec.runner.step_plan import Limits, Plan
+from magicdec.runner.step_plan import BatchLimits, StepPlan
 
 EOS = 99
 
@@ -39,7 +39,7 @@ def prefilled(*max_new_tokens: int, first: int = 1) -> tuple[Scheduler, list[Req
     return scheduler, new
 
 
-def batch_of(plan: Plan) -> Batch:
+def batch_of(plan: StepPlan) -> Batch:
     """The requests that emit tokens in a step, which decodes or prefills whole prompts."""
     assert plan.decoding is None or not plan.parts
     return plan.decoding or Batch(tuple(part.request for part in plan.parts))
@@ -207,7 +207,7 @@ def make(request_id: int, prompt: int = 4, new: int = 9, arrived: float = 0.0) -
     return request
 
 
-def emit(scheduler: Scheduler, plan: Plan) -> None:
+def emit(scheduler: Scheduler, plan: StepPlan) -> None:
     """One token for each request that decodes, and the first token of each complete prompt."""
     for requests in (
         () if plan.decoding is None else plan.decoding.requests,
@@ -217,12 +217,12 @@ def emit(scheduler: Scheduler, plan: Plan) -> None:
         scheduler.commit(Batch(tuple(requests)), StepOutput(tokens), now=0.0)
 
 
-def new_again(plan: Plan) -> list[Request]:
+def new_again(plan: StepPlan) -> list[Request]:
     """Requests whose text is prefilled after a preemption; their newest token is known."""
     return [part.request for part in plan.parts if part.request.output_ids]
 
 
-def run_step(scheduler: Scheduler) -> Plan:
+def run_step(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule()
     assert plan is not None
     emit(scheduler, plan)
@@ -230,11 +230,11 @@ def run_step(scheduler: Scheduler) -> Plan:
 
 
 def test_a_request_that_can_never_be_served_is_refused_with_the_numbers() -> None:
-    row = Scheduler(2, Limits(max_tokens=100, step_tokens=4))
+    row = Scheduler(2, BatchLimits(max_tokens=100, step_tokens=4))
     with pytest.raises(ValueError, match=r"request 7 needs 105 tokens .* a row holds at most 100"):
         row.add([make(7, prompt=90, new=13)], 0.0)
     row.add([make(7, prompt=90, new=8)], 0.0)
-    pool = Scheduler(2, Limits(block_size=16, num_blocks=2, step_tokens=1))
+    pool = Scheduler(2, BatchLimits(block_size=16, num_blocks=2, step_tokens=1))
     with pytest.raises(ValueError, match=r"needs 33 tokens .* the cache holds 2 blocks of 16"):
         pool.add([make(0, prompt=30, new=4)], 0.0)
     pool.add([make(0, prompt=30, new=3)], 0.0)
@@ -255,8 +255,10 @@ def test_a_request_joins_at_the_next_step_and_its_row_is_used_again() -> None:
     assert plan.admitted == ((third, 0),) and plan.decoding == Batch((second,))
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(block_size=8, num_blocks=9)], ids=repr)
-def test_a_request_that_joins_decodes_in_the_next_step(limits: Limits) -> None:
+@pytest.mark.parametrize(
+    "limits", [BatchLimits(), BatchLimits(block_size=8, num_blocks=9)], ids=repr
+)
+def test_a_request_that_joins_decodes_in_the_next_step(limits: BatchLimits) -> None:
     """Also where the same plan was repeated before it came."""
     scheduler, first, second = Scheduler(2, limits), make(0, new=20), make(1, new=20)
     scheduler.add([first], 0.0)
@@ -269,7 +271,7 @@ def test_a_request_that_joins_decodes_in_the_next_step(limits: Limits) -> None:
 
 
 def test_a_step_prefills_as_many_tokens_as_it_may() -> None:
-    scheduler = Scheduler(3, Limits(prefill_tokens=5))
+    scheduler = Scheduler(3, BatchLimits(prefill_tokens=5))
     requests = [make(0, prompt=7), make(1, prompt=2), make(2, prompt=6)]
     scheduler.add(requests, 0.0)
     steps = [
@@ -290,7 +292,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_the_youngest_request_is_preempted_and_continues_later() -> None:
-    scheduler = Scheduler(3, Limits(block_size=4, num_blocks=5))
+    scheduler = Scheduler(3, BatchLimits(block_size=4, num_blocks=5))
     old, young = make(0, prompt=7, new=8), make(1, prompt=3, new=9)
     scheduler.add([young], 1.0)
     scheduler.add([old], 0.5)
@@ -306,7 +308,7 @@ def test_the_youngest_request_is_preempted_and_continues_later() -> None:
 
 
 def test_a_cancelled_request_frees_its_row_in_the_next_step() -> None:
-    scheduler = Scheduler(1, Limits(block_size=4, num_blocks=4))
+    scheduler = Scheduler(1, BatchLimits(block_size=4, num_blocks=4))
     first, second, third = make(0), make(1), make(2)
     scheduler.add([first, second, third], 0.0)
     run_step(scheduler)
@@ -332,7 +334,7 @@ def test_every_request_ends_and_no_block_is_given_twice(
 ) -> None:  # fmt: skip
     """Also: another rank, which is given the same requests, has the same state before each step."""
     needed = max(prompt + max(new, 2) - 2 + step_tokens for prompt, new, _ in drawn)
-    limits = Limits(
+    limits = BatchLimits(
         block_size=4, num_blocks=-(-needed // 4) + spare, step_tokens=step_tokens,
         prefill_tokens=budget,
     )  # fmt: skip
@@ -366,7 +368,7 @@ def test_ranks_that_disagree_stop() -> None:
         if index == 0:
             group.broadcast = lambda x, source: sent.append(x) or x
         runner: Any = SimpleNamespace(num_rows=2, device=torch.device("cpu"), group=group)
-        return Engine(runner, 64, Limits(), clock=VirtualClock(now))
+        return Engine(runner, 64, BatchLimits(), clock=VirtualClock(now))
 
     first, second = engine(0, 1.0), engine(1, 9.0)
     requests = [[make(number, arrived=arrived) for number, arrived in enumerate((0.0, 5.0))]] * 2
@@ -409,7 +411,7 @@ def test_a_step_costs_nothing_for_requests_that_wait(monkeypatch: pytest.MonkeyP
 
 def test_a_row_that_needs_no_block_does_not_change_the_plan() -> None:
     """With limited blocks too, and while others wait for a row."""
-    scheduler = Scheduler(1, Limits(block_size=8, num_blocks=4))
+    scheduler = Scheduler(1, BatchLimits(block_size=8, num_blocks=4))
     scheduler.add([make(0, prompt=4, new=20), make(1)], 0.0)
     plans = [run_step(scheduler) for _ in range(8)]
     assert [plan.reserved for plan in plans[1:]] == [()] * 4 + [((0, 9),)] + [()] * 2

@@ -27,7 +27,7 @@ from magicdec.output.console import Progress
 from magicdec.output.tables import text_of
 from magicdec.records.reading import parse_line
 from magicdec.runner.request import Batch, Request, StepOutput
-from magicdec.runner.step_plan import Plan
+from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.batching import Batching
@@ -350,7 +350,7 @@ class RoundRobin(System):
                 request = order.pop(0)
                 row = request.request_id
                 admitted = tuple((each, row) for each in arrived)
-                observer.counts.watch(Plan(Batch((request,)), admitted=admitted))
+                observer.counts.watch(StepPlan(Batch((request,)), admitted=admitted))
                 self.clock.after_step()
                 self.emit(each, request, observer)
                 order += [request] * (request.finished_s is None)

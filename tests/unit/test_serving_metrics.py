@@ -14,7 +14,7 @@ from magicdec.bench.serving.record import RequestRecord, describe_requests
 from magicdec.bench.serving.showing import DECODE, PREFILL, WAITING, spans_of
 from magicdec.engine.scheduler import StepCounts
 from magicdec.runner.request import Batch, Moves, Request, SamplingParams
-from magicdec.runner.step_plan import Part, Plan
+from magicdec.runner.step_plan import PrefillChunk, StepPlan
 from magicdec.systems.options import GOODPUT_OF, parse_goodput
 
 
@@ -110,9 +110,11 @@ def test_a_step_counts_what_it_prefills_and_decodes() -> None:
     one, two, three = REQUESTS
     for request, row in zip(REQUESTS, range(3), strict=True):
         request.row = row
-    counts.watch(Plan(Batch((one, two)), admitted=((three, 2),), parts=(Part(three, 2, 0, 3),)))
-    counts.watch(Plan(Batch((one,)), preempted=((two, 1), (three, 2))))
-    counts.watch(Plan(admitted=((two, 1),), parts=(Part(two, 1, 0, 2),)))
+    counts.watch(
+        StepPlan(Batch((one, two)), admitted=((three, 2),), parts=(PrefillChunk(three, 2, 0, 3),))
+    )
+    counts.watch(StepPlan(Batch((one,)), preempted=((two, 1), (three, 2))))
+    counts.watch(StepPlan(admitted=((two, 1),), parts=(PrefillChunk(two, 1, 0, 2),)))
     moves = {2: Moves([4.0], [5.0]), 1: Moves([6.0], [5.0])}
     assert (counts.num_steps, counts.num_preemptions, counts.num_in_flight) == (3, 2, 5)
     assert counts.moves == moves

@@ -16,22 +16,22 @@ from magicdec.predict.simulator.simulation import (
     RESULT_BYTES,
     VOID_BYTES,
     Cluster,
-    Machine,
     Pipeline,
+    SimulatedMachine,
     divisions,
 )
 from magicdec.systems.pipeinfer.emulated_drafts import draw_right
-from magicdec.systems.pipeinfer.messages import Launch
+from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.scheduler import Counts
 
-FOUR = Machine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
+FOUR = SimulatedMachine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
 ROUND_S = 0.084  # four stages, three links between them and one back to the head
 
 
 def run(
     mode: str,
-    machine: Machine = FOUR,
+    machine: SimulatedMachine = FOUR,
     acceptance: float = 1.0,
     options: Options | None = None,
     gen_len: int = 200,
@@ -98,13 +98,13 @@ def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
     assert ring.mean_itl_ms == pytest.approx(84 + 4 * (5000 + VOID_BYTES) / 1e3)
 
 
-def launch(run: int, num_rows: int) -> Launch:
-    return Launch(run, 0, 0, False, 1, 0, (0,) * num_rows)
+def launch(run: int, num_rows: int) -> RunLaunch:
+    return RunLaunch(run, 0, 0, False, 1, 0, (0,) * num_rows)
 
 
 def test_messages_take_turns_on_a_link() -> None:
     """A run of one row and one of three, whose hidden states take 2 s a row and a header 64 ms."""
-    machine = Machine((1.0, 1.0), bytes_per_s=1000.0, row_bytes=2000)
+    machine = SimulatedMachine((1.0, 1.0), bytes_per_s=1000.0, row_bytes=2000)
     pipeline = Pipeline(machine)
     for run, num_rows in enumerate((1, 3)):
         pipeline.launch(0.0, launch(run, num_rows), is_prompt=False)
@@ -118,7 +118,7 @@ def test_messages_take_turns_on_a_link() -> None:
 def test_a_cancelled_run_stops_after_its_layer() -> None:
     """Layers take 1 s. The first of two stages hears at 5.5 s that run 1 is cancelled, in its
     second layer of four; the other stage gets a void header. Run 2 follows at once."""
-    pipeline = Pipeline(Machine((4.0, 4.0), layers=4))
+    pipeline = Pipeline(SimulatedMachine((4.0, 4.0), layers=4))
     for run in range(3):
         pipeline.launch(0.0, launch(run, 1), is_prompt=False)
     pipeline.cancel([1], [5.5, 100.0])
@@ -139,7 +139,7 @@ def test_a_cancellation_takes_its_time() -> None:
 
 
 def test_a_stage_takes_more_for_more_rows() -> None:
-    machine = Machine((0.02, 0.04), row_cost=0.5)
+    machine = SimulatedMachine((0.02, 0.04), row_cost=0.5)
     assert [machine.busy_s(1, rows) for rows in (1, 3)] == [0.04, 0.08]
 
 

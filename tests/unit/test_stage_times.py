@@ -18,17 +18,17 @@ from threaded_pipeline import FakeStage
 from torch import Tensor
 
 from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, Traffic
-from magicdec.distributed.layout import Layout
+from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.native_steps.executor import Cancellation
-from magicdec.systems.pipeinfer.messages import Launch
+from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.pipeinfer.scheduler import Counts
 from magicdec.systems.ring import recurrent
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.stages import stage
 from magicdec.systems.stages.metrics import Observed, StageUse, speculation_metrics, uses_of
-from magicdec.systems.stages.spans import Span, Spans, What
+from magicdec.systems.stages.spans import Span, SpanKind, Spans
 from magicdec.systems.stages.stage import VERIFY, WANTED, CancelBoard, Stage, StageLoop
 
 STAGE_S, LINK_S, LATE_S = 0.5, 0.25, 0.125
@@ -96,7 +96,7 @@ def use_of(spans: Spans, end_s: float, prompts: set[int]) -> StageUse:
     """The use of a second stage, if the head has the last run home at `end_s`."""
     first = Spans(
         Span(what, run, end_s, end_s)
-        for what in (What.STAGE, What.HEAD)
+        for what in (SpanKind.STAGE, SpanKind.HEAD)
         for run in range(len(spans))
     )
     return uses_of([first, spans], [Traffic()] * 2, prompts)[1]
@@ -132,7 +132,9 @@ def test_the_lateness_of_sleeps_does_not_add_up(
 
 
 def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
-    spans = Spans(Span(What.STAGE, run, 0.0, seconds) for run, seconds in enumerate([9, 8, 1, 3]))
+    spans = Spans(
+        Span(SpanKind.STAGE, run, 0.0, seconds) for run, seconds in enumerate([9, 8, 1, 3])
+    )
     assert use_of(spans, 9.0, {0, 1}).decode_s == 2.0
     assert use_of(spans, 9.0, {0, 1, 2, 3}).decode_s is None
 
@@ -169,13 +171,13 @@ def test_the_first_stage_waits_for_prompts_too(clock: Clock) -> None:
     assert use.total_s == NUM_MESSAGES * (LINK_S + STAGE_S)
     # Of the three messages of a sample that decode, the last is followed by the next sample's
     # prompt, and does not count; or by nothing, as in the last sample of each lane.
-    decoded = sorted(span.seconds for span in spans.of(What.HEAD) if span.value)
+    decoded = sorted(span.seconds for span in spans.of(SpanKind.HEAD) if span.value)
     assert decoded == [0.0] * 2 + [STAGE_S] * 5 * 2 and use.decode_s == STAGE_S
 
 
 def test_the_spans_of_the_first_stage_are_its_work_alone(clock: Clock) -> None:
     begin_s, spans = clock.now, first_stage(clock).spans
-    stages, heads = spans.of(What.STAGE), spans.of(What.HEAD)
+    stages, heads = spans.of(SpanKind.STAGE), spans.of(SpanKind.HEAD)
     assert [span.seconds for span in stages] == [STAGE_S] * NUM_MESSAGES
     assert stages[0].begin_s == begin_s
     assert sum(span.seconds for span in heads) == STAGE_S * NUM_MESSAGES
@@ -187,7 +189,7 @@ def test_a_message_is_queued_from_its_sending_until_it_is_taken(clock: Clock) ->
     for spans in (sender, taker):
         arrivals = [(1.0, hidden(0, 1, WANTED)), (0.0, Message(Kind.END))]
         StageLoop(make_stage(), scripted(clock, arrivals)[1], spans).serve()
-    sender.append(Span(What.HEAD, 0, clock.now, clock.now))
+    sender.append(Span(SpanKind.HEAD, 0, clock.now, clock.now))
     assert uses_of([sender, taker], [Traffic()] * 2, ())[1].queued_s == 2 * LINK_S + 1.0
 
 
@@ -224,7 +226,7 @@ def test_a_message_that_decodes_takes_until_the_device_is_done(
 
 def test_drafting_takes_until_the_device_is_done(device: Device) -> None:
     drafter = SimpleNamespace(draft_kv=None, admit=lambda requests: device.launch(STAGE_S))
-    drafting = Speculation(make_stage(is_first=True).runner, cast(Any, drafter), 3)
+    drafting = RingSpeculation(make_stage(is_first=True).runner, cast(Any, drafter), 3)
     drafting.admit(make_requests([(5,)], 4), [0])
     assert drafting.counts.draft_s == STAGE_S
 
@@ -236,7 +238,7 @@ class LaunchedRuns(FakeStage):
     device: Device = field(default_factory=lambda: Device("cpu"))
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation | None
+        self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
     ) -> Tensor:
         self.device.launch(STAGE_S)
         super().compute(launch, message, cancellation)
@@ -245,7 +247,7 @@ class LaunchedRuns(FakeStage):
 
 def runs(first: int, num_runs: int, wait_s: float) -> Iterator[tuple[float, Message]]:
     for run in range(first, first + num_runs):
-        launch = Launch(run, 0, 1, True, num_outputs=2, first=5, tokens=(7, 8))
+        launch = RunLaunch(run, 0, 1, True, num_outputs=2, first=5, tokens=(7, 8))
         yield wait_s, Message(Kind.HIDDEN, run, words=launch.to_words())
 
 
@@ -264,7 +266,7 @@ def test_a_span_is_from_the_arrival_of_a_run_until_the_device_is_done(
     begin_s, each_s = clock.now, STAGE_S + LINK_S
     arrived_s = [2.0, 4.0 + each_s, 8.0 + 2 * each_s, 12.0 + 3 * each_s]
     assert list(served(clock, device)) == [
-        Span(What.STAGE, run, begin_s + at_s, begin_s + at_s + STAGE_S, 3)
+        Span(SpanKind.STAGE, run, begin_s + at_s, begin_s + at_s + STAGE_S, 3)
         for run, at_s in enumerate(arrived_s)
     ]
 
@@ -277,8 +279,8 @@ def test_a_rank_is_idle_from_the_first_token_on(clock: Clock) -> None:
     first.append([2, 3], 1014.5)
     second.append([1], 1000.0)
     second.append([2, 3], 1006.0)
-    head = [Span(What.RESULT, run, 1019.0, 1019.0) for run in range(4)]
-    layout, spans = Layout((range(0), range(3)), 0), served(clock, Device("cpu", clock))
+    head = [Span(SpanKind.RESULT, run, 1019.0, 1019.0) for run in range(4)]
+    layout, spans = PipelineLayout((range(0), range(3)), 0), served(clock, Device("cpu", clock))
     observed = Observed.of_requests(layout, [head, spans], [first, second])
     use = speculation_metrics(observed, Counts(), has_drafts=False)
     assert use.idle_s == [14.5, 14.5 - 3.5 * STAGE_S]

@@ -31,7 +31,7 @@ from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.renewing import renewed
 from magicdec.records.samples import PassSamples
-from magicdec.records.stalls import FEWEST, Steps
+from magicdec.records.stalls import FEWEST, PassSteps
 from magicdec.records.table import stalls_in, table_of
 
 Step = tuple[float, int, int, int]
@@ -46,7 +46,7 @@ def passed(*batches: Sequence[Step]) -> PassSamples:
         sequence_ms=[[sum(ms for ms, *_ in batch)] for batch in batches],
         step_ms=[[ms for ms, *_ in batch] for batch in batches],
         num_forwards=[[forwards for _, forwards, _, _ in batch] for batch in batches],
-        num_drafted=[[drafted for _, _, drafted, _ in batch] for batch in batches],
+        padded_gamma=[[drafted for _, _, drafted, _ in batch] for batch in batches],
         num_emitted=[[[1] * rows for *_, rows in batch] for batch in batches],
         sequence_tokens=[[sum(rows for *_, rows in batch)] for batch in batches],
     )
@@ -68,7 +68,7 @@ def with_stalls(steps: Sequence[Step], **times: float) -> list[Step]:
 
 
 def places(samples: PassSamples) -> list[tuple[int, int]]:
-    return [stall.place for stall in Steps.of(samples).stalls]
+    return [stall.place for stall in PassSteps.of(samples).stalls]
 
 
 def test_steps_that_stalled_are_counted_beside_the_median_of_their_kind() -> None:
@@ -127,7 +127,7 @@ def test_a_rare_kind_is_judged_by_kinds_that_do_at_least_as_much() -> None:
     assert places(passed(few)) == [], "seven steps have no median"
     alone: list[Step] = [(98.0, 1, 0, 3), (1.0, 1, 0, 2), (98.0, 3, 2, 4)]
     assert places(passed(steady() + alone)) == [(0, 32)]
-    stalls = Steps.of(passed(steady() + alone)).stalls
+    stalls = PassSteps.of(passed(steady() + alone)).stalls
     assert stalls[0].median_ms == pytest.approx(1.5, rel=0.05)
 
 

@@ -65,7 +65,7 @@ class Learned(FixedLength):
         self.seconds: list[float] = []
 
     def observe(
-        self, batch: Batch, num_drafted: int, accepted: object, seconds: float, *judged: object
+        self, batch: Batch, gamma: int, accepted: object, seconds: float, *judged: object
     ) -> None:
         self.seconds.append(seconds)
 

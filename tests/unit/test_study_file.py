@@ -48,9 +48,7 @@ def test_a_file_has_every_combination(study: Path) -> None:
     found = configs(str(study))
     assert len(found) == 2 * 2 * 2 + 2 * 2
     selfspec, longspec = found[:8], found[8:]
-    assert {
-        (c.workload.batch_size, c.kv.policy, c.decoding.num_draft_tokens) for c in selfspec
-    } == {
+    assert {(c.workload.batch_size, c.kv.policy, c.decoding.gamma) for c in selfspec} == {
         (B, policy, gamma)
         for B in (1, 4)
         for policy in ("snapkv", "streaming_llm")
@@ -96,7 +94,7 @@ def test_run_has_every_draft_and_equal_cells_are_alike(tmp_path: Path) -> None:
     drafts = [c.draft.model for c in found if c.draft is not None]
     assert drafts == ["demo-draft"] * 4
     distinct = {
-        (c.decoding.drafter, c.kv.budget, c.decoding.num_draft_tokens)
+        (c.decoding.drafter, c.kv.budget, c.decoding.gamma)
         for c in found
         if c.decoding.drafter in (None, "ngram")
     }

@@ -13,7 +13,7 @@ from conftest import Launch
 from magicdec.bench.run.run import execute
 from magicdec.bench.study import progress
 from magicdec.bench.study import sweep as sweep_module
-from magicdec.bench.study.cells import Cell, config_key
+from magicdec.bench.study.cells import StudyCell, config_key
 from magicdec.bench.study.plan import StudyPlan, make_plan
 from magicdec.bench.study.progress import StudyProgress
 from magicdec.bench.study.study import Settings
@@ -65,7 +65,7 @@ def base(tiny_checkpoint: Path, text_file: Path) -> RunConfig:
 def variants(base: RunConfig) -> list[RunConfig]:
     """Cells that share their prompts: every policy and drafter, and several numbers of drafts."""
     policies = ("streaming_llm", "snapkv", "verified", "retrieval", "full")
-    longer = replace(base, decoding=replace(base.decoding, num_draft_tokens=5))
+    longer = replace(base, decoding=replace(base.decoding, gamma=5))
     wider = replace(base.kv, policy="snapkv", window_size=16)
     lookup = replace(base.decoding, drafter="ngram")
     draft = DraftSection(base.model.model)
@@ -223,7 +223,7 @@ def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunC
         for g in (6, 7)
     ]
 
-    def order(seed: int, repeats: int = 1) -> list[Cell]:
+    def order(seed: int, repeats: int = 1) -> list[StudyCell]:
         return make_plan(asked, Settings(order_seed=seed, repeats=repeats), ALONE, False).order
 
     cells = order(0)

@@ -12,7 +12,7 @@ from magicdec.output import tables
 from magicdec.output.console import escape_what_has_no_code
 from magicdec.output.figures import FORMATS, saved_figure
 from magicdec.output.tables import RULE, Column, Line, Shown, Table, print_tables
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metric_tables import metric_columns, metric_rows
 
 TABLE = Table(
@@ -152,7 +152,7 @@ def test_a_table_without_columns_is_its_lines(capsys: pytest.CaptureFixture[str]
 
 
 @dataclass(frozen=True)
-class Measured(Part):
+class Measured(RecordPart):
     steps: int = recorded("steps", label="steps")
     seconds: float = recorded("time", "s", label="time, ms", digits=1, scale=1e3)
     name: str = recorded("without a label")

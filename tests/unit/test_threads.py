@@ -19,7 +19,7 @@ from magicdec.config.resolve import resolve
 from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.layout import Layout
+from magicdec.distributed.layout import PipelineLayout
 from magicdec.hardware.threads import ThreadCount
 from magicdec.kernels.build import share_openmp
 from magicdec.runner.request import ignore_step
@@ -66,7 +66,7 @@ def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
     stage = FakeStage(2, True, computed=lambda run: seen.append(openmp.omp_get_max_threads()))
     place, form = Launch(0, 1, 0, 1), MessageForm(1, torch.float32, 0)
     connector = Connector(place, None, form, torch.device("cpu"))
-    wires = connect_ranks(connector, Layout((range(2),), 0), has_drafter=False)
+    wires = connect_ranks(connector, PipelineLayout((range(2),), 0), has_drafter=False)
     member, requests = PipelineRank(0, wires, stage, None), make_requests([(9,)], 3)
     torch.set_num_threads(3)
     count, scheduler = ThreadCount(), PipelinedScheduler(Options(mode="iterative"))

@@ -15,7 +15,7 @@ from magicdec.bench.run.run import Run
 from magicdec.bench.run.together import OutOfTime
 from magicdec.bench.study import drafts as module
 from magicdec.bench.study import progress
-from magicdec.bench.study.drafts import DraftTrials, Found, Rates, fitting, smaller
+from magicdec.bench.study.drafts import BaselineTimes, DraftTrials, Found, fitting, smaller
 from magicdec.bench.study.progress import PassProgress
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import WorkloadSection
@@ -49,7 +49,7 @@ def configs(base: RunConfig) -> dict[str, RunConfig]:
     workload = replace(base.workload, batch_size=1, num_batches=BATCHES, warmup_batches=1)
     first = replace(base, decoding=decoding, workload=workload)
     of_copy = replace(decoding, draft_weights="int8")
-    others = [each for each in variants(first)[1:] if each.decoding.num_draft_tokens != 5]
+    others = [each for each in variants(first)[1:] if each.decoding.gamma != 5]
     all_configs = [*others, replace(first, decoding=of_copy)]
     return {f"draft{number}": config for number, config in enumerate(all_configs)}
 
@@ -220,7 +220,7 @@ def test_a_draft_that_cannot_run_is_left_out(configs: dict[str, RunConfig]) -> N
 
 def test_a_workload_is_cut_down_to_the_time() -> None:
     asked = WorkloadSection("demo", 2, 2048, 64, num_batches=5)
-    rates, fixed = Rates(prefill_s=0.001, step_s=0.1), frozenset[str]()
+    rates, fixed = BaselineTimes(prefill_s=0.001, step_s=0.1), frozenset[str]()
     whole = rates.seconds(asked, 10)
     assert fitting(asked, fixed, rates, 10, 2 * whole) == asked
     sizes = [rates.seconds(each, 10) for each in smaller(asked, fixed)]

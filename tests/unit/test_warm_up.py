@@ -8,18 +8,18 @@ import pytest
 from fake_clock import Clock
 from torch import Tensor
 
-from magicdec.bench.serving.measure import Measured
+from magicdec.bench.serving.measure import MeasuredPasses
 from magicdec.bench.serving.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
 from magicdec.systems.pipeinfer.head import Head
-from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.stage import Stage
 
 ALONE, NUM_NEW, NUM_REQUESTS, NUM_LAYERS = Launch(0, 1, 0, 1), 8, 2, 2
 
 
-def measured(checkpoint: Path, folder: Path, *flags: object) -> Measured:
+def measured(checkpoint: Path, folder: Path, *flags: object) -> MeasuredPasses:
     """What a command measures on one thread."""
     words = [
         *("--model", checkpoint, "--dtype", "float32", "--threads", 1, "--device", "cpu"),
@@ -50,10 +50,10 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     first_run, num_runs = head.first_run, head.scheduler.counts.runs
     assert first_run == warm_up.scheduler.counts.runs > 0
     (spans,), use = trace.spans, record.speculation
-    of = {what: [span.run for span in spans if span.what is what] for what in What}
-    assert of[What.STAGE] == of[What.RESULT] == list(range(first_run, first_run + num_runs))
-    assert sorted(of[What.PROMPT] + of[What.LAUNCH]) == of[What.STAGE]
-    assert of[What.DRAFT] == list(range(len(of[What.DRAFT]))) != []
+    of = {what: [span.run for span in spans if span.what is what] for what in SpanKind}
+    assert of[SpanKind.STAGE] == of[SpanKind.RESULT] == list(range(first_run, first_run + num_runs))
+    assert sorted(of[SpanKind.PROMPT] + of[SpanKind.LAUNCH]) == of[SpanKind.STAGE]
+    assert of[SpanKind.DRAFT] == list(range(len(of[SpanKind.DRAFT]))) != []
     assert use.runs == record.metrics.num_steps == num_runs
     assert use.layers_computed + use.layers_skipped == NUM_LAYERS * use.runs
     assert [len(request.output_ids) for request in head.requests] == [NUM_NEW] * NUM_REQUESTS
@@ -83,7 +83,7 @@ def test_a_ring_counts_what_comes_after_it(
     measurement = measured(tiny_checkpoint, tmp_path, *flags)
     (record,), (trace,) = measurement.records, measurement.traces
     assert trace is not None and record.ring is not None and record.metrics is not None
-    stages = [span for span in trace.spans[0] if span.what is What.STAGE]
+    stages = [span for span in trace.spans[0] if span.what is SpanKind.STAGE]
     num_messages = 2 * NUM_NEW
     if has_drafts:
         num_messages = record.ring.sent_messages[0] - 1

@@ -1,5 +1,5 @@
-"""Watch: who is named, when, and that no rank ends before the others have stopped to watch it; and
-the sign of life between hosts, with a store in this process and a clock that the test moves."""
+"""RankWatch: who is named, when, and that no rank ends before the others have stopped to watch it;
+and the sign of life between hosts, with a store in this process and a clock that the test moves."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.distributed.watching.watch import (
     INTERVAL_S,
     Heartbeat,
-    Watch,
+    RankWatch,
     end_process,
     end_stopped,
     first_word,
@@ -63,7 +63,7 @@ def lost(other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def watches() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if isinstance(thread, Watch)]
+    return [thread for thread in threading.enumerate() if isinstance(thread, RankWatch)]
 
 
 def test_a_rank_that_ends_is_named(lost: list[str], other: subprocess.Popen[bytes]) -> None:
@@ -138,7 +138,7 @@ def test_looks_are_counted_until_a_rank_is_lost(other: subprocess.Popen[bytes]) 
     """Not seconds: when all ranks were stopped and are continued, the first of them sees the others
     stopped once, however long it was. A rank that is continued is counted anew."""
     processes = Processes((None, other.pid))
-    watching = Watch(LAUNCH, processes, lambda line: None)
+    watching = RankWatch(LAUNCH, processes, lambda line: None)
 
     def change(number: signal.Signals, stopped: list[int]) -> None:
         other.send_signal(number)

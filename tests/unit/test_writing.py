@@ -17,7 +17,7 @@ from magicdec.bench.run.outcome import Outcome
 from magicdec.cli import report
 from magicdec.config.sections import OutputSection
 from magicdec.output import gantt
-from magicdec.output.gantt import Bar, Look, Panel
+from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.writing import append_line, check_writable, write_text
 from magicdec.records.reading import load_records
 from magicdec.setup.prepare import Prepared
@@ -126,7 +126,7 @@ def test_a_picture_that_could_not_be_drawn_leaves_no_part(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Figure, "savefig", full)
-    panel = Panel("ring", ["stage 0"], [Bar(0, 0.0, 1.0, Look("#000000"))], 1.0)
+    panel = Panel("ring", ["stage 0"], [GanttBar(0, 0.0, 1.0, BarStyle("#000000"))], 1.0)
     (tmp_path / "old.png").write_text("old")
     for name in ("new.png", "old.png"):
         with pytest.raises(ValueError, match=rf"--gantt .*/{name}: No space left"):

@@ -243,7 +243,7 @@ class ServedCase:
 
     def options(self, modes: Sequence[str]) -> ServeOptions:
         """The settled options of a command that serves in these modes."""
-        gamma = self.config.decoding.num_draft_tokens
+        gamma = self.config.decoding.gamma
         assert isinstance(gamma, int), "a mode drafts a fixed number of tokens"
         options = ServeOptions(
             num_requests=self.num_requests,

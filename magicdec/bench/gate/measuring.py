@@ -297,11 +297,11 @@ def _run_group(
     group: Sequence[tuple[int, Prepared]], sessions: Sessions
 ) -> Iterator[tuple[int, Result]]:
     """The results of cases that share their prompts."""
-    from magicdec.bench.run.resident import Resident, Room
+    from magicdec.bench.run.resident import CacheDemand, Resident
     from magicdec.bench.run.run import execute_in
 
     progress = make_progress(False)
-    room = Room.of([prepared.config for _, prepared in group], is_kept=True)
+    room = CacheDemand.of([prepared.config for _, prepared in group], is_kept=True)
     resident: Resident | None = None
     for number, prepared in group:
         session = sessions.begin(prepared)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from magicdec.bench.latency.record import Cell, Grid, Row, Timing, summarise
+from magicdec.bench.latency.record import LatencyCell, LatencyGrid, LatencyRow, TimedCell, summarise
 from magicdec.bench.run.roofline import bytes_read
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
@@ -37,20 +37,20 @@ from magicdec.runner.request import Batch, NotFinite, Request, SamplingParams, n
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import greedy_tokens
 from magicdec.setup.loading import LoadedModels, runner_of, with_copy
-from magicdec.setup.memory_check import Room, describe_place, needed
+from magicdec.setup.memory_check import MemoryBudget, describe_place, needed
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.session import RankSession
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.policies.policy import make_draft_kv
-from magicdec.speculation.steps.recorder import Eager, Recorder, Work, make_recorder, record
+from magicdec.speculation.steps.recorder import Eager, RecordedWork, Recorder, make_recorder, record
 
 GREEDY = SamplingParams(max_new_tokens=1)
 
 
 def measure(
-    config: ResolvedConfig, grid: Grid, source: ModelSource, launch: Launch
-) -> tuple[Environment, list[Row]]:
+    config: ResolvedConfig, grid: LatencyGrid, source: ModelSource, launch: Launch
+) -> tuple[Environment, list[LatencyRow]]:
     """(environment, rows), the same on every rank. All ranks call this in lockstep."""
     with RankSession(launch, config.parallel) as session:
         group = session.groups.target
@@ -66,7 +66,7 @@ def measure(
             for weights in grid.draft_weights
         }
         bandwidth = read_bandwidth(group, device)
-        timings = list[Timing]()
+        timings = list[TimedCell]()
         load = LoadWatch(launch.rank == 0)
         load.begin()
         for B, context in itertools.product(grid.batch_sizes, grid.contexts):
@@ -75,7 +75,7 @@ def measure(
         load.end()
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
-        rows = summarise(group.all_gather_values(timings, list[Timing]), bandwidth)
+        rows = summarise(group.all_gather_values(timings, list[TimedCell]), bandwidth)
     return load.add_to(session.describe_environment(bandwidth)), rows
 
 
@@ -83,12 +83,12 @@ def time_place(
     model: Transformer,
     group: Group,
     config: ResolvedConfig,
-    grid: Grid,
+    grid: LatencyGrid,
     B: int,
     context: int,
     advance: Callable[[], None],
     copies: Mapping[str | None, Transformer | None] = MappingProxyType({None: None}),
-) -> list[Timing]:
+) -> list[TimedCell]:
     """Times all forwards at one (B, context) and frees their caches. `copies` of the model draft,
     by the grid's `draft_weights`; None: the model itself does."""
     place = place_config(config, grid, B, context)
@@ -116,7 +116,7 @@ def time_place(
     ]
 
 
-def check_finite(forward: Forward, batch: Batch) -> None:
+def check_finite(forward: TimedForward, batch: Batch) -> None:
     """Raises NotFinite if logits were not finite: times would be those of other numbers."""
     cell = forward.cell
     sampling = forward.sampling
@@ -133,7 +133,7 @@ def with_weights(plan: ModelPlan, draft_weights: str | None) -> ModelPlan:
     return replace(plan, config=replace(plan.config, decoding=decoding))
 
 
-def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
+def time_once(forward: TimedForward, runner: ModelRunner, group: Group) -> float:
     """Seconds of one forward on this rank. All ranks start together; the forward is undone in the
     cache."""
     forward.prepare()
@@ -174,11 +174,11 @@ def fill(runner: ModelRunner, context: int) -> Batch:
 
 
 @dataclass
-class Forward:
+class TimedForward:
     """A repeatable forward: `run` computes up to the chosen tokens, `undo` restores the cache's
     length. `prepare` and `undo` are not timed. `sampling` knows whether logits were finite."""
 
-    cell: Cell
+    cell: LatencyCell
     runner: ModelRunner
     run: Callable[[], Tensor]
     undo: Callable[[], None]
@@ -191,11 +191,11 @@ class Forward:
 def make_forwards(
     runner: ModelRunner,
     batch: Batch,
-    grid: Grid,
+    grid: LatencyGrid,
     context: int,
     recorder: Recorder = Eager(),
     drafting: Mapping[str | None, ModelRunner] | None = None,
-) -> Iterator[Forward]:
+) -> Iterator[TimedForward]:
     """Decode, verify by T, and draft forwards, in the order of the grid. A policy that needs
     attention weights has its own: a verify forward that also returns them, and a first draft after
     it, which makes the choice for the step. `drafting` has the runners by `draft_weights`."""
@@ -204,10 +204,10 @@ def make_forwards(
     drafts = [(kv, make_draft_kv(drafting[weights], kv), weights) for kv, weights in pairs]
     watching = {kv.policy: draft_kv for kv, draft_kv, _ in reversed(drafts) if watches(draft_kv)}
     for T in grid.new_tokens:
-        cell = Cell("decode" if T == 1 else "verify", runner.num_rows, context, T)
+        cell = LatencyCell("decode" if T == 1 else "verify", runner.num_rows, context, T)
         yield target_forward(runner, batch, cell, None, recorder)
         for policy, draft_kv in watching.items() if T > 1 else ():
-            watched = Cell(cell.phase, cell.B, context, T, kv_policy=policy)
+            watched = LatencyCell(cell.phase, cell.B, context, T, kv_policy=policy)
             yield target_forward(runner, batch, watched, draft_kv, recorder)
     for kv, draft_kv, weights in drafts:
         draft_kv.admit(batch.requests)
@@ -229,8 +229,12 @@ def new_ids(runner: ModelRunner, T: int) -> Tensor:
 
 
 def target_forward(
-    runner: ModelRunner, batch: Batch, cell: Cell, watching: DraftKV | None, recorder: Recorder
-) -> Forward:
+    runner: ModelRunner,
+    batch: Batch,
+    cell: LatencyCell,
+    watching: DraftKV | None,
+    recorder: Recorder,
+) -> TimedForward:
     """The target over its full cache; `watching` sees its attention."""
     ids = new_ids(runner, cell.T)
     held = list(runner.cache.lengths)
@@ -244,12 +248,14 @@ def target_forward(
         return greedy_tokens(runner, logits, sampling)
 
     repeatable = record_work(run, runner, recorder)
-    return Forward(cell, runner, repeatable, lambda: runner.truncate(batch.rows, held), sampling)
+    return TimedForward(
+        cell, runner, repeatable, lambda: runner.truncate(batch.rows, held), sampling
+    )
 
 
 def draft_forward(
     draft_kv: DraftKV, batch: Batch, kv: KVSection, context: int, phase: str, recorder: Recorder
-) -> Forward:
+) -> TimedForward:
     """One draft forward over the policy's choice, which a `first_draft` makes."""
     runner = draft_kv.runner
     is_first = phase == "first_draft"
@@ -260,7 +266,7 @@ def draft_forward(
     held = draft_kv.lengths(host_rows)
     committed = draft_kv.lengths(rows)
     budget = None if kv.budget == -1 else kv.budget
-    cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
+    cell = LatencyCell(phase, runner.num_rows, context, 1, budget, kv.policy)
 
     def run() -> Tensor:
         # The choice belongs to the lengths that it was made for: new ones make a new choice.
@@ -271,7 +277,9 @@ def draft_forward(
     # What a captured verification showed lies in memory that captures share: it is copied now.
     draft_kv.commit(host_rows, held)
     repeatable = record_work(run, runner, recorder)
-    forward = Forward(cell, runner, repeatable, lambda: draft_kv.rewind(host_rows, held), sampling)
+    forward = TimedForward(
+        cell, runner, repeatable, lambda: draft_kv.rewind(host_rows, held), sampling
+    )
     if is_first and not recorder.captures:
         forward.prepare = lambda: draft_kv.commit(host_rows, held)
     return forward
@@ -288,25 +296,25 @@ def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
 
 
 @torch.inference_mode()
-def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
+def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> RecordedWork:
     return record(recorder, run, [runner.cache.seq_lens], [runner.counts])
 
 
 def check_grid_memory(
-    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, free: int | None
+    config: ResolvedConfig, grid: LatencyGrid, models: Models, launch: Launch, free: int | None
 ) -> str:
     """The line to print. Raises ValueError if the largest cell does not fit."""
     B = max(grid.batch_sizes)
     context = max(grid.contexts)
     plan = plan_place(config, grid, models, launch, B, context)
     flags = f"--B {B} --prefix_len {context}"
-    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
+    room = MemoryBudget(tuple(launch.local_ranks), describe_place(config, launch), free)
     if refusal := room.refusal(plan):
         raise ValueError(f"{flags} needs {refusal}")
     return room.describe(plan, f" at {flags}")
 
 
-def place_config(config: ResolvedConfig, grid: Grid, B: int, context: int) -> ResolvedConfig:
+def place_config(config: ResolvedConfig, grid: LatencyGrid, B: int, context: int) -> ResolvedConfig:
     """The config of a self-speculative run with the most new tokens at that context."""
     return replace(
         config,
@@ -315,14 +323,14 @@ def place_config(config: ResolvedConfig, grid: Grid, B: int, context: int) -> Re
             config.decoding,
             strategy="speculative",
             drafter="self",
-            num_draft_tokens=max(grid.new_tokens) - 1,
+            gamma=max(grid.new_tokens) - 1,
         ),
         workload=replace(config.workload, batch_size=B, prefix_len=context, gen_len=1),
     )
 
 
 def plan_place(
-    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
+    config: ResolvedConfig, grid: LatencyGrid, models: Models, launch: Launch, B: int, context: int
 ) -> MemoryPlan:
     """The memory plan of one (B, context) with all drafts' caches and no prefill that keeps
     queries."""

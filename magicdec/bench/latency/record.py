@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cell:
+class LatencyCell:
     """The forward of a row."""
 
     phase: str = recorded(
@@ -50,7 +50,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Cell):
+class LatencyRow(LatencyCell):
     """The times of one forward, for each repeat on its slowest rank."""
 
     tokens: int = recorded("new tokens of the forward: B x T", "tokens")
@@ -69,12 +69,12 @@ class Row(Cell):
     )
 
 
-Timing = tuple[Cell, list[float], int]
+TimedCell = tuple[LatencyCell, list[float], int]
 """A cell, the seconds of each repeat on this rank, and the bytes that this rank must read in each
 repeat."""
 
 
-def summarise(ranks: list[list[Timing]], bandwidth: float) -> list[Row]:
+def summarise(ranks: list[list[TimedCell]], bandwidth: float) -> list[LatencyRow]:
     """A row for each cell from the timings of all ranks: the times of the slowest rank, and the sum
     of bytes. `bandwidth` is the read bandwidth of all ranks together, in bytes/s."""
     rows = []
@@ -85,7 +85,7 @@ def summarise(ranks: list[list[Timing]], bandwidth: float) -> list[Row]:
         seconds = [max(repeat) for repeat in zip(*(part[1] for part in parts), strict=True)]
         median, p10, p90 = (percentile(seconds, p) for p in (50, 10, 90))
         assert median is not None and p10 is not None and p90 is not None, "at least one repeat"
-        row = Row(
+        row = LatencyRow(
             **vars(cell),
             tokens=cell.B * cell.T,
             ms_median=1e3 * median,
@@ -103,7 +103,7 @@ KV_FIELDS = ("num_sink_tokens", "window_size", "recent_window")
 
 
 @dataclass(frozen=True)
-class Grid:
+class LatencyGrid:
     """The forwards to time: every (B, context) has one decode forward, a verify forward for each T
     above 1, and draft forwards for each of `drafts`."""
 
@@ -120,15 +120,15 @@ class Grid:
 class LatencyRecord(MeasuredRecord):
     kind: Literal["latency"] = recorded("`latency`", default="latency")
     status: Literal["ok"] = recorded("`ok`: forwards of random tokens have no others", default="ok")
-    rows: list[Row] = recorded("the forwards, as below")
+    rows: list[LatencyRow] = recorded("the forwards, as below")
 
 
 def make_record(
     config: ResolvedConfig,
-    grid: Grid,
+    grid: LatencyGrid,
     source: ModelSource,
     environment: Environment,
-    rows: list[Row],
+    rows: list[LatencyRow],
 ) -> LatencyRecord:
     """A record with the parts of `config` on which a forward depends."""
     from magicdec.setup.prepare import describe_model
@@ -186,7 +186,7 @@ def _table_of(record: LatencyRecord) -> Table:
     return Table(columns, lines, title=_title(record))
 
 
-def _label(row: Row) -> str:
+def _label(row: LatencyRow) -> str:
     if row.phase in ("draft", "first_draft"):
         name = row.phase.replace("_", " ")
         weights = f", {row.draft_weights} weights" if row.draft_weights else ""

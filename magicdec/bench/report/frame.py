@@ -16,12 +16,12 @@ import pandas as pd
 from magicdec.bench.report.listing import command_of, is_baseline, settings
 from magicdec.names import BASELINE
 from magicdec.output.tables import write_csv_columns
-from magicdec.records.fields import Part
+from magicdec.records.fields import RecordPart
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
 
-Row = dict[str, Any]
+FrameRow = dict[str, Any]
 ROWS_AT_ONCE = 1000  # that are held before they become columns
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_columns` writes
 ENVIRONMENT = "environment."  # begins the names of its columns
@@ -32,7 +32,7 @@ OF_PASSES = ("metrics", "baseline_metrics", "prefill_samples")  # parts of the r
 Columns = dict[str, list[Any]]
 
 
-def columns_of(rows: Iterable[Row]) -> Columns:
+def columns_of(rows: Iterable[FrameRow]) -> Columns:
     """The values of rows by column, with None where a row lacks one. Few rows are held at once, so
     that a large table fits in memory."""
     columns = Columns()
@@ -49,18 +49,25 @@ def columns_of(rows: Iterable[Row]) -> Columns:
     return columns
 
 
-def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+def frame_of(rows: Iterable[FrameRow]) -> pd.DataFrame:
     """A data frame of rows in which whole numbers stay whole beside None."""
     frame = pd.DataFrame(columns_of(rows), dtype=object)
     return frame.where(frame.notna(), None)
 
 
-def flat_rows(number: int, source: str, record: Record, has_settings: bool = True) -> Iterator[Row]:
+def flat_rows(
+    number: int, source: str, record: Record, has_settings: bool = True
+) -> Iterator[FrameRow]:
     """The rows of one record: of a run the baseline, if it has metrics, then the requested
     strategy; of other kinds one pass, or each forward or prediction. Samples and single requests
     are left out. Metrics have their fields' names, and ends of intervals `_low` and `_high` after
     them. Without settings, the environment is the only part. `number` is the record's."""
-    head: Row = {"kind": record.kind, "record": number, "file": source, "status": record.status}
+    head: FrameRow = {
+        "kind": record.kind,
+        "record": number,
+        "file": source,
+        "status": record.status,
+    }
     head |= {"error": None, "command": None}
     if isinstance(record, MeasuredRecord):
         head["command"] = command_of(record.environment)
@@ -70,7 +77,7 @@ def flat_rows(number: int, source: str, record: Record, has_settings: bool = Tru
     for name, value in vars(record).items():
         if name in OF_PASSES or not (has_settings or name in ALWAYS):
             continue
-        if isinstance(value, Part):
+        if isinstance(value, RecordPart):
             of_part = _prefixed(f"{name}.", vars(value))
             if name not in record.config:
                 head.update(of_part)
@@ -90,7 +97,7 @@ def flat_rows(number: int, source: str, record: Record, has_settings: bool = Tru
         yield head | {"pass": values.get("name")} | metric_row(part, type(part))
 
 
-def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
+def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
     """The flat rows of a record with the settings of a run that figures are about. `number` counts
     the report's records from 1. A serving pass has its record in the column `object`."""
     if isinstance(record, RunRecord):
@@ -108,7 +115,7 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
         yield row
 
 
-def _about_run(record: RunRecord, name: str) -> Row:
+def _about_run(record: RunRecord, name: str) -> FrameRow:
     """The settings of a run and its methods. `is_run` marks the requested strategy."""
     values = settings(record)
     baseline = record.baseline_metrics
@@ -125,7 +132,7 @@ def _about_run(record: RunRecord, name: str) -> Row:
     }
 
 
-def _about_service(record: Record, row: Row) -> Row:
+def _about_service(record: Record, row: FrameRow) -> FrameRow:
     gpu = row[f"{ENVIRONMENT}gpu"]
     cpu = row[f"{ENVIRONMENT}cpu"]
     return {
@@ -139,7 +146,7 @@ def _about_service(record: Record, row: Row) -> Row:
     }
 
 
-def _prefixed(prefix: str, values: Row) -> Iterable[tuple[str, Any]]:
+def _prefixed(prefix: str, values: FrameRow) -> Iterable[tuple[str, Any]]:
     return zip(_prefixed_names(prefix, tuple(values)), values.values(), strict=True)
 
 
@@ -148,16 +155,16 @@ def _prefixed_names(prefix: str, names: tuple[str, ...]) -> list[str]:
     return [f"{prefix}{name}" for name in names]
 
 
-def metric_row(metrics: Part | None, kind: Any) -> Row:
+def metric_row(metrics: RecordPart | None, kind: Any) -> FrameRow:
     """A column for each metric of `kind`, two for an interval, and one for each value of a part
     inside. Without metrics, all are None."""
-    row = Row()
+    row = FrameRow()
     values = {} if metrics is None else vars(metrics)
     for name, ends in _columns(kind):
         value = values.get(name)
         if ends is not None:
             row[ends[0]], row[ends[1]] = value or (None, None)
-        elif isinstance(value, Part):
+        elif isinstance(value, RecordPart):
             row.update(_prefixed(f"{name}.", vars(value)))
         else:
             row[name] = value

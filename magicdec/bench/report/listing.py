@@ -18,7 +18,7 @@ from magicdec.records.fields import described_fields
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import RunRecord
 
-Setting = str | int | float | bool | None
+SettingValue = str | int | float | bool | None
 
 
 SETTINGS = (
@@ -29,7 +29,7 @@ SETTINGS = (
 )
 
 
-def settings(record: RunRecord) -> dict[str, Setting]:
+def settings(record: RunRecord) -> dict[str, SettingValue]:
     """The settings of a run in the order of `SETTINGS`; None where they mean nothing."""
     config = record.config
     environment = record.environment
@@ -49,7 +49,7 @@ def settings(record: RunRecord) -> dict[str, Setting]:
         "kv_policy": policy,
         "budget": None if policy in (None, FULL_KV_POLICY) else int(config["kv"]["budget"]),
         "reselect_every": (policy and config["kv"].get("reselect_every")) or None,
-        "gamma": decoding["num_draft_tokens"] if drafts else None,
+        "gamma": decoding["gamma"] if drafts else None,
         "pa": decoding.get("pa") if drafts else None,
         "B": workload["batch_size"],
         "prefix_len": workload["prefix_len"],
@@ -65,7 +65,7 @@ def settings(record: RunRecord) -> dict[str, Setting]:
     }
 
 
-def rank(value: Setting) -> tuple[bool, float, str]:
+def rank(value: SettingValue) -> tuple[bool, float, str]:
     is_number = isinstance(value, int | float)
     return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def _command(argv: tuple[str, ...], world_size: int) -> str:
     return f"{command} {shlex.join(flags)}".rstrip()
 
 
-Row = dict[str, Any]
+ListingRow = dict[str, Any]
 NARROW = 80  # columns of a text table that is written to a file or a pipe
 OF_DRAFT = ("draft_ranks", "draft_dtype")
 TEXT_COLUMNS = ("model", "draft_model", "drafter", "draft_weights", "kv_policy", "device", "status")
@@ -138,7 +138,7 @@ class Listing:
     shown as they are."""
 
     columns: Sequence[str]
-    rows: list[Row]
+    rows: list[ListingRow]
     is_chosen: bool = False
 
     def table(self, form: str) -> Table:
@@ -218,7 +218,7 @@ class Listing:
         return keys
 
 
-def _own_dtype(row: Row) -> Row:
+def _own_dtype(row: ListingRow) -> ListingRow:
     return {"target_dtype": None if row["target_dtype"] == row["dtype"] else row["target_dtype"]}
 
 
@@ -232,7 +232,7 @@ def list_records(
     replace the usual ones. `sort_by` has the most important column first; rows without a value come
     last."""
     metrics = tuple(dict.fromkeys((*METRICS, *filter(DESCRIBED.get, (*columns, *sort_by)))))
-    rows = list[Row]()
+    rows = list[ListingRow]()
     studies = list[str]()
     for r in records:
         values = {name: getattr(r.metrics, name, None) for name in metrics}
@@ -249,8 +249,8 @@ def list_records(
     return Listing(columns or usual, rows, bool(columns))
 
 
-def _intervals(metrics: Metrics | None, names: Iterable[str]) -> Row:
-    row: Row = {}
+def _intervals(metrics: Metrics | None, names: Iterable[str]) -> ListingRow:
+    row: ListingRow = {}
     for name in names:
         if hasattr(Metrics, f"{name}{SUFFIX}"):
             low, high = getattr(metrics, f"{name}{SUFFIX}", None) or (None, None)
@@ -263,7 +263,7 @@ def _study_of(record: RunRecord) -> str:
     return command if command.startswith("magicdec sweep ") else ""
 
 
-def _by_study(rows: Sequence[Row], studies: Sequence[str]) -> list[Row]:
+def _by_study(rows: Sequence[ListingRow], studies: Sequence[str]) -> list[ListingRow]:
     """The rows with a study's runs, measured in random order, together: numbers by size, names as
     in the command."""
     first = {study: number for number, study in reversed([*enumerate(studies)])}
@@ -286,7 +286,7 @@ def _label(key: str) -> str:
     return f"{LABELS[metric]}, 95 % interval" if metric != key else LABELS.get(key, key)
 
 
-def _cell(key: str, row: Row) -> str:
+def _cell(key: str, row: ListingRow) -> str:
     metric = key.removesuffix(SUFFIX)
     value = row.get(key)
     if metric != key:
@@ -298,7 +298,7 @@ def _cell(key: str, row: Row) -> str:
     return DESCRIBED[key].show(value) if key in DESCRIBED else str(value)
 
 
-def _narrow_cell(key: str, row: Row) -> str:
+def _narrow_cell(key: str, row: ListingRow) -> str:
     """A short cell: without unit and separators, and half of the interval where there is space."""
     value = row[key]
     if value is None or key not in DESCRIBED:

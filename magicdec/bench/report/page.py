@@ -26,7 +26,7 @@ from magicdec.bench.report.figures.passes import (
     draw_speedup,
 )
 from magicdec.bench.report.figures.served import draw_served, tables_of
-from magicdec.bench.report.frame import ENVIRONMENT, Row, columns_of
+from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, columns_of
 from magicdec.bench.report.tables import (
     PageTable,
     commands_table,
@@ -53,7 +53,7 @@ HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     title: str
     summary: list[str]
     outcomes: list[Drawn | LeftOut]
@@ -75,7 +75,7 @@ class Report:
 
     command: str
     has_figure_files: bool
-    sections: list[Section]
+    sections: list[PageSection]
     tables: list[PageTable]  # of all sections together
     commands: list[str]  # of the records
     revisions: list[str]  # the commits that they were made with
@@ -85,7 +85,7 @@ class Report:
 def make_report(
     command: Sequence[str],
     has_figure_files: bool,
-    rows: Iterable[Row],
+    rows: Iterable[FrameRow],
 ) -> Report:
     frame = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
     runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
@@ -94,11 +94,13 @@ def make_report(
     if not runs.empty:
         outcomes = draw_runs(frame)
         lines = [*summary(runs), *stalls_line(frame[frame["kind"] == "run"])]
-        sections.append(Section("Runs", lines, outcomes, [runs_table(runs)]))
+        sections.append(PageSection("Runs", lines, outcomes, [runs_table(runs)]))
     if not served.empty:
         lines = [f"{len(served):,} passes: {', '.join(served['pass'].unique())}."]
         tables = tables_of(served)
-        sections.append(Section("Requests that were served", lines, draw_served(served), tables))
+        sections.append(
+            PageSection("Requests that were served", lines, draw_served(served), tables)
+        )
     about = [name for name in frame if name.startswith(ENVIRONMENT) or name in ABOUT]
     of_records = pd.concat([runs[about], served[about]])
     tables = [environments_table(of_records), commands_table(of_records)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from magicdec.bench.report.frame import ENVIRONMENT, Row, frame_of
+from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, frame_of
 from magicdec.bench.report.listing import LABELS, OF_DRAFT, SETTINGS
 from magicdec.names import BASELINE
 from magicdec.output.tables import Shown, Table, write_csv_columns
@@ -191,7 +191,7 @@ def _without_draft(key: str) -> str | None:
     return BASELINE if key == "drafter" else None
 
 
-def metric_cell(run: Row, name: str, described: Recorded) -> Shown:
+def metric_cell(run: FrameRow, name: str, described: Recorded) -> Shown:
     value = run[name]
     low = run.get(f"{name}{SUFFIX}_low")
     if value is None:

@@ -57,7 +57,7 @@ class Replays:
 
     runner: ModelRunner  # that of the run; what its cache holds is lost
     make_wider: Callable[[], ModelRunner]  # makes a runner of one row in the wider dtype
-    num_drafts: int  # the most draft tokens of a step
+    max_gamma: int  # the most draft tokens of a step
     prefill_chunk: int
 
 
@@ -72,7 +72,7 @@ def check_outputs(
     differing = differences(expected, found)
     if not differing:
         return identical(reference, found)
-    gaps = measure_gaps(replays.runner, expected, replays.num_drafts, replays.prefill_chunk)
+    gaps = measure_gaps(replays.runner, expected, replays.max_gamma, replays.prefill_chunk)
     chances = chances_to_differ(gaps)
     most = most_by_chance(chances)
     judged = differing if len(differing) <= most else differing[:1]

@@ -50,7 +50,7 @@ Kept = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairedLogits:
     """The logits [V] of both passes after output token `index` of sequence `place`."""
 
     place: int
@@ -93,7 +93,7 @@ def measure_forwards(
     return judge_errors(errors, len(pairs), num_unequal, ALLOWED[dtype])
 
 
-def count_unequal(pairs: Sequence[Pair], runner: ModelRunner) -> int:
+def count_unequal(pairs: Sequence[PairedLogits], runner: ModelRunner) -> int:
     flags = [int(not torch.equal(pair.decode, pair.verify)) for pair in pairs]
     of_ranks = runner.group.all_gather(upload(flags, runner.device))
     return int(of_ranks.amax(dim=0).sum())
@@ -103,7 +103,7 @@ def pairs_of(
     decode: tuple[Witness, Sequence[Request]],
     verify: tuple[Witness, Sequence[Request]],
     runner: ModelRunner,
-) -> Iterator[Pair]:
+) -> Iterator[PairedLogits]:
     ours, theirs = (kept_logits(witness, runner) for witness, _ in (decode, verify))
     for place, (one, two) in enumerate(zip(decode[1], verify[1], strict=True)):
         kept = ours.get(one.request_id, {})
@@ -113,7 +113,7 @@ def pairs_of(
             if expected != found:
                 break
             if index in kept and index in others:
-                yield Pair(place, index, kept[index], others[index])
+                yield PairedLogits(place, index, kept[index], others[index])
 
 
 def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
@@ -133,7 +133,9 @@ def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
     return found
 
 
-def chosen(pairs: Sequence[Pair], requests: Sequence[Request], most_rows: int) -> list[Pair]:
+def chosen(
+    pairs: Sequence[PairedLogits], requests: Sequence[Request], most_rows: int
+) -> list[PairedLogits]:
     """The pairs of the first tokens of at most `most_rows` rows, about MOST_POSITIONS."""
     longest = max(len(request.output_ids) for request in requests)
     count = min(most_rows, max(FEWEST_ROWS, MOST_POSITIONS // longest))
@@ -142,7 +144,9 @@ def chosen(pairs: Sequence[Pair], requests: Sequence[Request], most_rows: int) -
     return [pair for pair in pairs if pair.place in places and pair.index < length]
 
 
-def errors_of(pairs: Sequence[Pair], requests: Sequence[Request], texts: WiderTexts) -> Errors:
+def errors_of(
+    pairs: Sequence[PairedLogits], requests: Sequence[Request], texts: WiderTexts
+) -> Errors:
     runner = texts.source
     places = sorted({pair.place for pair in pairs})
     length = 1 + max(pair.index for pair in pairs)
@@ -161,7 +165,7 @@ def errors_of(pairs: Sequence[Pair], requests: Sequence[Request], texts: WiderTe
     return Errors([place for place, _, _ in measured], *numbers.unbind(1))
 
 
-def compare(pairs: Sequence[Pair], wider: Sequence[Tensor], runner: ModelRunner) -> Tensor:
+def compare(pairs: Sequence[PairedLogits], wider: Sequence[Tensor], runner: ModelRunner) -> Tensor:
     """[P, 5] on the host: the numbers of `Errors` for each position."""
     shares = [[pair.decode for pair in pairs], [pair.verify for pair in pairs], wider]
     stacked = torch.stack([torch.stack(list(each)).to(FLOAT) for each in shares])  # [3, P, V]

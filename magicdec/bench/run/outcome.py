@@ -28,7 +28,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """The measurements of all ranks. The last pass is the requested strategy, after the baseline,
     if any."""
 
@@ -47,7 +47,7 @@ class Measured:
 
 
 def make_record(
-    prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
+    prepared: Prepared, measured: MeasuredRun, correctness: Correctness, environment: Environment
 ) -> RunRecord:
     strategy = measured.strategy
     passed = correctness.passed

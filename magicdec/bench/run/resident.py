@@ -113,7 +113,7 @@ def make_requests(prepared: Prepared, batch: int) -> list[Request]:
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheDemand:
     """The caches of runs that share their prompts: tokens of a row, and the KV section whose policy
     needs queries of most prompt tokens. `is_kept`: every batch has its own cache and is prefilled
     once."""
@@ -123,7 +123,7 @@ class Room:
     is_kept: bool = False
 
     @classmethod
-    def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> Room:
+    def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> CacheDemand:
         longest = max(max_tokens(config) for config in configs)
         observing = [config.kv for config in configs if config.decoding.model_drafter == "self"]
         most = max(observing, key=lambda kv: make_policy(kv).observed_tokens, default=None)
@@ -164,7 +164,7 @@ class Resident:
         return self._prompts is None and not len(self.models)
 
     def prompts(
-        self, config: ResolvedConfig, room: Room, make_runner: Callable[[int], ModelRunner]
+        self, config: ResolvedConfig, room: CacheDemand, make_runner: Callable[[int], ModelRunner]
     ) -> Prompts:
         """The caches of a run, filled if the last run had the same prompts. `make_runner` gets the
         tokens of a row."""

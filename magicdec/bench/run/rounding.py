@@ -20,7 +20,7 @@ from magicdec.kv.cache import upload
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import Part
+from magicdec.runner.step_plan import PrefillChunk
 
 CONFIDENCE = 0.999  # of both limits on how often rounding changes a token
 TAIL = 4.0  # no rounding error is taken to exceed so many times the root of the mean square
@@ -46,7 +46,7 @@ class WiderView:
 
 @torch.inference_mode()
 def measure_gaps(
-    runner: ModelRunner, requests: Sequence[Request], num_drafts: int, prefill_chunk: int
+    runner: ModelRunner, requests: Sequence[Request], gamma: int, prefill_chunk: int
 ) -> list[Gaps]:
     """The gaps of outputs that `runner` decoded in this order, in batches of its rows. It costs
     about one more prefill and baseline pass. Every rank of the group calls this with the same
@@ -59,13 +59,15 @@ def measure_gaps(
         for row in range(runner.num_rows):
             runner.cache.release(row)
             runner.allocate(row)
-        prefill(runner, Part.whole([replace(r, output_ids=[]) for r in batch]), prefill_chunk)
+        prefill(
+            runner, PrefillChunk.whole([replace(r, output_ids=[]) for r in batch]), prefill_chunk
+        )
         inputs = [r.output_ids[:-1] for r in batch]
         longest = max(map(len, inputs))
         ids = upload([row + [0] * (longest - len(row)) for row in inputs], runner.device)
         pairs, decode = _replay(runner, ids, 1)
         runner.truncate(range(len(batch)), [len(r.prompt_ids) for r in batch])
-        _, verify = _replay(runner, ids, num_drafts + 1, pairs)
+        _, verify = _replay(runner, ids, gamma + 1, pairs)
         gaps += [
             Gaps(pairs[i, :n], decode[i, :n], verify[i, :n]) for i, n in enumerate(map(len, inputs))
         ]

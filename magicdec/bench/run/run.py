@@ -16,11 +16,11 @@ from magicdec.bench.run.check import WIDER, Replays, check_outputs, uncompared
 from magicdec.bench.run.forwards import measure_forwards
 from magicdec.bench.run.judgement import judge_again
 from magicdec.bench.run.outcome import (
-    Measured,
+    MeasuredRun,
     Outcome,
     make_record,
 )
-from magicdec.bench.run.resident import MeasuredBatch, Prefilled, Resident, Room
+from magicdec.bench.run.resident import CacheDemand, MeasuredBatch, Prefilled, Resident
 from magicdec.bench.run.roofline import bytes_read
 from magicdec.bench.run.wider import WiderTexts
 from magicdec.hardware.environment import watch_gpu
@@ -88,7 +88,7 @@ class Run:
         session: RankSession,
         progress: Progress,
         resident: Resident | None = None,
-        room: Room | None = None,
+        room: CacheDemand | None = None,
     ) -> None:
         self.prepared = prepared
         self.progress = progress
@@ -102,7 +102,7 @@ class Run:
         self.gpu = watch_gpu(self.device)
         self.load = LoadWatch(self.groups.rank == 0)
         self.resident = resident or Resident(self.device, progress)
-        room = room or Room.of([self.config])
+        room = room or CacheDemand.of([self.config])
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
         self.is_counted = self.resident.is_counted
         self.engine = self.prompts.engine
@@ -170,10 +170,10 @@ class Run:
         if not self.is_compared:
             return None
         w = self.config.workload
-        most = self.config.decoding.most_draft_tokens
+        most = self.config.decoding.max_gamma
         seed = f"{w.seed} {len(self.measured[name])}"
-        num_drafts = 0 if name == BASELINE else most
-        return Witness.of(self.runner, w.batch_size, num_drafts, w.num_new_tokens, seed, most)
+        gamma = 0 if name == BASELINE else most
+        return Witness.of(self.runner, w.batch_size, gamma, w.num_new_tokens, seed, most)
 
     def make_strategy(
         self, name: str, timer: PhaseTimer, witness: Witness | None = None
@@ -307,14 +307,14 @@ class Run:
             sum(counts.draft_rows for _, counts in used),
             threads.of_rank(rank, self.config.parallel.threads),
         )
-        read, peak, draft_tokens, draft_rows, of_threads = zip(
+        read, peak, kv_tokens, draft_rows, of_threads = zip(
             *self.groups.target.all_gather_values(of_rank, RankCounts), strict=True
         )
         samples.bytes_read.append(list(read))
         samples.peak_memory_bytes.append(list(peak))
         samples.threads.append(check_threads(name, of_threads))
         # The same on all ranks that draft; 0 on others.
-        samples.draft_kv_tokens.append(max(draft_tokens))
+        samples.draft_kv_tokens.append(max(kv_tokens))
         samples.draft_rows.append(max(draft_rows))
 
     def gather_log(self, samples: PassSamples) -> None:
@@ -349,7 +349,7 @@ class Run:
             calibration_s = (self.draft_length.calibration_s or 0.0) - calibrated_s
         samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
 
-    def merged(self, memory: MemoryTaken, num_batches: int | None = None) -> Measured:
+    def merged(self, memory: MemoryTaken, num_batches: int | None = None) -> MeasuredRun:
         """The measurements of the first batches, or all."""
         batches = {name: each[:num_batches] for name, each in self.measured.items()}
         samples = {
@@ -363,7 +363,7 @@ class Run:
         prefill = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
         for prefilled in self.prefilled[:num_batches]:
             prefill.observe(prefilled.snapshots, prefilled.seconds)
-        return Measured(samples, finished, prefill, memory)
+        return MeasuredRun(samples, finished, prefill, memory)
 
     @property
     def is_compared(self) -> bool:
@@ -371,7 +371,7 @@ class Run:
         tests check that speculation keeps their distribution."""
         return BASELINE in self.passes[:-1] and self.config.sampling.temperature == 0
 
-    def check(self, measured: Measured, is_whole: bool = True) -> Correctness:
+    def check(self, measured: MeasuredRun, is_whole: bool = True) -> Correctness:
         """Compares the tokens with the baseline's, and judges steps and, if the last batch
         `is_whole`, forwards; not those of a counted run, whose steps are all compared with an
         earlier run's."""
@@ -382,7 +382,7 @@ class Run:
         replays = Replays(
             self.runner,
             self.make_reference,
-            self.config.decoding.most_draft_tokens,
+            self.config.decoding.max_gamma,
             self.config.attention.prefill_chunk,
         )
         correctness = check_outputs(BASELINE, measured.finished[BASELINE], requests, replays)
@@ -420,7 +420,7 @@ def execute_in(
     prepared: Prepared,
     progress: Progress,
     resident: Resident | None = None,
-    room: Room | None = None,
+    room: CacheDemand | None = None,
 ) -> Outcome:
     """`execute` in an open session. `resident` and `room` as in `Run`."""
     group = session.groups.target

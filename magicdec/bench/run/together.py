@@ -11,7 +11,7 @@ from typing import Protocol
 
 from magicdec.bench.run.check import differences
 from magicdec.bench.run.outcome import make_record
-from magicdec.bench.run.resident import Prefilled, Resident, Room
+from magicdec.bench.run.resident import CacheDemand, Prefilled, Resident
 from magicdec.bench.run.run import Run
 from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.timing import read_bandwidth
@@ -76,7 +76,7 @@ class Together:
         self.is_interrupted = False
         self.error: Exception | None = None  # that has ended a pass
         self.is_broken = False  # a pass has not come to its end
-        room = Room.of([each.config for each in prepared.values()])
+        room = CacheDemand.of([each.config for each in prepared.values()])
         self.drafted: list[Drafted] = []
         for name, each in prepared.items():
             session = sessions.begin(each)

@@ -35,7 +35,14 @@ from magicdec.output.console import make_progress
 from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.setup.session import RankSession
 from magicdec.systems.modes import SPECULATIVE, Pass
-from magicdec.systems.system import Extras, PassObserver, System, Trace, make_requests, shortened
+from magicdec.systems.system import (
+    Extras,
+    PassObserver,
+    PassTrace,
+    System,
+    make_requests,
+    shortened,
+)
 from magicdec.workload.request_shapes import RequestShape
 
 
@@ -55,16 +62,16 @@ class Served:
 
 
 @dataclass
-class Measured:
+class MeasuredPasses:
     """What a command has measured so far, on the first rank."""
 
     records: list[ServingRecord] = field(default_factory=list)
-    traces: list[Trace | None] = field(default_factory=list)  # of each record
+    traces: list[PassTrace | None] = field(default_factory=list)  # of each record
 
 
 def measure(
     prepared: PreparedServing, keep: Callable[[ServingRecord], None], is_logged: bool = False
-) -> Measured:
+) -> MeasuredPasses:
     """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
     only that one. With `is_logged` steps say what was drafted and read, as the gate compares it.
     All ranks call it; only the first makes records. Raises PeerLost, or the RuntimeError of a
@@ -96,7 +103,7 @@ class Experiment:
         self.session = session
         self.keep = keep
         self.launch = prepared.launch
-        self.measured = Measured()
+        self.measured = MeasuredPasses()
         self.progress = make_progress(self.launch.rank == 0 and not is_logged)
         self.is_logged = is_logged
         self.system: System | None = None

@@ -15,7 +15,7 @@ from typing import Any
 
 from magicdec.engine.scheduler import StepCounts
 from magicdec.records.acceptance import AcceptanceMetrics, Verifications, acceptance_metrics
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metrics import mean, percentile
 from magicdec.runner.request import Moves, Request
 
@@ -26,7 +26,7 @@ of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens afte
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedTimes(Part):
+class ServedTimes(RecordPart):
     """How long the requests of one pass waited, and how many were served. Percentiles are
     interpolated linearly, as in numpy."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.names import load_object
-from magicdec.setup.memory_check import Room, check_together, find_room
+from magicdec.setup.memory_check import MemoryBudget, check_together, find_room
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.prepare import Prepared, SetupCache, check_agreement
 from magicdec.systems.modes import Pass, Ranks
@@ -70,7 +70,7 @@ def without_draft_ranks(run_config: RunConfig) -> RunConfig:
     return replace(run_config, draft=draft and replace(draft, rank_group=None))
 
 
-def check_here(systems: Sequence[System], room: Room) -> str:
+def check_here(systems: Sequence[System], room: MemoryBudget) -> str:
     """The line to print: what the ranks of this room need for the pass that needs most. Raises
     ValueError if that is more than is free."""
     plans: dict[Pass, MemoryPlan] = {}

@@ -18,7 +18,7 @@ from magicdec.bench.serving.metrics import ServingMetrics
 from magicdec.config.sections import MODEL_PREFIX
 from magicdec.records.acceptance import Verification, Verifications
 from magicdec.records.drafted import DraftedPass, StepLog
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.record import MeasuredRecord, margin_field, seal_field, sealed_json
 from magicdec.records.samples import hash_output
 from magicdec.records.workload import WorkloadRecord
@@ -48,7 +48,7 @@ EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord(Part):
+class RequestRecord(RecordPart):
     """The lengths and time stamps of one request. Times count from the first arrival."""
 
     arrival_ms: float = recorded("when the request arrived", "ms")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from magicdec.bench.serving.metrics import ServingMetrics
 from magicdec.bench.serving.record import FAILED, WITHOUT_METRICS, RequestRecord, ServingRecord
 from magicdec.output import gantt
-from magicdec.output.gantt import Bar, Look, Panel
+from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
 from magicdec.records.metric_tables import fixed, has_enough, metric_rows
 from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
 
 if TYPE_CHECKING:
-    from magicdec.systems.system import Trace
+    from magicdec.systems.system import PassTrace
 
 
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
@@ -197,7 +197,7 @@ def describe_round(ring: RingMetrics) -> list[str]:
 WAITING = "waiting"
 PREFILL = "prefill"
 DECODE = "decode"
-LOOKS = {WAITING: Look("#cccccc"), PREFILL: Look("#D55E00"), DECODE: Look("#0072B2")}
+LOOKS = {WAITING: BarStyle("#cccccc"), PREFILL: BarStyle("#D55E00"), DECODE: BarStyle("#0072B2")}
 RequestSpan = tuple[str, float, float]  # the kind, its begin and its length in seconds
 DECODING = "decoding run"
 PROMPT = "prompt"
@@ -205,10 +205,10 @@ HEAD = "head"
 DRAFT = "drafting"
 SPAN_LOOKS = {"HEAD": HEAD, "DRAFT": DRAFT}
 OF_STAGES = {
-    DECODING: Look("#d9d9d9"),
-    PROMPT: Look("#d9d9d9", hatch="////"),
-    HEAD: Look("#555555", height=0.3),
-    DRAFT: Look("#999999", height=0.5),
+    DECODING: BarStyle("#d9d9d9"),
+    PROMPT: BarStyle("#d9d9d9", hatch="////"),
+    HEAD: BarStyle("#555555", height=0.3),
+    DRAFT: BarStyle("#999999", height=0.5),
 }
 # Light, so that the text on a bar can be read.
 LIGHT = (
@@ -243,7 +243,7 @@ def timeline(record: ServingRecord, end_s: float) -> Panel:
         f"{record.name}: {own_end_s:.2f} s",
         [f"request {row}" if row % every == 0 else "" for row in range(count)],
         [
-            Bar(row, begin_s, begin_s + length_s, LOOKS[kind])
+            GanttBar(row, begin_s, begin_s + length_s, LOOKS[kind])
             for row, request in enumerate(record.requests)
             for kind, begin_s, length_s in spans_of(request)
         ],
@@ -255,7 +255,7 @@ def timeline(record: ServingRecord, end_s: float) -> Panel:
 
 def draw_timeline(
     records: Sequence[ServingRecord],
-    traces: Sequence[Trace | None],
+    traces: Sequence[PassTrace | None],
     path: Path,
     plot_ms: float | None = None,
 ) -> None:
@@ -272,7 +272,7 @@ def draw_timeline(
     gantt.draw("--plot", path, panels, legend)
 
 
-def stages_panel(name: str, trace: Trace, plot_ms: float | None) -> Panel:
+def stages_panel(name: str, trace: PassTrace, plot_ms: float | None) -> Panel:
     """What the stages did in the time that is shown, each message or run in the colour of its first
     request, where that is known, or of its number."""
     origin_s = origin_of(trace)
@@ -291,7 +291,7 @@ def stages_panel(name: str, trace: Trace, plot_ms: float | None) -> Panel:
     )
 
 
-def bars_of(trace: Trace, origin_s: float) -> Iterator[Bar]:
+def bars_of(trace: PassTrace, origin_s: float) -> Iterator[GanttBar]:
     """The bars of the spans that take time."""
     for row, spans in enumerate(trace.spans):
         for span in spans:
@@ -304,10 +304,10 @@ def bars_of(trace: Trace, origin_s: float) -> Iterator[Bar]:
                 look = replace(look, colour=LIGHT[place % len(LIGHT)])
             text = ",".join(map(str, requests)) if kind != HEAD else ""
             if span.end_s > span.begin_s:
-                yield Bar(row, span.begin_s - origin_s, span.end_s - origin_s, look, text)
+                yield GanttBar(row, span.begin_s - origin_s, span.end_s - origin_s, look, text)
 
 
-def decoding_window(trace: Trace, plot_ms: float | None) -> tuple[float, float]:
+def decoding_window(trace: PassTrace, plot_ms: float | None) -> tuple[float, float]:
     """When the time that is shown begins and ends: from a little before the last stage computes the
     first run that decodes, for some rounds of the slowest stage or for `plot_ms`."""
     stages = [[span for span in spans if span.what.name == "STAGE"] for spans in trace.spans]
@@ -322,7 +322,7 @@ def decoding_window(trace: Trace, plot_ms: float | None) -> tuple[float, float]:
 
 
 def trace_events(
-    records: Sequence[ServingRecord], traces: Sequence[Trace | None]
+    records: Sequence[ServingRecord], traces: Sequence[PassTrace | None]
 ) -> list[dict[str, object]]:
     """The requests of each record and what its stages did, as events of the Chrome trace format.
     The requests of a mode, and each of its stages, are a process."""
@@ -350,6 +350,6 @@ def trace_events(
     return events
 
 
-def origin_of(trace: Trace) -> float:
+def origin_of(trace: PassTrace) -> float:
     """When the first span begins."""
     return min(span.begin_s for spans in trace.spans for span in spans)

@@ -24,7 +24,7 @@ from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, 
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """One run of a study. `prepared` is None if it was refused. `names` has a `name_of` for each
     way in which the study writes it."""
 
@@ -66,11 +66,11 @@ def config_key(config: dict[str, Any]) -> str:
     return json.dumps(sections, sort_keys=True)
 
 
-def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
+def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[StudyCell]:
     """The distinct cells. Raises ValueError if one has no resolved config, for example without its
     model."""
     cache = SetupCache()
-    cells = dict[str, Cell]()
+    cells = dict[str, StudyCell]()
     for config in configs:
         resolved = find(config, launch, cache)
         try:
@@ -81,7 +81,7 @@ def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
         except ValueError as error:
             prepared = None
             refusal = " ".join(str(error).split())
-        cell = Cell(resolved, (name_of(config),), prepared, refusal)
+        cell = StudyCell(resolved, (name_of(config),), prepared, refusal)
         known = cells.get(cell.key)
         cells[cell.key] = replace(known, names=known.names + cell.names) if known else cell
     return list(cells.values())

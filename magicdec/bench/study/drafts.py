@@ -11,7 +11,7 @@ from statistics import median
 from magicdec.bench.run.resident import Resident
 from magicdec.bench.run.run import execute_in
 from magicdec.bench.run.together import SLOWEST, Together
-from magicdec.bench.study.cells import Cell
+from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import grouped
 from magicdec.bench.study.progress import PassProgress
 from magicdec.config.run_config import RunConfig
@@ -44,14 +44,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Rates:
+class BaselineTimes:
     """Seconds of a prompt token in prefill and of a step without drafts."""
 
     prefill_s: float
     step_s: float
 
-    def seconds(self, w: WorkloadSection, num_drafts: int) -> float:
-        passes_s = (1 + SLOWEST * num_drafts) * w.num_new_tokens * self.step_s
+    def seconds(self, w: WorkloadSection, num_candidates: int) -> float:
+        passes_s = (1 + SLOWEST * num_candidates) * w.num_new_tokens * self.step_s
         batch_s = w.batch_size * w.prefix_len * self.prefill_s + passes_s
         return w.most_batches * batch_s + w.warmup_batches * passes_s
 
@@ -66,7 +66,7 @@ class DraftTrials:
         self.sessions = Sessions()
         self.resident: Resident | None = None
 
-    def trial(self, config: RunConfig) -> Rates:
+    def trial(self, config: RunConfig) -> BaselineTimes:
         """The rates of a short run without drafts, on the first rank."""
         w = replace(
             config.workload,
@@ -85,11 +85,11 @@ class DraftTrials:
         assert record.samples is not None and record.prefill_samples is not None
         prefill = record.prefill_samples
         (steps_ms,) = record.samples[BASELINE].step_ms
-        rates = Rates(
+        rates = BaselineTimes(
             prefill.prefill_ms[0] / 1e3 / prefill.num_tokens[0],
             median(steps_ms or [0.0]) / 1e3,
         )
-        return session.groups.target.all_gather_values(rates, Rates)[0]
+        return session.groups.target.all_gather_values(rates, BaselineTimes)[0]
 
     def measure(self, configs: Mapping[str, RunConfig]) -> Found:
         """Measures the drafts, by their names. Raises ValueError if none can run."""
@@ -140,7 +140,7 @@ class DraftTrials:
     def _groups(self, prepared: Mapping[str, Prepared]) -> list[dict[str, Prepared]]:
         """Runs to measure together: with the same state after prefill, and the same draft where
         memory is short."""
-        cells = [Cell(each, (name,), each) for name, each in prepared.items()]
+        cells = [StudyCell(each, (name,), each) for name, each in prepared.items()]
         groups = grouped(cells, lambda cell: (cell.model_key, cell.prompts_key))
         parts = [
             part
@@ -154,13 +154,13 @@ def group_batches(group: Mapping[str, Prepared]) -> int:
     return next(iter(group.values())).config.workload.num_batches
 
 
-def draft_of(cell: Cell) -> object:
+def draft_of(cell: StudyCell) -> object:
     """A key that runs share if their drafts need the same weights."""
     config = cell.resolved.config
     return config.low_bit, None if config.draft is None else config.draft.model
 
 
-def has_room(cells: Sequence[Cell]) -> bool:
+def has_room(cells: Sequence[StudyCell]) -> bool:
     """Whether all drafts of these runs fit into memory beside one target."""
     assert cells[0].prepared is not None
     free = cells[0].prepared.free
@@ -177,13 +177,17 @@ def has_room(cells: Sequence[Cell]) -> bool:
 
 
 def fitting(
-    asked: WorkloadSection, fixed: frozenset[str], rates: Rates, num_drafts: int, seconds: float
+    asked: WorkloadSection,
+    fixed: frozenset[str],
+    rates: BaselineTimes,
+    num_candidates: int,
+    seconds: float,
 ) -> WorkloadSection:
     """The largest workload, up to the one asked for, that is expected to end in time, or the
     smallest. Settings in `fixed` stay."""
     smallest = asked
     for smallest in smaller(asked, fixed):
-        if rates.seconds(smallest, num_drafts) <= SHARE * seconds:
+        if rates.seconds(smallest, num_candidates) <= SHARE * seconds:
             break
     return smallest
 

@@ -49,7 +49,7 @@ TORCHRUN = (
     '--master-port "$((20000 + SLURM_JOB_ID % 20000))" --no-python -- "${@:2}"; '
     'code=$?; rm -r "$folder"; exit "$code"'
 )
-Names = tuple[str, ...]
+CellNames = tuple[str, ...]
 
 
 class LocalJobs:
@@ -79,8 +79,8 @@ class LocalJobs:
         self.merged = {hash(record.to_json()) for record in results_in(self.out)}
         self.wanted = dict[str, int]()
         self.num_bad = 0
-        self.tries = Counter[Names]()
-        self.jobs = dict[str, Names]()
+        self.tries = Counter[CellNames]()
+        self.jobs = dict[str, CellNames]()
         self.submitted = dict[str, Any]()
         self.idle_since = time.monotonic()
         self.next_word_s = FIRST_WORD_S
@@ -103,7 +103,7 @@ class LocalJobs:
         say(f"{num_runs - len(self.wanted)} of {num_runs} runs done{bad}{left}: {self.out}")
         return INTERRUPTED if is_interrupted else int(bool(self.num_bad or self.wanted))
 
-    def groups(self) -> list[Names]:
+    def groups(self) -> list[CellNames]:
         """The runs of each job: a random order of groups that share prompts."""
         for name in self.configs:
             records = whole_records(file_of(self.out, name))
@@ -118,7 +118,7 @@ class LocalJobs:
         size = self.slurm.runs_per_job
         return [tuple(names[i : i + size]) for i in range(0, len(names), size)]
 
-    def run(self, queue: list[Names], executor: Any) -> None:
+    def run(self, queue: list[CellNames], executor: Any) -> None:
         with make_progress(True).task("runs", len(self.wanted)) as advance:
             try:
                 while queue or self.jobs:
@@ -150,7 +150,7 @@ class LocalJobs:
                 self.wanted.pop(name, None)
         return num_left - len(self.wanted)
 
-    def end(self, states: dict[str, tuple[str, str]]) -> list[Names]:
+    def end(self, states: dict[str, tuple[str, str]]) -> list[CellNames]:
         again = []
         for job, names in list(self.jobs.items()):
             state, _ = states[job]
@@ -200,7 +200,7 @@ class LocalJobs:
         words += ["--nproc", str(self.nproc * self.slurm.nodes), "--only", *names]
         return ["bash", "-c", TORCHRUN, sys.executable, str(self.nproc), *words]
 
-    def script(self, groups: Sequence[Names]) -> str:
+    def script(self, groups: Sequence[CellNames]) -> str:
         tasks = {"array": f"0-{len(groups) - 1}%{self.slurm.jobs_at_once}", "requeue": True}
         options = self.slurm.options | tasks | self.slurm.more_options
         lines = ["#!/bin/bash"]
@@ -230,7 +230,7 @@ class LocalJobs:
         self.before = ("env", "-u", "CUDA_VISIBLE_DEVICES", *given)
         return executor
 
-    def submit(self, executor: Any, groups: Sequence[Names]) -> None:
+    def submit(self, executor: Any, groups: Sequence[CellNames]) -> None:
         # submitit pickles what a job calls into the folder of this study, and the job unpickles it:
         # the name `os.execvp` and words. Whoever can write there can change the study anyway. The
         # process becomes the command, so that signals reach it, and no result is pickled: what a
@@ -283,7 +283,7 @@ class SlurmJobs(LocalJobs):
         )
         return executor
 
-    def submit(self, executor: Any, groups: Sequence[Names]) -> None:
+    def submit(self, executor: Any, groups: Sequence[CellNames]) -> None:
         from submitit.core.utils import FailedJobError
 
         try:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from magicdec.bench.run.resident import Room
+from magicdec.bench.run.resident import CacheDemand
 from magicdec.bench.study.cells import (
-    Cell,
+    StudyCell,
     config_key,
     file_of,
     make_cells,
@@ -39,9 +39,9 @@ T = TypeVar("T")
 class StudyPlan:
     """A plan: `order` has every run, `todo` the numbers of those that are left."""
 
-    order: list[Cell]
+    order: list[StudyCell]
     todo: list[int]
-    rooms: dict[str, Room]  # of the caches, by the key of the cell
+    rooms: dict[str, CacheDemand]  # of the caches, by the key of the cell
     files: dict[str, list[Path]]  # to which its records are appended, by the key of the cell
 
 
@@ -81,9 +81,9 @@ def make_plan(
     return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], rooms, files)
 
 
-def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
+def in_order(cells: Sequence[StudyCell], settings: Settings) -> list[StudyCell]:
     rng = random.Random(settings.order_seed)
-    order = list[Cell]()
+    order = list[StudyCell]()
     for _ in range(settings.repeats):
         models = grouped(cells, lambda c: c.model_key)
         rng.shuffle(models)
@@ -103,7 +103,9 @@ def grouped(cells: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
     return list(groups.values())
 
 
-def left(order: Sequence[Cell], records: Sequence[RunRecord], retries_failed: bool) -> list[int]:
+def left(
+    order: Sequence[StudyCell], records: Sequence[RunRecord], retries_failed: bool
+) -> list[int]:
     """The numbers of runs that have not ended; of equal ones, the first count as done."""
     done = Counter(config_key(r.config) for r in records if is_done(r, retries_failed))
     numbers = []
@@ -119,18 +121,18 @@ def is_done(record: RunRecord, retries_failed: bool) -> bool:
     return not (retries_failed and record.status == "failed")
 
 
-def make_rooms(cells: Sequence[Cell]) -> dict[str, Room]:
+def make_rooms(cells: Sequence[StudyCell]) -> dict[str, CacheDemand]:
     """The caches of each cell, by its key. Every batch keeps its own where memory allows."""
-    rooms = dict[str, Room]()
+    rooms = dict[str, CacheDemand]()
     able = [cell for cell in cells if cell.prepared is not None]
     for group in grouped(able, lambda c: (c.model_key, c.prompts_key)):
         is_kept = len(group) > 1 and all(has_room(cell) for cell in group)
-        room = Room.of([cell.resolved.config for cell in group], is_kept)
+        room = CacheDemand.of([cell.resolved.config for cell in group], is_kept)
         rooms |= dict.fromkeys((cell.key for cell in group), room)
     return rooms
 
 
-def has_room(cell: Cell) -> bool:
+def has_room(cell: StudyCell) -> bool:
     assert cell.prepared is not None, "only cells that can run are planned"
     free = cell.prepared.free
     config = cell.resolved.config

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from magicdec.bench.run.together import OutOfTime
-from magicdec.bench.study.cells import Cell
+from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import StudyPlan
 from magicdec.distributed.groups import Launch
 from magicdec.output.console import LINE_EVERY_S, Advance, Progress
@@ -64,7 +64,7 @@ class StudyProgress(Labelled):
         self.left = Estimate(len(plan.todo))
         self.name = ""
 
-    def begin(self, number: int, cell: Cell) -> None:
+    def begin(self, number: int, cell: StudyCell) -> None:
         self.left.begin()
         count = f"{number + 1}/{self.num_runs}"
         what = describe(cell.resolved.config.to_dict())

@@ -21,7 +21,7 @@ S = TypeVar("S", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Grid:
+class FlagGrid:
     """Every combination of the values of some flags, under one driver. `where` names the grid in
     messages. `axes` has values by a flag's name without dashes. `shared` flags are those of all
     grids, and need not do anything in this one. `places` are the flags' lines in a file."""
@@ -97,7 +97,7 @@ class SlurmOptions:
 
 @dataclass(frozen=True)
 class Study:
-    grids: tuple[Grid, ...]
+    grids: tuple[FlagGrid, ...]
     settings: Settings = Settings()
     slurm: SlurmOptions = SlurmOptions()
 
@@ -152,7 +152,7 @@ def _grid(
     common: dict[str, Any],
     own: dict[str, Any],
     drivers: tuple[str, ...],
-) -> Grid:
+) -> FlagGrid:
     where = f"{file.name}: grid {number}"
     axes = common | own
     driver = axes.pop("driver", None)
@@ -164,10 +164,10 @@ def _grid(
         key: f"{file.place_of(key, None if key in shared else number)}: grid {number}"
         for key in values
     }
-    return checked(Grid(where, driver, values, shared, places))
+    return checked(FlagGrid(where, driver, values, shared, places))
 
 
-def checked(grid: Grid) -> Grid:
+def checked(grid: FlagGrid) -> FlagGrid:
     """Raises ValueError for a grid without cells, or with a value twice."""
     for key, values in grid.axes.items():
         if not values:

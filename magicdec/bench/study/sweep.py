@@ -10,7 +10,7 @@ from pathlib import Path
 from magicdec.bench.run.outcome import unfinished_record
 from magicdec.bench.run.resident import Resident
 from magicdec.bench.run.run import execute_in
-from magicdec.bench.study.cells import Cell
+from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import StudyPlan
 from magicdec.bench.study.progress import StudyProgress, say
 from magicdec.bench.study.study import Settings
@@ -51,7 +51,7 @@ class Sweep:
             self.records.append(record)
         close_groups()
 
-    def run_cell(self, cell: Cell, session: RankSession) -> RunRecord:
+    def run_cell(self, cell: StudyCell, session: RankSession) -> RunRecord:
         """The record of a cell. With one rank, a failure is a record; with several, whose states
         may differ after it, the exception ends the study."""
         assert cell.prepared is not None
@@ -70,11 +70,11 @@ class Sweep:
                 raise
             return record
 
-    def append(self, cell: Cell, record: RunRecord) -> None:
+    def append(self, cell: StudyCell, record: RunRecord) -> None:
         for path in self.plan.files[cell.key]:
             append_record(path, record)
 
-    def failed(self, cell: Cell, error: str) -> RunRecord:
+    def failed(self, cell: StudyCell, error: str) -> RunRecord:
         config = cell.resolved.config
         now = datetime.datetime.now(datetime.UTC)
         environment = describe_environment(self.launch, config.parallel.device, now)

@@ -16,26 +16,26 @@ from magicdec.records.record import RunRecord
 
 if TYPE_CHECKING:
     from magicdec.cli.front.advise import AdviceSection
-    from magicdec.predict.plan import Plan
+    from magicdec.predict.plan import SpeculationPlan
 
 CLOSE = 0.15  # a plan within this share of the measurement is said to agree with it
 LONGEST = 16  # the plan looks at contexts of up to so many times the measured one
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDraft:
     """The best short run: its draft's flags and net speedup. `interval` holds with 95 % for all
-    `num_drafts` together; None with too few batches. `predicted` is the plan's net speedup at the
-    same place, if any."""
+    `num_candidates` together; None with too few batches. `predicted` is the plan's net speedup at
+    the same place, if any."""
 
     draft: str
     speedup: float
     interval: Sequence[float] | None = None
     predicted: float | None = None
-    num_drafts: int = 1
+    num_candidates: int = 1
 
 
-def describe_advice(best: Measured, place: str, expectation: str) -> str:
+def describe_advice(best: MeasuredDraft, place: str, expectation: str) -> str:
     """The sentence. `place` says where it was measured, such as `B 4 and 2048 tokens of
     context`."""
     verdict = "pays here"
@@ -45,7 +45,9 @@ def describe_advice(best: Measured, place: str, expectation: str) -> str:
         draft = f"the best draft, {draft},"
     between = ""
     if best.interval is not None:
-        of_all = f" for all {best.num_drafts} drafts together" if best.num_drafts > 1 else ""
+        of_all = (
+            f" for all {best.num_candidates} drafts together" if best.num_candidates > 1 else ""
+        )
         low, high = best.interval
         between = f" (95 % interval{of_all}: {low:.2f} to {high:.2f})"
         if best.interval[0] <= 1 <= best.interval[1]:
@@ -56,7 +58,7 @@ def describe_advice(best: Measured, place: str, expectation: str) -> str:
     )
 
 
-def _how_sure(best: Measured) -> str:
+def _how_sure(best: MeasuredDraft) -> str:
     if best.interval is None:
         return "unsure, because so few batches have no interval: give --num_batches 3 or more"
     if best.interval[0] <= 1 <= best.interval[1]:
@@ -81,7 +83,9 @@ def least_speedup(record: RunRecord) -> float:
     return interval[0] if interval else net_speedup(record)
 
 
-def find_advice(args: AdviceSection, records: Mapping[str, RunRecord], plan: Plan | None) -> str:
+def find_advice(
+    args: AdviceSection, records: Mapping[str, RunRecord], plan: SpeculationPlan | None
+) -> str:
     """The sentence, and in a line of its own the command. Raises ValueError if no run has a
     speedup."""
     flags, record = max(records.items(), key=lambda item: least_speedup(item[1]))
@@ -95,16 +99,16 @@ def find_advice(args: AdviceSection, records: Mapping[str, RunRecord], plan: Pla
         predicted = here.net_speedup(args.num_new_tokens)
     # The best of many drafts without a gain has a gain by chance: each has a share of the 5 %.
     ratios = record.metrics.net_speedup_per_batch or ()
-    num_drafts = len(records)
-    interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_drafts)
-    best = Measured(flags, net_speedup(record), interval, predicted, num_drafts)
+    num_candidates = len(records)
+    interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_candidates)
+    best = MeasuredDraft(flags, net_speedup(record), interval, predicted, num_candidates)
     place = f"B {args.B} and {args.prefix_len} tokens of context"
     sentence = describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
     drafts = shlex.split(flags) if best.speedup > 1 else ["--draft", NONE]
     return f"{sentence}\n\n    {shlex.join(['magicdec', 'run', *drafts, *args.workload])}"
 
 
-def expectation_of(plan: Plan, args: AdviceSection) -> str:
+def expectation_of(plan: SpeculationPlan, args: AdviceSection) -> str:
     """The contexts in which the plan expects self-speculation to pay, as a part of a sentence."""
     pays_from = plan.break_even(args.B)
     expected = f"not to pay up to {plan.longest} tokens, the longest context"
@@ -120,7 +124,9 @@ def expectation_of(plan: Plan, args: AdviceSection) -> str:
     return f"the plan expects self-speculation {expected}; "
 
 
-def make_plan(args: AdviceSection, records: Mapping[str, RunRecord], file: Path) -> Plan | None:
+def make_plan(
+    args: AdviceSection, records: Mapping[str, RunRecord], file: Path
+) -> SpeculationPlan | None:
     """The plan for the fastest self-speculation's policy and weights, with the acceptance of the
     file's runs; None without one that has an acceptance."""
     from magicdec.cli import plan

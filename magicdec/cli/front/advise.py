@@ -58,7 +58,7 @@ from magicdec.records.table import method
 from magicdec.systems.pipeinfer.options import Options
 
 if TYPE_CHECKING:
-    from magicdec.bench.study.drafts import Found, Rates
+    from magicdec.bench.study.drafts import BaselineTimes, Found
 
 # The ways to draft that are tried if `--draft` names their draft. What drafts for itself is tried
 # with every `--budget`, or with the largest if it has flags of its own.
@@ -297,7 +297,7 @@ class Advice:
         found = measure_in(session, resolved, machine)
         return session.groups.target.all_gather_values(found, MachineFile)[0]
 
-    def cut_down(self, configs: dict[str, RunConfig], rates: Rates) -> dict[str, RunConfig]:
+    def cut_down(self, configs: dict[str, RunConfig], rates: BaselineTimes) -> dict[str, RunConfig]:
         from magicdec.bench.study.drafts import fitting
 
         assert self.deadline_s is not None

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 
 from magicdec.cli.flags import FAILED, LoneCommand
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.setting import setting
 
 ABOUT = (
@@ -30,7 +30,7 @@ class CheckSection:
     )
 
 
-def check(values: Values) -> int:
+def check(values: ParsedValues) -> int:
     args: CheckSection = values.sections["check"]
     from magicdec.bench.run.model_check import check_model
 

@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.sections import ModelSection, WrittenSection
 from magicdec.config.setting import same, setting
 from magicdec.model.checkpoint.hub import DIRECTORY, find_repository
@@ -89,11 +89,11 @@ class OldConvertSection(ConvertSection):
     )
 
 
-def refusing(run: Callable[[Values], int]) -> Callable[[Values], int]:
+def refusing(run: Callable[[ParsedValues], int]) -> Callable[[ParsedValues], int]:
     """`run`, with errors of files as refusals."""
 
     @wraps(run)
-    def wrapped(values: Values) -> int:
+    def wrapped(values: ParsedValues) -> int:
         try:
             return run(values)
         except OSError as error:
@@ -103,7 +103,7 @@ def refusing(run: Callable[[Values], int]) -> Callable[[Values], int]:
 
 
 @refusing
-def fetch(values: Values) -> int:
+def fetch(values: ParsedValues) -> int:
     args: DownloadSection = values.sections["download"]
     from huggingface_hub.utils import disable_progress_bars
 
@@ -125,7 +125,7 @@ def fetch(values: Values) -> int:
 
 
 @refusing
-def convert_or_verify(values: Values) -> int:
+def convert_or_verify(values: ParsedValues) -> int:
     """Converts a checkpoint, or verifies a file. Returns 1 if a verified file is damaged. Raises
     ValueError for flags that exclude each other."""
     args: ConvertSection = values.sections["convert"]

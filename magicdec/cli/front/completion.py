@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Parser, Values
+from magicdec.cli.parsing.parser import ParsedValues, Parser
 from magicdec.config.setting import setting
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -23,7 +23,7 @@ class CompletionSection:
     shell: str = setting(..., "The shell to complete in.", "shell", choices=SHELLS, metavar="SHELL")
 
 
-def print_script(values: Values) -> int:
+def print_script(values: ParsedValues) -> int:
     print(script_of(values[CompletionSection].shell))
     return 0
 

@@ -14,8 +14,8 @@ from magicdec.bench.report.listing import command_of
 from magicdec.cli.commands import parser_of
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.ignored import why_ignored
-from magicdec.cli.parsing.parser import Values
-from magicdec.cli.records import TableSection
+from magicdec.cli.parsing.parser import ParsedValues
+from magicdec.cli.records import RecordTableSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, NONE, WrittenSection
 from magicdec.config.setting import Declared, same, setting
@@ -37,12 +37,12 @@ class RecordSection:
     """The record, and where its flags go."""
 
     records: Path = setting(..., "File of records, as JSON lines.", "records")
-    kind: str = same(TableSection, "kind", "run")
+    kind: str = same(RecordTableSection, "kind", "run")
     record: int = setting(-1, "Which record: 1 is the first one, -1 the last one.")
     out: Path | None = same(WrittenSection, "out")
 
 
-def write_flags(values: Values) -> int:
+def write_flags(values: ParsedValues) -> int:
     args = values[RecordSection]
     record = find_record(args)
     flags = to_toml(flags_of(record))

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.distributed.groups import Launch
 from magicdec.output.console import labelled
 
@@ -32,7 +32,7 @@ class Check:
     is_needed: bool = False
 
 
-def print_checks(values: Values) -> int:
+def print_checks(values: ParsedValues) -> int:
     is_missing = False
     for check in find_checks():
         mark = "works" if check.works else "MISSING" if check.is_needed else "absent"

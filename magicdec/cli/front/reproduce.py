@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
@@ -28,7 +28,7 @@ WRITTEN = Path("results/reproduce")
 
 
 @dataclass(frozen=True)
-class TableSection:
+class PublishedTableSection:
     """The published table, and the action on it."""
 
     table: str | None = setting(
@@ -52,12 +52,12 @@ class TableSection:
             raise ValueError(f"name a table; choose from {', '.join(TABLES)}")
 
 
-def reproduce(values: Values) -> int:
+def reproduce(values: ParsedValues) -> int:
     """Does what the flags say. Returns the exit code. Raises ValueError for impossible flags, a
     file that cannot be read or written, and too few GPUs."""
     if is_launched():
         raise ValueError("reproduce starts the ranks itself; start it without torchrun")
-    args = values[TableSection]
+    args = values[PublishedTableSection]
     if args.table is None or args.predict or args.commands:
         values.refuse_given(["table.out"], "nothing runs")
     from magicdec.predict.published_table import PublishedTable, print_tables
@@ -104,5 +104,5 @@ main = LoneCommand(
     "Compare a published table with predictions and with runs, and write the comparison to its CSV "
     "file. Without --demo, --predict or --commands it runs at the published size, which needs GPUs "
     "like the published ones. Without a table it lists the tables.",
-    {"table": TableSection()},
+    {"table": PublishedTableSection()},
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from magicdec.cli.parsing.parser import ConfigFile, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import read_launch
@@ -16,14 +16,13 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
 OF_DRAFTING = tuple(
-    f"decoding.{name}"
-    for name in ("num_draft_tokens", "pa", "draft_weights", "baseline", "lookup_corpus")
+    f"decoding.{name}" for name in ("gamma", "pa", "draft_weights", "baseline", "lookup_corpus")
 )
 # Fields of the KV section that are not a policy's settings.
 OF_EVERY_POLICY = ("policy", "budget")
 
 
-def refuse_ignored(config: RunConfig, values: Values, used: Sequence[str] = ()) -> None:
+def refuse_ignored(config: RunConfig, values: ParsedValues, used: Sequence[str] = ()) -> None:
     """Raises ValueError for a flag on the command line that a run of `config` ignores, and prints
     one in a file. `used` names settings that the command uses in any case."""
     launch = read_launch()

@@ -15,7 +15,7 @@ from magicdec.config.toml_file import TomlFile
 from magicdec.distributed.groups import read_launch
 from magicdec.names import most_like
 
-Section = TypeVar("Section")
+SectionType = TypeVar("SectionType")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ConfigFile:
 
 
 @dataclass(frozen=True)
-class Values:
+class ParsedValues:
     """The read sections by name. Settings are named by section and field, such as `kv.budget`; the
     user gave `typed` ones on the command line, and `filed` ones in the file of `--config`."""
 
@@ -37,7 +37,7 @@ class Values:
     filed: frozenset[str]
     settings: Mapping[str, Declared]
 
-    def __getitem__(self, kind: type[Section]) -> Section:
+    def __getitem__(self, kind: type[SectionType]) -> SectionType:
         return next(each for each in self.sections.values() if type(each) is kind)
 
     @property
@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
     def format_help_all(self) -> str:
         return super().format_help()
 
-    def read(self, words: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Values:
+    def read(self, words: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ParsedValues:
         """The sections with the values of the command line, the file of `--config`, and `defaults`,
         which the user wrote elsewhere, by spellings of flags without dashes. Raises ValueError, one
         line, for an unknown flag, with the name most like it, and for an impossible value."""
@@ -167,7 +167,7 @@ class Parser(argparse.ArgumentParser):
                 section(**own) if isinstance(section, type) else replace(section, **own)
             )
         given = frozenset(filed) | frozenset(others)
-        return Values(sections, frozenset(typed), given, self.settings)
+        return ParsedValues(sections, frozenset(typed), given, self.settings)
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
         parsed, unknown = self.parse_known_args(words)

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.setting import setting
 from magicdec.names import RECORDS
 from magicdec.records.reading import read_records
@@ -18,7 +18,7 @@ from magicdec.records.record import MeasuredRecord, Record
 
 
 @dataclass(frozen=True)
-class FilesSection:
+class RecordFilesSection:
     """The files, and the treatment of lines that are no records."""
 
     files: tuple[Path, ...] = setting(
@@ -32,7 +32,7 @@ class FilesSection:
 
 
 def read_every_kind(
-    args: FilesSection, kinds: Sequence[str] = tuple(RECORDS)
+    args: RecordFilesSection, kinds: Sequence[str] = tuple(RECORDS)
 ) -> Iterator[tuple[Path, Record]]:
     """Yields the records of these kinds with their files. Raises ValueError as `read_records` does,
     and if there is no record."""
@@ -74,7 +74,7 @@ def _command_of(record: Record) -> tuple[object, ...]:
 UNRECORDED = ("config", "out", "plot", "plot_ms")
 
 
-def given_flags(values: Values) -> dict[str, Any]:
+def given_flags(values: ParsedValues) -> dict[str, Any]:
     """The user's flags as in a file of `--config`, without files to write: for the record of a
     prediction."""
     flags = {}

@@ -57,7 +57,7 @@ class Watcher(threading.Thread):
         self.join()
 
 
-class Watch(Watcher):
+class RankWatch(Watcher):
     """The watcher of this host's processes. It reports a rank that ended before its last look, so
     that the main thread had LOOK_S, or was stopped at all looks of PATIENCE_S. Looks are counted
     because ranks may all be stopped and continued."""
@@ -97,7 +97,7 @@ def watch_ranks(launch: Launch) -> None:
     on_lost = partial(end_process, launch)
     if launch.local_world_size != launch.world_size:
         Heartbeat(open_store(), launch.rank, launch.world_size, on_lost).start()
-    Watch(launch, processes, on_lost).start()
+    RankWatch(launch, processes, on_lost).start()
 
 
 def leave_ranks() -> None:
@@ -136,8 +136,8 @@ def stop_watching() -> None:
             thread.stop()
 
 
-def find_watch() -> Watch | None:
-    watches = (thread for thread in threading.enumerate() if isinstance(thread, Watch))
+def find_watch() -> RankWatch | None:
+    watches = (thread for thread in threading.enumerate() if isinstance(thread, RankWatch))
     return next(watches, None)
 
 

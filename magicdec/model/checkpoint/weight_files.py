@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from magicdec.model.checkpoint.weight_map import Span, read_index
+from magicdec.model.checkpoint.weight_map import IndexRange, read_index
 from magicdec.output.files import check_regular, exists
 
 # In the order in which a directory is searched: published formats before the converted one.
@@ -62,7 +62,7 @@ class WeightSource:
         raise NotImplementedError
 
 
-def row_spans(rows: Span, width: int) -> Iterator[Span]:
+def row_spans(rows: IndexRange, width: int) -> Iterator[IndexRange]:
     """`rows` of `width` elements in bounded parts, cut at multiples of TILE_ROWS, so that no
     random tile is generated twice."""
     step = max(READ_ELEMENTS // max(width, 1) // TILE_ROWS, 1) * TILE_ROWS

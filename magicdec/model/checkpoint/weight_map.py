@@ -13,9 +13,9 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import Names, find_family
 from magicdec.output.files import load_json
 
-Span = tuple[int, int]
+IndexRange = tuple[int, int]
 SCALE = "_scale"  # suffix that names the scales of a quantised tensor
-Part = tuple[str, Span, int]
+WeightPart = tuple[str, IndexRange, int]
 """(checkpoint name without ".weight", this rank's rows, number of rows of the whole tensor)."""
 
 
@@ -42,8 +42,8 @@ class Piece:
     for all columns. `full_shape` is as stored, [in, out] if `transposed`."""
 
     name: str
-    rows: Span
-    columns: Span | None
+    rows: IndexRange
+    columns: IndexRange | None
     full_shape: tuple[int, ...]
     transposed: bool = False
 
@@ -154,7 +154,7 @@ class _Table:
         self.row_parallel(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
 
     def column_parallel(
-        self, parameter: str, parts: Iterable[Part], bias: bool, is_head: bool = False
+        self, parameter: str, parts: Iterable[WeightPart], bias: bool, is_head: bool = False
     ) -> None:
         """A column-parallel layer: this rank's outputs, all inputs."""
         parts = list(parts)
@@ -176,7 +176,9 @@ class _Table:
                 Piece(f"{name}.bias", rows, None, (full,)) for name, rows, full in parts
             ]
 
-    def row_parallel(self, parameter: str, name: str, columns: Span, full: int, bias: bool) -> None:
+    def row_parallel(
+        self, parameter: str, name: str, columns: IndexRange, full: int, bias: bool
+    ) -> None:
         """A row-parallel layer: all outputs, this rank's inputs."""
         hidden = self.config.hidden_size
         transposed = self.names.transposed
@@ -205,7 +207,7 @@ class _Table:
         shape = (rows, self.config.hidden_size)
         self.pieces[parameter] = [Piece(f"{name}.weight", (0, rows), None, shape)]
 
-    def _qkv(self, prefix: str) -> list[Part]:
+    def _qkv(self, prefix: str) -> list[WeightPart]:
         c = self.config
         n = self.names
         queries, keys = self.shard.heads(c.num_heads, c.num_kv_heads)
@@ -224,7 +226,7 @@ class _Table:
         return [(name, span, full) for span in grouped_rows(c, queries, keys)]
 
 
-def grouped_rows(config: ModelConfig, queries: Span, keys: Span) -> list[Span]:
+def grouped_rows(config: ModelConfig, queries: IndexRange, keys: IndexRange) -> list[IndexRange]:
     """This rank's rows in a tensor that holds, by KV head, query heads, K and V: spans of the
     query heads, then K, then V."""
     size = config.head_dim
@@ -240,5 +242,5 @@ def grouped_rows(config: ModelConfig, queries: Span, keys: Span) -> list[Span]:
     return [scale(span, size) for span in (*q, *k, *v)]
 
 
-def scale(span: Span, by: int) -> Span:
+def scale(span: IndexRange, by: int) -> IndexRange:
     return span[0] * by, span[1] * by

@@ -20,11 +20,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from magicdec.output import gantt
-from magicdec.output.gantt import Bar, Look, Panel
+from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Table
-from magicdec.predict.simulator.simulation import Machine, Simulation, TextModels, Trace
+from magicdec.predict.simulator.simulation import (
+    SimulatedMachine,
+    Simulation,
+    SimulationTrace,
+    TextModels,
+)
 from magicdec.records.acceptance import Verifications, acceptance_metrics
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metric_tables import fixed, metric_columns
 from magicdec.records.metrics import mean, percentile
 from magicdec.records.record import Record
@@ -48,8 +53,8 @@ class Work:
 
 
 def run_mode(
-    mode: str, machine: Machine, options: Options, work: Work
-) -> tuple[Trace, SimulatedMetrics]:
+    mode: str, machine: SimulatedMachine, options: Options, work: Work
+) -> tuple[SimulationTrace, SimulatedMetrics]:
     is_ring = mode == "ring"
     requests = (work.ring_requests or machine.num_stages) if is_ring else work.num_requests
     kind = "iterative" if is_ring else mode
@@ -66,7 +71,7 @@ ONE_TOKEN = "if no request has a token after its first"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedMetrics(Part):
+class SimulatedMetrics(RecordPart):
     """Metrics of all requests together. Shares are of the time from the first to the last token."""
 
     tokens_per_s: float = recorded(
@@ -125,7 +130,7 @@ class SimulationRecord(Record):
     metrics: SimulatedMetrics = recorded("what came out")
 
 
-def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
+def measure(machine: SimulatedMachine, trace: SimulationTrace, counts: Counts) -> SimulatedMetrics:
     times: dict[int, list[float]] = {}
     for at, commit in trace.commits:
         times.setdefault(commit.request, []).extend([at] * len(commit.tokens))
@@ -164,7 +169,7 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
     )
 
 
-def acceptance_rate(trace: Trace) -> float | None:
+def acceptance_rate(trace: SimulationTrace) -> float | None:
     """The acceptance rate of the judged drafts; None without drafts."""
     found = Verifications()
     for _, commit in trace.commits:
@@ -258,16 +263,16 @@ def _cluster(modes: Sequence[str], members: dict[str, SimulationRecord]) -> list
 
 DRAFT = "draft step"
 LOOKS = {
-    DRAFT: Look("#9e9e9e"),
-    "prompt": Look("#5c6bc0"),
-    "newest token": Look("#2e7d32"),
-    "drafted tokens, needed": Look("#80c784"),
-    "drafted tokens, cancelled": Look("#e57373"),
+    DRAFT: BarStyle("#9e9e9e"),
+    "prompt": BarStyle("#5c6bc0"),
+    "newest token": BarStyle("#2e7d32"),
+    "drafted tokens, needed": BarStyle("#80c784"),
+    "drafted tokens, cancelled": BarStyle("#e57373"),
 }
 
 
 def draw_chart(
-    flag: str, path: Path, traces: Mapping[str, Trace], until_s: float | None = None
+    flag: str, path: Path, traces: Mapping[str, SimulationTrace], until_s: float | None = None
 ) -> None:
     """Draws one panel per trace, up to `until_s`. Raises ValueError, naming the flag, if there are
     too many stages or the file cannot be written."""
@@ -275,14 +280,14 @@ def draw_chart(
     gantt.draw(flag, path, panels, LOOKS, until_s)
 
 
-def panel_of(mode: str, trace: Trace) -> Panel:
+def panel_of(mode: str, trace: SimulationTrace) -> Panel:
     stages = len(trace.flights[0].start_s)
     rows = [f"stage {stage}" for stage in range(stages)] + ["draft"] * bool(trace.drafts)
-    bars = [*_bars(trace), *(Bar(stages, *span, LOOKS[DRAFT]) for span in trace.drafts)]
+    bars = [*_bars(trace), *(GanttBar(stages, *span, LOOKS[DRAFT]) for span in trace.drafts)]
     return Panel(mode, rows, bars, trace.end_s, [at_s for at_s, _ in trace.commits])
 
 
-def _bars(trace: Trace) -> Iterator[Bar]:
+def _bars(trace: SimulationTrace) -> Iterator[GanttBar]:
     for flight in trace.flights:
         kind = "drafted tokens, needed" if flight.launch.is_speculative else "newest token"
         if flight.is_prompt:
@@ -290,4 +295,4 @@ def _bars(trace: Trace) -> Iterator[Bar]:
         elif flight.launch.run in trace.cancelled:
             kind = "drafted tokens, cancelled"
         for stage, span in enumerate(zip(flight.start_s, flight.end_s, strict=True)):
-            yield Bar(stage, *span, LOOKS[kind])
+            yield GanttBar(stage, *span, LOOKS[kind])

@@ -20,8 +20,8 @@ from magicdec.systems.pipeinfer.messages import (
     Cancel,
     Candidate,
     Commit,
-    Draft,
-    Launch,
+    DraftAction,
+    RunLaunch,
 )
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 
@@ -31,7 +31,7 @@ SPACING = 2  # between the tokens of two positions: a wrong candidate is a token
 
 
 @dataclass(frozen=True)
-class Machine:
+class SimulatedMachine:
     """A pipeline. A run of n rows occupies stage i for `stage_s[i]`, plus a share `row_cost` of it
     for each row after the first. A message occupies its link for bytes / `bytes_per_s`, and arrives
     `link_s` later."""
@@ -63,9 +63,9 @@ class Cluster:
     model_s: float
     num_layers: int
     all_reduce_s: float
-    base: Machine  # links, drafter and costs of rows; its stages are not used
+    base: SimulatedMachine  # links, drafter and costs of rows; its stages are not used
 
-    def machine(self, nodes: int, stages: int) -> Machine:
+    def machine(self, nodes: int, stages: int) -> SimulatedMachine:
         """The first stages have one more layer if they do not divide."""
         each, rest = divmod(self.num_layers, stages)
         width = nodes // stages
@@ -86,10 +86,10 @@ def divisions(
 
 
 @dataclass(eq=False)
-class Flight:
+class SimulatedRun:
     """A run under way, with lists by stage."""
 
-    launch: Launch
+    launch: RunLaunch
     launched_s: float
     is_prompt: bool
     start_s: list[float] = field(default_factory=list)
@@ -102,12 +102,12 @@ class Flight:
 
 
 class Pipeline:
-    def __init__(self, machine: Machine, returns_hidden_states: bool = False) -> None:
+    def __init__(self, machine: SimulatedMachine, returns_hidden_states: bool = False) -> None:
         """`returns_hidden_states`: the first stage owns the head, as in a ring."""
         self.machine = machine
         self.output_bytes = machine.row_bytes if returns_hidden_states else RESULT_BYTES
-        self.in_flight: deque[Flight] = deque()
-        self._last_home: Flight | None = None
+        self.in_flight: deque[SimulatedRun] = deque()
+        self._last_home: SimulatedRun | None = None
         self._busy_s = cache(machine.busy_s)  # runs of as many rows repeat
 
     @property
@@ -115,8 +115,8 @@ class Pipeline:
         """The time at which the oldest run comes home, or infinity."""
         return self.in_flight[0].home_s if self.in_flight else math.inf
 
-    def launch(self, now_s: float, launch: Launch, is_prompt: bool) -> None:
-        flight = Flight(launch, now_s, is_prompt)
+    def launch(self, now_s: float, launch: RunLaunch, is_prompt: bool) -> None:
+        flight = SimulatedRun(launch, now_s, is_prompt)
         self._compute(flight, self.in_flight[-1] if self.in_flight else self._last_home)
         self.in_flight.append(flight)
 
@@ -133,11 +133,11 @@ class Pipeline:
                 self._compute(flight, before)
             before = flight
 
-    def collect(self) -> Flight:
+    def collect(self) -> SimulatedRun:
         self._last_home = self.in_flight.popleft()
         return self._last_home
 
-    def _compute(self, flight: Flight, before: Flight | None) -> None:
+    def _compute(self, flight: SimulatedRun, before: SimulatedRun | None) -> None:
         machine = self.machine
         launch = flight.launch
         cancelled_s = flight.cancelled_s
@@ -187,14 +187,14 @@ class TextModels:
 
     is_right: Sequence[Sequence[bool]]
 
-    def home(self, flight: Flight) -> Sequence[int] | None:
+    def home(self, flight: SimulatedRun) -> Sequence[int] | None:
         """A run's predictions, as if all rows stood on the target's text: other rows are never
         committed. None if a stage skipped the run."""
         launch = flight.launch
         outputs = launch.positions[launch.num_rows - launch.num_outputs :]
         return None if flight.is_void else [(at + 1) * SPACING for at in outputs]
 
-    def propose(self, draft: Draft, output: Sequence[int]) -> Candidate | None:
+    def propose(self, draft: DraftAction, output: Sequence[int]) -> Candidate | None:
         is_right = self.is_right[draft.request]
         place = len(output) + len(draft.path)
         expected = range((len(output) + 1) * SPACING, (place + 1) * SPACING, SPACING)
@@ -203,8 +203,8 @@ class TextModels:
 
 
 @dataclass
-class Trace:
-    flights: list[Flight] = field(default_factory=list)
+class SimulationTrace:
+    flights: list[SimulatedRun] = field(default_factory=list)
     commits: list[tuple[float, Commit]] = field(default_factory=list)
     drafts: list[tuple[float, float]] = field(default_factory=list)  # begin and end of the steps
     cancelled: set[int] = field(default_factory=set)
@@ -215,7 +215,7 @@ class Trace:
 class Simulation:
     def __init__(
         self,
-        machine: Machine,
+        machine: SimulatedMachine,
         scheduler: PipelinedScheduler,
         models: TextModels,
         is_ring: bool = False,
@@ -224,12 +224,14 @@ class Simulation:
         self.scheduler = scheduler
         self.models = models
         self.pipeline = Pipeline(machine, is_ring)
-        self.trace = Trace()
+        self.trace = SimulationTrace()
         self._now_s = 0.0
-        self._draft: Draft | None = None
+        self._draft: DraftAction | None = None
         self._draft_s = math.inf
 
-    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos: int = -1) -> Trace:
+    def run(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos: int = -1
+    ) -> SimulationTrace:
         """Serves prompts that all arrive at time 0, until every run has come home."""
         for prompt in prompts:
             _, actions = self.scheduler.submit(prompt, max_new_tokens, (eos,))
@@ -262,7 +264,7 @@ class Simulation:
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Launch):
+            if isinstance(action, RunLaunch):
                 is_prompt = action.request not in self.trace.outputs
                 self.pipeline.launch(self._now_s, action, is_prompt)
             elif isinstance(action, Cancel):
@@ -272,10 +274,10 @@ class Simulation:
             elif isinstance(action, Commit):
                 self.trace.commits.append((self._now_s, action))
                 self.trace.outputs.setdefault(action.request, []).extend(action.tokens)
-            elif isinstance(action, Draft):
+            elif isinstance(action, DraftAction):
                 self._begin(action)
 
-    def _begin(self, draft: Draft) -> None:
+    def _begin(self, draft: DraftAction) -> None:
         self._draft, self._draft_s = draft, self._now_s + self.machine.draft_s
         self._proposed = self.models.propose(draft, self.trace.outputs[draft.request])
         self.trace.drafts.append((self._now_s, self._draft_s))

@@ -41,7 +41,7 @@ from magicdec.records.table import verdict_of
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairedCounts:
     """The counts of one thing in two records, prompt by prompt."""
 
     before: PromptCounts
@@ -143,14 +143,14 @@ class Change:
         return text
 
 
-def pair_of(new: DraftedPass, old: DraftedPass) -> Pair:
+def pair_of(new: DraftedPass, old: DraftedPass) -> PairedCounts:
     pairs = zip(old.output_hashes, new.output_hashes, strict=True)
     is_other = np.array([one != other for one, other in pairs])
     counts = old.counts, new.counts
     # Another text may be easier or harder to draft for, as another prompt may be.
     between = float(np.nanvar(counts[0].rates, ddof=1)) if len(is_other) > 1 else 0.0
     errors = np.sqrt(rate_variances(old) + rate_variances(new) + is_other * between)
-    return Pair(*counts, int(is_other.sum()), errors)
+    return PairedCounts(*counts, int(is_other.sum()), errors)
 
 
 def rate_variances(drafted: DraftedPass) -> Array:
@@ -173,7 +173,7 @@ def drafted_of(record: DraftingRecord, name: str) -> DraftedPass:
         raise ValueError(f"the {name} {error}") from None
 
 
-def change_of(pair: Pair, level: float = LEVEL) -> Change:
+def change_of(pair: PairedCounts, level: float = LEVEL) -> Change:
     """The change of a pair, with its interval at that level."""
     ratios = pair.log_ratios()  # the first is of all prompts
     mean = float(ratios[0])
@@ -251,7 +251,7 @@ class Match:
     """A new record and a baseline of the same thing under the same conditions."""
 
     name: str
-    pair: Pair
+    pair: PairedCounts
     new: DraftingRecord
     old: DraftingRecord
     after: DraftedPass

@@ -60,7 +60,7 @@ def measured_thing(record: DraftingRecord) -> Key:
         ("draft", None if draft is None else draft.model),
         ("policy", policy),
         *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
-        ("gamma", decoding["num_draft_tokens"]),
+        ("gamma", decoding["gamma"]),
         ("pa", decoding.get("pa")),
     )
 
@@ -151,7 +151,7 @@ def flags_of(
     words = [f"--draft {looked_up}{plus}{last}"]
     words += _flags_of_policy(policy_of(config), kv)
     pa = decoding.get("pa")
-    words.append(f"--gamma {decoding['num_draft_tokens']}")
+    words.append(f"--gamma {decoding['gamma']}")
     words += [] if pa is None else [f"--pa {pa:g}"]
     weights = decoding.get("draft_weights")
     words += [] if weights is None else [f"--draft_weights {weights}"]
@@ -219,7 +219,7 @@ def kind_of(record: DraftingRecord) -> str:
     ways = {
         "pa": decoding.get("pa"),
         "low-bit": decoding.get("draft_weights"),
-        "auto": decoding["num_draft_tokens"] == "auto",
+        "auto": decoding["gamma"] == "auto",
         "reselect": policy_of(record.config) and kv.get("reselect_every"),
         "ranks": several and record.config["draft"] is None,
         "draft-ranks": several and record.config["draft"] is not None,

@@ -50,7 +50,7 @@ def why_not_exact(new: DraftingRecord, old: DraftingRecord) -> str | None:
     if any(each is not None and each.get("native_steps") != "on" for each in sections):
         return "not all layers are those of --native_steps, which sum in a fixed order"
     decoding = config["decoding"]
-    if decoding["num_draft_tokens"] == "auto" and decoding.get("step_cost") is None:
+    if decoding["gamma"] == "auto" and decoding.get("step_cost") is None:
         return "the draft length follows from measured times"
     if (why := new.why_other_drafts) is not None:
         return why

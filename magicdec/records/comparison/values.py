@@ -30,7 +30,7 @@ OF_MACHINE = ("cpu", "gpu", "threads", "torch", "revision")
 
 
 @dataclass
-class Values:
+class RecordedValues:
     """What a file says of one thing: each value by its place, of the newest record, and on which
     machine that was measured."""
 
@@ -39,10 +39,10 @@ class Values:
     by_place: dict[str, object] = field(default_factory=dict)
 
 
-def values_of(records: Iterable[Record]) -> dict[str, Values]:
+def values_of(records: Iterable[Record]) -> dict[str, RecordedValues]:
     """The values of all records but those of runs, by what they are of: predictions of the same
     inputs, or measurements of the same model and workload with as many ranks."""
-    found: dict[str, Values] = {}
+    found: dict[str, RecordedValues] = {}
     for record in records:
         if isinstance(record, RunRecord):
             continue
@@ -60,7 +60,7 @@ def values_of(records: Iterable[Record]) -> dict[str, Values]:
         else:
             of = [{key: value for key, value in record.config.items() if key != "flags"}]
         key = json.dumps([record.kind, *of], sort_keys=True)
-        values = found.setdefault(key, Values(name, machine))
+        values = found.setdefault(key, RecordedValues(name, machine))
         values.machine = machine
         for part in PARTS:
             places = leaves(part, fields.get(part), PLACES.get(record.kind, ()))
@@ -129,7 +129,7 @@ def tables_of_measured(new: Iterable[Record], old: Iterable[Record]) -> list[Tab
     return tables
 
 
-def in_both(new: Values, old: Values) -> list[tuple[str, object, object]]:
+def in_both(new: RecordedValues, old: RecordedValues) -> list[tuple[str, object, object]]:
     """The place, the old and the new value of what both have."""
     return [
         (place, old.by_place[place], value)

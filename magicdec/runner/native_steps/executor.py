@@ -75,7 +75,7 @@ HEADERS = (
 INTERRUPTED = 1
 UNKNOWN_TOKEN = 2
 
-Watch = Callable[[int, Tensor], None]
+AttentionObserver = Callable[[int, Tensor], None]
 """A function of a layer and its attention weights [B, G, blocks]
 (`AttentionBackend.run_with_weights`), or its queries [B, T, H, D] after RoPE, before attention."""
 
@@ -98,7 +98,7 @@ def library(head_size: int) -> ctypes.CDLL:
 
 
 @dataclass(eq=False)
-class Forward:
+class NativeForward:
     """A forward of `rows` with equal numbers of new tokens, computed alone or with others.
 
     `x` are token ids [B, T] or hidden states [B, T, hidden]; `out` [B, num_outputs, V or hidden]
@@ -108,8 +108,8 @@ class Forward:
     rows: BatchRows
     view: KVView
     num_outputs: int
-    watch: Watch | None = None
-    watch_queries: Watch | None = None
+    watch: AttentionObserver | None = None
+    watch_queries: AttentionObserver | None = None
     is_draft: bool = False
     cancellation: Cancellation | None = None
     out: Tensor | None = None
@@ -147,13 +147,13 @@ class Executor:
         )
 
     @staticmethod
-    def serves(forward: Forward) -> bool:
+    def serves(forward: NativeForward) -> bool:
         """Whether `forward` can be computed here. Long chunks with watched queries are not: the
         queries of all layers would be kept."""
         return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
 
     def forward(
-        self, forwards: Sequence[Forward], offsets: Tensor | None
+        self, forwards: Sequence[NativeForward], offsets: Tensor | None
     ) -> tuple[list[int], bool]:
         """Compute `forwards` of distinct rows in one call that reads weights once; tokens have
         the bits of a forward of their own. Returns by forward the keys that one head saw, summed
@@ -168,7 +168,7 @@ class Executor:
         counts = [len(each.x) * each.num_outputs for each in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
         calls = list[CallFields]()
-        watched = list[tuple[Watch, Tensor]]()
+        watched = list[tuple[AttentionObserver, Tensor]]()
         for each in forwards:
             call = self._call(each.x, each.view, offsets, 1, each.num_outputs)
             calls.append(call)

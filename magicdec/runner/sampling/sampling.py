@@ -155,9 +155,9 @@ def make_params(
 
 def _drafts_before(drafts: Tensor, num_positions: int) -> Tensor:
     """Which drafts [B, D] come before each of the last positions of D + 1: bool [T, D]."""
-    num_drafts = drafts.shape[1]
-    assert num_positions <= num_drafts + 1
-    shape = (num_drafts + 1, num_drafts)
+    gamma = drafts.shape[1]
+    assert num_positions <= gamma + 1
+    shape = (gamma + 1, gamma)
     before = torch.ones(shape, dtype=torch.bool, device=drafts.device).tril(-1)
     return before[-num_positions:]
 

@@ -45,8 +45,8 @@ def verify(
     draft_ids [B, K], of which `counts` [B] are real. draft_probs float64 [B, K, V]: their
     distributions q, None if one-hot. target_probs float64 [B, K+1, V]: p at each position, given
     the drafts before. u_accept [B, K] and u_resample [B, K+1] are independent and uniform."""
-    num_drafts = draft_ids.shape[1]
-    p = target_probs[:, :num_drafts].gather(2, draft_ids.unsqueeze(2)).squeeze(2)  # [B, K]
+    gamma = draft_ids.shape[1]
+    p = target_probs[:, :gamma].gather(2, draft_ids.unsqueeze(2)).squeeze(2)  # [B, K]
     if draft_probs is None:
         is_kept = u_accept < p
     else:
@@ -67,17 +67,17 @@ def residual(
 ) -> Tensor:
     """The distribution [B, V] of the token after `accepted` [B] drafts: the rest of p at a
     rejection, else p."""
-    num_rows, num_drafts = draft_ids.shape
+    num_rows, gamma = draft_ids.shape
     rows = torch.arange(num_rows, device=draft_ids.device)
     p = target_probs[rows, accepted]  # [B, V]
-    if num_drafts == 0:
+    if gamma == 0:
         return p
-    place = accepted.clamp(max=num_drafts - 1)
+    place = accepted.clamp(max=gamma - 1)
     if draft_probs is None:
         q = torch.zeros_like(p).scatter_(1, draft_ids[rows, place].unsqueeze(1), 1.0)
     else:
         q = draft_probs[rows, place]
-    is_rejection = accepted < (num_drafts if counts is None else counts)
+    is_rejection = accepted < (gamma if counts is None else counts)
     return torch.where(is_rejection.unsqueeze(1), remaining(p, q), p)
 
 

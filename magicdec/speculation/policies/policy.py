@@ -38,7 +38,7 @@ class KVPolicy(ABC):
         """The policy with the settings of a run."""
 
     @classmethod  # noqa: B027 - most policies have nothing to check
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
+    def check(cls, kv: KVSection, gamma: int, flag: str | None) -> None:
         """Raise ValueError for contradictory settings. `flag` names the budget's flag; None: the
         driver's."""
 

@@ -77,7 +77,7 @@ class RetrievedBlocks(BlockKV):
         self._add_means(requests)
         self._choice = None
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> None:
         self._add_means(requests)
 
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.config.sections import MOST_DRAFT_TOKENS, KVSection
+from magicdec.config.sections import MAX_AUTO_GAMMA, KVSection
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import FULL, SinksAndWindow, Visible, first_key
 from magicdec.runner.model_runner import ModelRunner
@@ -54,7 +54,7 @@ class SnapKV(KVPolicy):
         return cls(kv.budget, kv.window_size, kv.pooling, kv.reselect_every)
 
     @classmethod
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
+    def check(cls, kv: KVSection, gamma: int, flag: str | None) -> None:
         if kv.budget <= kv.window_size:
             raise ValueError(
                 f"{flag or '--budget'} {kv.budget} must be larger than "
@@ -140,24 +140,24 @@ class CopiedKV(DraftKV):
         for row in rows:
             self.runner.cache.release(row)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> None:
         """Copy the tokens that `follow` would not, and choose anew where due."""
         rows = [request.row for request in requests if request.row is not None]
         lengths = self.lengths(rows).bounds
         behind = [r.num_cached - n for r, n in zip(requests, lengths, strict=True)]
         # `follow` copies as many tokens of each row, and a row that is less far behind than others
         # may have no room for so many.
-        for count in sorted({n for n in behind if n > num_draft_tokens + 1}):
+        for count in sorted({n for n in behind if n > gamma + 1}):
             equal = [row for row, n in zip(rows, behind, strict=True) if n == count]
             self.follow(BatchRows.of(equal, self.source.device), count)
         every = self.policy.reselect_every
         requests_due = []
         for request, row in zip(requests, rows, strict=True):
-            last = request.num_cached + num_draft_tokens
+            last = request.num_cached + gamma
             is_due = every and request.num_cached >= self.chosen_at[row] + every
             if is_due or last > self.lasts_until[row]:
                 requests_due.append(request)
-        self._choose(requests_due, num_draft_tokens)
+        self._choose(requests_due, gamma)
 
     def follow(self, rows: BatchRows, most: int) -> None:
         source = self.source.cache
@@ -187,16 +187,14 @@ class CopiedKV(DraftKV):
         bounds = tuple(bound + n for bound, n in zip(lengths.bounds, shifts, strict=True))
         return Lengths(lengths.tensor.add(self._offsets[rows.index], alpha=sign), bounds)
 
-    def _choose(
-        self, requests: Sequence[Request], num_draft_tokens: int = MOST_DRAFT_TOKENS
-    ) -> None:
+    def _choose(self, requests: Sequence[Request], gamma: int = MAX_AUTO_GAMMA) -> None:
         """Fill the rows of `requests` anew; rows of equal length together."""
         by_length: dict[int, list[Request]] = {}
         for request in requests:
             by_length.setdefault(request.num_cached, []).append(request)
         for length, equal in by_length.items():
             rows = BatchRows.of([r.row for r in equal if r.row is not None], self.source.device)
-            until, first = self._reach(length, num_draft_tokens)
+            until, first = self._reach(length, gamma)
             queries = []  # of a text of which nothing stays in the sliding window
             if first < length:
                 queries = newest_queries(self.source, equal, min(self.policy.window_size, length))
@@ -232,10 +230,10 @@ class CopiedKV(DraftKV):
         cache.advance(rows, count)
         return count
 
-    def _reach(self, length: int, num_draft_tokens: int) -> tuple[int, int]:
+    def _reach(self, length: int, gamma: int) -> tuple[int, int]:
         """The position up to which a choice serves, and the first position visible from there."""
         until = min(self.source.max_tokens, length + self.following)
         every = self.policy.reselect_every
         if every and self.source.window is not None:
-            until = min(until, length + every + num_draft_tokens)
+            until = min(until, length + every + gamma)
         return until, min(length, first_key(until - 1, self.source.window))

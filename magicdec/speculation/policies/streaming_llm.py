@@ -34,7 +34,7 @@ class StreamingLLM(SinksAndWindow, KVPolicy):
         return cls(kv.num_sink_tokens, kv.budget)
 
     @classmethod
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
+    def check(cls, kv: KVSection, gamma: int, flag: str | None) -> None:
         check_sinks(kv, flag)
 
     def draft_kv(self, runner: ModelRunner) -> DraftKV:

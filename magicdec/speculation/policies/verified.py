@@ -32,11 +32,11 @@ class VerifiedKV(BlockSelection):
     needs_weights: ClassVar[bool] = True
 
     @classmethod
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
-        super().check(kv, num_draft_tokens, flag)
-        if num_draft_tokens >= MOST_WATCHED:
+    def check(cls, kv: KVSection, gamma: int, flag: str | None) -> None:
+        super().check(kv, gamma, flag)
+        if gamma >= MOST_WATCHED:
             raise ValueError(
-                f"{num_draft_tokens} draft tokens (--gamma) are too many for --kv_policy "
+                f"{gamma} draft tokens (--gamma) are too many for --kv_policy "
                 f"{kv.policy}; it takes at most {MOST_WATCHED - 1}"
             )
 

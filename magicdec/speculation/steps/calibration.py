@@ -11,10 +11,10 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from magicdec.config.sections import MOST_DRAFT_TOKENS
+from magicdec.config.sections import MAX_AUTO_GAMMA
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.steps import DecodeSteps
 
 REPEATS = 2  # the faster one counts, so that one disturbance does no harm
 LONGER_DRAFT = 3  # tokens of the longer of the two drafts that are timed
@@ -22,7 +22,7 @@ LONGER_DRAFT = 3  # tokens of the longer of the two drafts that are timed
 
 @torch.inference_mode()
 def measure_steps(
-    steps: Steps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
+    steps: DecodeSteps, batch: Batch, cached: Sequence[int], max_gamma: int
 ) -> list[float]:
     """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. `cached` are its rows'
     lengths.
@@ -39,7 +39,7 @@ def measure_steps(
     try:
         if drafter is not None:
             drafter.pa = 0.0
-        seconds = _measure(steps, batch, cached, most_draft_tokens)
+        seconds = _measure(steps, batch, cached, max_gamma)
     finally:
         steps.phase = phase
         if drafter is not None:
@@ -47,12 +47,12 @@ def measure_steps(
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)
     draft_s, verify_s = (_line(seconds[kind]) for kind in ("draft", "verify"))
-    counts = range(1, most_draft_tokens + 1)
+    counts = range(1, max_gamma + 1)
     return [seconds["decode"][0], *(draft_s(count) + verify_s(count) for count in counts)]
 
 
 def _measure(
-    steps: Steps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
+    steps: DecodeSteps, batch: Batch, cached: Sequence[int], max_gamma: int
 ) -> dict[str, dict[int, float]]:
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
 
@@ -67,12 +67,12 @@ def _measure(
     for _ in range(REPEATS):
         with timed("decode", 0):
             steps.decode(batch)
-        few = min(MOST_DRAFT_TOKENS, most_draft_tokens)
-        for count in sorted({1, steps.padded_length(min(LONGER_DRAFT, few))}):
+        few = min(MAX_AUTO_GAMMA, max_gamma)
+        for count in sorted({1, steps.padded_gamma(min(LONGER_DRAFT, few))}):
             with timed("draft", count):
                 proposal = steps.draft(batch, count)
                 proposal.ids.tolist()  # waits for the device
-        for count in sorted({1, steps.padded_length(few)}):
+        for count in sorted({1, steps.padded_gamma(few)}):
             verified = repeated(proposal, count)
             with timed("verify", count):
                 steps.verify(batch, verified)

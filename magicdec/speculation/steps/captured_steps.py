@@ -14,14 +14,14 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.drafter import Drafter, DraftShape
-from magicdec.speculation.steps.recorder import Recorder, Work, record
-from magicdec.speculation.steps.steps import Steps, Verification
+from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
+from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
 from magicdec.speculation.steps.strategy import Phase
 from magicdec.speculation.steps.witness import Witness
 
 MOST_CAPTURED = 16  # sets of rows whose captured steps are kept
 
-Works = dict[tuple[str, int, int], Work]
+Works = dict[tuple[str, int, int], RecordedWork]
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class SeenLogits:
 
     @classmethod
     def of(
-        cls, runner: ModelRunner, rows: Sequence[int], batch: DeviceBatch, most_drafts: int
+        cls, runner: ModelRunner, rows: Sequence[int], batch: DeviceBatch, max_gamma: int
     ) -> SeenLogits:
         numbers = batch.rows.numbers
         kept = tuple(row for row in numbers if row in rows)
         index = upload([numbers.index(row) for row in kept], runner.device)
-        shape = len(kept), 1 + most_drafts, runner.model.width_out
+        shape = len(kept), 1 + max_gamma, runner.model.width_out
         return cls(kept, index, runner.cache.k.new_zeros(shape))
 
-    def take(self, verification: Verification) -> None:
+    def take(self, verification: PendingVerification) -> None:
         logits = verification.logits()
         self.logits[:, : logits.shape[1]].copy_(logits[self.index])
 
@@ -51,7 +51,7 @@ class SeenLogits:
         return self.logits[[self.rows.index(row) for row in rows], :num_tokens]
 
 
-class CapturedSteps(Steps):
+class CapturedSteps(DecodeSteps):
     """Steps that are captured by set of rows.
 
     Ended rows stay in the batch until the next is admitted, and read no context. With
@@ -90,8 +90,8 @@ class CapturedSteps(Steps):
                 for pending in self.drafter.pendings(count):
                     self._work("draft", count, pending)
 
-    def padded_length(self, num_draft_tokens: int) -> int:
-        return min(count for count in self._lengths if count >= num_draft_tokens)
+    def padded_gamma(self, gamma: int) -> int:
+        return min(count for count in self._lengths if count >= gamma)
 
     def release(self, rows: Sequence[int]) -> None:
         """Free nothing unless in flight: ended rows are computed until the whole batch has
@@ -99,19 +99,19 @@ class CapturedSteps(Steps):
         if self.is_in_flight:
             super().release(rows)
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def _drafted(self, batch: Batch, gamma: int) -> Proposal:
         drafter = self.drafter
         assert drafter is not None, "only a strategy with a drafter drafts"
-        pending = drafter.prepare(batch.requests, num_draft_tokens)
+        pending = drafter.prepare(batch.requests, gamma)
         if not self._captures_drafts:
             uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
-            proposal = drafter.propose(uncaptured, DraftShape(num_draft_tokens, pending))
+            proposal = drafter.propose(uncaptured, DraftShape(gamma, pending))
             self._batch.sampling.take_flaws(uncaptured.sampling, self._place_index)
             return proposal
         # Indexing copies: the result of a replay lasts only until the next replay, but a proposal
         # must last until the next draft.
-        ids = self._work("draft", num_draft_tokens, pending)()[self._place_index]
-        probs = self._pending_proposal.first(num_draft_tokens).probabilities
+        ids = self._work("draft", gamma, pending)()[self._place_index]
+        probs = self._pending_proposal.first(gamma).probabilities
         return Proposal(ids, None if probs is None else probs[self._place_index])
 
     def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
@@ -140,7 +140,7 @@ class CapturedSteps(Steps):
             target.copy_(proposal.probabilities)
         return proposal.ids
 
-    def _work(self, kind: str, count: int, pending: int) -> Work:
+    def _work(self, kind: str, count: int, pending: int) -> RecordedWork:
         key = kind, count, pending
         if key not in self._works:
             batch = self._batch

@@ -16,7 +16,7 @@ from torch import Tensor
 from magicdec.config.sections import DecodingSection
 from magicdec.kv.forward_counts import ForwardCounts
 
-Work = Callable[[], Tensor]
+RecordedWork = Callable[[], Tensor]
 
 
 class Recorder(Protocol):
@@ -24,7 +24,7 @@ class Recorder(Protocol):
     def captures(self) -> bool:
         """Whether the host's code runs only during capture."""
 
-    def record(self, work: Work) -> Work:
+    def record(self, work: RecordedWork) -> RecordedWork:
         """A function that repeats `work` on the same tensors. Its result lasts until the next
         repetition of any work. The caller has run `work` once, and undoes its changes during
         recording."""
@@ -36,7 +36,7 @@ class Eager:
 
     captures: ClassVar[bool] = False
 
-    def record(self, work: Work) -> Work:
+    def record(self, work: RecordedWork) -> RecordedWork:
         return work
 
 
@@ -45,8 +45,8 @@ def make_recorder(decoding: DecodingSection, device: torch.device) -> Recorder:
 
 
 def record(
-    recorder: Recorder, work: Work, state: Sequence[Tensor], counts: Sequence[ForwardCounts]
-) -> Work:
+    recorder: Recorder, work: RecordedWork, state: Sequence[Tensor], counts: Sequence[ForwardCounts]
+) -> RecordedWork:
     """`recorder.record` for work that changes `state` and counts its forwards in `counts`.
 
     Before a capture the work runs once, to compile kernels and allocate memory; then `state` and
@@ -69,7 +69,7 @@ def record(
     restore()
 
     # The default argument keeps `work` alive, and with it the tensors that the capture reads.
-    def run(_reads: Work = work) -> Tensor:
+    def run(_reads: RecordedWork = work) -> Tensor:
         for each, difference in zip(counts, differences, strict=True):
             each.num_forwards += difference.num_forwards
             each.num_tokens += difference.num_tokens

@@ -19,22 +19,22 @@ from magicdec.speculation.draft_length import DraftLength, FixedLength, make_dra
 from magicdec.speculation.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.speculation.steps.calibration import measure_steps
 from magicdec.speculation.steps.captured_steps import CapturedSteps
-from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.speculation.steps.strategy import Setup
 
 
 @dataclass(frozen=True)
-class Draft:
-    """The draft of a batch: none, or `count` tokens a row with padding."""
+class StepDraft:
+    """The draft of a batch: none, or `padded_gamma` tokens a row with padding."""
 
     batch: Batch
     plan: DraftPlan
     proposal: Proposal | None
-    count: int
+    padded_gamma: int
 
     @property
     def counts(self) -> list[int]:
-        return [min(self.count, count) for count in self.plan.counts]
+        return [min(self.padded_gamma, count) for count in self.plan.counts]
 
 
 class Speculative:
@@ -45,7 +45,7 @@ class Speculative:
         runner: ModelRunner,
         drafter: Drafter | None,
         draft_length: DraftLength,
-        steps: Steps,
+        steps: DecodeSteps,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
@@ -71,7 +71,7 @@ class Speculative:
 
     def step(self, batch: Batch) -> StepOutput:
         """Every row emits one token more than it accepts. Rows with different numbers of drafts
-        share a forward if `Steps.can_join`; else each group is padded to its longest and
+        share a forward if `DecodeSteps.can_join`; else each group is padded to its longest and
         computed apart."""
         log = self.log
         lengths = self.draft_length.lengths(batch)
@@ -80,7 +80,7 @@ class Speculative:
         groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
         verdicts = dict[Request, list[int]]()
         proposed = dict[Request, int]()
-        num_drafted = 0
+        padded_gamma = 0
         for together in [groups] if self.steps.can_join else [[group] for group in groups]:
             started = time.perf_counter()
             is_alone = not self.runner.deferred
@@ -94,31 +94,31 @@ class Speculative:
             for draft in drafts:
                 self._observe(draft, verdicts, of_step, is_ragged)
                 proposed |= zip(draft.batch.requests, draft.counts, strict=True)
-                num_drafted = max(num_drafted, draft.count)
+                padded_gamma = max(padded_gamma, draft.padded_gamma)
         accepted = [verdicts[request][0] for request in batch.requests]
         emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, accepted, strict=True)]
-        if num_drafted == 0:
+        if padded_gamma == 0:
             return StepOutput(emitted, digests=None if log is None else [])
         digests = None if log is None else log.digests(batch.rows)
         counts = [proposed[r] for r in batch.requests]
-        return StepOutput(emitted, num_drafted, accepted, counts, digests=digests)
+        return StepOutput(emitted, padded_gamma, accepted, counts, digests=digests)
 
-    def _draft(self, batch: Batch, count: int) -> Draft:
+    def _draft(self, batch: Batch, count: int) -> StepDraft:
         if self.drafter is None:
             plan = DraftPlan([0] * len(batch.requests), ())
         else:
             can_join = self.steps.can_join
             plan = self.drafter.plan(batch.requests, count, self.draft_length, can_join)
         if not any(plan.counts):
-            return Draft(batch, plan, None, 0)
-        count = self.steps.padded_length(max(plan.counts))
+            return StepDraft(batch, plan, None, 0)
+        count = self.steps.padded_gamma(max(plan.counts))
         proposal = self.steps.draft(batch, count)
-        draft = Draft(batch, plan, proposal, proposal.ids.shape[1])  # the draft may end before
+        draft = StepDraft(batch, plan, proposal, proposal.ids.shape[1])  # the draft may end before
         if self.log is not None:
             self.log.drafted(batch.rows, proposal.ids, draft.counts)
         return draft
 
-    def _join(self, drafts: Sequence[Draft]) -> Proposal | None:
+    def _join(self, drafts: Sequence[StepDraft]) -> Proposal | None:
         """The proposal for the rows of all `drafts`, ragged if rows can be verified so."""
         proposal = drafts[0].proposal
         counts = [draft.counts for draft in drafts]
@@ -129,24 +129,26 @@ class Speculative:
 
     def _observe(
         self,
-        draft: Draft,
+        draft: StepDraft,
         verdicts: dict[Request, list[int]],
         seconds: float | None,
         is_ragged: bool,
     ) -> None:
-        accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.count else ()
+        accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.padded_gamma else ()
         judged = draft.plan.judged
-        verified = draft.count
+        verified = draft.padded_gamma
         if is_ragged:
             verified = round(sum(draft.counts) / len(draft.counts)) or 1
             if any(judged) and judged != draft.plan.counts:  # some are those of a model
                 seconds = None
-        self.draft_length.observe(draft.batch, draft.count, accepted, seconds, judged, verified)
+        self.draft_length.observe(
+            draft.batch, draft.padded_gamma, accepted, seconds, judged, verified
+        )
 
     def measure(self, batch: Batch) -> list[float]:
         """Seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
         cached = [self.runner.cache.lengths[row] for row in batch.rows]
-        return measure_steps(self.steps, batch, cached, self.draft_length.most)
+        return measure_steps(self.steps, batch, cached, self.draft_length.max_gamma)
 
 
 def _rows_with(batch: Batch, counts: Sequence[int], count: int) -> Batch:
@@ -171,9 +173,9 @@ def autoregressive(setup: Setup) -> Speculative:
     return Speculative(setup.runner, None, FixedLength(0), make_steps(setup, None))
 
 
-def make_steps(setup: Setup, drafter: Drafter | None) -> Steps:
+def make_steps(setup: Setup, drafter: Drafter | None) -> DecodeSteps:
     if setup.recorder.captures:
         return CapturedSteps(
             setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight, setup.witness
         )
-    return Steps(setup.runner, drafter, setup.phase, setup.is_in_flight, setup.witness)
+    return DecodeSteps(setup.runner, drafter, setup.phase, setup.is_in_flight, setup.witness)

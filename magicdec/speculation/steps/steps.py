@@ -1,5 +1,5 @@
-"""Steps: the draft and the verification of a decoding step. Without drafts the verification is
-plain decoding.
+"""DecodeSteps: the draft and the verification of a decoding step. Without drafts the verification
+is plain decoding.
 
 It owns the state that stays on the device, and the host's copy of lengths. The host reads the
 device once a step.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.device_batch import DeviceBatch
-from magicdec.runner.model_runner import Forward, ModelRunner
+from magicdec.runner.model_runner import ModelRunner, NativeForward
 from magicdec.runner.request import Batch, NotFinite, Request
 from magicdec.runner.sampling.model_tokens import Proposal, judge
 from magicdec.speculation.drafter import Drafter, DraftShape
@@ -24,12 +24,12 @@ from magicdec.speculation.steps.witness import Witness
 
 
 @dataclass(frozen=True)
-class Verification:
+class PendingVerification:
     """A verification of rows that held `before`, whose forwards may be deferred."""
 
     proposal: Proposal
     before: Lengths
-    forwards: Sequence[Forward]
+    forwards: Sequence[NativeForward]
     places: Tensor | None = None  # int64 [B, K+1], if there are several forwards: see `judge`
 
     def logits(self) -> Tensor:
@@ -47,7 +47,7 @@ class Verification:
         return logits if len(places) == len(logits) else logits[list(places)]
 
 
-class Steps:
+class DecodeSteps:
     """Draft and verification of batches. The host knows all cached lengths between calls. With
     `is_in_flight` the first step that needs a batch loads it."""
 
@@ -77,9 +77,9 @@ class Steps:
         else:
             self._load(batch)
 
-    def padded_length(self, num_draft_tokens: int) -> int:
+    def padded_gamma(self, gamma: int) -> int:
         """The draft length of the smallest step that fits."""
-        return num_draft_tokens
+        return gamma
 
     def release(self, rows: Sequence[int]) -> None:
         if self.drafter is not None:
@@ -89,11 +89,11 @@ class Steps:
         return [row[1:] for row in self.verify(batch, None)]
 
     @torch.inference_mode()
-    def draft(self, batch: Batch, num_draft_tokens: int) -> Proposal:
-        """A proposal of `num_draft_tokens` a row, valid until the next draft."""
+    def draft(self, batch: Batch, gamma: int) -> Proposal:
+        """A proposal of `gamma` a row, valid until the next draft."""
         with self.phase("draft"):
             self._show(batch)
-            return self._drafted(batch, num_draft_tokens)
+            return self._drafted(batch, gamma)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
@@ -131,10 +131,10 @@ class Steps:
             self._runners.append(draft_kv.runner)
         self._vocab_size = max(r.model.config.vocab_size for r in self._runners)
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def _drafted(self, batch: Batch, gamma: int) -> Proposal:
         assert self.drafter is not None, "only a strategy with a drafter drafts"
-        pending = self.drafter.prepare(batch.requests, num_draft_tokens)
-        return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending))
+        pending = self.drafter.prepare(batch.requests, gamma)
+        return self.drafter.propose(self._batch, DraftShape(gamma, pending))
 
     def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
         """Verify, and read the result: the step's only read."""
@@ -151,7 +151,7 @@ class Steps:
             self.witness.keep(batch.requests, proposal, verdicts, places, logits)
         return verdicts
 
-    def _flawed(self, verification: Verification) -> tuple[int, int]:
+    def _flawed(self, verification: PendingVerification) -> tuple[int, int]:
         """A request with logits that are not finite, and its number of output tokens. For a
         flawed draft, any request of its batch."""
         rows = set[int]()
@@ -174,7 +174,7 @@ class Steps:
             runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
         return [row[first + len(self._runners) :] for row in results]
 
-    def _begin(self, proposal: Proposal | None) -> Verification:
+    def _begin(self, proposal: Proposal | None) -> PendingVerification:
         batch = self._batch
         runner = self.runner
         drafter = self.drafter
@@ -191,17 +191,21 @@ class Steps:
                 watch_queries = drafter.watch_queries
         before = runner.cache.lengths_of(rows)
         if proposal.counts is not None:
-            return Verification(proposal, before, *self._begin_ragged(proposal.counts, tokens))
+            return PendingVerification(
+                proposal, before, *self._begin_ragged(proposal.counts, tokens)
+            )
         forward = runner.defer(tokens, rows, watch=watch, watch_queries=watch_queries)
-        return Verification(proposal, before, [forward])
+        return PendingVerification(proposal, before, [forward])
 
-    def _begin_ragged(self, counts: Sequence[int], tokens: Tensor) -> tuple[list[Forward], Tensor]:
+    def _begin_ragged(
+        self, counts: Sequence[int], tokens: Tensor
+    ) -> tuple[list[NativeForward], Tensor]:
         """A forward for each number of drafts, all computed in one native call, and the `places`
         of their logits."""
         rows = self._batch.rows.numbers
         starts = [0] * len(counts)
         num_tokens = 0
-        forwards = list[Forward]()
+        forwards = list[NativeForward]()
         for count in sorted(set(counts)):
             members = [place for place, each in enumerate(counts) if each == count]
             new_tokens = tokens[members, : 1 + count]
@@ -215,7 +219,7 @@ class Steps:
         ]
         return forwards, upload(places, tokens.device)
 
-    def _finish(self, verification: Verification, tells_drafter: bool = True) -> Tensor:
+    def _finish(self, verification: PendingVerification, tells_drafter: bool = True) -> Tensor:
         """int64 [B, 1 + caches + 1 + ids]: the row's flaw, if kept (`SamplingMetadata.check`),
         the length of each cache, the number of accepted drafts, and ids, of which the row emits
         the first."""

@@ -27,7 +27,9 @@ class KeptStep:
 
     requests: tuple[Request, ...]
     num_output: tuple[int, ...]  # tokens that each request had emitted before
-    verdicts: list[list[int]]  # of each row: the number of accepted drafts, then ids (`Steps`)
+    verdicts: list[
+        list[int]
+    ]  # of each row: the number of accepted drafts, then ids (`DecodeSteps`)
     logits: Tensor  # [R, K+1, V]
     drafts: Tensor  # int64 [R, K]
     counts: tuple[int, ...]  # how many of the K are drafts of a row, and not padding
@@ -51,19 +53,19 @@ class Witness:
         cls,
         runner: ModelRunner,
         num_rows: int,
-        num_drafts: int,
+        gamma: int,
         num_steps: int,
         seed: str,
-        most_drafts: int,
+        max_gamma: int,
     ) -> Witness:
-        """A witness for at most `num_steps` steps of `num_rows` rows with at most `num_drafts`
-        drafts. Passes of equal seed and `most_drafts` keep the same rows."""
+        """A witness for at most `num_steps` steps of `num_rows` rows with at most `gamma`
+        drafts. Passes of equal seed and `max_gamma` keep the same rows."""
         chance = random.Random(seed)
         (first, last) = runner.model.head_rows
         token_bytes = (last - first) * runner.cache.k.element_size()
-        room = MOST_BYTES // (LEAST_STEPS * (1 + most_drafts) * token_bytes)
+        room = MOST_BYTES // (LEAST_STEPS * (1 + max_gamma) * token_bytes)
         rows = chance.sample(range(num_rows), max(1, min(num_rows, room)))
-        most_bytes = len(rows) * (1 + num_drafts) * token_bytes * max(1, num_steps)
+        most_bytes = len(rows) * (1 + gamma) * token_bytes * max(1, num_steps)
         return cls(tuple(sorted(rows)), min(1.0, MOST_BYTES / most_bytes), chance)
 
     def wants(self, rows: Sequence[int]) -> list[int]:

@@ -33,15 +33,20 @@ from magicdec.distributed.channels.message import (
     SharedReceiver,
     floats_of,
 )
-from magicdec.distributed.layout import Layout
+from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.shared_memory import map_segment
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
 from magicdec.runner.request import Moves, Observer, Request, StepOutput, ignore_step, naming
-from magicdec.systems.pipeinfer.messages import Action, Cancel, Commit, Draft, Launch
-from magicdec.systems.pipeinfer.path_drafter import Drafter, DraftRequest, DraftSteps, candidate_of
+from magicdec.systems.pipeinfer.messages import Action, Cancel, Commit, DraftAction, RunLaunch
+from magicdec.systems.pipeinfer.path_drafter import (
+    DraftRequest,
+    PathDrafter,
+    PathDraftHandler,
+    candidate_of,
+)
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
-from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import (
     BOARD_BYTES,
     CancelBoard,
@@ -104,7 +109,7 @@ class Wires:
     listener: Thread | None = None
 
 
-def connect_ranks(connector: Connector, layout: Layout, has_drafter: bool) -> Wires:
+def connect_ranks(connector: Connector, layout: PipelineLayout, has_drafter: bool) -> Wires:
     """Connect the head, the stages and the drafter of `layout`. All ranks must call it together."""
     wires = Wires()
     stages = layout.stages
@@ -152,7 +157,7 @@ def share(
 
 
 def connect_cancellations(
-    connector: Connector, layout: Layout, wires: Wires, numbers: MessageForm
+    connector: Connector, layout: PipelineLayout, wires: Wires, numbers: MessageForm
 ) -> CancelBoard:
     """This rank's board, if it is the first of a stage."""
     others = [rank for rank in layout.stages if rank]
@@ -274,7 +279,7 @@ class Head:
         DUE.reach(message.due_s)
         is_void = message.kind is Kind.VOID
         run = message.run - self.first_run
-        self.spans.moment(What.RESULT, message.run, int(is_void))
+        self.spans.moment(SpanKind.RESULT, message.run, int(is_void))
         if is_void:
             return self._do(self.scheduler.result(run, None))
         count = len(message.words) // 2
@@ -286,13 +291,13 @@ class Head:
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Launch):
+            if isinstance(action, RunLaunch):
                 self._launch(action)
             elif isinstance(action, Cancel):
                 self.cancels.cancel([self.first_run + run for run in action.runs])
             elif isinstance(action, Commit):
                 self._commit(action)
-            elif isinstance(action, Draft):
+            elif isinstance(action, DraftAction):
                 self._draft(action)
 
     def _commit(self, commit: Commit) -> None:
@@ -315,15 +320,15 @@ class Head:
             num_cancelled = 0
             seconds = 0.0
 
-    def _launch(self, launch: Launch) -> None:
+    def _launch(self, launch: RunLaunch) -> None:
         if launch.request not in self._lanes:
             self._begin(launch)
         run = self.first_run + launch.run
-        what = What.LAUNCH if self.requests[launch.request].output_ids else What.PROMPT
+        what = SpanKind.LAUNCH if self.requests[launch.request].output_ids else SpanKind.PROMPT
         self.spans.moment(what, run, launch.num_rows)
         self.launches.send(Message(Kind.HIDDEN, run, words=launch.to_words()))
 
-    def _begin(self, launch: Launch) -> None:
+    def _begin(self, launch: RunLaunch) -> None:
         number = launch.request
         request = self.requests[launch.request]
         self.moves[request.request_id] = Moves([self.clock()])
@@ -333,7 +338,7 @@ class Head:
             prompt = DraftRequest(number, launch.lane, 0, request.prompt_ids)
             self.drafts.send(prompt.to_message(0))
 
-    def _draft(self, draft: Draft) -> None:
+    def _draft(self, draft: DraftAction) -> None:
         assert self.drafts is not None, "without a drafter the mode is iterative"
         number = draft.request
         request = self.requests[draft.request]
@@ -360,7 +365,7 @@ class PipelineRank:
         rank: int,
         wires: Wires,
         stage: RunStage | None,
-        drafter: Drafter | None,
+        drafter: PathDrafter | None,
         device: torch.device = CPU,
     ) -> None:
         self.rank = rank
@@ -394,7 +399,7 @@ class PipelineRank:
             loops.append(StageLoop(self.stage, ends, spans).serve)
         if self.drafter is not None:
             ends = Ends(there(wires.draft_steps), there(wires.answers))
-            loops.append(StageLoop(DraftSteps(self.drafter), ends, spans).serve)
+            loops.append(StageLoop(PathDraftHandler(self.drafter), ends, spans).serve)
         loops = [count.during()(loop) for loop in loops]
         if self.rank == 0:
             events = Events()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Launch:
+class RunLaunch:
     """A run of rows through the stages, in the order of launches.
 
     The rows are consecutive tokens from position `first` on, from where a stage first forgets the
@@ -37,7 +37,7 @@ class Launch:
         return (*numbers, self.first, *self.tokens)
 
     @classmethod
-    def from_words(cls, words: Sequence[int]) -> Launch:
+    def from_words(cls, words: Sequence[int]) -> RunLaunch:
         run, request, lane, is_speculative, num_outputs, first, *tokens = words
         return cls(run, request, lane, bool(is_speculative), num_outputs, first, tuple(tokens))
 
@@ -69,7 +69,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftAction:
     """A step of the drafter: find the most probable token after `path`, which follows the committed
     tokens."""
 
@@ -78,6 +78,6 @@ class Draft:
     path: tuple[int, ...]
 
 
-Action = Launch | Cancel | Commit | Draft
+Action = RunLaunch | Cancel | Commit | DraftAction
 Candidate = tuple[int, float]
 """A path's most probable next token, and its probability."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.config.sections import FIXED_DRAFT_TOKENS, PROBABILITY, DecodingSection
+from magicdec.config.sections import FIXED_GAMMA, PROBABILITY, DecodingSection
 from magicdec.config.setting import check_values, same, setting
 
 MODES = ("iterative", "sync", "async")
@@ -23,7 +23,7 @@ class Options:
         0.0, "--pa falls by this with each attempt that drafted nothing.", **PROBABILITY
     )
     # The most draft tokens in a microbatch.
-    gamma: int = same(DecodingSection, "num_draft_tokens", FIXED_DRAFT_TOKENS, words=())
+    gamma: int = same(DecodingSection, "gamma", FIXED_GAMMA, words=())
     max_in_flight: int | None = setting(
         None, "Most runs of a request at the same time. Default: no limit.", least=1
     )

@@ -17,12 +17,12 @@ from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.prefill import take
 from magicdec.runner.request import NotFinite, Request, SamplingParams
 from magicdec.runner.sampling.coupled import CoupledSampling
-from magicdec.runner.step_plan import Part
+from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.speculation.suffix_index import Lookup, SuffixIndex
 from magicdec.systems.pipeinfer.messages import Candidate
-from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.spans import SpanKind
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ def candidate_of(message: Message) -> Candidate | None:
     return message.words[0], probability
 
 
-class Drafter(Protocol):
+class PathDrafter(Protocol):
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
         """The candidate after the path that follows `text`, if there is one. A request without a
         path announces a text."""
 
 
-class DraftSteps:
-    what: ClassVar[What] = What.DRAFT
+class PathDraftHandler:
+    what: ClassVar[SpanKind] = SpanKind.DRAFT
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: PathDrafter) -> None:
         self.drafter = drafter
         self.texts: dict[int, list[int]] = {}  # the committed text of each lane
 
@@ -87,7 +87,7 @@ class DraftSteps:
         return (None, None) if step.path is None else (pack_candidate(message.run, candidate), 0)
 
 
-class LookupDrafter:
+class LookupPathDrafter:
     """Prompt lookup: the token after the path's longest suffix in the committed text, with
     probability 1."""
 
@@ -104,7 +104,7 @@ class LookupDrafter:
         return None if token is None else (token, 1.0)
 
 
-class ScriptedDrafter:
+class ScriptedPathDrafter:
     """A drafter that knows the target's output, for emulated acceptance and tests. Output token i
     is right if `is_right[i]`. A step takes `seconds`."""
 
@@ -164,7 +164,7 @@ class HeldText:
         del self.tokens[:count], self.candidates[:count]
 
 
-class ModelDrafter:
+class ModelPathDrafter:
     """A drafting model with its own KV cache, a row per lane, read by a KV policy. In
     self-speculation it is the target, whose own KV is divided among the stages.
 
@@ -188,7 +188,8 @@ class ModelDrafter:
         self.held = [HeldText() for _ in range(draft.runner.num_rows)]
 
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
-        """The candidate. The cache keeps what lies on the path."""
+        """The candidate. The cache keeps what lies on the
+        path."""
         if step.kept == 0:
             self._begin(step.request, step.lane, text)
         if step.path is None:
@@ -207,7 +208,7 @@ class ModelDrafter:
         request = Request(lane, tuple(text), SamplingParams(1), row=lane)
         self.runner.cache.release(lane)
         self.runner.allocate(lane)
-        (part,) = Part.whole([request])
+        (part,) = PrefillChunk.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)
         assert logits is not None, "a whole text is complete"
         self.kv.admit([request])

@@ -25,12 +25,12 @@ from magicdec.systems.pipeinfer.messages import (
     Cancel,
     Candidate,
     Commit,
-    Draft,
+    DraftAction,
     JudgedRun,
-    Launch,
+    RunLaunch,
 )
 from magicdec.systems.pipeinfer.options import Options
-from magicdec.systems.pipeinfer.sequence import Microbatch, Node, Run, Sequence
+from magicdec.systems.pipeinfer.sequence import LaunchedRun, Microbatch, Node, Sequence
 
 
 @dataclass
@@ -84,7 +84,7 @@ class PipelinedScheduler:
         self.options = options
         self.prefill_chunk = prefill_chunk
         self.counts = Counts()
-        self.in_flight: deque[Run] = deque()  # the oldest first
+        self.in_flight: deque[LaunchedRun] = deque()  # the oldest first
         self._sequences: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()  # those that have no lane yet
         self._free_lanes = list(range(options.lanes))
@@ -152,12 +152,12 @@ class PipelinedScheduler:
                 actions += self._end_microbatch(sequence)
         return actions
 
-    def _draft(self, sequence: Sequence) -> Draft:
+    def _draft(self, sequence: Sequence) -> DraftAction:
         assert sequence.microbatch is not None
         draft = self._num_drafts
         self._num_drafts = self._num_drafts + 1
         self._drafting = draft, sequence, sequence.microbatch
-        return Draft(draft, sequence.request, sequence.path())
+        return DraftAction(draft, sequence.request, sequence.path())
 
     def _may_draft(self, sequence: Sequence) -> bool:
         if sequence.is_stalled or not sequence.num_output:
@@ -218,15 +218,15 @@ class PipelinedScheduler:
         self.counts.invalid_runs += len(useless)
         return [Cancel(tuple(run.run for run in useless))] if useless else []
 
-    def _launch(self, sequence: Sequence, nodes: list[Node]) -> Launch:
+    def _launch(self, sequence: Sequence, nodes: list[Node]) -> RunLaunch:
         drafts = [node for node in nodes if not node.was_tip]
-        run = Run(self.counts.runs, sequence.request, nodes, len(nodes), bool(drafts))
+        run = LaunchedRun(self.counts.runs, sequence.request, nodes, len(nodes), bool(drafts))
         run.num_drafted = len(drafts)
         self.counts.speculative_runs += run.is_speculative
         self._take_off(run)
         return sequence.launch(run, nodes[0].position, [node.token for node in nodes])
 
-    def _take_off(self, run: Run) -> None:
+    def _take_off(self, run: LaunchedRun) -> None:
         self.counts.runs += 1
         self.in_flight.append(run)
 
@@ -247,7 +247,7 @@ class PipelinedScheduler:
         for first in range(0, tip.position + 1, size):
             last = min(first + size, tip.position + 1) - 1
             nodes = [tip] if last == tip.position else []
-            run = Run(self.counts.runs, sequence.request, nodes, len(nodes), False)
+            run = LaunchedRun(self.counts.runs, sequence.request, nodes, len(nodes), False)
             self._take_off(run)
             actions.append(sequence.launch(run, first, sequence.prompt[first : last + 1]))
         return actions

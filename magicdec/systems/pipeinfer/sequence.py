@@ -14,12 +14,12 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from magicdec.runner.request import NotFinite
-from magicdec.systems.pipeinfer.messages import Candidate, Launch
+from magicdec.systems.pipeinfer.messages import Candidate, RunLaunch
 from magicdec.systems.pipeinfer.options import Options
 
 
 @dataclass(eq=False)
-class Run:
+class LaunchedRun:
     """Rows that go through the stages together."""
 
     run: int
@@ -37,7 +37,7 @@ class Run:
 class Node:
     token: int
     position: int
-    run: Run | None = None  # None: not launched
+    run: LaunchedRun | None = None  # None: not launched
     predicted: int | None = None  # the target's next token, once the run is home
     margin: float = math.inf  # by how much its logit exceeds the second largest
     was_tip: bool = False
@@ -121,7 +121,7 @@ class Sequence:
         self.tip = following[0]
         self.tip.was_tip = True
 
-    def needed_runs(self) -> set[Run]:
+    def needed_runs(self) -> set[LaunchedRun]:
         """The runs that a row which can still be right is in or reads; they must not be skipped."""
         return {node.run for node in self.chain if node.run is not None}
 
@@ -169,11 +169,11 @@ class Sequence:
         self.microbatch = None
         return rows
 
-    def launch(self, run: Run, first: int, tokens: Tokens[int]) -> Launch:
+    def launch(self, run: LaunchedRun, first: int, tokens: Tokens[int]) -> RunLaunch:
         for node in run.nodes:
             node.run = run
         self.num_in_flight += 1
-        return Launch(
+        return RunLaunch(
             run.run,
             self.request,
             self.lane,

@@ -19,7 +19,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.distributed.layout import Layout, make_layout, make_stage_grid
+from magicdec.distributed.layout import PipelineLayout, make_layout, make_stage_grid
 from magicdec.distributed.start import make_stage_groups
 from magicdec.model.emulated import following_tokens
 from magicdec.output.console import Progress
@@ -35,10 +35,10 @@ from magicdec.systems.pipeinfer import messages
 from magicdec.systems.pipeinfer.emulated_drafts import DRAFT_PROBABILITY, draw_right
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
 from magicdec.systems.pipeinfer.path_drafter import (
-    Drafter,
-    LookupDrafter,
-    ModelDrafter,
-    ScriptedDrafter,
+    LookupPathDrafter,
+    ModelPathDrafter,
+    PathDrafter,
+    ScriptedPathDrafter,
 )
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 from magicdec.systems.stages.auto_split import (
@@ -50,10 +50,10 @@ from magicdec.systems.stages.auto_split import (
 )
 from magicdec.systems.stages.clocks import clocks_of, gather_spans
 from magicdec.systems.stages.metrics import Observed, speculation_metrics
-from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.stage import CancelBoard, RunStage
 from magicdec.systems.stages.staged import StagedSystem
-from magicdec.systems.system import Extras, PassObserver, Trace
+from magicdec.systems.system import Extras, PassObserver, PassTrace
 
 
 class SpeculativePipeline(StagedSystem):
@@ -81,10 +81,10 @@ class SpeculativePipeline(StagedSystem):
         self.run = replace(run, config=config.without_drafts())
         self.sampling = CoupledSampling(config.sampling)
         most = max(shape.output_len for shape in options.shapes) - 1
-        num_drafts = min(options.speculation.gamma, most) if self.has_drafts else 0
-        context = min(options.mean_context, model.max_length - 1 - num_drafts)
-        step = DecodeStep(1, context, num_drafts)
-        rows = "1 row" if num_drafts == 0 else f"{step.num_tokens} rows"
+        gamma = min(options.speculation.gamma, most) if self.has_drafts else 0
+        context = min(options.mean_context, model.max_length - 1 - gamma)
+        step = DecodeStep(1, context, gamma)
+        rows = "1 row" if gamma == 0 else f"{step.num_tokens} rows"
         timing = RunTiming(self.run, [layout.group_of(rank) for rank in layout.stages], step)
         layers = self.choose_layers(timing, f"runs of {rows} after {step.context} tokens")
         self.layout = layout.with_layers(layers)
@@ -102,14 +102,14 @@ class SpeculativePipeline(StagedSystem):
         run_config = with_own_model(run_config)
         workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
         assert workload.gen_len is not None, "the batch has room for outputs"
-        num_drafts = workload.gen_len + self.past_end
-        decoding = replace(run_config.decoding, num_draft_tokens=num_drafts)
+        gamma = workload.gen_len + self.past_end
+        decoding = replace(run_config.decoding, gamma=gamma)
         grid = make_stage_grid(self.options.layer_split, self.launch.world_size)
         return self.find_part(
             replace(run_config, decoding=decoding), workload, cache, grid.tensor_parallel
         )
 
-    def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
+    def _place_draft(self, models: ResolvedRun, layout: PipelineLayout) -> ResolvedConfig:
         ranks = layout.group_of(self.rank)
         config = models.config.on_ranks(ranks)
         draft = models.config.draft
@@ -129,7 +129,7 @@ class SpeculativePipeline(StagedSystem):
 
     def config_of(self, each: Pass) -> dict[str, Any]:
         config = super().config_of(each)
-        config["decoding"]["num_draft_tokens"] = self.options.speculation.gamma
+        config["decoding"]["gamma"] = self.options.speculation.gamma
         if each.is_drafting and self.drafting is not None:
             of_draft = self.drafting.config.to_dict()
             config |= {name: of_draft[name] for name in ("draft", "kv")}
@@ -185,11 +185,11 @@ class SpeculativePipeline(StagedSystem):
         if self.rank != 0 or not observer.is_measured:
             return Extras()
         observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
-        prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is What.PROMPT)
+        prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is SpanKind.PROMPT)
         ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
         return Extras(
             speculation=speculation_metrics(observed, scheduler.counts, each.is_drafting),
-            trace=Trace(ranks, spans_of_ranks, {}, prompts),
+            trace=PassTrace(ranks, spans_of_ranks, {}, prompts),
         )
 
     def close(self) -> None:
@@ -197,20 +197,20 @@ class SpeculativePipeline(StagedSystem):
             self.member.close()
         self.member = None
 
-    def _make_drafter(self, group: Group | None, models: LoadedModels) -> Drafter:
+    def _make_drafter(self, group: Group | None, models: LoadedModels) -> PathDrafter:
         if self.options.emulate_acceptance is not None:
             return self._scripted(self.options.emulate_acceptance)
         if self.drafting is None:
-            return LookupDrafter(self.run.corpus)
+            return LookupPathDrafter(self.run.corpus)
         config = self.drafting.config
         assert group is not None, "this rank drafts"
         groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)
         draft = make_draft(self.drafting, groups, models)
         assert draft is not None, "a model drafts"
         vocab_size = self.drafting.source.config.vocab_size
-        return ModelDrafter(draft, config.kv, vocab_size, self.sampling)
+        return ModelPathDrafter(draft, config.kv, vocab_size, self.sampling)
 
-    def _scripted(self, acceptance: float) -> ScriptedDrafter:
+    def _scripted(self, acceptance: float) -> ScriptedPathDrafter:
         shapes = self.options.shapes
         outputs = self.expected
         prompts = self.run.workload.prompts
@@ -225,7 +225,7 @@ class SpeculativePipeline(StagedSystem):
             draw_right(acceptance, shape.output_len, self.run.workload.seed + index)
             for index, shape in enumerate(shapes)
         ]
-        return ScriptedDrafter(
+        return ScriptedPathDrafter(
             outputs,
             lengths,
             is_right,
@@ -266,7 +266,7 @@ class RunTiming(Timing):
 
 def time_part(stage: RunStage, step: DecodeStep) -> float:
     num_rows = step.num_tokens
-    run = messages.Launch(
+    run = messages.RunLaunch(
         run=0,
         request=0,
         lane=0,

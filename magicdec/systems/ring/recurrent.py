@@ -5,8 +5,8 @@ A lane is a running batch with its own scheduler, whose rows travel in one messa
 from one queue. A step of a lane ends when its messages are home, and the next begins at once.
 
 With drafts, a decoding message holds a row's newest token and its drafts, and says how many tokens
-every stage keeps of each row. The first stage drafts and judges (`Speculation`). Messages come home
-in the order of their sending, so that all ranks of the first stage act alike without agreeing.
+every stage keeps of each row. The first stage drafts and judges (`RingSpeculation`). Messages come
+home in the order of their sending, so that all ranks of the first stage act alike without agreeing.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from magicdec.runner.request import (
 )
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, judge, next_tokens
-from magicdec.runner.step_plan import Limits, Plan, Watcher
+from magicdec.runner.step_plan import BatchLimits, StepObserver, StepPlan
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.drafter import Drafter, DraftSetup, DraftShape, make_drafter
 from magicdec.systems.stages.metrics import DraftCounts
-from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 
 
 @dataclass(frozen=True)
-class Draft:
+class PendingDraft:
     """Drafted tokens that await verification: `tokens`, int64 [B, 1 + K], are the newest token and
     K drafts of each request."""
 
@@ -59,20 +59,20 @@ class Draft:
     tokens: Tensor
     proposal: Proposal
     sampling: SamplingMetadata
-    num_proposed: Sequence[int]  # of each row, without padding
+    num_drafted: Sequence[int]  # of each row, without padding
     digests: Sequence[tuple[str, int]] | None = None  # of each row (`kv.draft_log`), if it is kept
 
 
-class Speculation:
-    """Drafting and judging on the first stage: `drafter` drafts `num_draft_tokens` for each row of
+class RingSpeculation:
+    """Drafting and judging on the first stage: `drafter` drafts `gamma` for each row of
     a message."""
 
-    def __init__(self, runner: ModelRunner, drafter: Drafter, num_draft_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, drafter: Drafter, gamma: int) -> None:
         self.runner = runner
         self.drafter = drafter
-        self.num_draft_tokens = num_draft_tokens
+        self.gamma = gamma
         self.counts = DraftCounts()
-        self.draft_length = FixedLength(num_draft_tokens)
+        self.draft_length = FixedLength(gamma)
         self.is_padded = False  # whether each message has so many drafts, for a timing
         self.log: DraftLog | None = None
         of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
@@ -87,10 +87,10 @@ class Speculation:
             self.drafter.admit(in_rows)
 
     @torch.inference_mode()
-    def draft(self, rows: Sequence[int]) -> Draft:
+    def draft(self, rows: Sequence[int]) -> PendingDraft:
         """Drafts for `rows`, whose committed tokens alone are in the cache."""
         batch = Batch(tuple(self._known[row] for row in rows))
-        count = self.num_draft_tokens
+        count = self.gamma
         if self.log is not None:
             self.log.begin()
         with self._timed():
@@ -107,7 +107,7 @@ class Speculation:
         if self.log is not None:
             self.log.drafted(rows, proposal.ids, counts)
             digests = self.log.digests(rows)
-        return Draft(batch.requests, tokens, proposal, on_device.sampling, counts, digests)
+        return PendingDraft(batch.requests, tokens, proposal, on_device.sampling, counts, digests)
 
     def keep_log(self, log: DraftLog | None) -> None:
         """Let steps say what was drafted and read, or no longer."""
@@ -117,7 +117,7 @@ class Speculation:
             runner.draft_log = log
 
     @torch.inference_mode()
-    def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
+    def judge(self, draft: PendingDraft, logits: Tensor) -> StepOutput:
         """The tokens that each row emits, from this rank's logits [B, 1 + K, V]."""
         judgement = judge(self.runner, draft.sampling, draft.proposal, logits)
         columns = [judgement.accepted.unsqueeze(1), judgement.ids]
@@ -126,7 +126,7 @@ class Speculation:
             draft.sampling.check(request, line)
         counts = [line[1] for line in lines]
         emitted = [line[2:] for line in lines]
-        proposed = draft.num_proposed
+        proposed = draft.num_drafted
         self.counts.num_rounds += len(counts)
         tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
         longest = draft.proposal.ids.shape[1]
@@ -162,7 +162,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Flight:
+class RingRun:
     """A run under way. `is_wanted`: next tokens follow from it. `is_decode`: it has newest tokens,
     no prompt. `ends_step`: it is the last of the lane's step."""
 
@@ -170,7 +170,7 @@ class Flight:
     requests: tuple[Request, ...]
     is_wanted: bool
     is_decode: bool
-    draft: Draft | None = None
+    draft: PendingDraft | None = None
     ends_step: bool = False
 
     @property
@@ -190,10 +190,10 @@ class RecurrentPipeline:
         ends: Ends,
         num_lanes: int,
         lane_size: int,
-        limits: Limits,
+        limits: BatchLimits,
         prefill_chunk: int,
         clock: Clock | None = None,
-        speculation: Speculation | None = None,
+        speculation: RingSpeculation | None = None,
     ) -> None:
         assert num_lanes * lane_size <= stage.runner.num_rows
         assert limits.num_blocks is None
@@ -213,16 +213,16 @@ class RecurrentPipeline:
         self.samples = list[list[int]]()
         self.prompts = set[int]()
         # Their numbers, when they were sent, and what they are.
-        self._under_way: deque[tuple[int, float, Flight]] = deque()
+        self._under_way: deque[tuple[int, float, RingRun]] = deque()
         self._idle_lanes = list(self.lanes)
         self._arrivals: deque[Request] = deque()  # those that have not arrived yet
-        self._watch: Watcher
+        self._watch: StepObserver
 
     def serve(
         self,
         requests: Sequence[Request],
         observe: Observer = ignore_step,
-        watch: Watcher = lambda plan: None,
+        watch: StepObserver = lambda plan: None,
     ) -> None:
         """Serve `requests`, each from its `arrived_s` on, until all have ended. All ranks must have
         the same.
@@ -241,7 +241,7 @@ class RecurrentPipeline:
         while self._under_way or self._arrivals:
             if not self._comes_first():
                 self.shared_clock.wait_until(self._arrivals[0].arrived_s)
-                with self.spans.during(What.HEAD, -1):
+                with self.spans.during(SpanKind.HEAD, -1):
                     self._take_arrivals()
                 continue
             message = self.ends.inbound.receive()
@@ -259,7 +259,7 @@ class RecurrentPipeline:
             if flight.ends_step:
                 self._begin(flight.lane)
             is_decode = flight.is_decode and len(self.prompts) == num_prompts
-            self.spans.add(What.HEAD, run, arrived_s, int(is_decode))
+            self.spans.add(SpanKind.HEAD, run, arrived_s, int(is_decode))
         DUE.reach(None)
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ class RecurrentPipeline:
         if plan.decoding is not None:
             self._send(*self._newest(lane, plan.decoding.requests))
 
-    def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tokens]]:
+    def _chunks(self, lane: Lane, plan: StepPlan) -> Iterator[tuple[RingRun, Tokens]]:
         """The messages of the prompts of a step with their token ids [1, T], one per chunk."""
         for part in plan.parts:
             text = part.request.cached_ids
@@ -316,24 +316,24 @@ class RecurrentPipeline:
             for start in range(part.start, part.stop, size):
                 stop = min(start + size, part.stop)
                 is_wanted = part.is_last and stop == part.stop
-                yield Flight(lane, (part.request,), is_wanted, False), [text[start:stop]]
+                yield RingRun(lane, (part.request,), is_wanted, False), [text[start:stop]]
 
-    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[Flight, Tokens]:
+    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[RingRun, Tokens]:
         """The last message of a step, of all decoding rows, with token ids [B, T]: newest tokens
         and drafts."""
-        flight = Flight(lane, requests, True, True, ends_step=True)
+        flight = RingRun(lane, requests, True, True, ends_step=True)
         if self.speculation is None:
             return flight, [[request.last_token] for request in requests]
         draft = self.speculation.draft(lane.rows(requests))
         return replace(flight, draft=draft), draft.tokens
 
-    def _send(self, flight: Flight, token_ids: Tokens) -> None:
+    def _send(self, flight: RingRun, token_ids: Tokens) -> None:
         rows = flight.lane.rows(flight.requests)
         status = flight.status
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
         run = len(self.samples)
         begun_s = time.perf_counter()
-        with self.spans.during(What.STAGE, run):
+        with self.spans.during(SpanKind.STAGE, run):
             out = self.stage.forward(token_ids, rows, status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
         self.ends.outbound.send(Message(kind, run, status, (*rows, *lengths), out))
@@ -342,7 +342,7 @@ class RecurrentPipeline:
         if not flight.is_decode:
             self.prompts.add(run)
 
-    def _land(self, flight: Flight, message: Message) -> StepOutput | None:
+    def _land(self, flight: RingRun, message: Message) -> StepOutput | None:
         """Commit the tokens of a message, free rows of ended requests, and update the drafter.
         Returns the appended tokens, None without any."""
         if not flight.is_wanted:
@@ -367,7 +367,7 @@ class RecurrentPipeline:
                 self.speculation.commit(rows, lengths)
         return output
 
-    def _tokens(self, flight: Flight, logits: Tensor) -> StepOutput:
+    def _tokens(self, flight: RingRun, logits: Tensor) -> StepOutput:
         """The next tokens, from this rank's logits [B, T, V]."""
         if flight.draft is not None:
             assert self.speculation is not None, "it has drafted"
@@ -389,7 +389,7 @@ class RecurrentPipeline:
             self.ends.outbound.send(Message(Kind.FREE, words=tuple(rows)))
 
 
-def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -> int:
+def most_under_way(num_lanes: int, lane_size: int, limits: BatchLimits, chunk: int) -> int:
     """The most messages under way: per lane one for each prompt chunk, one that decodes and one
     that frees rows."""
     assert limits.prefill_tokens is not None, "a step prefills a limited number of tokens"
@@ -397,14 +397,14 @@ def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -
     return num_lanes * (chunks + 2)
 
 
-def num_drafts_of(config: ResolvedConfig) -> int:
+def max_gamma_of(config: ResolvedConfig) -> int:
     """Draft tokens of each row of a decoding message."""
-    return 0 if config.decoding.drafter is None else config.decoding.most_draft_tokens
+    return 0 if config.decoding.drafter is None else config.decoding.max_gamma
 
 
 def make_speculation(
     run: Prepared, runner: ModelRunner, groups: ParallelGroups, models: LoadedModels
-) -> Speculation:
+) -> RingSpeculation:
     """The drafter of `run` on the first stage. A draft model is on its first rank alone."""
     config = run.config
     assert config.decoding.drafter is not None, "the run drafts"
@@ -412,4 +412,4 @@ def make_speculation(
     draft = make_draft(run, groups, models, runner.max_tokens)
     setup = DraftSetup(runner, config.decoding, config.kv, draft, run.corpus)
     drafter = make_drafter(config.decoding.drafter, setup)
-    return Speculation(runner, drafter, config.decoding.num_draft_steps)
+    return RingSpeculation(runner, drafter, config.decoding.max_draft_forwards)

@@ -19,7 +19,7 @@ from magicdec.kv.draft_log import DraftLog
 from magicdec.output.console import Progress
 from magicdec.records.metrics import percentile
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
@@ -27,10 +27,10 @@ from magicdec.setup.prepare import SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.ring.recurrent import (
     RecurrentPipeline,
-    Speculation,
+    RingSpeculation,
     make_speculation,
+    max_gamma_of,
     most_under_way,
-    num_drafts_of,
 )
 from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
 from magicdec.systems.stages.clocks import gather_leaders
@@ -44,7 +44,7 @@ from magicdec.systems.stages.metrics import (
 from magicdec.systems.stages.spans import Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
 from magicdec.systems.stages.staged import StagedSystem, check_split
-from magicdec.systems.system import Extras, PassObserver, Trace
+from magicdec.systems.system import Extras, PassObserver, PassTrace
 
 # bytes of an edge in shared memory
 LEAST_CAPACITY = 1 << 20
@@ -71,8 +71,8 @@ class Ring(StagedSystem):
         self.check_stages(models, grid.tensor_parallel, grid.world_size < launch.world_size)
         config = models.config.on_ranks(grid.ranks_of(self.stage_number))
         self.run = self.complete(replace(models, config=config), cache)
-        step = DecodeStep(options.batch_size, options.mean_context, num_drafts_of(config))
-        tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
+        step = DecodeStep(options.batch_size, options.mean_context, max_gamma_of(config))
+        tokens = f" and {step.gamma} drafts" if step.gamma else ""
         stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
         self.layers = self.choose_layers(
             RingTiming(self.run, stages, step),
@@ -134,22 +134,22 @@ class OpenRing:
         self.is_drafting = is_drafting = each.is_drafting
         options = ring.options
         chunk = ring.run.config.attention.prefill_chunk
-        self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
+        self.max_gamma = max_gamma_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
-        self.lane_tokens = options.batch_size * (1 + self.num_drafts)
-        self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.num_drafts
+        self.lane_tokens = options.batch_size * (1 + self.max_gamma)
+        self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.max_gamma
         self.stage = self._load_stage(each) if ring.computes else None
-        limits = Limits(
+        limits = BatchLimits(
             self.max_tokens,
             # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
             prefill_tokens=options.prefill_tokens or ring.grid.num_stages * chunk,
-            step_tokens=1 + self.num_drafts,
+            step_tokens=1 + self.max_gamma,
         )
         self.num_lanes = ring.num_samples // options.batch_size
         depth = most_under_way(self.num_lanes, options.batch_size, limits, chunk)
         self.form, self.ends = self._connect(depth, chunk)
         self.pipeline: RecurrentPipeline | None = None
-        self.speculation: Speculation | None = None
+        self.speculation: RingSpeculation | None = None
         if self.stage is not None and ring.stage_number == 0:
             if is_drafting:
                 self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
@@ -206,7 +206,7 @@ class OpenRing:
         stages, sent_by_stage, error_s = gather_leaders(launch, grid, spans, sent)
         if launch.rank != 0 or not observer.is_measured:
             return Extras()
-        trace = Trace(
+        trace = PassTrace(
             [f"stage {number}" for number in range(len(stages))],
             [sorted(each, key=lambda span: span.begin_s) for each in stages],
             dict(enumerate(samples)),

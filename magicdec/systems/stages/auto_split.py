@@ -27,13 +27,13 @@ from magicdec.output.console import make_progress
 from magicdec.runner.model_runner import ModelRunner, Tokens
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_plan import ModelPlan, StagePart
 from magicdec.setup.prepare import Prepared
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, make_speculation
-from magicdec.systems.stages.spans import Spans, What
-from magicdec.systems.stages.stage import VERIFY, WANTED, Part, Stage, StageLoop
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, make_speculation
+from magicdec.systems.stages.spans import SpanKind, Spans
+from magicdec.systems.stages.stage import VERIFY, WANTED, MessageHandler, Stage, StageLoop
 
 STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
 MOST_LAYERS = 4  # that are timed together
@@ -127,16 +127,16 @@ def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A step to time: `rows` rows that hold `context` tokens each, with `num_drafts` drafts a
+    """A step to time: `rows` rows that hold `context` tokens each, with `gamma` drafts a
     row."""
 
     rows: int
     context: int
-    num_drafts: int = 0
+    gamma: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return 1 + self.num_drafts
+        return 1 + self.gamma
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class RingTiming(Timing):
         if not has_ends:
             return partial(time_passing, stage, self.step)
         speculation = None
-        if self.step.num_drafts:
+        if self.step.gamma:
             models = LoadedModels(runner.device, make_progress(False))
             run = replace(self.run, config=self.config)
             speculation = make_speculation(run, runner, groups, models)
@@ -276,12 +276,12 @@ class RingTiming(Timing):
             speculation.drafter.pa = 0.0
         return partial(self.time_first, stage, speculation)
 
-    def time_first(self, stage: FilledStage, speculation: Speculation | None) -> float:
+    def time_first(self, stage: FilledStage, speculation: RingSpeculation | None) -> float:
         """Seconds of a step on the first stage, from receiving hidden states to sending the
         next."""
         loop = Loopback()
         step = self.step
-        limits = Limits(
+        limits = BatchLimits(
             stage.runner.max_tokens,
             prefill_tokens=step.rows * step.context,
             step_tokens=step.num_tokens,
@@ -291,7 +291,7 @@ class RingTiming(Timing):
         )
         params = make_params(self.config.sampling, STEPS * step.num_tokens + 1, (), 0)
         pipeline.serve([Request(i, (1,) * step.context, params) for i in range(step.rows)])
-        return median(span.seconds for span in pipeline.spans.of(What.HEAD) if span.value)
+        return median(span.seconds for span in pipeline.spans.of(SpanKind.HEAD) if span.value)
 
 
 def time_passing(stage: FilledStage, step: DecodeStep) -> float:
@@ -303,14 +303,14 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
     payload = newest.expand(-1, step.num_tokens, -1).contiguous()
     steps = [
         Message(Kind.HIDDEN, 0, VERIFY, (*rows, *[length] * step.rows), payload)
-        if step.num_drafts
+        if step.gamma
         else Message(Kind.HIDDEN, 0, WANTED, rows, payload)
         for length in range(step.context, step.context + STEPS)
     ]
     return time_messages(stage, [prompt, *steps, Message(Kind.FREE, words=rows)])
 
 
-def time_messages(part: Part, messages: Sequence[Message]) -> float:
+def time_messages(part: MessageHandler, messages: Sequence[Message]) -> float:
     """The median seconds from answer to answer if the next message always waits."""
     inbound = Loopback()
     spans = Spans()

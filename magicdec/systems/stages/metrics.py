@@ -11,11 +11,11 @@ from itertools import accumulate, compress, pairwise
 from typing import Any
 
 from magicdec.distributed.layer_split import round_seconds
-from magicdec.distributed.layout import Layout
-from magicdec.records.fields import Part, recorded
+from magicdec.distributed.layout import PipelineLayout
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.runner.request import Request
 from magicdec.systems.pipeinfer.scheduler import Counts
-from magicdec.systems.stages.spans import Span, Spans, What
+from magicdec.systems.stages.spans import Span, SpanKind, Spans
 
 NO_DRAFTS = "without drafts"
 NO_DECODES = "if a stage had no such message"
@@ -49,8 +49,8 @@ def uses_of(
 ) -> list[StageUse]:
     """The use of each stage, from its first run until the last is home. `sent` are messages and
     bytes; `prompts` the runs of prompts."""
-    heads = stages[0].of(What.HEAD)
-    computed = [spans.of(What.STAGE) for spans in stages]
+    heads = stages[0].of(SpanKind.HEAD)
+    computed = [spans.of(SpanKind.STAGE) for spans in stages]
     uses = []
     for stage, runs in enumerate(computed):
         turns = runs if stage else heads
@@ -87,7 +87,7 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingMetrics(Part):
+class RingMetrics(RecordPart):
     """The metrics of a ring. Lists have an entry for each stage."""
 
     num_layers: list[int] = recorded("layers of each stage")
@@ -188,7 +188,7 @@ def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationMetrics(Part):
+class SpeculationMetrics(RecordPart):
     """The metrics of a pipeline over all requests. Shares are of the time between the first and the
     last token."""
 
@@ -257,26 +257,26 @@ class Observed:
     """The spans of each rank, and the time that counts: from the first token of all requests to the
     last."""
 
-    layout: Layout
+    layout: PipelineLayout
     by_rank: Sequence[Sequence[Span]]
     begin_s: float
     end_s: float
 
     @classmethod
     def of_requests(
-        cls, layout: Layout, by_rank: Sequence[Sequence[Span]], requests: Sequence[Request]
+        cls, layout: PipelineLayout, by_rank: Sequence[Sequence[Span]], requests: Sequence[Request]
     ) -> Observed:
         begin_s = min(request.token_times_s[0] for request in requests)
         end_s = max(request.token_times_s[-1] for request in requests)
         return cls(layout, by_rank, begin_s, end_s)
 
-    def of(self, rank: int, what: What) -> list[Span]:
+    def of(self, rank: int, what: SpanKind) -> list[Span]:
         return [span for span in self.by_rank[rank] if span.what is what]
 
     @property
     def rows(self) -> dict[int, int]:
         """The number of rows of each run that is not of a prompt."""
-        return {span.run: span.value for span in self.of(0, What.LAUNCH)}
+        return {span.run: span.value for span in self.of(0, SpanKind.LAUNCH)}
 
     def within(self, spans: Sequence[Span]) -> float:
         """Seconds of the time that counts that the spans cover."""
@@ -294,12 +294,14 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
     layout = observed.layout
     rows = observed.rows
     seconds = observed.end_s - observed.begin_s
-    drafts = observed.of(layout.draft_rank, What.DRAFT)
+    drafts = observed.of(layout.draft_rank, SpanKind.DRAFT)
     busy_s = [
-        observed.within([*observed.of(rank, What.STAGE), *observed.of(rank, What.DRAFT)])
+        observed.within([*observed.of(rank, SpanKind.STAGE), *observed.of(rank, SpanKind.DRAFT)])
         for rank in range(layout.world_size)
     ]
-    stages = [(observed.of(rank, What.STAGE), len(layout.layers[rank])) for rank in layout.stages]
+    stages = [
+        (observed.of(rank, SpanKind.STAGE), len(layout.layers[rank])) for rank in layout.stages
+    ]
     layers = [(span.value, size) for spans, size in stages for span in spans]
     mean_in_flight, most = _in_flight(observed)
     decoded_s = [
@@ -350,10 +352,10 @@ def link_times(sent: Sequence[Span], taken: Sequence[Span], runs: Collection[int
 
 
 def _in_flight(observed: Observed) -> tuple[float, int]:
-    home = {span.run: span.begin_s for span in observed.of(0, What.RESULT)}
+    home = {span.run: span.begin_s for span in observed.of(0, SpanKind.RESULT)}
     flights = [
-        Span(What.LAUNCH, span.run, span.begin_s, home[span.run])
-        for span in (*observed.of(0, What.PROMPT), *observed.of(0, What.LAUNCH))
+        Span(SpanKind.LAUNCH, span.run, span.begin_s, home[span.run])
+        for span in (*observed.of(0, SpanKind.PROMPT), *observed.of(0, SpanKind.LAUNCH))
     ]
     seconds = observed.end_s - observed.begin_s
     total = sum(observed.within([flight]) for flight in flights)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 
-class What(IntEnum):
+class SpanKind(IntEnum):
     STAGE = 1  # a stage computed a run or skipped it; `value` is the number of layers it computed
     DRAFT = 2  # a step of the drafter
     LAUNCH = 3  # the head launched a run; `value` is its number of rows, begin equals end
@@ -26,7 +26,7 @@ class Span:
     """An interval in seconds of `time.perf_counter`, one clock for all processes of a host. Other
     hosts' times are converted when they are gathered."""
 
-    what: What
+    what: SpanKind
     run: int  # or the number of the draft or of the message
     begin_s: float
     end_s: float
@@ -40,19 +40,19 @@ class Span:
 class Spans(list[Span]):
     """The spans of one rank in the order of their ends. Several threads may add to it."""
 
-    def add(self, what: What, run: int, begin_s: float, value: int = 0) -> None:
+    def add(self, what: SpanKind, run: int, begin_s: float, value: int = 0) -> None:
         """Add a span that ends now."""
         self.append(Span(what, run, begin_s, time.perf_counter(), value))
 
-    def moment(self, what: What, run: int, value: int = 0) -> None:
+    def moment(self, what: SpanKind, run: int, value: int = 0) -> None:
         now = time.perf_counter()
         self.append(Span(what, run, now, now, value))
 
     @contextmanager
-    def during(self, what: What, run: int) -> Iterator[None]:
+    def during(self, what: SpanKind, run: int) -> Iterator[None]:
         begin_s = time.perf_counter()
         yield
         self.add(what, run, begin_s)
 
-    def of(self, what: What) -> list[Span]:
+    def of(self, what: SpanKind) -> list[Span]:
         return [span for span in self if span.what is what]

@@ -5,8 +5,8 @@ status WANTED the last stage sends home the last token's hidden state, with VERI
 tokens (newest and drafts), else VOID. The words of VERIFY also say how many tokens each row keeps,
 so that every stage forgets rejected drafts.
 
-A HIDDEN message of pipelined speculation has the words of a `Launch` and the hidden states of its
-rows. A cancelled or skipped run goes on as VOID. The last stage answers with NUMBERS: the next
+A HIDDEN message of pipelined speculation has the words of a `RunLaunch` and the hidden states of
+its rows. A cancelled or skipped run goes on as VOID. The last stage answers with NUMBERS: the next
 token of each row that asked for one, and its margin (largest logit minus second, `floats_of`; NaN
 if not finite). On CUDA the host looks for cancellations between launches of layers.
 
@@ -41,8 +41,8 @@ from magicdec.distributed.channels.message import (
 from magicdec.runner.model_runner import ModelRunner, Tokens, gather_vocab, sums_of
 from magicdec.runner.native_steps.executor import Cancellation, Cancelled
 from magicdec.runner.sampling.coupled import CoupledSampling
-from magicdec.systems.pipeinfer.messages import Launch
-from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.pipeinfer.messages import RunLaunch
+from magicdec.systems.stages.spans import SpanKind, Spans
 
 WANTED = 1
 VERIFY = 2
@@ -50,11 +50,11 @@ SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice
 BOARD_BYTES = SLOTS * 2 * 8
 
 
-class Part(Protocol):
+class MessageHandler(Protocol):
     """The part of the model that answers a stage's or the drafter's messages. `what` is the kind of
     its spans."""
 
-    what: ClassVar[What]
+    what: ClassVar[SpanKind]
 
     def answer(self, message: Message) -> tuple[Message | None, int | None]:
         """The message to send on, if any, and its span's value: the layers computed for a run, None
@@ -66,7 +66,7 @@ class StageLoop:
     """The loop of a stage. `spans` get one span per run or draft step, from arrival until the
     answer is sent."""
 
-    part: Part
+    part: MessageHandler
     ends: Ends
     spans: Spans
 
@@ -94,7 +94,7 @@ class Stage:
     """A stage of a ring. A row has room for `runner.max_tokens` tokens from its first message until
     it is freed."""
 
-    what: ClassVar[What] = What.STAGE
+    what: ClassVar[SpanKind] = SpanKind.STAGE
 
     runner: ModelRunner
     is_last: bool
@@ -243,7 +243,7 @@ class LaneText:
         self.num_prompt = 0
         self._is_prompt = True  # whether the next run is of the prompt
 
-    def take(self, launch: Launch) -> None:
+    def take(self, launch: RunLaunch) -> None:
         """Write the tokens of a run. A request's prompt ends with the run that predicts its first
         token."""
         if launch.first == 0:
@@ -255,7 +255,7 @@ class LaneText:
             self.num_prompt = len(self.tokens)
             self._is_prompt = launch.num_outputs == 0
 
-    def outputs(self, launch: Launch) -> list[list[int]]:
+    def outputs(self, launch: RunLaunch) -> list[list[int]]:
         """The output tokens up to and including each row of a run."""
         return [self.tokens[self.num_prompt : place + 1] for place in launch.positions]
 
@@ -268,7 +268,7 @@ class RunStage:
     decides, and all skip what arrives as VOID.
     """
 
-    what: ClassVar[What] = What.STAGE
+    what: ClassVar[SpanKind] = SpanKind.STAGE
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class RunStage:
 
     def answer(self, message: Message) -> tuple[Message, int]:
         run = message.run
-        launch = Launch.from_words(message.words)
+        launch = RunLaunch.from_words(message.words)
         if self.texts is not None:
             self.texts[launch.lane].take(launch)
         try:
@@ -305,7 +305,7 @@ class RunStage:
         return Message(message.kind, run, words=message.words, payload=out), self.num_layers
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation | None
+        self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
     ) -> Tensor | tuple[int, ...] | None:
         """Hidden states [1, rows, hidden], None if they are emulated, or the words of the last
         stage's answer. Raises Cancelled if the cancellation is set before a layer."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from magicdec.bench.report.frame import Row
-from magicdec.bench.report.listing import LABELS, Setting, rank
+from magicdec.bench.report.frame import FrameRow
+from magicdec.bench.report.listing import LABELS, SettingValue, rank
 from magicdec.names import BASELINE
-from magicdec.output.figures import COLOURS, GREY, Look, look
+from magicdec.output.figures import COLOURS, GREY, SeriesStyle, look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ class LeftOut:
     reason: str
 
 
-Series = list[tuple[str, pd.DataFrame, Look]]
+Series = list[tuple[str, pd.DataFrame, SeriesStyle]]
 """Each series that is drawn in a panel, with its rows and its look."""
 
 
@@ -153,13 +153,13 @@ def num_different(frame: pd.DataFrame, held: Sequence[str], keys: Sequence[str])
     return counts
 
 
-def with_settings(held: Row, table: pd.DataFrame) -> pd.DataFrame:
+def with_settings(held: FrameRow, table: pd.DataFrame) -> pd.DataFrame:
     columns = {name: [value] * len(table) for name, value in held.items()}
     columns |= {str(name): table[name].tolist() for name in table}
     return pd.DataFrame(columns, dtype=object)
 
 
-def has_intervals(table: pd.DataFrame, looks: Mapping[str, Look]) -> bool:
+def has_intervals(table: pd.DataFrame, looks: Mapping[str, SeriesStyle]) -> bool:
     """Whether a number of a drawn series has an interval or a range."""
     drawn = table[table["series"].isin([*looks])] if "series" in table and looks else table
     if {"low", "high"} <= {*drawn}:
@@ -195,12 +195,12 @@ def put_head(figure: Figure, title: str, text: str) -> None:
     figure.suptitle(f"{title}\n{lines}" if text else title, fontsize=9, x=0.01, ha="left")
 
 
-def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[str, Look]:
+def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[str, SeriesStyle]:
     """The look of each drawn series, of those in each panel. The baseline is grey."""
     drafting = [sorted(name for name in names if name != BASELINE) for names in inside]
     looks = {name: look(i) for i, name in enumerate(sorted(choose(drafting, most)))}
     has_baseline = any(BASELINE in names for names in inside)
-    grey = {BASELINE: Look(GREY, "o", (0, (4, 2)), is_filled=False)}
+    grey = {BASELINE: SeriesStyle(GREY, "o", (0, (4, 2)), is_filled=False)}
     return grey | looks if has_baseline else looks
 
 
@@ -210,11 +210,11 @@ def choose(series: Sequence[Iterable[str]], limit: int) -> list[str]:
     return list(dict.fromkeys(name for name in turns if name is not None))[:limit]
 
 
-def in_words(held: Mapping[str, Setting], keys: Iterable[str]) -> str:
+def in_words(held: Mapping[str, SettingValue], keys: Iterable[str]) -> str:
     return ", ".join(said(key, held[key]) for key in keys if held[key] is not None)
 
 
-def said(key: str, value: Setting) -> str:
+def said(key: str, value: SettingValue) -> str:
     """A setting in words, such as `prefix 2048 tokens`."""
     name = LABELS.get(key, key).replace("_", " ")
     return str(value) if key in SELF_EVIDENT else f"{name} {value}{UNITS.get(key, '')}"
@@ -303,7 +303,7 @@ def draw_curves(
     return handles
 
 
-def summarize(runs: pd.DataFrame, metric: str) -> Row:
+def summarize(runs: pd.DataFrame, metric: str) -> FrameRow:
     """The median and range of repeated runs, or one run with its interval, if any."""
     values = runs[metric].astype(float)
     ends = [f"{metric}_interval_low", f"{metric}_interval_high"]

@@ -1,0 +1,62 @@
+"""`scripts/convert_records.py`: what it makes of a record of the version before."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
+METRICS = {
+    "draft_acceptance_rate": "acceptance_rate",
+    "mean_acceptance_length": "acceptance_length",
+    "draft_acceptance_rate_interval": "acceptance_rate_interval",
+    "mean_acceptance_length_interval": "acceptance_length_interval",
+}
+
+
+@pytest.fixture
+def convert_records(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import convert_records
+
+    return convert_records
+
+
+def renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in values.items()}
+
+
+def as_before(line: str, tree: str | None = None) -> str:
+    """The record as version 2 wrote it, as far as names and the keys of draft trees go."""
+    raw = json.loads(line)
+    raw["schema_version"] = 2
+    decoding = raw["config"]["decoding"]
+    raw["config"]["decoding"] = renamed(decoding, {"gamma": "num_draft_tokens"})
+    raw["config"]["decoding"] |= {"tree": tree, "tree_nodes": None}
+    names = {"padded_gamma": "num_drafted", "num_drafted": "num_proposed"}
+    raw["samples"] = {name: renamed(part, names) for name, part in raw["samples"].items()}
+    raw["metrics"] = renamed(raw["metrics"], METRICS)
+    return json.dumps(raw)
+
+
+def test_a_record_of_version_2_becomes_the_one_of_version_3(
+    convert_records: ModuleType, tmp_path: Path
+) -> None:
+    """The acceptance is computed from the samples, and the seal is that of the new line."""
+    lines = BASELINES.read_text().splitlines()[:2]
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text("".join(f"{as_before(line)}\n" for line in lines))
+    convert_records.main(old, new)
+    assert new.read_text().splitlines() == lines
+
+
+def test_a_tree_is_refused_with_file_and_line(convert_records: ModuleType, tmp_path: Path) -> None:
+    line = BASELINES.read_text().splitlines()[0]
+    old = tmp_path / "old.jsonl"
+    old.write_text(f"{as_before(line)}\n{as_before(line, tree='3,2')}\n")
+    with pytest.raises(SystemExit, match=r"old\.jsonl:2: .*--tree 3,2.*leave this line out"):
+        convert_records.main(old, tmp_path / "new.jsonl")
+    assert not (tmp_path / "new.jsonl").exists()
