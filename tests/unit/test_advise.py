@@ -393,7 +393,7 @@ def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
         file = tmp_path / "run.toml"
         file.write_text(config_of.to_toml(config_of.flags_of(record)))
         config = RUN.read(["--config", str(file)])
-        config.check(1)
+        config.check(record.environment.world_size)
         found = resolve(config, machine).to_dict()
         for section in ("decoding", "kv", "sampling", "workload"):
             ours, theirs = found[section], record.config[section]

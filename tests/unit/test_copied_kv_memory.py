@@ -128,9 +128,10 @@ def test_a_pipelines_drafter_needs_no_more_than_that(seed: int) -> None:
     served = [replace(request, request_id=i) for i, request in enumerate(served)]
     expected = generate_alone(model, [replace(r, output_ids=[]) for r in served], 100)
     options = Options(mode="sync", gamma=4, pa=0.0, lanes=2)
-    num_cells = max(p + n for p, n in lengths)
+    # Synchronous speculation drafts past the end of an output.
+    num_cells = max(p + n for p, n in lengths) + options.gamma
     kv = KVSection("snapkv", 12, window_size=4)
-    following = max(n for _, n in lengths)
+    following = max(n for _, n in lengths) + options.gamma
     draft = make_draft(model, kv, 2, num_cells, max_following=following)
     drafter = ModelPathDrafter(draft, kv, TINY.vocab_size)
     parts = [RunStage(make_runner(part, 2, num_cells)) for part in divide(model, 2)]
