@@ -23,7 +23,7 @@ PHASES = {
     "connecting through gloo": ("torch.distributed", "new_group", 2),
     "serving": ("magicdec.systems.stages.stage", "Stage.forward", 40),
     "serving runs": ("magicdec.systems.stages.stage", "RunStage.compute", 20),
-    "serving drafts": ("magicdec.systems.pipeinfer.path_drafter", "ModelDrafter.propose", 8),
+    "serving drafts": ("magicdec.systems.pipeinfer.path_drafter", "ModelPathDrafter.propose", 8),
     "closing": ("magicdec.distributed.start", "leave_ranks", 1),
 }
 WAIT_S = 0.4

@@ -48,18 +48,13 @@ def clean() -> dict[str, RunRecord]:
     return dict(zip(CONFIGS, run([with_threads(c, 1) for c in CONFIGS.values()]), strict=True))
 
 
-def samples_of(record: RunRecord) -> Any:
-    assert record.samples is not None
-    return record.samples["speculative"].restored()
-
-
 def test_neither_threads_nor_native_calls_change_a_step(clean: dict[str, RunRecord]) -> None:
     chains = {name: config for name, config in CONFIGS.items() if config.decoding.gamma == 4}
     off = {n: replace(c, model=replace(c.model, native_steps="off")) for n, c in chains.items()}
     for configs, threads in ((CONFIGS, 2), (off, 1)):
         again = run([with_threads(config, threads) for config in configs.values()])
         for name, record in zip(configs, again, strict=True):
-            assert find_change(samples_of(record), samples_of(clean[name])) is None, name
+            assert find_change(record.drafted_pass(), clean[name].drafted_pass()) is None, name
         if configs is CONFIGS:
             found = compare(again, list(clean.values()))
             assert [c.verdict for c in found] == ["same"] * len(found)
