@@ -22,7 +22,7 @@ STUDY = "results/cpu/report"  # a page with its files, which the site has as the
 
 project, author, copyright = "magicdec", "", "the authors of magicdec; Apache-2.0"
 release = importlib.metadata.version("magicdec").partition("+")[0]
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = FRONT
 include_patterns = ["*.md", "docs/**.md", "docs/site/*.rst", "results/*.md", "magicdec/**/*.md"]
 exclude_patterns = [".*"]

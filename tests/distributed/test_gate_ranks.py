@@ -6,6 +6,7 @@ import pytest
 
 from magicdec.bench.gate.cases import DRAFT_BUDGET, GAMMA, Subject, standard_cases
 from magicdec.bench.gate.measuring import Result, measure, run_cases, with_threads
+from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, ParallelSection
 from magicdec.kv.draft_log import DIGITS
 from magicdec.records.comparison.compare import compare
@@ -13,7 +14,8 @@ from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
 
 SUBJECT = Subject(prefix_len=DRAFT_BUDGET + 63, batch_size=4, num_batches=1, gen_len=12)
-ON_RANKS = [with_threads(c, 1) for c in standard_cases(SUBJECT) if c.parallel.nproc]
+RUNS = [case for case in standard_cases(SUBJECT) if isinstance(case, RunConfig)]
+ON_RANKS = [with_threads(c, 1) for c in RUNS if c.parallel.nproc]
 ABSENT = replace(ON_RANKS[0], model=ModelSection("no/such_model", "float32"))
 ALONE = with_threads(SUBJECT.config("self", KVSection("streaming_llm", DRAFT_BUDGET), GAMMA), 1)
 

@@ -93,6 +93,7 @@ def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
     assert second == RequestRecord(
         arrival_ms=1000, joined_ms=[1500, 3250], preempted_ms=[3125], prefilled_ms=[3000, 3500],
         first_token_ms=3000, finished_ms=4000, prompt_len=3, output_len=5,
+        output_hash=second.output_hash,
     )  # fmt: skip
     assert (first.first_token_ms, third.finished_ms) == (500, 3000)
 
@@ -137,7 +138,7 @@ def test_goodput_is_a_list_of_bounds() -> None:
 
 REQUEST = RequestRecord(
     arrival_ms=1000, joined_ms=[2000, 6000], preempted_ms=[5000], prefilled_ms=[3000, 6500],
-    first_token_ms=3000, finished_ms=9000, prompt_len=5, output_len=9,
+    first_token_ms=3000, finished_ms=9000, prompt_len=5, output_len=9, output_hash="0",
 )  # fmt: skip
 
 
