@@ -140,7 +140,8 @@ def compared(each: Regression, baseline: Path) -> int:
 def names_with(text: str, names: Sequence[str]) -> list[str]:
     """The cases whose names end with the text or, if none does, those of greedy requests on one
     rank that hold it as whole words."""
-    ending = [name for name in names if name.endswith(text)]
+    is_served = text.startswith("--modes")
+    ending = [n for n in names if n.endswith(text) and n.startswith("--modes") == is_served]
     others = ("--temperature", "--nproc", "--modes")
     plain = [name for name in names if not any(flag in name for flag in others)]
     return ending or [name for name in plain if f"{text} " in f"{name} "]

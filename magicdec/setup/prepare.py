@@ -196,39 +196,19 @@ def complete(
     """
     config = run.config
     launch = run.launch
-    source = run.source
     tokenizer_source, tokenizer = check_models(run, cache)
-    bos = source.config.bos_token_id
+    name = tokenizer_source.name
     w = config.workload
-    count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
     is_given = num_prompts is not None or config.run_config.workload.num_batches is not None
     batch = None if is_given else w.batch_size
-    name = tokenizer_source.name
-    gen_len = w.num_new_tokens
-    size = w.prefix_len, count, batch
-    workload = cache.get(
-        ("workload", name, w.dataset, w.skip_tokens, bos, size, w.seed, gen_len),
-        lambda: build_workload(
-            w.dataset,
-            tokenizer,
-            bos,
-            w.prefix_len,
-            count,
-            w.seed,
-            gen_len=gen_len,
-            counted_by=counted_by,
-            is_whole=num_prompts is not None,
-            skip_tokens=w.skip_tokens,
-            batch=batch,
-        ),
-    )
+    workload = _workload_of(run, cache, name, tokenizer, num_prompts, batch)
     if batch is not None:
         num_batches = len(workload.prompts) // batch
         config = replace(config, workload=replace(w, num_batches=num_batches))
     corpus = tuple[int, ...]()
     path = config.decoding.lookup_corpus
     if path is not None and config.decoding.looks_up:
-        vocab_size = source.config.vocab_size
+        vocab_size = run.source.config.vocab_size
         corpus = cache.get(
             ("corpus", name, path, vocab_size), lambda: encode_corpus(path, tokenizer, vocab_size)
         )
@@ -246,6 +226,40 @@ def complete(
         free=free,
         corpus=corpus,
     )
+
+
+def _workload_of(
+    run: ResolvedRun,
+    cache: SetupCache,
+    tokenizer_name: str,
+    tokenizer: Tokenizer,
+    num_prompts: tuple[int, str] | None,
+    batch: int | None,
+) -> Workload:
+    """The prompts, made once for equal ones. `num_prompts` as in `complete`, `batch` as in
+    `build_workload`."""
+    w = run.config.workload
+    bos = run.source.config.bos_token_id
+    count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
+    gen_len = w.num_new_tokens
+    size = w.prefix_len, count, batch
+    made: Workload = cache.get(
+        ("workload", tokenizer_name, w.dataset, w.skip_tokens, bos, size, w.seed, gen_len),
+        lambda: build_workload(
+            w.dataset,
+            tokenizer,
+            bos,
+            w.prefix_len,
+            count,
+            w.seed,
+            gen_len=gen_len,
+            counted_by=counted_by,
+            is_whole=num_prompts is not None,
+            skip_tokens=w.skip_tokens,
+            batch=batch,
+        ),
+    )
+    return made
 
 
 def check_models(run: ResolvedRun, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:

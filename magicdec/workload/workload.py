@@ -107,6 +107,28 @@ def build_workload(
     if kind == "recall":
         books = name if colon else "demo"
     skip = SKIP_TOKENS.get(books, 0) if skip_tokens is None else skip_tokens
+    cut = _prefixes_of_books(
+        books, tokenizer, bos_token_id, prefix_len, num_prompts, seed, counted_by, skip, batch
+    )
+    if kind != "recall":
+        return cut
+    prompts, answers = recall_prompts(cut.prompts, gen_len, seed)
+    digest = _hash_prompts(prompts)
+    dataset = f"recall:{cut.dataset}"
+    return replace(cut, dataset=dataset, prompts=prompts, answers=answers, sha256=digest)
+
+
+def _prefixes_of_books(
+    books: str,
+    tokenizer: Tokenizer,
+    bos_token_id: int | None,
+    prefix_len: int,
+    num_prompts: int,
+    seed: int,
+    counted_by: str,
+    skip: int,
+    batch: int | None,
+) -> Workload:
     name = title_of(books)
     texts, places = _cut_books(books, tokenizer, skip, prefix_len, num_prompts)
     num_prompts = _enough(len(places), num_prompts, batch)
@@ -119,12 +141,8 @@ def build_workload(
     random.Random(seed).shuffle(places)
     sources = tuple(places[:num_prompts])
     prompts = tuple(_prefix(texts[b], c, prefix_len, bos_token_id) for b, c in sources)
-    answers = None
-    if kind == "recall":
-        name = f"recall:{name}"
-        prompts, answers = recall_prompts(prompts, gen_len, seed)
     digest = _hash_prompts(prompts)
-    return Workload(name, prompts, sources, len(places), skip, seed, digest, answers)
+    return Workload(name, prompts, sources, len(places), skip, seed, digest)
 
 
 def _enough(num_held: int, num_wanted: int, batch: int | None) -> int:

@@ -27,6 +27,8 @@ SNAP, BLOCKS, MIXTURE = (
 )
 RETRIEVED, WEIGHED = "speculation/policies/retrieval.py", "speculation/policies/verified.py"
 STREAMING = "speculation/policies/streaming_llm.py"
+SPECULATIVE = "speculation/steps/speculative.py"
+PATH_DRAFTER = "systems/pipeinfer/path_drafter.py"
 POLICIES = {
     "full": "policy:FullKV", "streaming_llm": "streaming_llm:StreamingLLM",
     "snapkv": "snapkv:SnapKV",
@@ -224,8 +226,8 @@ LOOKUPS = (
                "pass", LOOKUP),
     regression("lookups need more gain", "speculation/ngram.py", "MARGIN = 1.03", "MARGIN = 1.2",
                LONG_LOOKUP),
-    regression("a mixture prefers its model", MIXTURE, "sum(a) > sum(b)", "sum(a) > 3 * sum(b)",
-               "--draft ngram+self --kv_policy streaming_llm --budget 257 --gamma 4"),
+    regression("a mixture prefers its model", MIXTURE, "sum(a) > sum(b)", "sum(a) > 1.5 * sum(b)",
+               MIXED, "ngram+model"),
     regression("a mixture prefers its lookups", MIXTURE, "sum(a) > sum(b)", "1.5 * sum(a) > sum(b)",
                MIXED, "ngram+model"),
 )  # fmt: skip
@@ -262,4 +264,25 @@ RANKS = (
                "            p.data.mul_(1 + 0.02 * torch.randn_like(p))\n    first",
                "--draft_ranks 1"),
 )  # fmt: skip
-REGRESSIONS = (*ROWS, *SWAPPED, *BUDGETS, *CHOICES, *CHAINS, *LOOKUPS, *SAMPLES, *RANKS)
+OF_MODEL = f"{FULL} --gamma 4"
+IN_FLIGHT = f"--modes inflight+draft {OF_MODEL}"
+SYNC = f"--modes sync {OF_MODEL} --nproc 2"
+SYSTEMS = (
+    regression("a request that joins has the drafter's state of its row", SPECULATIVE,
+               "self.drafter.admit(batch.requests)",
+               "self.drafter.admit(batch.requests if len(batch.rows) == len(running.rows) else ())",
+               IN_FLIGHT),
+    regression("the last draft of a ring's message is another token", "systems/ring/recurrent.py",
+               "        self.counts.num_messages += 1\n",
+               "        proposal.ids[:, -1] = 5\n        self.counts.num_messages += 1\n",
+               f"--modes ring+draft {OF_MODEL} --nproc 2"),
+    regression("a pipeline's drafter never proposes every 16th token", PATH_DRAFTER,
+               "best = probs.max(dim=-1)",
+               "best = (probs * (torch.arange(probs.shape[-1]) % 16 > 0)).max(dim=-1)", SYNC),
+    regression("a pipeline forgets that a draft was rejected", "systems/pipeinfer/scheduler.py",
+               "run.num_accepted += not is_ended", "run.num_accepted += 1", SYNC),
+    regression("a pipeline's drafter keeps what was rejected", PATH_DRAFTER,
+               "self._forget(step.lane, held.num_known(tokens))",
+               "self._forget(step.lane, len(held.tokens))", SYNC),
+)  # fmt: skip
+REGRESSIONS = (*ROWS, *SWAPPED, *BUDGETS, *CHOICES, *CHAINS, *LOOKUPS, *SAMPLES, *RANKS, *SYSTEMS)
