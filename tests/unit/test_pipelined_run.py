@@ -139,7 +139,8 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
     counts = found.scheduler.counts
     assert counts.num_drafted > counts.num_accepted > 0 or policy == "full"
     assert (counts.num_accepted == counts.num_drafted) == (policy == "full")
-    assert counts.least_margin == pytest.approx(min(map(least_margin, served)), rel=1e-3)
+    # A difference of two logits of about 5, each with the rounding of float32 in five layers.
+    assert counts.least_margin == pytest.approx(min(map(least_margin, served)), abs=2e-5)
 
 
 @pytest.mark.parametrize(
