@@ -104,6 +104,7 @@ class Verification:
     accepted: int  # of them
     emitted: int  # tokens that it appended to the output
     digest: tuple[str, int] | None = None  # of what was drafted and read (`kv.draft_log`), if known
+    position: int | None = None  # of the first draft in the text, where drafts run ahead
 
 
 @dataclass
@@ -168,7 +169,8 @@ class Verifications:
         drafted = output.num_drafted or [output.padded_gamma] * len(request_ids)
         emitted = map(len, output.token_ids)
         digests: Sequence[tuple[str, int] | None] = output.digests or [None] * len(request_ids)
-        columns = request_ids, drafted, output.num_accepted, emitted, digests
+        positions: Sequence[int | None] = output.draft_positions or [None] * len(request_ids)
+        columns = request_ids, drafted, output.num_accepted, emitted, digests, positions
         for counts in zip(*columns, strict=True):
             self.add(*counts)
 
@@ -179,10 +181,11 @@ class Verifications:
         accepted: int,
         emitted: int,
         digest: tuple[str, int] | None = None,
+        position: int | None = None,
     ) -> None:
         """A verification. A row without drafts has none."""
         if drafted:
-            verification = Verification(drafted, min(accepted, drafted), emitted, digest)
+            verification = Verification(drafted, min(accepted, drafted), emitted, digest, position)
             self.by_request[request_id].append(verification)
 
 
@@ -279,21 +282,22 @@ def estimates_of(counts: PromptCounts) -> Estimates:
 
 def acceptance_metrics(verifications: Verifications, num_requests: int) -> dict[str, Any]:
     """The fields of `AcceptanceMetrics` for the requests 0 to `num_requests` - 1; empty if nothing
-    was drafted."""
+    was drafted. Where every draft was cancelled, their number is all that is known."""
     counts = PromptCounts.of(verifications.by_request, num_requests).with_verifications()
+    cancelled = verifications.num_cancelled
+    num_cancelled = sum(cancelled.values()) if cancelled else None
     if not counts.num_prompts:
-        return {}
+        return {"num_cancelled_draft_tokens": num_cancelled} if num_cancelled else {}
     estimates = estimates_of(counts)
     longest = 1 + counts.judged.shape[1]
     positions = [interval(values, 0, 1) or [] for values in estimates.per_position.T]
-    cancelled = verifications.num_cancelled
     every = verifications.every
     histogram = np.bincount([each.accepted for each in every], minlength=longest)
     return {
         "num_spec_steps": len(every),
         "num_draft_tokens": verifications.num_drafted,
         "num_accepted_draft_tokens": verifications.num_accepted,
-        "num_cancelled_draft_tokens": sum(cancelled.values()) if cancelled else None,
+        "num_cancelled_draft_tokens": num_cancelled,
         "acceptance_histogram": histogram.tolist(),
         "draft_acceptance_rate": float(estimates.rate[0]),
         "mean_acceptance_length": float(estimates.length[0]),

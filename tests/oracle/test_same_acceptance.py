@@ -59,7 +59,7 @@ def steps_of(record: dict[str, Any]) -> dict[int, list[Verification]]:
     return {
         number: [
             Verification(*counts)
-            for counts in zip(*(request[name] for name in columns), strict=True)
+            for counts in zip(*(request[name] or () for name in columns), strict=True)
         ]
         for number, request in enumerate(record["requests"])
     }
@@ -77,6 +77,15 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
         if name != "async":
             assert steps == expected, name
         found = [each for of_request in steps.values() for each in of_request]
+        cancelled = [request["num_cancelled_draft_tokens"] for request in record["requests"]]
+        if name in ("sync", "async"):
+            assert metrics["num_cancelled_draft_tokens"] == sum(cancelled)
+            assert name == "async" or sum(cancelled) == 0
+        else:
+            assert metrics["num_cancelled_draft_tokens"] is None and set(cancelled) == {None}
+        if name == "async" and not found:  # a busy machine may judge no draft before it is wrong
+            assert metrics["draft_acceptance_rate"] is metrics["num_spec_steps"] is None
+            continue
         assert metrics["num_spec_steps"] == len(found) == sum(metrics["acceptance_histogram"])
         assert metrics["num_draft_tokens"] == sum(each.drafted for each in found)
         accepted = sum(each.accepted for each in found)
@@ -85,12 +94,6 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
         assert metrics["mean_acceptance_length"] == 1 + accepted / len(found)
         by_count = enumerate(metrics["acceptance_histogram"])
         assert sum(count * number for count, number in by_count) == accepted
-        cancelled = [request["num_cancelled_draft_tokens"] for request in record["requests"]]
-        if name in ("sync", "async"):
-            assert metrics["num_cancelled_draft_tokens"] == sum(cancelled)
-            assert name == "async" or sum(cancelled) == 0
-        else:
-            assert metrics["num_cancelled_draft_tokens"] is None and set(cancelled) == {None}
     assert records["sequential"]["metrics"]["draft_acceptance_rate"] is None
     assert {request["per_step_drafted"] for request in records["sequential"]["requests"]} == {None}
 
