@@ -61,6 +61,17 @@ class DraftedPass:
     def counts(self) -> PromptCounts:
         return PromptCounts.of(self.verifications.by_request, self.num_prompts)
 
+    def verdicts(self, prompt: int) -> dict[int, bool]:
+        """By position in the text: whether the draft there was right. Of drafts that were judged,
+        of a pass whose drafts run ahead."""
+        found: dict[int, bool] = {}
+        for each in self.verifications.by_request.get(prompt, ()):
+            assert each.position is not None, "its drafts run ahead"
+            found |= {each.position + i: True for i in range(each.accepted)}
+            if each.accepted < each.drafted:
+                found[each.position + each.accepted] = False
+        return found
+
     @classmethod
     def of_samples(cls, samples: PassSamples) -> DraftedPass:
         """Of a pass of a run."""

@@ -96,6 +96,11 @@ class DraftingRecord(Protocol):
         """Why unchanged code may draft other tokens in it; None if only rounding decides."""
 
     @property
+    def are_judged_by_time(self) -> bool:
+        """Whether times decide which drafts are judged, so that only drafts at the same place of
+        the same text can be compared."""
+
+    @property
     def is_uncompared(self) -> bool:
         """Whether its tokens could have been compared with others, and were not."""
 
@@ -202,6 +207,10 @@ class RunRecord(MeasuredRecord):
     @property
     def why_other_drafts(self) -> None:
         return None
+
+    @property
+    def are_judged_by_time(self) -> bool:
+        return False
 
     @property
     def is_uncompared(self) -> bool:

@@ -205,6 +205,9 @@ class StepOutput:
     # Of each request, the draft tokens that were cancelled before any of their run was judged; None
     # where drafts are never cancelled.
     num_cancelled: list[int] | None = None
+    # Of each request, the position of its first draft in its text; None where drafts follow the
+    # newest token.
+    draft_positions: list[int] | None = None
 
     @property
     def num_tokens(self) -> int:

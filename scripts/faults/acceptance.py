@@ -267,6 +267,7 @@ RANKS = (
 OF_MODEL = f"{FULL} --gamma 4"
 IN_FLIGHT = f"--modes inflight+draft {OF_MODEL}"
 SYNC = f"--modes sync {OF_MODEL} --nproc 2"
+ASYNC = SYNC.replace("sync", "async")
 SYSTEMS = (
     regression("a request that joins has the drafter's state of its row", SPECULATIVE,
                "self.drafter.admit(batch.requests)",
@@ -278,7 +279,8 @@ SYSTEMS = (
                f"--modes ring+draft {OF_MODEL} --nproc 2"),
     regression("a pipeline's drafter never proposes every 16th token", PATH_DRAFTER,
                "best = probs.max(dim=-1)",
-               "best = (probs * (torch.arange(probs.shape[-1]) % 16 > 0)).max(dim=-1)", SYNC),
+               "best = (probs * (torch.arange(probs.shape[-1]) % 16 > 0)).max(dim=-1)",
+               SYNC, ASYNC),
     regression("a pipeline forgets that a draft was rejected", "systems/pipeinfer/scheduler.py",
                "run.num_accepted += not is_ended", "run.num_accepted += 1", SYNC),
     regression("a pipeline's drafter keeps what was rejected", PATH_DRAFTER,

@@ -204,8 +204,8 @@ PROPERTIES = (
         "test_recurrent_order.py::test_a_ring_counts_what_was_proposed_and_accepted_of_each_row",
         (
             Fault("accepted padding counted", "records/acceptance.py",
-                  "min(accepted, drafted), emitted, digest)",
-                  "accepted, emitted, digest)"),
+                  "min(accepted, drafted), emitted, digest, position)",
+                  "accepted, emitted, digest, position)"),
             Fault("rounds counted twice", "systems/ring/recurrent.py",
                   "self.counts.num_rounds += len(counts)",
                   "self.counts.num_rounds += 2 * len(counts)"),

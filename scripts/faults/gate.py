@@ -51,6 +51,20 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Drafts that run ahead are compared at the places that were judged in both passes.",
+        f"{EXACT}test_drafts_that_run_ahead_are_compared_by_their_place",
+        (
+            Fault("verdicts are not compared", "records/comparison/exact.py",
+                  "if ours[place] != theirs[place]", "if False"),
+            Fault("outputs are not compared", "records/comparison/exact.py",
+                  "if hashes[0] != hashes[1] else None", "if False else None"),
+            Fault("what follows a rejected draft is judged", "records/drafted.py",
+                  "found[each.position + each.accepted] = False",
+                  "found |= dict.fromkeys(range(each.position + each.accepted, each.position"
+                  " + each.drafted), False)"),
+        ),
+    ),
+    Property(
         "Where bits may differ, statistics decide, and the line says why.",
         f"{EXACT}test_statistics_decide_where_bits_may_differ_and_the_line_says_why",
         (

@@ -16,7 +16,7 @@ from synthetic_records import drawn, with_fields
 from synthetic_samples import draw_chances, draw_pass
 
 from magicdec.cli import compare as compare_command
-from magicdec.records.acceptance import count_by_prompt
+from magicdec.records.acceptance import Verifications, count_by_prompt
 from magicdec.records.comparison.compare import (
     PairedCounts,
     change_of,
@@ -25,6 +25,7 @@ from magicdec.records.comparison.compare import (
     junit,
     rate_variances,
 )
+from magicdec.records.comparison.exact import find_other_verdict
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
@@ -252,3 +253,26 @@ def test_one_dead_prompt_of_many_is_a_regression_by_statistics_too() -> None:
     new = with_fields(changed(kill), environment__torch="3")
     (found,) = compare([new], [logged()])
     assert exit_code([found]) == 1 and "prompt 2 lost" in str(found), found
+
+
+def ahead(*runs: tuple[int, int, int], output: str = "0") -> DraftedPass:
+    """A pass of one prompt whose drafts ran ahead; of runs: position, drafted, accepted tokens."""
+    found = Verifications()
+    for position, drafted, accepted in runs:
+        found.add(0, drafted, accepted, accepted + 1, position=position)
+    return DraftedPass(found, [output], None, {})
+
+
+def test_drafts_that_run_ahead_are_compared_by_their_place() -> None:
+    """However they are cut into runs, and whichever of them times have let be judged."""
+    before = ahead((10, 4, 2), (13, 4, 4), (20, 2, 0))
+    change, num_places = find_other_verdict(ahead((10, 1, 1), (13, 2, 2), (15, 8, 2)), before)
+    assert change is None and num_places == 5
+    for other, said in (
+        (ahead((10, 4, 3)), "prompt 0, position 12: the draft is accepted, was rejected"),
+        (ahead((13, 4, 1)), "prompt 0, position 14: the draft is rejected, was accepted"),
+        (ahead((10, 4, 2), output="1"), "prompt 0, emitted other tokens"),
+    ):
+        change, _ = find_other_verdict(other, before)
+        assert str(change) == said
+    assert find_other_verdict(ahead((40, 1, 1)), before) == (None, 0)

@@ -41,12 +41,12 @@ def test_runs_that_turn_out_to_be_right_go_on_and_wrong_ones_are_skipped() -> No
         (draft,) = scheduler.idle()
         assert isinstance(draft, DraftAction)
         scheduler.drafted(draft.draft, (token, 1.0))
-    right = Commit(0, (7,), None, (JudgedRun(1, 1),))
+    right = Commit(0, (7,), None, (JudgedRun(1, 1, position=2),))
     assert scheduler.result(1, [7]) == [right], "run 2 has the newest token already"
     assert [run.run for run in scheduler.in_flight] == [2, 3, 4]
     commit, cancel, launch = scheduler.result(2, [1])
     assert (commit, cancel) == (
-        Commit(0, (1,), None, (JudgedRun(1, 0),), num_cancelled=1),
+        Commit(0, (1,), None, (JudgedRun(1, 0, position=3),), num_cancelled=1),
         Cancel((3, 4)),
     )
     assert isinstance(launch, RunLaunch) and launch.tokens == (1,)
@@ -76,7 +76,7 @@ def test_the_output_ends_at_eos_and_the_lane_goes_to_the_next_request() -> None:
     assert [launch.tokens for launch in actions if isinstance(launch, RunLaunch)] == [(7, 6, 8, 5)]
     assert scheduler.result(1, [7]) == [Commit(0, (7,), None)]
     commit, prompt = scheduler.result(2, [9, 8, 5, 4])
-    assert commit == Commit(0, (9,), "eos", (JudgedRun(4, 1),))
+    assert commit == Commit(0, (9,), "eos", (JudgedRun(4, 1, position=2),))
     assert isinstance(prompt, RunLaunch) and prompt.tokens == (2, 3) and prompt.lane == 0
     assert scheduler.result(3, [6]) == [Commit(1, (6,), "length")] and scheduler.is_over
 
@@ -87,7 +87,7 @@ def test_nothing_is_drafted_from_an_end_token_on() -> None:
     assert propose(scheduler, (7, 1.0)) == []
     (launch,) = propose(scheduler, (9, 1.0))
     assert isinstance(launch, RunLaunch) and launch.tokens == (7,) and scheduler.idle() == []
-    assert scheduler.result(1, [7]) == [Commit(0, (7,), None, (JudgedRun(1, 1),))]
+    assert scheduler.result(1, [7]) == [Commit(0, (7,), None, (JudgedRun(1, 1, position=2),))]
     assert scheduler.idle() == []
     commit, again = scheduler.result(2, [8])
     assert commit == Commit(0, (8,), None) and isinstance(again, RunLaunch) and again.tokens == (8,)

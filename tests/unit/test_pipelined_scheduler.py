@@ -63,6 +63,7 @@ class Recount:
         # By request and run, in the order of launches: draft tokens, and how many are accepted;
         # None until the first is judged.
         self.open: dict[tuple[int, int], tuple[int, int | None]] = {}
+        self.firsts: dict[int, int] = {}  # the place of the first draft of each run
         self.runs = self.speculative_runs = self.launched = 0
 
     def observe(self, actions: Tokens[Action]) -> None:
@@ -89,6 +90,7 @@ class Recount:
         self.launched += len(drafts)
         if drafts:
             self.open[request, launch.run] = len(drafts), None
+            self.firsts[launch.run] = drafts[0][0]
 
     def commit(self, commit: Commit) -> None:
         """Checks what it says of runs: all whose drafts are accepted, and that with the first
@@ -101,15 +103,18 @@ class Recount:
                 count, accepted = self.open.pop((request, run))
                 accepted = (accepted or 0) + (draft == token)
                 if draft != token or accepted == count:
-                    judged.append(JudgedRun(count, accepted))
+                    judged.append(JudgedRun(count, accepted, self.firsts[run]))
                 else:
                     self.open = {(request, run): (count, accepted), **self.open}
             if draft != token:
                 self.forget(request, len(text))
                 num_cancelled += sum(count for count, _ in self.close(request))
             text.append(token)
-        for count, accepted in self.close(request) if commit.finished else ():
-            judged += [] if accepted is None else [JudgedRun(accepted, accepted)]
+        keys = [key for key in self.open if key[0] == request]
+        closed = zip(keys, self.close(request), strict=True) if commit.finished else ()
+        for (_, run), (count, accepted) in closed:
+            if accepted is not None:
+                judged.append(JudgedRun(accepted, accepted, self.firsts[run]))
             num_cancelled += count - (accepted or 0)
         if self.is_sync and commit.finished:  # its last run judges drafts past the end too
             known = num_cancelled + sum(run.num_drafted for run in judged)

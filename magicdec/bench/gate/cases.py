@@ -180,7 +180,7 @@ def _on_ranks(subject: Subject) -> Iterator[RunConfig]:
 
 
 def _of_systems(subject: Subject) -> Iterator[ServedCase]:
-    """Every system that drafts, with a draft model where there is one, else with lookups; and
+    """The systems that draft, with a draft model where there is one, else with lookups; and
     self-speculation in flight, whose requests take rows that others have left."""
     draft = NGRAM if subject.standalone is None else f"{MODEL_PREFIX}{subject.standalone}"
     full = KVSection(FULL_KV_POLICY)
@@ -188,8 +188,10 @@ def _of_systems(subject: Subject) -> Iterator[ServedCase]:
     yield _served(
         subject, "inflight+draft", SELF, full if subject.prefix_len <= DRAFT_BUDGET else kv
     )
-    for mode in ("inflight+draft", "ring+draft", "sync", "async"):
+    for mode in ("inflight+draft", "ring+draft", "sync"):
         yield _served(subject, mode, draft, full)
+    if draft != NGRAM:  # what is looked up follows from what is committed in time
+        yield _served(subject, "async", draft, full)
 
 
 def _served(subject: Subject, mode: str, draft: str, kv: KVSection) -> ServedCase:

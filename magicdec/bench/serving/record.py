@@ -16,6 +16,7 @@ import numpy as np
 
 from magicdec.bench.serving.metrics import ServingMetrics
 from magicdec.config.sections import MODEL_PREFIX
+from magicdec.names import FULL_KV_POLICY
 from magicdec.records.acceptance import Verification, Verifications
 from magicdec.records.drafted import DraftedPass, StepLog
 from magicdec.records.fields import RecordPart, recorded
@@ -75,6 +76,11 @@ class RequestRecord(RecordPart):
         "tokens",
         null=NO_VERIFICATIONS,
     )
+    per_step_position: list[int] | None = recorded(
+        "position of the first of these draft tokens in the text, prompt included",
+        "tokens",
+        null=NO_VERIFICATIONS + "; where drafts follow the newest token",
+    )
     draft_hashes: list[str] | None = recorded(
         "of each of these verifications the hash of the tokens that were drafted, and that of the "
         "positions that the draft forwards read; four hexadecimal digits of each",
@@ -94,17 +100,24 @@ class RequestRecord(RecordPart):
         null="of systems that cancel none; with random weights",
     )
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether it says where each of its verifications was, if it has any."""
+        return self.per_step_position is not None or not self.per_step_drafted
+
     def verifications(self) -> list[Verification]:
         """The verifications of its drafts, in order."""
         count = len(self.per_step_drafted or ())
         digests: Iterable[tuple[str, int] | None] = [None] * count
         if self.draft_hashes is not None and self.draft_keys is not None:
             digests = zip(self.draft_hashes, self.draft_keys, strict=True)
+        positions: Iterable[int | None] = self.per_step_position or [None] * count
         columns = (
             self.per_step_drafted or (),
             self.per_step_accepted or (),
             self.per_step_emitted or (),
             digests,
+            positions,
         )
         return [Verification(*counts) for counts in zip(*columns, strict=True)]
 
@@ -190,11 +203,28 @@ class ServingRecord(MeasuredRecord):
 
     @property
     def why_other_drafts(self) -> str | None:
-        if self.config["workload"]["mode"] == "async":
-            return "which drafts are judged in time follows from measured times"
+        if self.are_judged_by_time and not self._drafts_by_text:
+            return "which drafts are made and judged follows from measured times"
         if self.config["workload"]["arrival"] != "burst":
             return "requests join at measured times"
         return None
+
+    @property
+    def are_judged_by_time(self) -> bool:
+        return self.config["workload"]["mode"] == "async"
+
+    @property
+    def _drafts_by_text(self) -> bool:
+        """Whether a draft follows from the text before it alone, committed or not: a model that
+        reads all of it does so, and lookups know only what is committed. Records of earlier
+        versions do not say where their drafts were."""
+        config = self.config_as_run()
+        kv = config["kv"] or {}
+        is_known = all(each.has_positions for each in self.requests)
+        return is_known and (config["decoding"]["drafter"], kv.get("policy")) == (
+            "model",
+            FULL_KV_POLICY,
+        )
 
     @property
     def is_uncompared(self) -> bool:
@@ -218,7 +248,8 @@ class ServingRecord(MeasuredRecord):
         found = Verifications()
         for number, request in enumerate(self.requests):
             for each in request.verifications():
-                found.add(number, each.drafted, each.accepted, each.emitted, each.digest)
+                counts = each.drafted, each.accepted, each.emitted
+                found.add(number, *counts, each.digest, each.position)
         steps = [
             [step_log(i, each) for i, each in enumerate(found.by_request.get(number, ()))]
             for number in range(len(self.requests))
@@ -297,6 +328,11 @@ def describe_requests(
     def after(request: Request, at_s: float) -> float:
         return ms(next((t for t in request.token_times_s if t >= at_s), None))
 
+    def positions_of(request: Request) -> list[int] | None:
+        steps = judged.by_request.get(request.request_id, ())
+        known = [each.position for each in steps if each.position is not None]
+        return known or None
+
     def of_log(request: Request, part: int) -> list[Any] | None:
         digests = [each.digest for each in judged.by_request.get(request.request_id, ())]
         known = [digest[part] for digest in digests if digest is not None]
@@ -315,6 +351,7 @@ def describe_requests(
             per_step_drafted=per_step(request, "drafted"),
             per_step_accepted=per_step(request, "accepted"),
             per_step_emitted=per_step(request, "emitted"),
+            per_step_position=positions_of(request),
             draft_hashes=of_log(request, 0),
             draft_keys=of_log(request, 1),
             output_hash=hash_output(request.output_ids),

@@ -33,7 +33,7 @@ from magicdec.records.comparison.conditions import (
     measured_thing,
     placement,
 )
-from magicdec.records.comparison.exact import RENEW, find_change, why_not_exact
+from magicdec.records.comparison.exact import RENEW, find_change, find_other_verdict, why_not_exact
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
 from magicdec.records.record import DraftingRecord, RunRecord
@@ -374,9 +374,16 @@ def judge(m: Match, rule: Rule, level: float) -> Comparison:
 def judge_exactly(m: Match) -> Comparison:
     """The verdict where unchanged code repeats every step."""
     rates = m.pair.rates()
-    change = find_change(m.after, m.before)
+    if m.new.are_judged_by_time:
+        change, num_places = find_other_verdict(m.after, m.before)
+        if num_places == 0:
+            return Comparison(m.name, INCOMPARABLE, "no draft was judged in both", rates)
+        same = f"drafts at the {num_places} places that were judged in both as before"
+    else:
+        change = find_change(m.after, m.before)
+        same = "every step as before"
     if change is None:
-        text = f"acceptance rate {rates[1]:.4f}, every step as before"
+        text = f"acceptance rate {rates[1]:.4f}, {same}"
         unchanged = Change(0.0, None, m.pair.after.num_prompts)
         return Comparison(m.name, SAME, text, rates, unchanged, EXACT)
     relative = rates[1] / rates[0] - 1 if rates[0] else 0.0

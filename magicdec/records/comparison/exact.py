@@ -114,6 +114,29 @@ def find_change(new: DraftedPass, old: DraftedPass) -> ExactChange | None:
     return None
 
 
+def find_other_verdict(new: DraftedPass, old: DraftedPass) -> tuple[ExactChange | None, int]:
+    """The differences between two passes over the same prompts in which times decide which drafts
+    are judged, and how many places of the texts have a judged draft in both: a draft there follows
+    from the text before it alone."""
+    found = 0
+    num_places = 0
+    first = None
+    for prompt, hashes in enumerate(zip(new.output_hashes, old.output_hashes, strict=True)):
+        ours = new.verdicts(prompt)
+        theirs = old.verdicts(prompt)
+        places = sorted(ours.keys() & theirs.keys())
+        num_places += len(places)
+        change = "emitted other tokens" if hashes[0] != hashes[1] else None
+        wrong = next((place for place in places if ours[place] != theirs[place]), None)
+        if change is None and wrong is not None:
+            words = "accepted, was rejected" if ours[wrong] else "rejected, was accepted"
+            change = f"position {wrong}: the draft is {words}"
+        if change is not None:
+            found += 1
+            first = first or f"prompt {prompt}, {change}"
+    return (None if first is None else ExactChange(first, found)), num_places
+
+
 def first_step(ours: Sequence[StepLog], theirs: Sequence[StepLog]) -> str | None:
     """The first step of a prompt that is not as it was, with all that differs in it."""
     for now, before in zip(ours, theirs, strict=False):

@@ -314,7 +314,14 @@ class Head:
             drafted = None if run is None else [run.num_drafted]
             accepted = None if run is None else [run.num_accepted]
             longest = 0 if run is None else run.num_drafted
-            output = StepOutput([tokens], longest, accepted, drafted, num_cancelled=[num_cancelled])
+            output = StepOutput(
+                [tokens],
+                longest,
+                accepted,
+                drafted,
+                num_cancelled=[num_cancelled],
+                draft_positions=None if run is None else [run.position],
+            )
             self.observe([request.request_id], output, seconds)
             tokens = []
             num_cancelled = 0

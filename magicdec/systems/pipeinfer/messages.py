@@ -47,6 +47,7 @@ class JudgedRun(NamedTuple):
 
     num_drafted: int
     num_accepted: int
+    position: int  # of the first draft in the text
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def judge(tip: Node, drafts: Tokens[Node], is_over: bool) -> tuple[tuple[JudgedR
             run.num_accepted += not is_ended
             before = node
         if run.is_judged:
-            judged.append(JudgedRun(num_drafted, run.num_accepted))
+            judged.append(JudgedRun(num_drafted, run.num_accepted, run.first_draft))
             num_cancelled += run.num_drafted - num_drafted
         else:
             num_cancelled += run.num_drafted
@@ -222,6 +222,7 @@ class PipelinedScheduler:
         drafts = [node for node in nodes if not node.was_tip]
         run = LaunchedRun(self.counts.runs, sequence.request, nodes, len(nodes), bool(drafts))
         run.num_drafted = len(drafts)
+        run.first_draft = drafts[0].position if drafts else 0
         self.counts.speculative_runs += run.is_speculative
         self._take_off(run)
         return sequence.launch(run, nodes[0].position, [node.token for node in nodes])

@@ -29,6 +29,7 @@ class LaunchedRun:
     is_speculative: bool
     is_cancelled: bool = False
     num_drafted: int = 0  # draft tokens among the nodes
+    first_draft: int = 0  # its position in the text
     num_accepted: int = 0  # of these, so far
     is_judged: bool = False  # whether its first draft was accepted or rejected
 
