@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from conftest import Command
 from synthetic_records import drawn, with_fields
 from synthetic_samples import draw_chances, draw_pass
 
+from magicdec.bench.serving.record import ServingRecord
 from magicdec.cli import compare as compare_command
+from magicdec.cli.gate import PACKAGED
 from magicdec.records.acceptance import Verifications, count_by_prompt
 from magicdec.records.comparison.compare import (
     PairedCounts,
@@ -27,6 +30,7 @@ from magicdec.records.comparison.compare import (
 )
 from magicdec.records.comparison.exact import find_other_verdict
 from magicdec.records.drafted import DraftedPass
+from magicdec.records.reading import read_records
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
 
@@ -276,3 +280,17 @@ def test_drafts_that_run_ahead_are_compared_by_their_place() -> None:
         change, _ = find_other_verdict(other, before)
         assert str(change) == said
     assert find_other_verdict(ahead((40, 1, 1)), before) == (None, 0)
+
+
+def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> None:
+    """Such as those of a file of an earlier version, whichever of the two records is of it."""
+    (known,) = [each for each in read_records(PACKAGED, ServingRecord) if each.name == "async"]
+    unknown = replace(
+        known, requests=[replace(each, per_step_position=None) for each in known.requests]
+    )
+    (found,) = compare([known], [known])
+    assert found.rule == "exact"
+    for new, old in ((known, unknown), (unknown, known)):
+        (found,) = compare([new], [old])
+        assert exit_code([found]) == 0
+        assert "does not say where its drafts were" in found.rule

@@ -43,7 +43,9 @@ GAMMAS = (2, 4)  # of the default policy and of the full KV cache
 BUDGETS = (33, 65, 129, 257, 513)  # of the default policy
 SOME_BUDGETS = (129, 257, 513)  # of the other policies
 DRAFT_BUDGET = 257  # of a standalone draft, and of the other ways to draft
-RANKS_PREFIX = 1024  # of the cases of several ranks and of systems, at most
+SHORT_PREFIX = 1024  # of the cases whose prefill no other case shares, at most
+FEW_PROMPTS = 8  # of sampling, whose first tokens are drawn
+SERVED_PREFIX = 512
 SERVED_REQUESTS = 8
 SERVED_ROWS = 3
 SERVED_TOKENS = 32
@@ -108,6 +110,16 @@ class Subject:
             ),
         )
 
+    def short(self, num_prompts: int) -> Subject:
+        """Few and short prompts, for cases that share their prefill with no others."""
+        rows = min(self.batch_size, num_prompts)
+        return replace(
+            self,
+            batch_size=rows,
+            num_batches=-(-num_prompts // rows),
+            prefix_len=min(self.prefix_len, SHORT_PREFIX),
+        )
+
 
 def standard_cases(subject: Subject) -> list[Case]:
     """Self-speculation under every policy, prompt lookup, the standalone draft under every policy
@@ -136,11 +148,11 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
     kv = KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
     if subject.prefix_len <= DRAFT_BUDGET:
         kv = full
+    few = subject.short(FEW_PROMPTS)
     yield subject.config("ngram", full, LOOKUP_GAMMA)
     yield subject.config("ngram+self", kv, GAMMA)
     yield subject.config("ngram+self", kv, "auto", step_cost=STEP_COST)
     yield subject.config("self", kv, "auto", step_cost=STEP_COST)
-    yield subject.config("self", kv, GAMMA, pa=PA)
     yield from (subject.config("self", kv, GAMMA, draft_weights=bits) for bits in LOW_BIT)
     for policy in KV_POLICIES:
         if "reselect_every" in policy_called(policy).settings and kv.policy != FULL_KV_POLICY:
@@ -150,24 +162,18 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
         yield subject.config("ngram+model", full, GAMMA)
         yield subject.config("model", full, GAMMA, pa=PA)
         yield subject.config("model", full, GAMMA, draft_weights=LOW_BIT[0])
-        yield subject.config("model", full, GAMMA, TEMPERATURE)
-    yield subject.config("self", kv, GAMMA, TEMPERATURE)
-    yield subject.config("ngram+self", kv, GAMMA, TEMPERATURE)
+        yield few.config("model", full, GAMMA, TEMPERATURE)
+    yield subject.config("self", kv, GAMMA, pa=PA)
+    yield few.config("self", kv, GAMMA, TEMPERATURE)
+    yield few.config("ngram+self", kv, GAMMA, TEMPERATURE)
 
 
 def _on_ranks(subject: Subject) -> Iterator[RunConfig]:
     """Ranks of one host that share the target, on the CPU: self-speculation, under policies that
-    choose for each of a rank's heads as well, and a draft model on the last rank alone. They have
-    few and short prompts, since no other case shares their prefill."""
+    choose for each of a rank's heads as well, and a draft model on the last rank alone."""
     if subject.nproc == 1:
         return
-    rows = min(subject.batch_size, LEAST_PROMPTS)
-    few = replace(
-        subject,
-        batch_size=rows,
-        num_batches=-(-LEAST_PROMPTS // rows),
-        prefix_len=min(subject.prefix_len, RANKS_PREFIX),
-    )
+    few = subject.short(LEAST_PROMPTS)
     parallel = ParallelSection(device="cpu", nproc=subject.nproc)
     for policy in (policy for policy in KV_POLICIES if policy != FULL_KV_POLICY):
         for kv in _budgets(subject, policy, (DRAFT_BUDGET,)):
@@ -207,7 +213,7 @@ def _served(subject: Subject, mode: str, draft: str, kv: KVSection) -> ServedCas
         mode,
         draft,
         num_requests=SERVED_REQUESTS,
-        prefix_len=min(subject.prefix_len, RANKS_PREFIX),
+        prefix_len=min(subject.prefix_len, SERVED_PREFIX),
         gen_len=subject.gen_len or SERVED_TOKENS,
         batch_size=SERVED_ROWS,
         pa=0.0,

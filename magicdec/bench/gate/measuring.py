@@ -38,7 +38,8 @@ Result = RunRecord | ServingRecord | str
 """The record of a case, or why it has none."""
 NO_RESULT = "no result came back: its process has skipped it, or ended before it"
 APART = "not run: the ranks of its group may differ since the failure of an earlier case"
-PREFILL = 4  # cases that take as long as a prefill
+DECODED = 5  # a decoded token takes as long as so many prefilled ones
+WITH_MODEL = 2  # a draft model, with a prefill of its own, takes as long as so many other drafts
 ENDS_S = 5.0  # until a process that has closed its connection has ended
 
 
@@ -161,25 +162,41 @@ def _start_ranks(share: Sequence[Numbered]) -> list[Worker]:
 
 
 def shares_of(cases: Sequence[Numbered], num_processes: int) -> list[list[Numbered]]:
-    """The cases of each process, so that all end at about the same time. The first case of a
-    process with some prompts costs as much more as PREFILL others, so that few cases with prompts
-    of their own stay together."""
+    """The cases of each process, so that all end at about the same time: the longest first, each to
+    the process that would end it first. Every process that has some prompts prefills them once, so
+    that few cases with prompts of their own stay together."""
     with_prompts: dict[str, list[Numbered]] = {}
     for case in cases:
         config = case[1].config if isinstance(case[1], ServedCase) else case[1]
-        key = repr((config.model, config.sampling, config.workload))
+        key = repr((config.model, config.sampling, workload_of(case[1])))
         with_prompts.setdefault(key, []).append(case)
     shares = [list[Numbered]() for _ in range(num_processes)]
     costs = [0] * num_processes
     for alike in sorted(with_prompts.values(), key=len):
-        prefills = [PREFILL] * num_processes
-        for case in alike:
+        num_prompts, prefix_len, _ = workload_of(alike[0][1])
+        prefills = [num_prompts * prefix_len] * num_processes
+        for case in sorted(alike, key=cost_of, reverse=True):
             after = [cost + prefill for cost, prefill in zip(costs, prefills, strict=True)]
             chosen = after.index(min(after))
             shares[chosen].append(case)
-            costs[chosen] = after[chosen] + 1
+            costs[chosen] = after[chosen] + cost_of(case)
             prefills[chosen] = 0
     return [share for share in shares if share]
+
+
+def workload_of(case: Case) -> tuple[int, int, int]:
+    """Its prompts, and the tokens of a prompt and of an output."""
+    if isinstance(case, ServedCase):
+        return case.num_requests, case.prefix_len, case.gen_len
+    w = case.workload
+    return w.num_prompts, w.prefix_len, w.num_new_tokens
+
+
+def cost_of(case: Numbered) -> int:
+    """Of its decoding, in prefilled tokens."""
+    config = case[1].config if isinstance(case[1], ServedCase) else case[1]
+    num_prompts, _, gen_len = workload_of(case[1])
+    return num_prompts * gen_len * DECODED * (1 if config.draft is None else WITH_MODEL)
 
 
 def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:

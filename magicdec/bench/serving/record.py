@@ -205,6 +205,8 @@ class ServingRecord(MeasuredRecord):
     def why_other_drafts(self) -> str | None:
         if self.are_judged_by_time and not self._drafts_by_text:
             return "which drafts are made and judged follows from measured times"
+        if self.are_judged_by_time and not all(each.has_positions for each in self.requests):
+            return "a record does not say where its drafts were; renew it"
         if self.config["workload"]["arrival"] != "burst":
             return "requests join at measured times"
         return None
@@ -216,15 +218,11 @@ class ServingRecord(MeasuredRecord):
     @property
     def _drafts_by_text(self) -> bool:
         """Whether a draft follows from the text before it alone, committed or not: a model that
-        reads all of it does so, and lookups know only what is committed. Records of earlier
-        versions do not say where their drafts were."""
+        reads all of it does so, and lookups know only what is committed."""
         config = self.config_as_run()
         kv = config["kv"] or {}
-        is_known = all(each.has_positions for each in self.requests)
-        return is_known and (config["decoding"]["drafter"], kv.get("policy")) == (
-            "model",
-            FULL_KV_POLICY,
-        )
+        drafts = config["decoding"]["drafter"], kv.get("policy")
+        return drafts == ("model", FULL_KV_POLICY)
 
     @property
     def is_uncompared(self) -> bool:

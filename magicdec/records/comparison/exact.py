@@ -52,7 +52,7 @@ def why_not_exact(new: DraftingRecord, old: DraftingRecord) -> str | None:
     decoding = config["decoding"]
     if decoding["gamma"] == "auto" and decoding.get("step_cost") is None:
         return "the draft length follows from measured times"
-    if (why := new.why_other_drafts) is not None:
+    if (why := new.why_other_drafts or old.why_other_drafts) is not None:
         return why
     if not old.is_logged:
         return f"the baseline holds no log of what was drafted and read; {RENEW}"
