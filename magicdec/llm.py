@@ -52,12 +52,11 @@ class LLM:
         dtype: the dtype of activations and of the KV cache, as `--dtype`.
         max_tokens: most tokens of a request.
         max_concurrency: most requests that are decoded together.
-        cache_tokens: tokens that the KV cache holds of all requests. Default: all at full length.
+        cache_tokens: tokens in the KV cache. Default: all requests at full length.
         block_tokens: tokens of a block of the cache.
         prefill_tokens: most prompt tokens that a step prefills.
         threads: CPU threads. Default: all cores.
-        max_new_tokens: most new tokens that a request may ask for, which bounds what a KV policy
-            copies. Default: as many as fit in a row.
+        max_new_tokens: most new tokens of a request. Default: as many as fit in a row.
         draft_weights: the matrices that draft, as `--draft_weights`: "int8" or "int4".
 
     Raises:

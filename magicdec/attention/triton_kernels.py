@@ -6,7 +6,7 @@ Names: B rows, T new tokens, H query heads, G KV heads, D head size. Tensors are
 strides are given. A layer's pool is [num_blocks, G, block_size, D]; a slot is a token and head in
 it. Key i is the i-th visible position along a row's ranges [start, stop); the last T keys are new.
 Queries of a KV head are packed: m = t * H/G + head. A tile is BLOCK_N keys, adjacent in one block
-or listed with slots, so that the compiler can copy the next tile during computation.
+or listed with slots.
 """
 
 from __future__ import annotations

@@ -100,7 +100,6 @@ def parser_of(command: str) -> Parser:
 
 
 def start(name: str) -> None:
-    """Runs the command with the arguments in `sys.argv`."""
     end_with_launcher()
     escape_what_has_no_code()
     with ending_at_signals():

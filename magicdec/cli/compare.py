@@ -42,16 +42,12 @@ EXIT_CODES = "exit codes: 0 passed, 1 regression or change, 2 wrong usage, 3 not
 
 @dataclass(frozen=True)
 class RuleSection(Rule):
-    """The rule of a comparison, and its reports."""
-
     junit: Path | None = setting(None, "Write the comparisons as JUnit XML.")
     summary: Path | None = setting(None, "Write the comparisons as Markdown.")
 
 
 @dataclass(frozen=True)
 class CompareSection:
-    """The files that are compared."""
-
     new: Path = setting(..., "File with the records of new runs, as JSON lines.", "new")
     baseline: Path = setting(
         ..., "File with baseline records, such as results/baselines/acceptance.jsonl.", "baseline"

@@ -36,8 +36,6 @@ class TargetSection(ModelSection):
 
 @dataclass(frozen=True)
 class StandaloneDraft(DraftSection):
-    """The draft, where `--model` names it."""
-
     model: str = same(
         DraftSection,
         "model",

@@ -47,8 +47,6 @@ PACKAGED = Path(__file__).parents[1] / "bench" / "gate" / "baselines" / COMMITTE
 
 @dataclass(frozen=True)
 class BaselineSection:
-    """The baseline file, and how its cases are run."""
-
     baseline: Path = setting(
         COMMITTED,
         "The baseline file. Where there is no file of the default name, `gate` reads the packaged "

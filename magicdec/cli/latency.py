@@ -64,8 +64,6 @@ ONLY = {"attention": ("backend",), "decoding": ("cuda_graphs",), "kv": KV_FIELDS
 
 @dataclass(frozen=True)
 class GridSection:
-    """The grid of forwards, and the files."""
-
     B: tuple[int, ...] = same(WorkloadSection, "batch_size", (1, 4, 8), is_set=True)
     prefix_len: tuple[int, ...] = same(
         WorkloadSection, "prefix_len", (1024, 4096, 16384), is_set=True

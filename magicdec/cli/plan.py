@@ -141,7 +141,6 @@ class PlanSection(AcceptanceSection):
 
     @property
     def drafter(self) -> str:
-        """The drafter, as in a record."""
         return SELF if self.draft == SELF else "model"
 
     @property
@@ -162,7 +161,6 @@ class PlanSection(AcceptanceSection):
 
 
 def predict(values: ParsedValues) -> int:
-    """Predicts, records and prints what the flags ask for."""
     args = values[PlanSection]
     refuse_idle(args, values)
     exports = args.exports

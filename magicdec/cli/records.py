@@ -47,8 +47,6 @@ def no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordTableSection(RecordFilesSection):
-    """The records to print, and their form."""
-
     kind: str | None = setting(
         None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="run in config"
     )

@@ -104,7 +104,6 @@ def save_tokens(path: Path, outcome: Outcome) -> None:
 
 
 def describe_config(config: ResolvedConfig) -> str:
-    """The resolved config, with one line for each section."""
     lines = []
     for section, values in config.to_dict().items():
         if values is None:

@@ -87,8 +87,6 @@ ONLY = {
 
 @dataclass(frozen=True)
 class ServeFilesSection(PictureSection):
-    """The files that this command writes beside its records."""
-
     trace: Path | None = setting(
         None,
         "Write what every request and every stage did when in the Chrome trace format, for "
@@ -322,8 +320,6 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """The parsed command line."""
-
     config: RunConfig
     options: ServeOptions
     files: ServeFilesSection
@@ -371,7 +367,6 @@ class ServeCommand:
         return measure(prepared, record_file.append)
 
     def show(self, measured: MeasuredPasses) -> None:
-        """Prints the tables and writes the requested files."""
         from magicdec.bench.serving.showing import draw_timeline, tables, trace_events
 
         print_tables(tables(measured.records))
@@ -392,7 +387,6 @@ class ServeCommand:
 
 
 def announce(prepared: PreparedServing) -> None:
-    """Prints choices and their need of memory."""
     splits = [system.split for system in prepared.systems if system.split]
     messages = [
         system.transport.describe() for system in prepared.systems if system.transport is not None

@@ -80,7 +80,6 @@ class Capabilities(Requirements):
 
 
 def capabilities_of(name: str) -> Capabilities:
-    """The capabilities of an attention backend. Imports torch."""
     capabilities: Capabilities = load_named(ATTENTION_BACKENDS, name).capabilities
     return capabilities
 
@@ -109,7 +108,6 @@ class DescribedPolicy(Protocol):
 
 
 def policy_called(name: str) -> DescribedPolicy:
-    """The policy class of that name. Imports torch."""
     policy: DescribedPolicy = load_named(KV_POLICIES, name)
     return policy
 

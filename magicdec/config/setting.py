@@ -104,7 +104,6 @@ class Declared:
 
     @property
     def is_list(self) -> bool:
-        """Whether the user gives one or more values."""
         return typing.get_origin(self.kind) in (tuple, dict)
 
     @property

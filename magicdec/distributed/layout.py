@@ -3,7 +3,6 @@ no torch.
 
     0.1,0.4,0.5/1.0    three stages, and the draft on a rank of its own, which is the last
     0.5,0.5/0.5,0.5    two stages, and the draft on the last two ranks, which share its layers
-    0.5,0.5/head       two stages, and the draft on the head
     0,1.0/head         the head has no layers: it schedules and drafts; one stage
     auto/1.0           all ranks but the last are stages, whose layers follow from times
 
@@ -42,7 +41,6 @@ class StageGrid:
 
     @property
     def leaders(self) -> list[int]:
-        """The first rank of each stage."""
         return [*range(self.first_rank, self.world_size, self.tensor_parallel)]
 
     def stage_of(self, rank: int) -> int:

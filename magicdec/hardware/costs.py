@@ -1,9 +1,8 @@
 """The predicted cost of a forward, from a ModelConfig and the hardware's ceilings (MagicDec, arXiv
 2408.11049, section 3). Pure arithmetic; imports no torch.
 
-Time is the sum of linear layers, attention, all-reduces and an overhead per layer (fixed, and per
-new token). Linear layers and attention each take the longer of memory and compute time. Scheduling
-and sampling but the argmax are left out.
+Time is the sum of linear layers, attention (each the longer of memory and compute time),
+all-reduces and an overhead per layer (fixed, and per new token); of sampling the argmax alone.
 
 B rows, T new tokens per row, S visible tokens per row before the forward. Bytes and FLOPs are per
 rank; `roofline.py` counts the same bytes from a loaded model.

@@ -113,7 +113,6 @@ def missing_backends(names: Sequence[str]) -> dict[str, str]:
 
 
 def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> Environment:
-    """The environment, without what a run measures."""
     return Environment(
         time_utc=started.isoformat(timespec="seconds"),
         argv=[Path(sys.argv[0]).name, *masked_words(sys.argv[1:])],

@@ -132,8 +132,6 @@ class Clock(Protocol):
 
 
 class RealClock:
-    """The clock of `time.perf_counter`."""
-
     def now(self) -> float:
         return time.perf_counter()
 

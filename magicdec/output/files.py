@@ -207,7 +207,6 @@ def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
 
 
 def first_error(error: ValidationError) -> str:
-    """The first wrong key of a file, and why."""
     first = error.errors()[0]
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     key = "".join(parts).strip(".") or "it"

@@ -254,7 +254,6 @@ def _escape_latex(text: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """Terminal columns of the longest line of a text."""
     if text.isascii() and text.isprintable():
         return len(text)
     from rich.cells import cell_len

@@ -59,7 +59,6 @@ def _without_halves(value: Any) -> Any:
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Write a file as `complete_file` does."""
     with complete_file(flag, path) as partial:
         partial.write_text(text, encoding="utf-8")
 

@@ -4,7 +4,7 @@ decoding, and CSV. Imports no torch.
 An entry of vLLM is `[bs_lo, bs_hi, ctx_lo, ctx_hi, K]` (its pull request 48944), or `[bs_lo, bs_hi,
 K]` in its releases. Bounds are inclusive. Entries form a grid of ranges from 1, without gaps or
 overlaps; beyond the last vLLM keeps its K. A prediction holds up to the next batch size and
-context, as more context seldom makes speculation worse.
+context.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class SpeculationPlan:
 
     @property
     def longest(self) -> int:
-        """The longest context, in tokens, of both models."""
         return min(self.target.config.max_length, self.draft.config.max_length)
 
     def break_even(self, batch_size: int) -> int | None:

@@ -55,7 +55,6 @@ class Spreads(dict[str, float]):
     first, which warms up."""
 
     def note(self, name: str, values: Sequence[float]) -> None:
-        """Adds the spread of `values`, times or rates."""
         later = values[1:] or values
         self[name] = max(later) / min(later) - 1
 

@@ -1,11 +1,9 @@
 """MagicDec's published tables ([paper](https://arxiv.org/abs/2408.11049); numbers from its project
 page), in which `magicdec reproduce` fills the columns `predicted`, `measured`, `interval` and
-`exists`, for published lines and for the same at the size of the packaged models. The table is
-saved after each command, so that a failure or Ctrl-C loses nothing.
+`exists`, and which it saves after each command.
 
-A `PublishedRow` has texts by column, empty where nothing is published. A new table is a
-line in `TABLES` and
-a file in `results/paper/`.
+A `PublishedRow` has texts by column, empty where nothing is published. A new table is a line in
+`TABLES` and a file in `results/paper/`.
 """
 
 from __future__ import annotations
@@ -99,7 +97,6 @@ def gamma_of(row: PublishedRow) -> int:
 
 
 def hub_name(model: str) -> str:
-    """The hub's name of a published model."""
     return PRESETS[model].repo_id if model in PRESETS else model
 
 
@@ -178,7 +175,6 @@ class PublishedTable:
             raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")
 
     def part(self, is_demo: bool) -> list[PublishedRow]:
-        """The lines at demo size, or the published ones."""
         return [row for row in self.rows if (row["source"] == DEMO_SIZE) == is_demo]
 
     def predict(self) -> None:

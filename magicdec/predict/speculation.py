@@ -102,7 +102,6 @@ class SpeculationCost:
         return replace(step, begin_s=self.begin_s(B, S)) if gamma else step
 
     def predict_step(self, B: int, S: int, gamma: int) -> Prediction:
-        """`predict` without the time before the first step."""
         decode = self.target.seconds(B, 1, S)
         if gamma == 0:
             return Prediction(0, None, decode, None, None, 1.0, 1.0)

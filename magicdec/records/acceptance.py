@@ -98,8 +98,6 @@ class AcceptanceMetrics(RecordPart):
 
 @dataclass(frozen=True)
 class Verification:
-    """The counts of one verification."""
-
     drafted: int  # draft tokens, without padding
     accepted: int  # of them
     emitted: int  # tokens that it appended to the output

@@ -23,8 +23,6 @@ class RecordPart:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The description of one field."""
-
     meaning: str  # Markdown, for the documents
     unit: str = ""
     null: str | None = None  # when the value is null; None: never

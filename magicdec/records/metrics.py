@@ -4,9 +4,8 @@ never 0.
 TTFT begins when the batch is submitted. TPOT of a sequence is its decode time / the number of
 tokens after its first. The speedup of decode steps leaves out all time outside the steps, and a
 stalled step (`stalls.py`) counts as the median of its kind; the total speedup counts stalls in
-full. The net speedup counts all time from the end of prefill to the last token, also the choice of
-a KV policy, a standalone draft's prefill, calibration and capture, but no warm-up, which a server
-pays once.
+full. The net speedup counts all time from the end of prefill to the last token, a draft's prefill,
+calibration and capture too, but no warm-up.
 """
 
 from __future__ import annotations
@@ -210,5 +209,4 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def mean(values: Sequence[float] | None) -> float | None:
-    """The mean; None without values."""
     return statistics.fmean(values) if values else None

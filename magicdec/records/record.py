@@ -126,7 +126,6 @@ def margin_field() -> Any:
 
 
 def seal_field() -> Any:
-    """The last field of a record."""
     return recorded(
         "hash of the rest of the line: the first 16 hexadecimal digits of its SHA-256. A line that "
         "was edited since `magicdec gate` wrote it is refused",

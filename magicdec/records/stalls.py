@@ -47,8 +47,6 @@ class Stall:
 
 @dataclass(frozen=True)
 class PassSteps:
-    """The decode steps of a pass."""
-
     step_ms: Sequence[Sequence[float]]  # by batch and step
     kinds: Mapping[StepKind, Sequence[Place]]  # the places of its steps, in order
 

@@ -111,7 +111,6 @@ def verdict_of(record: RunRecord) -> str:
 
 
 def _judged(found: JudgedAgain | None) -> str:
-    """The steps judged again; empty for older records."""
     if found is None:
         return ""
     text = f"; {found.num_steps} of {found.num_steps_of_all} steps judged again"

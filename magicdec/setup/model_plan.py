@@ -127,7 +127,6 @@ class ModelPlan:
 
     @property
     def part_model(self) -> ModelConfig:
-        """The model as if it had no other layers."""
         return replace(self.model, num_layers=len(self.layers))
 
     @property

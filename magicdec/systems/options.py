@@ -353,7 +353,6 @@ class ServeOptions(StagesSection):
         return samples
 
     def describe(self) -> dict[str, Any]:
-        """The options as the record's `config.workload`, without the shapes."""
         values = asdict(self) | asdict(self.speculation)
         for name in ("shapes", "passes", "speculation", "mode", "has_rows_of_ring"):
             del values[name]

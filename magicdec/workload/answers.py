@@ -13,8 +13,6 @@ from magicdec.runner.request import Request
 
 
 class Answer(Protocol):
-    """The expected output of one prompt."""
-
     def score(self, output_ids: Sequence[int], tokenizer: Tokenizer) -> float:
         """The share of the answer that is in the output, 0 to 1."""
 

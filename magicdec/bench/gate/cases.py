@@ -312,7 +312,6 @@ def baselines_in(records: Iterable[Record]) -> list[Baseline]:
 
 
 def num_ranks(case: Case) -> int:
-    """On how many ranks a case runs."""
     config = case.config if isinstance(case, ServedCase) else case
     return 1 if config.parallel.nproc is None else config.parallel.nproc
 

@@ -2,9 +2,7 @@
 several ranks run after them, in a group of as many processes. Cases of the same prompts that a
 process or a group runs share the loaded models and one prefill.
 
-A case is a config and its number of ranks (`cases.num_ranks`); what a rank does with the cases of
-its share is `run_cases`. Must not know what the cases are nor how their records are judged. Imports
-torch only in the processes that it starts.
+Must not know how records are judged. Imports torch only in the processes that it starts.
 """
 
 from __future__ import annotations
@@ -313,7 +311,6 @@ def _serve_modes(
 def _run_group(
     group: Sequence[tuple[int, Prepared]], sessions: Sessions
 ) -> Iterator[tuple[int, Result]]:
-    """The results of cases that share their prompts."""
     from magicdec.bench.run.resident import CacheDemand, Resident
     from magicdec.bench.run.run import execute_in
 

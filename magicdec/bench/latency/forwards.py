@@ -1,9 +1,8 @@
 """Times single forwards at fixed cache lengths, for `magicdec latency`: decode steps, verifications
 and drafts, started by the host or captured and replayed.
 
-At each (B, context) all rows hold `context` tokens of random K and V, to which the cache is
-truncated after each forward. Forwards take turns in alternating order, so that drift of the machine
-favours none. Each (B, context) has new caches; those of all drafts exist at once.
+At each (B, context) all rows hold `context` tokens of random K and V, in new caches, truncated
+after each forward. Forwards take turns in alternating order, so that drift favours none.
 
 Shapes: B rows, T new tokens a row.
 """

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatencyCell:
-    """The forward of a row."""
-
     phase: str = recorded(
         "`decode`, `verify`, `first_draft` or `draft`, as above",
         choices=("decode", "verify", "first_draft", "draft"),

@@ -185,7 +185,6 @@ def inline(svg: str, name: str) -> str:
 
 
 def render(report: Report, svg: Mapping[str, str]) -> str:
-    """The page; `svg` has the figures by name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(HERE)

@@ -56,7 +56,6 @@ class PageTable(Table):
     anchors: Sequence[Sequence[int]] = ()  # by row: the runs that links to it are about
 
     def csv(self) -> str:
-        """All rows, also those that the page leaves out."""
         if self.frame is None:
             return super().csv()
         return frame_csv(self.frame)
@@ -69,7 +68,6 @@ class PageTable(Table):
 
     @property
     def cells(self) -> Iterator[list[tuple[str, object]]]:
-        """The text of each cell and its sort value."""
         for texts, row in zip(self.body, self.rows, strict=True):
             values = [cell.value if isinstance(cell, Shown) else cell for cell in row]
             yield [(t, "" if v is None else v) for t, v in zip(texts, values, strict=True)]

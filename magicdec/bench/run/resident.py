@@ -100,7 +100,6 @@ def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
 
 
 def make_requests(prepared: Prepared, batch: int) -> list[Request]:
-    """The requests of a batch, numbered through all batches."""
     config = prepared.config
     w = prepared.config.workload
     eos = () if config.decoding.ignore_eos else prepared.source.config.eos_token_ids

@@ -350,7 +350,6 @@ class Run:
         samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
 
     def merged(self, memory: MemoryTaken, num_batches: int | None = None) -> MeasuredRun:
-        """The measurements of the first batches, or all."""
         batches = {name: each[:num_batches] for name, each in self.measured.items()}
         samples = {
             name: PassSamples.merged([batch.samples for batch in each])

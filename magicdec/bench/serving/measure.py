@@ -185,7 +185,6 @@ class Experiment:
         return Served(each, requests, observer, extras, threads, total, load)
 
     def describe_failed(self, each: Pass, error: str) -> ServingRecord:
-        """The record of a pass that has failed."""
         system = self.prepared.system_of(each)
         first = self.prepared.options.passes[0]
         prompts = replace(system.run, workload=self.prepared.run.workload)
@@ -287,5 +286,4 @@ def rejects_drafts(each: Pass) -> bool:
 
 
 def is_comparable(each: Pass, first: Pass, temperature: float) -> bool:
-    """Whether both passes should emit the same tokens."""
     return temperature == 0 or each == first or not (rejects_drafts(each) or rejects_drafts(first))

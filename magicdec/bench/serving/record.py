@@ -106,7 +106,6 @@ class RequestRecord(RecordPart):
         return self.per_step_position is not None or not self.per_step_drafted
 
     def verifications(self) -> list[Verification]:
-        """The verifications of its drafts, in order."""
         count = len(self.per_step_drafted or ())
         digests: Iterable[tuple[str, int] | None] = [None] * count
         if self.draft_hashes is not None and self.draft_keys is not None:

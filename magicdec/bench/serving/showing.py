@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
-    """Of the modes that one command measured."""
     return [
         modes_table(records, rows_of(records)),
         *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
@@ -292,7 +291,6 @@ def stages_panel(name: str, trace: PassTrace, plot_ms: float | None) -> Panel:
 
 
 def bars_of(trace: PassTrace, origin_s: float) -> Iterator[GanttBar]:
-    """The bars of the spans that take time."""
     for row, spans in enumerate(trace.spans):
         for span in spans:
             requests = trace.requests.get(span.run, ())
@@ -351,5 +349,4 @@ def trace_events(
 
 
 def origin_of(trace: PassTrace) -> float:
-    """When the first span begins."""
     return min(span.begin_s for spans in trace.spans for span in spans)

@@ -72,7 +72,6 @@ def _how_sure(best: MeasuredDraft) -> str:
 
 
 def net_speedup(record: RunRecord) -> float:
-    """The net speedup, or 0 without one."""
     return (record.metrics.net_speedup if record.metrics else None) or 0.0
 
 

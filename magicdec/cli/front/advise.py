@@ -97,8 +97,6 @@ def parse_time(text: str) -> float:
 
 @dataclass(frozen=True)
 class AdviceSection:
-    """The runs that advice rests on, and the files."""
-
     model: str = same(ModelSection, "model")
     draft: tuple[str, ...] = same(DraftChoice, "draft", tuple({words[1]: 0 for words in SOURCES}))
     budget: tuple[int, ...] = same(KVSection, "budget", (65, 257), least=1)

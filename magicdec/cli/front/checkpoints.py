@@ -38,8 +38,6 @@ QUANTIZATIONS = ("int8",)
 
 @dataclass(frozen=True)
 class DownloadSection:
-    """The model to fetch, and the destination."""
-
     repo_id: str = setting(
         ..., "The model's name on the hub, as owner/model.", "repo_id", metavar="ID"
     )
@@ -54,8 +52,6 @@ class DownloadSection:
 
 @dataclass(frozen=True)
 class ConvertSection:
-    """The checkpoint to convert, or the file to verify."""
-
     checkpoint_dir: Path | None = setting(
         None, "Directory of the checkpoint and its config.json.", "checkpoint_dir", metavar="DIR"
     )

@@ -56,7 +56,6 @@ def script_of(shell: str) -> str:
 
 
 def complete_files(parser: Parser) -> Parser:
-    """The parser, with completion of flags that name files."""
     import shtab
 
     for action in parser._actions:

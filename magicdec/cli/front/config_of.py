@@ -34,8 +34,6 @@ SAID_OTHERWISE = ("draft.model", "decoding.drafter", "workload.max_len", "drafts
 
 @dataclass(frozen=True)
 class RecordSection:
-    """The record, and where its flags go."""
-
     records: Path = setting(..., "File of records, as JSON lines.", "records")
     kind: str = same(RecordTableSection, "kind", "run")
     record: int = setting(-1, "Which record: 1 is the first one, -1 the last one.")
@@ -108,7 +106,6 @@ def value_of(each: Declared, value: Any) -> Any:
 
 
 def draft_of(config: dict[str, Any]) -> str:
-    """The `--draft` of a recorded config."""
     drafter: str | None = config["decoding"]["drafter"]
     if drafter is None:
         return NONE

@@ -43,7 +43,6 @@ def print_checks(values: ParsedValues) -> int:
 
 
 def find_checks() -> Iterator[Check]:
-    """Yields the checks, made one by one."""
     yield Check("magicdec", True, f"{version('magicdec')}, Python {platform.python_version()}")
     if find_spec("torch") is None:
         yield Check("torch", False, "not installed; install it with: pip install torch", True)
@@ -110,7 +109,6 @@ def needed(name: str, describe: Callable[[], str]) -> Check:
 
 
 def describe_auto(machine: Machine) -> str:
-    """The meaning of `auto` here."""
     from magicdec.config.resolve import resolve
     from magicdec.config.run_config import RunConfig
 

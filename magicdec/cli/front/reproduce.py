@@ -29,8 +29,6 @@ WRITTEN = Path("results/reproduce")
 
 @dataclass(frozen=True)
 class PublishedTableSection:
-    """The published table, and the action on it."""
-
     table: str | None = setting(
         None, "The published table.", "table", choices=tuple(TABLES), metavar="TABLE"
     )

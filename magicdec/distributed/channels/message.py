@@ -118,8 +118,6 @@ class MessageForm:
 
 
 class Traffic(NamedTuple):
-    """Counts of sent messages and bytes, headers included."""
-
     num_messages: int = 0
     num_bytes: int = 0
 

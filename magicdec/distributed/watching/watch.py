@@ -1,7 +1,6 @@
 """Ends this rank when another one has ended, whatever this rank waits for.
 
-A rank watches the processes of its host, and also ends if one is stopped for PATIENCE_S. A main
-thread that notices a loss itself has time to say so.
+A rank watches the processes of its host, and also ends if one is stopped for PATIENCE_S.
 
 A host that is cut off closes no connection, and gloo would wait for half an hour. Between hosts
 each rank therefore counts up a number in the rendezvous store (`Heartbeat`): one that stands still
@@ -130,7 +129,6 @@ def meet(launch: Launch, place: str, patience: timedelta | None = None) -> None:
 
 
 def stop_watching() -> None:
-    """Stop this rank's watchers before it ends."""
     for thread in threading.enumerate():
         if isinstance(thread, Watcher):
             thread.stop()

@@ -34,7 +34,6 @@ class ConfigFields:
         return self._raw.get(field, default)
 
     def unread(self) -> dict[str, Any]:
-        """Fields that nobody read and that are not null."""
         return {
             field: value
             for field, value in self._raw.items()

@@ -48,7 +48,6 @@ def decoder(
 
 
 def read_mistral(raw: ConfigFields) -> dict[str, Any]:
-    """No biases, perhaps a sliding window."""
     for field in ("attention_bias", "mlp_bias"):
         only(raw, field, False)
     return decoder(raw, heads_if_missing=8) | {"sliding_window": mistral_window(raw)}
@@ -63,7 +62,6 @@ def read_qwen2(raw: ConfigFields) -> dict[str, Any]:
 
 
 def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
-    """Norms on each head of q and k."""
     only(raw, "mlp_bias", False)
     has_bias = switch(raw, "attention_bias", False)
     return decoder(raw, heads_if_missing=32) | {

@@ -3,8 +3,8 @@
 
 Int8 layers have a float32 scale per output channel, y = (x w) * scale + bias; int4 layers a
 bfloat16 scale per output channel and GROUP inputs. Packed int8 and int4 round activations, to 16
-and 8 bits, with a scale for each row and group of inputs. A packed call reads weights once, and a
-row's result is bitwise independent of other rows, so verification and decoding agree.
+and 8 bits, with a scale for each row and group of inputs. A packed call reads weights once; a
+row's result is bitwise independent of other rows.
 """
 
 from __future__ import annotations

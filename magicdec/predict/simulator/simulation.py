@@ -2,8 +2,7 @@
 
 The nodes of a stage share its work by tensor parallelism: its time is divided by their number, and
 every layer adds two all-reduces. Stages take runs in the order of launches, and look for
-cancellations before a run and between layers. A run's times follow from the run before, so a
-cancellation recomputes only the runs in flight from the first cancelled one on.
+cancellations before a run and between layers.
 """
 
 from __future__ import annotations

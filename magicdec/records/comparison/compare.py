@@ -53,11 +53,9 @@ class PairedCounts:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all counts of all prompts are equal."""
         return self.before.equals(self.after)
 
     def rates(self) -> tuple[float, float]:
-        """The acceptance rates of both records."""
         return float(estimates_of(self.before).rate[0]), float(estimates_of(self.after).rate[0])
 
     def worst_prompt(self) -> WorstPrompt | None:
@@ -242,7 +240,6 @@ class Comparison:
 
     @property
     def finding(self) -> str:
-        """The text, and the rule."""
         return self.text if self.rule is None else f"{self.text} [{self.rule}]"
 
 
@@ -308,7 +305,6 @@ def match(record: DraftingRecord, baselines: Sequence[DraftingRecord]) -> list[M
 
 
 def problem_of(record: DraftingRecord) -> str:
-    """Why a record has not passed."""
     return verdict_of(record) if isinstance(record, RunRecord) else record.status
 
 
@@ -423,7 +419,6 @@ def judge_by_statistics(m: Match, rule: Rule, level: float) -> Comparison:
 
 
 def decide(rates: tuple[float, float], change: Change, margin: float) -> tuple[str, str]:
-    """The verdict and its reason."""
     is_lost = rates[1] == 0
     if change.relative < -margin and (margin == 0 or is_lost):
         return REGRESSION, "any loss is one" if margin == 0 else "no draft is accepted any more"

@@ -1,5 +1,4 @@
-"""Coupled sampling: target and drafter choose the token of a position with the same noise, so that
-they often agree although neither knows the other's probabilities.
+"""Coupled sampling: target and drafter choose the token of a position with the same noise.
 
 The token is the i with the largest log p(i) + G(i), with independent Gumbel numbers G(i) from the
 request's seed and the position (Gumbel 1954; Maddison et al. 2014, "A* sampling"). The drafter adds
@@ -7,8 +6,7 @@ them to its own log probabilities (Daliri, Musco, Suresh 2024, "Coupling without
 drafter-invariant speculative decoding"); a draft is right if it is the target's token.
 
 Lossless: E(i) = exp(-G(i)) is exponential of mean 1, so E(i) / p(i) has rate p(i), and is the
-smallest with probability p(i). Noise is independent of earlier tokens, so no draft can change the
-output.
+smallest with probability p(i). Noise is independent of earlier tokens, and so of drafts.
 
 Acceptance: at least (1 - d) / (1 + d), for a total variation distance d of p and q, the best bound
 without communication (Daliri et al.). The drafter's best k candidates are a sample without

@@ -94,7 +94,6 @@ class RetrievedBlocks(BlockKV):
         return weights.sum(dim=3), index
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """Keep the query of the last committed token."""
         before = self._committed[rows.index]
         for layer, queries in self._seen.items():
             place = (lengths.tensor - before - 1).clamp(0, queries.shape[1] - 1)

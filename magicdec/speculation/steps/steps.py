@@ -78,7 +78,6 @@ class DecodeSteps:
             self._load(batch)
 
     def padded_gamma(self, gamma: int) -> int:
-        """The draft length of the smallest step that fits."""
         return gamma
 
     def release(self, rows: Sequence[int]) -> None:

@@ -131,7 +131,6 @@ class Sequence:
         self.microbatch = Microbatch(self.chain[-1], self.options.gamma, threshold)
 
     def path(self) -> tuple[int, ...]:
-        """The drafted tokens after the committed ones."""
         return tuple(node.token for node in self.chain[1:])
 
     def grow(self, leaf: Node, token: int) -> Node | None:

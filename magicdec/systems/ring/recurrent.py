@@ -263,7 +263,6 @@ class RecurrentPipeline:
         DUE.reach(None)
 
     def close(self) -> None:
-        """End the other stages."""
         self.ends.outbound.send(Message(Kind.END))
         last = self.ends.inbound.receive()
         assert last.kind is Kind.END, "no message is behind the last"

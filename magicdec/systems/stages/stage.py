@@ -2,13 +2,12 @@
 
 A HIDDEN message of a ring has the hidden states of new tokens of the rows in its `words`. With
 status WANTED the last stage sends home the last token's hidden state, with VERIFY those of all
-tokens (newest and drafts), else VOID. The words of VERIFY also say how many tokens each row keeps,
-so that every stage forgets rejected drafts.
+tokens (newest and drafts), else VOID. The words of VERIFY also say how many tokens each row keeps.
 
 A HIDDEN message of pipelined speculation has the words of a `RunLaunch` and the hidden states of
 its rows. A cancelled or skipped run goes on as VOID. The last stage answers with NUMBERS: the next
 token of each row that asked for one, and its margin (largest logit minus second, `floats_of`; NaN
-if not finite). On CUDA the host looks for cancellations between launches of layers.
+if not finite).
 
 Stages of the head's host map one board of cancelled runs in shared memory; a thread fills the board
 of another stage from a channel.
@@ -105,7 +104,6 @@ class Stage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no other stage."""
         model = self.runner.model
         return model.has_head and model.is_last
 
