@@ -44,8 +44,8 @@ BUDGETS = (33, 65, 129, 257, 513)  # of the default policy
 SOME_BUDGETS = (129, 257, 513)  # of the other policies
 DRAFT_BUDGET = 257  # of a standalone draft, and of the other ways to draft
 SHORT_PREFIX = 1024  # of the cases whose prefill no other case shares, at most
-FEW_PROMPTS = 8  # of sampling, whose first tokens are drawn
-SERVED_PREFIX = 512
+FEW_PROMPTS = 8  # of sampled cases, whose prefill draws first tokens of its own
+SERVED_PREFIX = 512  # at most
 SERVED_REQUESTS = 8
 SERVED_ROWS = 3
 SERVED_TOKENS = 32
@@ -311,9 +311,13 @@ def baselines_in(records: Iterable[Record]) -> list[Baseline]:
     ]
 
 
+def config_of(case: Case) -> RunConfig:
+    return case.config if isinstance(case, ServedCase) else case
+
+
 def num_ranks(case: Case) -> int:
-    config = case.config if isinstance(case, ServedCase) else case
-    return 1 if config.parallel.nproc is None else config.parallel.nproc
+    nproc = config_of(case).parallel.nproc
+    return 1 if nproc is None else nproc  # 0 is refused by its name
 
 
 def name_of(case: Case) -> str:
@@ -328,7 +332,7 @@ def name_of(case: Case) -> str:
 def margin_of(case: Case) -> float | None:
     """0 where every draft is accepted, because the draft is the target with the same cache; None,
     the default, elsewhere. In bfloat16 rounding may refuse a draft."""
-    config = case.config if isinstance(case, ServedCase) else case
+    config = config_of(case)
     decoding = config.decoding
     is_target = decoding.drafter == "self" and config.kv.policy == FULL_KV_POLICY
     is_target &= decoding.draft_weights is None and config.sampling.temperature == 0
@@ -420,33 +424,21 @@ def check_case(case: Case, num_cores: int) -> None:
             f"most {most}; run it on a larger machine, or save a baseline file of fewer ranks: "
             "`magicdec gate save --nproc`"
         )
-    if isinstance(case, ServedCase):
-        check_served(case)
-        return
-    w = case.workload
-    if ranks != 1:
-        try:
-            case.check(ranks)
-        except ValueError as error:
-            raise ValueError(f"{name_of(case)}: {error}") from None
-    if w.num_prompts < LEAST_PROMPTS:
-        raise ValueError(
-            f"{name_of(case)}: --B {w.batch_size} x --num_batches {w.num_batches} are "
-            f"{w.num_prompts} prompts; a gate needs at least {LEAST_PROMPTS}, better 8"
-        )
-
-
-def check_served(case: ServedCase) -> None:
-    """Raises ValueError, naming the case, if its mode cannot serve what it asks for."""
     try:
-        check_passes(case.options([case.mode]), case.config, num_ranks(case))
+        if isinstance(case, ServedCase):
+            check_passes(case.options([case.mode]), case.config, ranks)
+            count = case.num_requests
+            counted = f"{count} requests"
+        else:
+            if ranks != 1:
+                case.check(ranks)
+            w = case.workload
+            count = w.num_prompts
+            counted = f"--B {w.batch_size} x --num_batches {w.num_batches} are {count} prompts"
+        if count < LEAST_PROMPTS:
+            raise ValueError(f"{counted}; a gate needs at least {LEAST_PROMPTS}, better 8")
     except ValueError as error:
         raise ValueError(f"{name_of(case)}: {error}") from None
-    if case.num_requests < LEAST_PROMPTS:
-        raise ValueError(
-            f"{name_of(case)}: {case.num_requests} requests; a gate needs at least "
-            f"{LEAST_PROMPTS}, better 8"
-        )
 
 
 def quick(baselines: Sequence[Baseline]) -> list[Baseline]:

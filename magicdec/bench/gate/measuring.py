@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from magicdec.bench.gate.cases import Case, ServedCase, num_ranks
+from magicdec.bench.gate.cases import Case, ServedCase, config_of, num_ranks
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.distributed.groups import Launch, set_launch
 from magicdec.distributed.loopback import LOOPBACK, listen, serve_store
@@ -165,8 +165,8 @@ def shares_of(cases: Sequence[Numbered], num_processes: int) -> list[list[Number
     that few cases with prompts of their own stay together."""
     with_prompts: dict[str, list[Numbered]] = {}
     for case in cases:
-        config = case[1].config if isinstance(case[1], ServedCase) else case[1]
-        key = repr((config.model, config.sampling, workload_of(case[1])))
+        config = config_of(case[1])
+        key = repr((config.model, config.sampling, config.workload, workload_of(case[1])))
         with_prompts.setdefault(key, []).append(case)
     shares = [list[Numbered]() for _ in range(num_processes)]
     costs = [0] * num_processes
@@ -192,9 +192,9 @@ def workload_of(case: Case) -> tuple[int, int, int]:
 
 def cost_of(case: Numbered) -> int:
     """Of its decoding, in prefilled tokens."""
-    config = case[1].config if isinstance(case[1], ServedCase) else case[1]
     num_prompts, _, gen_len = workload_of(case[1])
-    return num_prompts * gen_len * DECODED * (1 if config.draft is None else WITH_MODEL)
+    drafts = 1 if config_of(case[1]).draft is None else WITH_MODEL
+    return num_prompts * gen_len * DECODED * drafts
 
 
 def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:
