@@ -28,6 +28,7 @@ WORDS = (
     *("--model", "demo", "--draft", "model:demo-draft", "--kv_policy", "full", "--gamma", "3"),
     *("--dtype", "float32", "--prefix_len", "96", "--gen_len", "21", "--B", "3", "--threads", "1"),
 )
+TRIES = 5
 DRAFTING = ("static+draft", "inflight+draft", "ring+draft", "sync", "async")
 
 
@@ -70,6 +71,9 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
     every = [each for steps in expected.values() for each in steps]
     assert 0 < sum(each.accepted for each in every) < sum(each.drafted for each in every)
     records = served(command, folder, "sequential", *DRAFTING)
+    for _ in range(TRIES):  # a busy machine may judge no draft before it is known to be wrong
+        if not any(steps_of(records["async"]).values()):
+            records |= served(command, folder, "async")
     for name in DRAFTING:
         record, metrics = records[name], records[name]["metrics"]
         assert record["status"] == "ok", name
@@ -83,9 +87,6 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
             assert name == "async" or sum(cancelled) == 0
         else:
             assert metrics["num_cancelled_draft_tokens"] is None and set(cancelled) == {None}
-        if name == "async" and not found:  # a busy machine may judge no draft before it is wrong
-            assert metrics["draft_acceptance_rate"] is metrics["num_spec_steps"] is None
-            continue
         assert metrics["num_spec_steps"] == len(found) == sum(metrics["acceptance_histogram"])
         assert metrics["num_draft_tokens"] == sum(each.drafted for each in found)
         accepted = sum(each.accepted for each in found)
