@@ -294,3 +294,10 @@ def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> N
         (found,) = compare([new], [old])
         assert exit_code([found]) == 0
         assert "does not say where its drafts were" in found.rule
+
+
+def test_passes_that_stop_chains_elsewhere_are_not_compared() -> None:
+    (known,) = [each for each in read_records(PACKAGED, ServingRecord) if each.name == "sync"]
+    workload = known.config["workload"] | {"pa": 0.5}
+    (found,) = compare([replace(known, config=known.config | {"workload": workload})], [known])
+    assert exit_code([found]) != 0 and "not comparable" in str(found)

@@ -40,8 +40,9 @@ UNLOGGED = "except in the passes of the gate; of pipelined speculation; where st
 NO_STAGES = "of other modes, or if `diverged` or `failed`"
 # The flags of a mode on which its drafts depend, beside those of a run.
 SERVING_FLAGS = (
-    *("num_requests", "arrival", "batch_size", "n_samples", "lanes", "max_in_flight", "pr", "pd"),
-    *("prefill_tokens", "block_tokens", "cache_tokens", "window_ms", "emulate_acceptance"),
+    *("num_requests", "arrival", "batch_size", "n_samples", "lanes", "max_in_flight"),
+    *("pa", "pr", "pd", "prefill_tokens", "block_tokens", "cache_tokens", "window_ms"),
+    "emulate_acceptance",
 )
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
