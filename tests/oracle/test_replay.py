@@ -294,10 +294,14 @@ def test_replayed_steps_of_measured_draft_lengths_emit_the_same_tokens() -> None
     assert recorder.recorded == 1 + 2 * 8
 
 
+@pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("policy", ["full", "snapkv"])
-def test_a_row_that_ended_in_its_last_block_writes_into_no_other_row(policy: str) -> None:
-    """An ended row is still computed, so the tokens that it appends need room."""
-    runner = make_runner(tiny_transformer(), 2, 60 + 7 + 4, SDPABackend(1))
+def test_a_row_that_ended_in_its_last_block_writes_into_no_other_row(
+    policy: str, block_size: int
+) -> None:
+    """An ended row is still computed, so the tokens that it appends need room and positions. The
+    last of its blocks may reach beyond the last position of the model's rotary table."""
+    runner = make_runner(tiny_transformer(), 2, 60 + 7 + 4, SDPABackend(block_size))
     engine = Engine(runner, 64)
     requests = make_requests(random_prompts([60, 4], TINY.vocab_size), [7, 60])
     snapshots, kv = engine.prefill(requests), replace(section_of(policy), budget=100)

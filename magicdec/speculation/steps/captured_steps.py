@@ -217,8 +217,9 @@ class CapturedSteps(DecodeSteps):
         self._set_batch(self._batch, batch)
         idle_rows = [row for row in self._batch.rows.numbers if row not in self._rows]
         for runner in self._runners:
-            # Ended rows are still computed, so each needs room for the tokens that a step appends.
+            # Ended rows are still computed, so each needs room for the tokens that a step appends,
+            # and positions: the model's rotary table ends before the last block of a row does.
             cache = runner.cache
-            most = cache.tokens_per_row - (self._most + 1) - 1
+            most = runner.max_tokens - (self._most + 1)
             cache.truncate(idle_rows, [min(cache.lengths[row], most) for row in idle_rows])
         self._batch.load(batch)
