@@ -24,11 +24,13 @@ from gpu_stages import (
     broken,
     checks,
     demo_tokens,
+    kernels,
     latency,
     peers,
     quick,
     stages,
     summary,
+    tiles,
     whole_runs,
 )
 from gpu_stages.results import Results
@@ -49,6 +51,8 @@ STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "broken": broken.run,
     "demo_tokens": demo_tokens.run,
     "whole_runs": whole_runs.run,
+    "tiles": tiles.run,
+    "kernels": kernels.run,
 }
 COMMANDS = ("quick", "again")  # of several stages
 # Of the stages that others follow in one command.

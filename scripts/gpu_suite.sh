@@ -17,6 +17,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${OUT:-results/gpu}
 all=(attention llama31 tokens peers demo stages tests summary)
+more=(tiles kernels) # by name alone
 stages=() options=() device=cuda
 while [ $# -gt 0 ]; do
     case $1 in
@@ -38,7 +39,7 @@ if [ -n "${FROM-}" ] && [ ! -d "$FROM" ]; then
     exit 2
 fi
 for stage in "${stages[@]}"; do
-    case " ${all[*]} " in
+    case " ${all[*]} ${more[*]} " in
     *" $stage "*) ;;
     *) echo "gpu_suite.sh: STAGE $stage is not known; choose from ${all[*]}" >&2 && exit 2 ;;
     esac

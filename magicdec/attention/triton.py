@@ -323,10 +323,12 @@ def choose_tile(
     sums = block_m * block_d  # float32, in registers
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": 16 if block_d > 128 else 64 if block_m == 16 else 32,
+        # 64 keys at 32 and 64 queries: 0.77 and 0.91 of the time of 32 keys on an H200
+        # (docs/log/gpu.md). Several tiles of queries spill with them.
+        "BLOCK_N": 16 if block_d > 128 else 64 if num_queries <= 64 else 32,
         "num_warps": 8 if sums > 64 * 128 else 4,
         "num_stages": 3,  # the next two loads of keys or values are on their way
-        "maxnreg": 168 if sums <= 32 * 128 else 255,
+        "maxnreg": 168 if block_m <= 32 and sums <= 32 * 128 else 255,
         "IN_FLOAT32": False,
     }
 
