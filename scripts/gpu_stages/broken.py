@@ -7,9 +7,9 @@ as the stage `attention` measures it at all of them."""
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest difference of at
 LOGITS = 1e-3  # the same of a forward's logits in float32, as a share of the largest logit
 GROUP = Group((0,), 0)
 ROWS, LENGTH, NUM_NEW = 2, 300, 5
+ENTRIES = ("__init__", "__main__")
 
 
 def run(suite: Suite) -> None:
@@ -74,7 +75,10 @@ def import_all() -> dict[str, Any]:
     """The number of modules of the package that can be imported. Raises RuntimeError with the name
     and the error of each that cannot."""
     failed = []
-    modules = [m.name for m in pkgutil.walk_packages(magicdec.__path__, "magicdec.")]
+    root = Path(magicdec.__file__).parent
+    # `pkgutil` does not go into folders without an `__init__.py`, as ours are.
+    paths = [path.relative_to(root.parent).with_suffix("") for path in sorted(root.rglob("*.py"))]
+    modules = [".".join(path.parts) for path in paths if path.name not in ENTRIES]
     for name in modules:
         try:
             importlib.import_module(name)

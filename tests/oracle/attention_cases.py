@@ -67,7 +67,11 @@ def cases(
         if is_slow:
             # Few KV heads first, which are few programs. Both dtypes occur, since 7 is odd.
             served = sorted(served, key=kv_heads)[::7]
-        marks = [] if "cpu" in capabilities_of(kind).devices else [pytest.mark.cuda]
+        capabilities = capabilities_of(kind)
+        marks = []
+        if "cpu" not in capabilities.devices:
+            missing = capabilities.missing_parts()
+            marks = [pytest.mark.cuda, pytest.mark.skipif(missing is not None, reason=str(missing))]
         if kind == "triton" and find_spec("triton") is None:
             marks = [pytest.mark.skip(reason="triton is not installed")]
         for index, values in enumerate(served):

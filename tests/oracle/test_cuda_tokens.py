@@ -17,6 +17,7 @@ from magicdec.output.console import make_progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.loading import load_model, make_backend
 from magicdec.setup.model_plan import Kinds
+from magicdec.speculation.rolling_runner import BLOCK_SIZE
 from magicdec.speculation.steps.recorder import CudaGraphs
 from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
 
@@ -51,7 +52,9 @@ def emitted(
     kv, draft = section_of(policy), None
     if drafter == "model":
         drafts = load("demo-draft", device, elementwise)
-        draft = make_draft(drafts, kv, len(PROMPTS), total, make_backend(backend))
+        draft = make_draft(
+            drafts, kv, len(PROMPTS), total, make_backend(backend), block_size=BLOCK_SIZE
+        )
     requests = make_requests(random_prompts(PROMPTS, target.config.vocab_size), NUM_NEW)
     return decode_both(runner, requests, kv, 4, 64, drafter, draft, recorder)
 

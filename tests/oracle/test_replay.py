@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -406,6 +407,47 @@ def test_a_failed_capture_says_its_first_error_and_restores_the_stream(
     assert streams == ["the program's", "the capture's", "the program's"]
 
 
+class Capture:
+    """Stands in for `torch.cuda.graph`: a capture fails if the pool has been used and none of its
+    graphs is left, or if garbage could be collected during it, which may free a graph."""
+
+    used = False
+    living: ClassVar[weakref.WeakSet[Capture]] = weakref.WeakSet()
+
+    def __call__(self, graph: Capture, *of: object) -> Capture:
+        assert not Capture.used or Capture.living, "the pool has ended"
+        Capture.used = True
+        Capture.living.add(graph)
+        return self
+
+    def __enter__(self) -> None:
+        assert not gc.isenabled()
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
+def test_graphs_are_captured_after_all_earlier_ones_have_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next batch captures its steps when those of the last one are freed. On an H200 torch then
+    failed with "use_count > 0", and where a graph was freed within a capture, the capture did."""
+    for name, value in {
+        "Stream": str, "CUDAGraph": Capture, "graph_pool_handle": lambda: None,
+        "graph": Capture(), "current_stream": lambda device: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    graphs = CudaGraphs(torch.device("cpu"))
+    for number in range(3):
+        replay = graphs.record(lambda number=number: torch.tensor(number))
+        assert replay() == number and gc.isenabled()
+        assert len(Capture.living) == 2, "this one, and the one that keeps the pool"
+        del replay
+
+
 def test_graphs_of_an_earlier_pass_are_freed_before_others_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -453,7 +495,10 @@ def test_a_step_on_a_gpu_waits_once(policy: str, graphs: bool) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         engine.scheduler.commit(batch, output, 0.0)
-        assert len([w for w in waits if "synchronizing" in str(w.message)]) == 1, waits
+        # The first use of the mode in a process also warns that it is a prototype.
+        texts = [f"{w.filename}:{w.lineno}: {w.message}" for w in waits]
+        texts = [text for text in texts if "synchronizing" in text and "prototype" not in text]
+        assert len(texts) == 1, texts
 
 
 interprets = pytest.mark.skipif(

@@ -6,7 +6,8 @@ CUDA refuses to capture work that reads a value back or copies from unpinned mem
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -90,6 +91,7 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = None
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture `work`.
@@ -97,11 +99,24 @@ class CudaGraphs:
         Raises:
             RuntimeError: it cannot be captured. The current stream is restored.
         """
+        graph, result = self._capture(work)
+        if self._anchor is None:
+            # torch ends a pool with its last graph and refuses to capture into it afterwards. The
+            # graphs of a batch end with it, so one that nobody replays stays.
+            self._anchor, _ = self._capture(lambda: torch.zeros(1, device=self._device))
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def _capture(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
         mode = "thread_local"  # a thread of NCCL's goes on watching its streams
         try:
-            with torch.cuda.graph(graph, self._pool, self._stream, mode):
+            with no_collection(), torch.cuda.graph(graph, self._pool, self._stream, mode):
                 result = work()
         except RuntimeError as error:
             # The end of a broken capture fails too, and then leaves the capture's stream current.
@@ -109,12 +124,20 @@ class CudaGraphs:
             cause = first_error(error)
             why = (str(cause).strip() or type(cause).__name__).splitlines()[0]
             raise RuntimeError(f"--cuda_graphs on: {why}; choose off") from error
+        return graph, result
 
-        def replay() -> Tensor:
-            graph.replay()
-            return result
 
-        return replay
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Within it, no garbage is collected: graphs of earlier steps are garbage in cycles, and to
+    free one invalidates the capture that is going on."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def first_error(error: BaseException) -> BaseException:
