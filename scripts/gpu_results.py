@@ -13,6 +13,7 @@ import argparse
 import re
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def section(folder: Path, parts: dict[str, dict[str, Any]]) -> str:
-    """The README's section: where it was measured, forwards, and what failed."""
+    """The README's section: where it was measured, what failed, and forwards."""
     made = next(iter(parts.values()))["made_with"]
     dates = sorted(date for each in parts.values() for date in each.get("dates", {}).values())
     failed = sum(len(each["failed"]) for each in parts.values())
@@ -53,7 +54,7 @@ def section(folder: Path, parts: dict[str, dict[str, Any]]) -> str:
         "## GPU",
         "",
         "On a machine with CUDA the same commands use the GPU: attention by Triton, else "
-        "flash-attn, else torch, and steps that are recorded once as CUDA graphs and replayed.",
+        "flash-attn, else torch, and steps that are recorded once as CUDA graphs and replayed. "
         f"Measured on {made['gpu']} (driver {made['driver']}, torch {made['torch']}) on "
         f"{dates[0] if dates else 'an unknown date'} by `{COMMAND}`: {measured} cells, of which "
         f"{failed} failed.",
@@ -66,19 +67,40 @@ def section(folder: Path, parts: dict[str, dict[str, Any]]) -> str:
 
 
 def forwards(cells: dict[str, Any], copied: float | None) -> list[str]:
-    """A sentence for each decode forward of the 8B model."""
-    rows = [row for cell in cells.values() for row in cell["rows"] if row["phase"] == "decode"]
-    sentences = []
-    for row in sorted(rows, key=lambda row: (row["context"], row["B"])):
+    """A table of the 8B model's forwards by place: decoding, its bytes as a share of those that a
+    copy moves in the time, a verification, and a draft with a small KV budget."""
+    places: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+    for cell in cells.values():
+        for row in cell["rows"]:
+            places[row["context"], row["B"]][row["phase"]] = row
+    lines = [
+        "| rows x tokens | decode, ms | of a copy | verify, ms | draft, ms |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for (context, rows), phases in sorted(places.items()):
+        decode = phases.get("decode")
         share = ""
-        if copied is not None:
-            of_copy = row["bytes"] / copied / (row["ms_median"] / 1e3)
-            share = f", {100 * of_copy:.0f} % of what a copy moves"
-        place = f"B {row['B']}, {row['context']} tokens"
-        sentences.append(
-            f"- decode, Llama-3.1-8B's shape, {place}: {row['ms_median']:.2f} ms{share}"
+        if copied is not None and decode is not None:
+            share = f"{100 * decode['bytes'] / copied / (decode['ms_median'] / 1e3):.0f} %"
+        times = {name: f"{row['ms_median']:.2f}" for name, row in phases.items()}
+        cells_of_row = [times.get("decode", ""), share, times.get("verify", "")]
+        lines.append(
+            f"| {rows} x {context} | {' | '.join(cells_of_row)} | {times.get('draft', '')} |"
         )
-    return ["", *sentences, ""] if sentences else []
+    if not places:
+        return []
+    what = [row for phases in places.values() for row in phases.values()]
+    tokens = sorted({row["T"] for row in what if row["phase"] == "verify"})
+    budgets = sorted({row["budget"] for row in what if row["phase"] == "draft"})
+    said = (
+        f"Llama-3.1-8B's shape with random weights in bfloat16; verify: {listed(tokens)} tokens a "
+        f"row, draft: a KV budget of {listed(budgets)}."
+    )
+    return ["", said, "", *lines, ""]
+
+
+def listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

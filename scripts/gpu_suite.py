@@ -55,6 +55,7 @@ STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "kernels": kernels.run,
 }
 COMMANDS = ("quick", "again")  # of several stages
+BY_NAME = ("tiles", "kernels")  # stages that run only where they are named
 # Of the stages that others follow in one command.
 SECONDS = {
     "attention": 150,

@@ -20,6 +20,7 @@ from magicdec.kv.cache import KVCache
 from magicdec.kv.view import FULL, SinksAndWindow, make_view
 from magicdec.speculation.steps.recorder import CudaGraphs
 
+REPEATS = (30, 1)  # of a GPU, and of a rehearsal, which is interpreted
 SINKS, BUDGET = 4, 513  # of the keys that a draft reads from a list
 # New tokens, whether the keys are listed, and the options to try: BLOCK_N, num_warps, num_stages
 # and maxnreg.
@@ -81,7 +82,7 @@ def time_tile(
     with patch.object(triton, "choose_tile", with_options(tile)):
         attend()
         again = CudaGraphs(device).record(attend) if device.type == "cuda" else attend
-        seconds = median_seconds(device, again, repeats=10, calls=3) / layers
+        seconds = median_seconds(device, again, repeats=REPEATS[suite.is_tiny], calls=1) / layers
     num_bytes = 4 * B * heads.G * heads.D * (num_keys + T)
     copied = suite.results.cells["copy_bandwidth"]["bytes_per_s"]
     (capacity,) = backend._capacities.values()
