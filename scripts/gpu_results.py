@@ -13,6 +13,7 @@ import argparse
 import re
 import shutil
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ RESULTS = ROOT / "results" / "gpu"
 README = ROOT / "README.md"
 SECTION = re.compile(r"## GPU\n.*?(?=\n## )", re.S)
 COMMAND = "scripts/gpu_suite.sh quick"
+WIDTH = 120
 
 
 def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
@@ -50,57 +52,84 @@ def section(folder: Path, parts: dict[str, dict[str, Any]]) -> str:
     dates = sorted(date for each in parts.values() for date in each.get("dates", {}).values())
     failed = sum(len(each["failed"]) for each in parts.values())
     measured = sum(len(each["cells"]) for each in parts.values())
-    lines = [
-        "## GPU",
-        "",
-        "On a machine with CUDA the same commands use the GPU: attention by Triton, else "
-        "flash-attn, else torch, and steps that are recorded once as CUDA graphs and replayed. "
+    words = [
+        "With CUDA the same commands use the GPU: attention by Triton, steps as CUDA graphs.",
         f"Measured on {made['gpu']} (driver {made['driver']}, torch {made['torch']}) on "
         f"{dates[0] if dates else 'an unknown date'} by `{COMMAND}`: {measured} cells, of which "
         f"{failed} failed.",
+        *sentences(parts.get("llama31", {}).get("cells", {}), copied_per_s(folder)),
+        "[More](results/gpu/README.md); [how](docs/gpu.md).",
     ]
-    lines += forwards(parts.get("llama31", {}).get("cells", {}), copied_per_s(folder))
-    lines += [
-        "[docs/gpu.md](docs/gpu.md) has the suite, and [results/gpu](results/gpu) all numbers."
-    ]
-    return "\n".join(lines) + "\n"
+    text = " ".join(words)
+    lines = textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(["## GPU", "", *lines]) + "\n"
 
 
-def forwards(cells: dict[str, Any], copied: float | None) -> list[str]:
-    """A table of the 8B model's forwards by place: decoding, its bytes as a share of those that a
-    copy moves in the time, a verification, and a draft with a small KV budget."""
-    places: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+def sentences(cells: dict[str, Any], copied: float | None) -> list[str]:
+    """What forwards take at the smallest place and at the largest one."""
+    places = by_place(cells)
+    if not places:
+        return []
+    found = []
+    for context, rows in sorted({min(places), max(places)}):
+        phases = places[context, rows]
+        times = [f"{phase} {row['ms_median']:.2f} ms" for phase, row in phases.items()]
+        share = share_of(phases.get("decode"), copied)
+        times[0] += f" ({share} of a copy's bytes a second)" if share else ""
+        found.append(f"{rows} x {context} tokens: {', '.join(times)}.")
+    return [f"Forwards of Llama-3.1-8B's shape ({described(places)}), {found[0]}", *found[1:]]
+
+
+def page(parts: dict[str, dict[str, Any]], copied: float | None) -> str:
+    """The page of `results/gpu/`: a table of all forwards."""
+    cells = parts.get("llama31", {}).get("cells", {})
+    return "\n".join(["# Measured on a GPU", *table(cells, copied)])
+
+
+Places = dict[tuple[int, int], dict[str, Any]]
+"""(context, rows) -> phase -> row of `magicdec latency`."""
+
+
+def by_place(cells: dict[str, Any]) -> Places:
+    places: Places = defaultdict(dict)
     for cell in cells.values():
         for row in cell["rows"]:
             places[row["context"], row["B"]][row["phase"]] = row
+    return places
+
+
+def described(places: Places) -> str:
+    rows = [row for phases in places.values() for row in phases.values()]
+    tokens = sorted({row["T"] for row in rows if row["phase"] == "verify"})
+    budgets = sorted({row["budget"] for row in rows if row["phase"] == "draft"})
+    return (
+        f"random weights, bfloat16; verify: {', '.join(map(str, tokens))} tokens a row; draft: "
+        f"budget {', '.join(map(str, budgets))}"
+    )
+
+
+def share_of(decode: dict[str, Any] | None, copied: float | None) -> str:
+    """The bytes of a decode forward as a share of those that a copy moves in its time."""
+    if decode is None or copied is None:
+        return ""
+    return f"{100 * decode['bytes'] / copied / (decode['ms_median'] / 1e3):.0f} %"
+
+
+def table(cells: dict[str, Any], copied: float | None) -> list[str]:
+    """Milliseconds of the 8B model's forwards by place."""
+    places = by_place(cells)
+    if not places:
+        return []
     lines = [
         "| rows x tokens | decode, ms | of a copy | verify, ms | draft, ms |",
         "|---|--:|--:|--:|--:|",
     ]
     for (context, rows), phases in sorted(places.items()):
-        decode = phases.get("decode")
-        share = ""
-        if copied is not None and decode is not None:
-            share = f"{100 * decode['bytes'] / copied / (decode['ms_median'] / 1e3):.0f} %"
         times = {name: f"{row['ms_median']:.2f}" for name, row in phases.items()}
-        cells_of_row = [times.get("decode", ""), share, times.get("verify", "")]
-        lines.append(
-            f"| {rows} x {context} | {' | '.join(cells_of_row)} | {times.get('draft', '')} |"
-        )
-    if not places:
-        return []
-    what = [row for phases in places.values() for row in phases.values()]
-    tokens = sorted({row["T"] for row in what if row["phase"] == "verify"})
-    budgets = sorted({row["budget"] for row in what if row["phase"] == "draft"})
-    said = (
-        f"Llama-3.1-8B's shape with random weights in bfloat16; verify: {listed(tokens)} tokens a "
-        f"row, draft: a KV budget of {listed(budgets)}."
-    )
-    return ["", said, "", *lines, ""]
-
-
-def listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+        shown = [times.get("decode", ""), share_of(phases.get("decode"), copied)]
+        shown += [times.get("verify", ""), times.get("draft", "")]
+        lines.append(f"| {rows} x {context} | {' | '.join(shown)} |")
+    return ["", f"Llama-3.1-8B's shape ({described(places)}):", "", *lines, ""]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in [*options.folder.glob("*.json"), options.folder / "summary.md"]:
         if path.is_file():
             shutil.copy(path, RESULTS)
+    (RESULTS / "README.md").write_text(page(parts, copied_per_s(options.folder)))
     README.write_text(SECTION.sub(lambda found: text, README.read_text()))
     print(f"{RESULTS} and {README.name} are renewed")
     return 0

@@ -596,14 +596,18 @@ def test_numbers_of_a_gpu_are_read_off_its_files(
     monkeypatch.setattr(gpu_results, "RESULTS", tmp_path / "gpu")
     assert gpu_results.main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "Measured on H100 (driver 580.1, torch 2.11) on 2026-12-01" in text
-    assert "2 cells, of which 1 failed." in text and text.count("| 8 x 4096 |") == 1
-    assert "| 8 x 4096 | 10.00 | 50 % | 11.00 |  |" in text
+    words = " ".join(text.split())
+    assert "Measured on H100 (driver 580.1, torch 2.11) on 2026-12-01" in words
+    assert "2 cells, of which 1 failed." in words and words.count("8 x 4096") == 1
+    assert "8 x 4096 tokens: decode 10.00 ms (50 % of a copy's bytes a second), verify" in words
     assert "old" in readme.read_text() and not (tmp_path / "gpu").exists()
     assert gpu_results.main([str(tmp_path), "--write"]) == 0
     capsys.readouterr()
     assert readme.read_text() == f"# a\n\n{text.strip()}\n\n## Next\n"
-    assert {path.name for path in (tmp_path / "gpu").iterdir()} == {"broken.json", "llama31.json"}
+    names = {path.name for path in (tmp_path / "gpu").iterdir()}
+    assert names == {"broken.json", "llama31.json", "README.md"}
+    page = (tmp_path / "gpu" / "README.md").read_text()
+    assert "| 8 x 4096 | 10.00 | 50 % | 11.00 |  |" in page
     other = {"cells": {}, "failed": {}, "made_with": made | {"gpu": "H200"}}
     (tmp_path / "peers.json").write_text(json.dumps(other))
     assert gpu_results.main([str(tmp_path)]) == 2
