@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -72,32 +73,32 @@ SWEEP = "sweep run --B 1 --prefix_len 64 --gen_len 8 --num_batches 1 --out /dev/
 SERVE = "serve --modes ring --num_requests 2 --prefix_len 64 --gen_len 8 --out /dev/null"
 
 
-@pytest.mark.parametrize(
-    ("words", "rank_1", "line"),
-    [
-        (RUN, {"RANK_1_WORDS": "--gen_len 9"}, "--gen_len: rank 0 has 8, rank 1 has 9"),
-        pytest.param(
-            RUN, {"RANK_1_WORDS": "--model demo-draft"}, r"model's \w+: rank 0 has \d+, rank 1 has",
-            marks=pytest.mark.wide,
-        ),
-        pytest.param(
-            SERVE, {"RANK_1_VERSION": "0.0.1"}, r"magicdec: rank 0 has .*, rank 1 has 0\.0\.1",
-            marks=pytest.mark.wide,
-        ),
-        pytest.param(
-            LATENCY, {"RANK_1_WORDS": "--repeats 2"}, "repeats: rank 0 has 1, rank 1 has 2",
-            marks=pytest.mark.wide,
-        ),
-        pytest.param(
-            SWEEP, {"RANK_1_WORDS": "--gamma 2 3"}, "--gamma: rank 0 has None, rank 1 has 3",
-            marks=pytest.mark.wide,
-        ),
-    ],
-)  # fmt: skip
-def test_hosts_that_disagree_refuse(words: str, rank_1: dict[str, str], line: str) -> None:
+# The command, what rank 1 has otherwise, and what is said of it.
+DISAGREEMENTS = (
+    (RUN, {"RANK_1_WORDS": "--gen_len 9"}, "--gen_len: rank 0 has 8, rank 1 has 9"),
+    (RUN, {"RANK_1_WORDS": "--model demo-draft"}, r"model's \w+: rank 0 has \d+, rank 1 has"),
+    (SERVE, {"RANK_1_VERSION": "0.0.1"}, r"magicdec: rank 0 has .*, rank 1 has 0\.0\.1"),
+    (LATENCY, {"RANK_1_WORDS": "--repeats 2"}, "repeats: rank 0 has 1, rank 1 has 2"),
+    (SWEEP, {"RANK_1_WORDS": "--gamma 2 3"}, "--gamma: rank 0 has None, rank 1 has 3"),
+)
+
+
+def refuse(case: tuple[str, dict[str, str], str]) -> None:
+    words, rank_1, line = case
     done = run_on_hosts(["--hosts", "2"], [*words.split(), "--threads", "1"], **rank_1)
     assert done.returncode != 0, done.stdout
     assert re.search(rf"^host0: .*{line}", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_hosts_that_disagree_refuse() -> None:
+    refuse(DISAGREEMENTS[0])
+
+
+@pytest.mark.wide
+def test_hosts_that_disagree_in_anything_refuse() -> None:
+    """At once, since most of the time torchrun waits for a host that has ended."""
+    with ThreadPoolExecutor(len(DISAGREEMENTS)) as pool:
+        list(pool.map(refuse, DISAGREEMENTS[1:]))
 
 
 LINK_RATE, LINK_DELAY_MS = 100, 20
