@@ -643,6 +643,12 @@ def test_what_is_no_file_of_a_stage_is_left_out_and_said(
     assert "| peers |  | 0 | 0 | 0 |" in quick.summary_lines(tmp_path, {}, 1.0)
 
 
+def test_every_module_is_imported() -> None:
+    """The package's folders have no `__init__.py`, without which `pkgutil` does not see them."""
+    files = [*(ROOT / "magicdec").rglob("*.py")]
+    assert broken.import_all() == {"modules": len(files) - len(broken.ENTRIES)}
+
+
 def test_an_output_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = suite(tmp_path / "file" / "out", "quick", "--device", "cpu", "--tiny")
