@@ -5,7 +5,6 @@ decoding and of self-speculation launches, by time."""
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,17 +13,20 @@ from torch import Tensor, nn
 
 from gpu_stages.device_clock import copy_bandwidth, median_seconds
 from gpu_stages.scale import Suite
-from gpu_stages.whole_runs import WARM_UP, emulated, find_run, fitting_rows, take_step
-from magicdec.bench.latency.forwards import fill
-from magicdec.distributed.groups import read_launch
+from gpu_stages.whole_runs import (
+    WARM_UP,
+    emulated,
+    filled_runner,
+    find_run,
+    fitting_rows,
+    new_batch,
+    take_step,
+)
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import Int4Linear, Int8Linear
 from magicdec.model.presets.presets import find_config
-from magicdec.output.console import make_progress
-from magicdec.runner.request import Batch, SamplingParams
-from magicdec.setup.loading import LoadedModels, runner_of
-from magicdec.setup.model_plan import ModelPlan
-from magicdec.setup.session import RankSession
+from magicdec.runner.request import Batch
+from magicdec.setup.loading import LoadedModels
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.recorder import CudaGraphs
 from magicdec.speculation.steps.strategy import DecodingStrategy
@@ -109,32 +111,19 @@ def time_products(suite: Suite, storage: str, outputs: int, inputs: int) -> dict
 def list_kernels(suite: Suite, models: list[LoadedModels], B: int, S: int) -> dict[str, Any]:
     """The kernels of a step by strategy: microseconds a step and launches a step, the longest
     first, and the time in which no kernel ran."""
-    launch = read_launch()
     run = find_run(suite, B, S, gamma=4)
-    config, source = run.config, run.source
-    with RankSession(launch, config.parallel) as session:
-        if not models:
-            models.append(LoadedModels(session.device, make_progress(False)))
-        plan = ModelPlan(config, source.config, (0,), 0)
-        model = models[0].get(source, session.groups.target, plan.kinds)
-        runner = runner_of(plan, model, session.groups.target)
-        filled = fill(runner, S)
-        found = {}
+    config = run.config
+    found = {}
+    with filled_runner(models, run, S) as (runner, filled):
         for name in ("autoregressive", "speculative"):
             batch = new_batch(filled, config.workload.gen_len)
             strategy = build_decoder(runner, config.decoding, config.kv, name=name)
-            with emulated(0.8, 4, B, session.device):
+            with emulated(0.8, 4, B, runner.device):
                 strategy.admit(batch)
                 found[name] = kernels_of(strategy, batch)
                 strategy.release(batch.rows)
             runner.truncate(batch.rows, [S] * B)
-        return found
-
-
-def new_batch(filled: Batch, max_new_tokens: int) -> Batch:
-    greedy = SamplingParams(max_new_tokens=max_new_tokens)
-    copies = [replace(r, sampling=greedy, output_ids=[*r.output_ids]) for r in filled.requests]
-    return Batch(tuple(copies))
+    return found
 
 
 def kernels_of(strategy: DecodingStrategy, batch: Batch) -> dict[str, Any]:

@@ -99,17 +99,10 @@ def find_run(suite: Suite, B: int, S: int, gamma: int) -> ResolvedRun:
 def measure(suite: Suite, models: list[LoadedModels], B: int, S: int, gamma: int) -> dict[str, Any]:
     """Milliseconds of a step of both strategies, and the speedup by acceptance rate. Raises
     ValueError or torch's out-of-memory error where the place does not fit."""
-    launch = read_launch()
     run = find_run(suite, B, S, gamma)
-    config, source = run.config, run.source
-    with RankSession(launch, config.parallel) as session:
-        device = session.device
-        if not models:
-            models.append(LoadedModels(device, make_progress(False)))
-        plan = ModelPlan(config, source.config, (0,), 0)
-        model = models[0].get(source, session.groups.target, plan.kinds)
-        runner = runner_of(plan, model, session.groups.target)
-        batch = fill(runner, S)
+    config = run.config
+    with filled_runner(models, run, S) as (runner, batch):
+        device = runner.device
         baseline = time_steps(runner, batch, config, "autoregressive", S)
         found: dict[str, Any] = {
             "measured": "times of steps; random weights, random keys and values",
@@ -124,6 +117,29 @@ def measure(suite: Suite, models: list[LoadedModels], B: int, S: int, gamma: int
             speedup = speculative["tokens_per_s"] / baseline["tokens_per_s"]
             found["emulated_acceptance"][name] = speculative | {"rate": rate, "speedup": speedup}
         return found
+
+
+@contextmanager
+def filled_runner(
+    models: list[LoadedModels], run: ResolvedRun, S: int
+) -> Iterator[tuple[ModelRunner, Batch]]:
+    """A runner whose rows hold S tokens of random keys and values, and their batch. Its weights are
+    those of `models`, made if there are none yet."""
+    config, source = run.config, run.source
+    with RankSession(read_launch(), config.parallel) as session:
+        if not models:
+            models.append(LoadedModels(session.device, make_progress(False)))
+        plan = ModelPlan(config, source.config, (0,), 0)
+        model = models[0].get(source, session.groups.target, plan.kinds)
+        runner = runner_of(plan, model, session.groups.target)
+        yield runner, fill(runner, S)
+
+
+def new_batch(filled: Batch, max_new_tokens: int) -> Batch:
+    """The requests of a filled batch anew, which decode at most so many tokens."""
+    greedy = SamplingParams(max_new_tokens=max_new_tokens)
+    copies = [replace(r, sampling=greedy, output_ids=[*r.output_ids]) for r in filled.requests]
+    return Batch(tuple(copies))
 
 
 @contextmanager
@@ -156,9 +172,7 @@ def time_steps(
 ) -> dict[str, Any]:
     """Times of the steps of a strategy over the filled cache, the first ones left out, and the
     tokens that they emit in a second. The cache has its old length afterwards."""
-    greedy = SamplingParams(max_new_tokens=config.workload.gen_len)
-    requests = [replace(r, sampling=greedy, output_ids=[*r.output_ids]) for r in batch.requests]
-    rows = Batch(tuple(requests))
+    rows = new_batch(batch, config.workload.gen_len)
     strategy = build_decoder(runner, config.decoding, config.kv, name=name)
     strategy.admit(rows)
     for _ in range(WARM_UP):
@@ -176,7 +190,7 @@ def time_steps(
     return {
         "step_ms": 1e3 * statistics.median(seconds),
         "step_ms_all": [1e3 * each for each in seconds],
-        "tokens_a_step": num_tokens / STEPS / len(requests),
+        "tokens_a_step": num_tokens / STEPS / len(rows.requests),
         "tokens_per_s": num_tokens / STEPS / statistics.median(seconds),
     }
 

@@ -218,7 +218,9 @@ class CapturedSteps(DecodeSteps):
         idle_rows = [row for row in self._batch.rows.numbers if row not in self._rows]
         for runner in self._runners:
             # Ended rows are still computed, so each needs room for the tokens that a step appends,
-            # and positions: the model's rotary table ends before the last block of a row does.
+            # and positions: the model's rotary table ends before the last block of a row does. (A
+            # small cache of chosen tokens only takes drafts, one or two at a time, from positions
+            # that the row had: ended rows do not advance.)
             cache = runner.cache
             most = runner.max_tokens - (self._most + 1)
             cache.truncate(idle_rows, [min(cache.lengths[row], most) for row in idle_rows])
