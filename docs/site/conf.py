@@ -24,7 +24,14 @@ project, author, copyright = "magicdec", "", "the authors of magicdec; Apache-2.
 release = importlib.metadata.version("magicdec").partition("+")[0]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = FRONT
-include_patterns = ["*.md", "docs/**.md", "docs/site/*.rst", "results/*.md", "results/gpu/*.md", "magicdec/**/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/**.md",
+    "docs/site/*.rst",
+    "results/*.md",
+    "results/gpu/*.md",
+    "magicdec/**/*.md",
+]
 exclude_patterns = [".*"]
 myst_heading_anchors = 4
 highlight_language = "none"

@@ -13,25 +13,25 @@ PROPERTIES = (
         (
             Fault(
                 "the step's own decision believed",
-                "bench/run/judgement.py",
+                "bench/verdict/judgement.py",
                 "is_right = decided == walk.tokens and got == should",
                 "is_right = got == should",
             ),
             Fault(
                 "what a request has got not looked at",
-                "bench/run/judgement.py",
+                "bench/verdict/judgement.py",
                 "is_right = decided == walk.tokens and got == should",
                 "is_right = decided == walk.tokens",
             ),
             Fault(
                 "padding judged as drafts",
-                "bench/run/judgement.py",
+                "bench/verdict/judgement.py",
                 "count = step.counts[row]",
                 "count = step.drafts.shape[1]",
             ),
             Fault(
                 "steps judged wrong not counted",
-                "bench/run/judgement.py",
+                "bench/verdict/judgement.py",
                 "            wrong += first_wrong(step, walk)\n",
                 "",
             ),
@@ -43,7 +43,7 @@ PROPERTIES = (
         (
             Fault(
                 "tokens after the end not seen",
-                "bench/run/judgement.py",
+                "bench/verdict/judgement.py",
                 "if ended == [len(output)]:",
                 "if len(output) in ended:",
             ),
@@ -55,13 +55,13 @@ PROPERTIES = (
         (
             Fault(
                 "logits compared after other texts",
-                "bench/run/forwards.py",
+                "bench/verdict/forwards.py",
                 "            if expected != found:\n                break\n",
                 "",
             ),
             Fault(
                 "logits taken for those of the next token",
-                "bench/run/forwards.py",
+                "bench/verdict/forwards.py",
                 "of_request[first + count - 1] =",
                 "of_request[first + count] =",
             ),
@@ -73,19 +73,19 @@ PROPERTIES = (
         (
             Fault(
                 "limits of the errors without chance",
-                "bench/run/forwards.py",
+                "bench/verdict/forwards.py",
                 "math.log(allowed) + quantile(freedom, 1 - 2 * EACH) * error",
                 "math.log(allowed)",
             ),
             Fault(
                 "the largest of many ratios judged like one",
-                "bench/run/forwards.py",
+                "bench/verdict/forwards.py",
                 "inv_cdf(1 - EACH / len(ratios))",
                 "inv_cdf(0.99)",
             ),
             Fault(
                 "half of the changes expected",
-                "bench/run/forwards.py",
+                "bench/verdict/forwards.py",
                 "return torch.maximum(measured, normal).tolist()",
                 "return torch.maximum(measured / 2, normal / 2).tolist()",
             ),
@@ -97,7 +97,7 @@ PROPERTIES = (
         (
             Fault(
                 "what could hide without the chance to miss it",
-                "bench/run/forwards.py",
+                "bench/verdict/forwards.py",
                 "return limit, limit + quantile(freedom, 2 * SEEN - 1) * error",
                 "return limit, math.log(allowed)",
             ),

@@ -9,8 +9,9 @@ import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 from lossy import plant, short_run
 
-from magicdec.bench.run.check import Replays, check_outputs
-from magicdec.bench.run.rounding import (
+from magicdec.bench.run.run import execute
+from magicdec.bench.verdict.check import Replays, check_outputs
+from magicdec.bench.verdict.rounding import (
     Gaps,
     WiderView,
     chances_to_differ,
@@ -20,7 +21,6 @@ from magicdec.bench.run.rounding import (
     most_by_chance,
     view_of,
 )
-from magicdec.bench.run.run import execute
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.groups import Launch
 from magicdec.engine.engine import Engine
@@ -149,8 +149,8 @@ def test_too_many_shortfalls_are_a_divergence(monkeypatch: pytest.MonkeyPatch) -
     expected, found = decoded(model), decoded(model)
     for request in found:
         request.output_ids[3:15] = [token + 1 for token in request.output_ids[3:15]]
-    monkeypatch.setattr("magicdec.bench.run.check.most_by_chance", lambda chances: 2)
-    monkeypatch.setattr("magicdec.bench.run.check.largest_error", lambda gaps, wider: 1e3)
+    monkeypatch.setattr("magicdec.bench.verdict.check.most_by_chance", lambda chances: 2)
+    monkeypatch.setattr("magicdec.bench.verdict.check.largest_error", lambda gaps, wider: 1e3)
     result = check(model, expected, found)
     assert result.num_short is not None and result.num_short_reference == 0
     assert result.num_short > 9 and result.num_diverged == 2 and not result.passed

@@ -27,6 +27,7 @@ LAYERS = (
     {"hardware"},
     {"engine", "setup"},
     {"systems", "llm"},
+    {"bench.verdict"},
     {"bench.run", "bench.serving"},
     {"bench.gate", "bench.latency", "bench.report", "bench.study"},
     {"predict"},

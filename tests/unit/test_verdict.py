@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.bench.run.forwards import ALARM, Errors, judge_errors, pairs_of
-from magicdec.bench.run.judgement import ends_elsewhere, first_wrong, judge_again, walks
+from magicdec.bench.verdict.forwards import ALARM, Errors, judge_errors, pairs_of
+from magicdec.bench.verdict.judgement import ends_elsewhere, first_wrong, judge_again, walks
 from magicdec.distributed.groups import Group
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.runner.request import Request, SamplingParams

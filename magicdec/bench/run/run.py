@@ -12,9 +12,6 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from magicdec.bench.run.check import WIDER, Replays, check_outputs, uncompared
-from magicdec.bench.run.forwards import measure_forwards
-from magicdec.bench.run.judgement import judge_again
 from magicdec.bench.run.outcome import (
     MeasuredRun,
     Outcome,
@@ -22,7 +19,10 @@ from magicdec.bench.run.outcome import (
 )
 from magicdec.bench.run.resident import CacheDemand, MeasuredBatch, Prefilled, Resident
 from magicdec.bench.run.roofline import bytes_read
-from magicdec.bench.run.wider import WiderTexts
+from magicdec.bench.verdict.check import WIDER, Replays, check_outputs, uncompared
+from magicdec.bench.verdict.forwards import measure_forwards
+from magicdec.bench.verdict.judgement import judge_again
+from magicdec.bench.verdict.wider import WiderTexts
 from magicdec.hardware.environment import watch_gpu
 from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import RankThreads, ThreadCount, check_threads

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from magicdec.bench.run.check import differences
 from magicdec.bench.run.outcome import make_record
 from magicdec.bench.run.resident import CacheDemand, Prefilled, Resident
 from magicdec.bench.run.run import Run
+from magicdec.bench.verdict.check import differences
 from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.timing import read_bandwidth
 from magicdec.names import BASELINE

@@ -20,9 +20,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from magicdec.bench.run.judgement import walks
-from magicdec.bench.run.rounding import changes, most_by_chance
-from magicdec.bench.run.wider import WiderTexts
+from magicdec.bench.verdict.judgement import walks
+from magicdec.bench.verdict.rounding import changes, most_by_chance
+from magicdec.bench.verdict.wider import WiderTexts
 from magicdec.kv.cache import upload
 from magicdec.records.correctness import ForwardErrors
 from magicdec.records.intervals import quantile

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from magicdec.bench.run.rounding import (
+from magicdec.bench.verdict.rounding import (
     WiderView,
     chances_to_differ,
     is_by_chance,
