@@ -29,7 +29,10 @@ from faults.fault import Fault, Property
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, TESTS = ROOT / "magicdec", ROOT / "tests"
-IMPORTED = ("hypothesis", "numpy", "safetensors.torch", "scipy.special", "torch.distributed")
+IMPORTED = (
+    *("hypothesis", "numpy", "pandas", "pydantic.dataclasses", "safetensors.torch"),
+    *("scipy.stats", "torch.distributed"),
+)
 PROCESSES = 2
 # A test takes a second, but a fault may make it wait for ever.
 FLAGS = (

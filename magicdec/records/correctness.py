@@ -1,4 +1,4 @@
-"""Correctness: the comparison of a run's tokens with the baseline's."""
+"""Correctness: the comparison of a pass's tokens with those of the baseline or of a first mode."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ class Correctness(RecordPart):
     """The result of the comparison. `reference` is None if nothing was compared."""
 
     reference: str | None = recorded(
-        "what the outputs were compared with: `autoregressive`, in the same run", null=UNCOMPARED
+        "what the outputs were compared with, in the same command: `autoregressive` of a run, the "
+        "first mode of `magicdec serve`",
+        null=UNCOMPARED,
     )
     identical: bool | None = recorded(
         "whether every token of every sequence is equal", null=UNCOMPARED
@@ -151,11 +153,11 @@ class Correctness(RecordPart):
         null=UNJUDGED,
     )
     num_excused: int | None = recorded(
-        "number of differing sequences that are ties", null=UNCOMPARED
+        "number of differing sequences that are ties", null=f"{UNCOMPARED}, or not judged"
     )
     num_diverged: int | None = recorded(
         "number of differing sequences that are not ties; the run is `diverged` unless it is 0",
-        null=UNCOMPARED,
+        null=f"{UNCOMPARED}, or not judged",
     )
     margin_bound: float | None = recorded(
         "largest margin that still counts as a tie: the largest rounding error of the run",
@@ -179,23 +181,30 @@ class Correctness(RecordPart):
         "the same for the reference's outputs to the same prompts", null=UNJUDGED
     )
     judged_again: JudgedAgain | None = recorded(
-        "steps that were judged again from their own logits", null=UNCOMPARED
+        "steps that were judged again from their own logits",
+        null="if none was: in a run that compares nothing, in a sampled mode or one with stages",
     )
     forwards: ForwardErrors | None = recorded(
         "how far the logits of both passes are from the wider model's",
-        null=f"{UNCOMPARED}, in records of the gate, or if the last batch was interrupted",
+        null=f"{UNCOMPARED}, of `magicdec serve`, in records of the gate, or if the last batch was "
+        "interrupted",
     )
 
     @property
     def passed(self) -> bool:
         """Whether nothing was compared, or differences are ties, steps judged again are right, and
         errors of forwards are within their limits."""
+        if self.has_wrong_steps:
+            return False
         if self.reference is None:
             return True
-        has_wrong_steps = self.judged_again is not None and self.judged_again.num_wrong > 0
         has_alarms = self.forwards is not None and bool(self.forwards.alarms)
         is_same = bool(self.identical) or self.num_diverged == 0
-        return is_same and not has_wrong_steps and not has_alarms
+        return is_same and not has_alarms
+
+    @property
+    def has_wrong_steps(self) -> bool:
+        return self.judged_again is not None and self.judged_again.num_wrong > 0
 
     @property
     def status(self) -> str:

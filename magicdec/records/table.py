@@ -99,18 +99,19 @@ def verdict_of(record: RunRecord) -> str:
     if c.reference is None:
         return f"{c.num_tokens} tokens; not compared with another way of decoding them"
     compared = f"{c.num_tokens} tokens compared with {c.reference}"
-    where = "" if c.first_divergence is None else f"; {_place(c.first_divergence)}"
-    checked = f"{_judged(c.judged_again)}{_measured(c.forwards)}"
+    where = "" if c.first_divergence is None else f"; {place_text(c.first_divergence)}"
+    checked = f"{judged_text(c.judged_again)}{_measured(c.forwards)}"
     if not record.passed:
-        differences = ", no difference" if c.identical else f"{where}{_explained(c)}"
+        differences = ", no difference" if c.identical else f"{where}{explained_text(c)}"
         return f"DIVERGED: {compared}{differences}{checked}; no performance is reported"
     if c.identical:
         return f"identical: {compared}, no difference{checked}"
-    ties = f"ok with {c.num_excused} tie(s), not identical: {compared}{where}{_explained(c)}"
+    ties = f"ok with {c.num_excused} tie(s), not identical: {compared}{where}{explained_text(c)}"
     return f"{ties}{checked}"
 
 
-def _judged(found: JudgedAgain | None) -> str:
+def judged_text(found: JudgedAgain | None) -> str:
+    """What was judged again, to be added to a line about tokens."""
     if found is None:
         return ""
     text = f"; {found.num_steps} of {found.num_steps_of_all} steps judged again"
@@ -141,7 +142,7 @@ def _measured(found: ForwardErrors | None) -> str:
     return f"{text}; more than {found.hidden_error:.2g} added to them would have been seen"
 
 
-def _explained(c: Correctness) -> str:
+def explained_text(c: Correctness) -> str:
     if c.most_differing is None:
         return ""
     differing = (c.num_excused or 0) + (c.num_diverged or 0)
@@ -154,7 +155,7 @@ def _explained(c: Correctness) -> str:
     )
 
 
-def _place(first: Divergence) -> str:
+def place_text(first: Divergence) -> str:
     margin = "it ends elsewhere" if first.margin is None else f"margin {first.margin:.2g}"
     return f"first at sequence {first.sequence}, token {first.index} ({margin})"
 

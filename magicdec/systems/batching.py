@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from magicdec.distributed.start import make_groups
 from magicdec.engine.engine import Engine
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.draft_log import DraftLog
-from magicdec.names import BASELINE
+from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
@@ -35,10 +35,12 @@ from magicdec.setup.model_checks import check_shared
 from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.setup.prepare import ResolvedRun, SetupCache, resolve_run
 from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.strategy import DecodingStrategy
+from magicdec.speculation.steps.witness import Witness
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, PassObserver, System
+from magicdec.systems.system import Extras, PassObserver, StepShape, System, WatchedSteps
 
 Serve = Callable[[Sequence[Request]], None]
 BatchFunction = Callable[[Serve, Sequence[Request], Clock, int, float], None]
@@ -85,6 +87,8 @@ def inflight(
     serve(requests)
 
 
+MakeStrategy = Callable[[ModelRunner], DecodingStrategy]
+
 BATCHINGS: Mapping[str, BatchFunction] = {
     "sequential": sequential,
     "static": static,
@@ -94,13 +98,22 @@ BATCHINGS: Mapping[str, BatchFunction] = {
 }
 
 
+@dataclass(frozen=True)
+class CapturedPass:
+    """A pass whose strategy has captured steps, with the witness of these steps."""
+
+    serving_pass: Pass
+    strategy: DecodingStrategy
+    witness: Witness | None
+
+
 class Batching(System):
     """The system of the engine, on the first rank alone or on all ranks if `is_on_all`."""
 
     runner: ModelRunner | None = None
     draft: DraftModel | None = None
     models: LoadedModels | None = None
-    captured: tuple[Pass, DecodingStrategy] | None = None  # with captured steps, and its pass
+    captured: CapturedPass | None = None
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         options = self.options
@@ -108,6 +121,7 @@ class Batching(System):
         workload = options.batch_of(run_config.workload, options.rows)
         models = self.find(run_config, workload, cache)
         if self.is_on_all:
+            self.ranks_of_layer = world_size
             check_stage_group(f"--modes {self.names}", models.config.parallel)
             check_shared(f"--modes {self.names}", world_size, models.source.config)
         else:
@@ -188,6 +202,10 @@ class Batching(System):
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
 
+    def step_shape(self, each: Pass) -> StepShape:
+        max_gamma = self.run.config.decoding.max_gamma if each.is_drafting else 0
+        return StepShape(1 if each.mode == SEQUENTIAL else self.options.rows, 1 + max_gamma)
+
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         if self.runner is None:  # this rank waits
             return Extras()
@@ -196,42 +214,84 @@ class Batching(System):
         for runner in (self.runner, self.runner.drafting, own_draft):
             if runner is not None:
                 runner.draft_log = log
-        strategy = self._strategy(each)
+        strategy, witness = self._strategy(each)
+        if witness is not None:
+            witness.is_watching = observer.is_measured
         DUE.reach(None)  # no time of an earlier pass counts
+        with observer.threads.during():
+            self._decode(self.runner, each.mode, requests, strategy, self._limits(each), observer)
+        if witness is None or not observer.is_measured:
+            return Extras()
+        return Extras(watched=WatchedSteps(witness, self.runner))
+
+    def _decode(
+        self,
+        runner: ModelRunner,
+        mode: str,
+        requests: Sequence[Request],
+        strategy: DecodingStrategy,
+        limits: BatchLimits,
+        observer: PassObserver,
+    ) -> None:
         chunk = self.run.config.attention.prefill_chunk
-        window_s = self.options.window_ms or 0.0
-        engine = Engine(self.runner, chunk, self._limits(each), clock=self.clock.clock)
+        window_s = (self.options.window_ms or 0.0) / 1e3
+        engine = Engine(runner, chunk, limits, clock=self.clock.clock)
 
         def serve(batch: Sequence[Request]) -> None:
             engine.serve(strategy, batch, observer.observe, observer.counts.watch)
 
-        with observer.threads.during():
-            BATCHINGS[each.mode](serve, requests, self.clock, self.options.rows, window_s / 1e3)
-        return Extras()
+        BATCHINGS[mode](serve, requests, self.clock, self.options.rows, window_s)
 
     def _limits(self, each: Pass) -> BatchLimits:
         assert self.runner is not None, "it was opened"
-        shape = self.runner.cache.shape
         tokens = max_tokens(self.run.config)
         max_gamma = tokens - self.options.longest if each.is_drafting else 0
+        return self._limits_of(self.runner, tokens, 1 + max_gamma)
+
+    def _limits_of(self, runner: ModelRunner, tokens: int, step_tokens: int) -> BatchLimits:
+        shape = runner.cache.shape
         prefill_tokens = self.options.prefill_tokens or PREFILL_TOKENS
         return BatchLimits(
             tokens,
             shape.block_size,
             shape.num_blocks,
             prefill_tokens=prefill_tokens,
-            step_tokens=1 + max_gamma,
+            step_tokens=step_tokens,
         )
 
-    def _strategy(self, each: Pass) -> DecodingStrategy:
-        """The decoding strategy of a pass. With CUDA graphs it is kept, so that the measured pass
-        replays captured steps, unless it learns draft lengths."""
+    def replay(
+        self, mode: str, requests: Sequence[Request], num_tokens: int, make: MakeStrategy
+    ) -> None:
+        """Serve requests at once in the batches of `mode`, by a strategy that appends at most
+        `num_tokens` in a step. What earlier passes left in the cache is lost. The ranks that
+        compute call it."""
+        runner = self.runner
+        assert runner is not None, "it was opened"
+        tokens = self.options.longest + num_tokens
+        if runner.max_tokens < tokens:
+            runner = replace(runner, max_tokens=tokens, num_blocks=None)
+        for row in range(runner.num_rows):
+            runner.cache.release(row)
+        keep_queries(runner, None)
+        runner.draft_log = None
+        now_s = self.clock.now()
+        for request in requests:
+            request.arrived_s = now_s
+        limits = self._limits_of(runner, runner.max_tokens, num_tokens)
+        self._decode(runner, mode, requests, make(runner), limits, PassObserver())
+        self.captured = None
+
+    def _strategy(self, each: Pass) -> tuple[DecodingStrategy, Witness | None]:
+        """The decoding strategy of a pass, and the witness that keeps logits of its steps. With
+        CUDA graphs both are kept, so that the measured pass replays captured steps, unless it
+        learns draft lengths."""
         runner = self.runner
         config = self.run.config
         assert runner is not None, "it was opened"
-        if self.captured is not None and self.captured[0] == each:
-            return self.captured[1]
+        if self.captured is not None and self.captured.serving_pass == each:
+            return self.captured.strategy, self.captured.witness
         name = config.decoding.strategy if each.is_drafting else BASELINE
+        witness = self._witness(each, runner)
         strategy = build_decoder(
             runner,
             config.decoding,
@@ -239,12 +299,26 @@ class Batching(System):
             name=name,
             draft=self.draft,
             corpus=self.run.corpus,
+            witness=witness,
             is_in_flight=True,
         )
         is_fixed = name == BASELINE or config.decoding.gamma != "auto"
         is_captured = config.decoding.cuda_graphs == "on"
-        self.captured = (each, strategy) if is_captured and is_fixed else None
-        return strategy
+        self.captured = None
+        if is_captured and is_fixed:
+            self.captured = CapturedPass(each, strategy, witness)
+        return strategy, witness
+
+    def _witness(self, each: Pass, runner: ModelRunner) -> Witness | None:
+        """A witness of the steps of a greedy pass."""
+        if self.run.config.sampling.temperature > 0:
+            return None
+        shape = self.step_shape(each)
+        gamma = shape.tokens - 1
+        lengths = [request.output_len for request in self.options.shapes]
+        num_steps = sum(lengths) // shape.rows + max(lengths)
+        seed = f"{self.run.workload.seed} {each.name}"
+        return Witness.of(runner, shape.rows, gamma, num_steps, seed, gamma)
 
     def now(self) -> float:
         return super().now() if self.runner is None else self.clock.now()

@@ -21,7 +21,7 @@ from magicdec.setup.prepare import SetupCache
 from magicdec.systems.batching import of_first_rank_alone
 from magicdec.systems.http_client import AnswerLimits, LimitReached, Server, read_key
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, PassObserver, System
+from magicdec.systems.system import Extras, PassObserver, StepShape, System
 
 # Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
 # the prompt, which a server may repeat as ids, and for each token that was asked for.
@@ -65,6 +65,9 @@ class Endpoint(System):
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
+
+    def step_shape(self, each: Pass) -> StepShape:
+        return StepShape(self.options.rows, 1)  # as far as is known here
 
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         ended = SimpleQueue[Exception | None]()

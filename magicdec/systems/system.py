@@ -37,6 +37,8 @@ from magicdec.systems.stages.spans import Span
 from magicdec.workload.request_shapes import RequestShape
 
 if TYPE_CHECKING:
+    from magicdec.runner.model_runner import ModelRunner
+    from magicdec.speculation.steps.witness import Witness
     from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
 
 WARM_UP_TOKENS = 3
@@ -77,12 +79,30 @@ class PassTrace:
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """The forwards that decode in a pass: their rows, and the new tokens of a row."""
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class WatchedSteps:
+    """Steps of a pass that a witness has kept, and the runner that has computed them."""
+
+    witness: Witness
+    runner: ModelRunner
+
+
+@dataclass(frozen=True)
 class Extras:
-    """Measurements of a system with stages, beside the times of requests, on the first rank."""
+    """Measurements of a system beside the times of requests: those of stages on the first rank,
+    `watched` on each rank that computes whole steps."""
 
     ring: RingMetrics | None = None
     speculation: SpeculationMetrics | None = None
     trace: PassTrace | None = None
+    watched: WatchedSteps | None = None
 
 
 class System(ABC):
@@ -96,6 +116,7 @@ class System(ABC):
     split: str = ""  # what `--layer_split auto` chose, in one line
     transport: Transport | None = None  # of messages between stages
     expected: list[list[int]] | None = None
+    ranks_of_layer: int = 1  # the ranks that share a layer, whose sums are rounded by their number
 
     def __init__(self, options: ServeOptions, passes: Sequence[Pass], launch: Launch) -> None:
         self.options = options
@@ -160,6 +181,10 @@ class System(ABC):
     @abstractmethod
     def warm_up_rows(self, each: Pass) -> int:
         """The number of requests that a pass serves at once."""
+
+    @abstractmethod
+    def step_shape(self, each: Pass) -> StepShape:
+        """The largest forwards that decode in a pass."""
 
     @property
     @abstractmethod

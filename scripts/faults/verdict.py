@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 VERDICT = "test_verdict.py::"
+MODES = "test_verdict_of_modes.py::"
 
 PROPERTIES = (
     Property(
@@ -110,14 +111,70 @@ PROPERTIES = (
             Fault(
                 "wrong steps forgiven",
                 "records/correctness.py",
-                "return is_same and not has_wrong_steps and not has_alarms",
-                "return is_same and not has_alarms",
+                "if self.has_wrong_steps:\n            return False",
+                "if False:\n            return False",
             ),
             Fault(
                 "alarms forgiven",
                 "records/correctness.py",
-                "return is_same and not has_wrong_steps and not has_alarms",
-                "return is_same and not has_wrong_steps",
+                "return is_same and not has_alarms",
+                "return is_same",
+            ),
+        ),
+    ),
+    Property(
+        "Outputs are replayed in the steps of the mode that is judged, and in no others.",
+        f"{MODES}test_outputs_are_replayed_in_steps_of_any_size",
+        (
+            Fault(
+                "a step of one token for each of several",
+                "bench/verdict/forced.py",
+                "min(self.num_tokens, len(text) - before)",
+                "min(1, len(text) - before)",
+            ),
+            Fault(
+                "the token after the one that a logit follows",
+                "bench/verdict/forced.py",
+                "text[before - 1 : before - 1 + self.num_tokens]",
+                "text[before : before + self.num_tokens]",
+            ),
+            Fault(
+                "the two best tokens of each shape",
+                "bench/verdict/forced.py",
+                "if self.pairs is None:",
+                "if self.pairs is None or self.num_tokens > 3:",
+            ),
+        ),
+    ),
+    Property(
+        "A mode of `serve` whose steps are wrong has diverged, if its tokens are right too.",
+        f"{MODES}test_a_lone_mode_with_wrong_steps_diverges",
+        (
+            Fault(
+                "no witness in serve",
+                "systems/batching.py",
+                "witness.is_watching = observer.is_measured",
+                "witness.is_watching = False",
+            ),
+            Fault(
+                "wrong steps of a mode without effect",
+                "bench/serving/record.py",
+                """    if correctness.has_wrong_steps:
+        return "diverged"
+""",
+                "",
+            ),
+        ),
+    ),
+    Property(
+        "Modes with stages are judged by an engine whose layers as many ranks share.",
+        f"{MODES}test_stages_are_judged_by_the_engine_if_a_mode_is_one",
+        (
+            Fault(
+                "any engine for the stages of a pipeline",
+                "bench/serving/verdict.py",
+                "isinstance(other, Batching) and other.ranks_of_layer == system.ranks_of_layer",
+                "isinstance(other, Batching)",
             ),
         ),
     ),

@@ -10,7 +10,7 @@ from conftest import TINY, make_requests, make_runner, random_prompts, tiny_tran
 from lossy import plant, short_run
 
 from magicdec.bench.run.run import execute
-from magicdec.bench.verdict.check import Replays, check_outputs
+from magicdec.bench.verdict.check import RunReplays, check_outputs
 from magicdec.bench.verdict.rounding import (
     Gaps,
     WiderView,
@@ -61,7 +61,7 @@ def check(
     def make_wider():  # type: ignore[no-untyped-def]
         return make_runner(copy.deepcopy(model).double(), 1, 90)
 
-    replays = Replays(make_runner(model, 2, 90), make_wider, gamma, prefill_chunk=32)
+    replays = RunReplays(make_runner(model, 2, 90), make_wider, gamma, prefill_chunk=32)
     return check_outputs("autoregressive", expected, found, replays)
 
 
@@ -72,7 +72,7 @@ def test_equal_outputs_are_identical_and_need_no_replay() -> None:
         raise AssertionError("nothing to replay")
 
     nothing: Any = None
-    result = check_outputs("autoregressive", expected, found, Replays(nothing, refuse, 3, 32))
+    result = check_outputs("autoregressive", expected, found, RunReplays(nothing, refuse, 3, 32))
     assert result.identical and result.num_tokens == 2 * NUM_NEW and result.num_excused == 0
     assert result.passed
 

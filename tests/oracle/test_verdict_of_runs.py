@@ -14,8 +14,8 @@ from recorder import Recorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.run import wider
 from magicdec.bench.run.run import execute
+from magicdec.bench.verdict import wider
 from magicdec.bench.verdict.judgement import judge_again
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Launch

@@ -71,7 +71,12 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
 )
 def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -> None:
     passed = SimpleNamespace(
-        name="ring", status=status, reference="one", num_differing=2, requests=[0, 0, 0]
+        name="ring",
+        status=status,
+        reference="one",
+        num_differing=2,
+        requests=[0, 0, 0],
+        correctness=None,
     )
     assert verdict(passed) == said
 

@@ -32,7 +32,7 @@ from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.batching import Batching
 from magicdec.systems.modes import MODES, NAMES, Drafts, Pass
-from magicdec.systems.system import WARM_UP_TOKENS, Extras, PassObserver, System
+from magicdec.systems.system import WARM_UP_TOKENS, Extras, PassObserver, StepShape, System
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
@@ -324,6 +324,9 @@ class RoundRobin(System):
 
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         """It holds nothing."""
+
+    def step_shape(self, each: Pass) -> StepShape:
+        return StepShape(1, 1)
 
     def warm_up_rows(self, each: Pass) -> int:
         return 2

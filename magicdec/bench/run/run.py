@@ -19,10 +19,10 @@ from magicdec.bench.run.outcome import (
 )
 from magicdec.bench.run.resident import CacheDemand, MeasuredBatch, Prefilled, Resident
 from magicdec.bench.run.roofline import bytes_read
-from magicdec.bench.verdict.check import WIDER, Replays, check_outputs, uncompared
+from magicdec.bench.verdict.check import RunReplays, check_outputs, uncompared
 from magicdec.bench.verdict.forwards import measure_forwards
 from magicdec.bench.verdict.judgement import judge_again
-from magicdec.bench.verdict.wider import WiderTexts
+from magicdec.bench.verdict.wider import WiderTexts, wider_kinds
 from magicdec.hardware.environment import watch_gpu
 from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import RankThreads, ThreadCount, check_threads
@@ -50,7 +50,7 @@ from magicdec.setup.loading import (
     runner_of,
 )
 from magicdec.setup.memory_sampler import MemoryTaken, MemoryWatch
-from magicdec.setup.model_plan import Kinds, ModelPlan, StagePart, max_tokens
+from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 from magicdec.speculation.draft_length import make_draft_length
@@ -153,12 +153,9 @@ class Run:
     def load_wider(self, part: StagePart = StagePart()) -> Transformer:
         """This rank's weights of the target or a part in a wider dtype, for torch's own
         operators."""
-        dtype = WIDER[self.config.model.dtype]
-        weights = "int8" if self.config.model.target_dtype == "int8" else dtype
-        source = self.prepared.source
+        kinds = wider_kinds(self.config)
         group = self.groups.target
-        kinds = Kinds(dtype, weights)
-        return load_model(source, group, kinds, self.device, self.progress, part)
+        return load_model(self.prepared.source, group, kinds, self.device, self.progress, part)
 
     def make_reference(self) -> ModelRunner:
         model = self.load_wider()
@@ -378,7 +375,7 @@ class Run:
         if not self.is_compared:
             return uncompared(requests)
         forwards = self.measure_forwards() if is_whole and not self.is_counted else None
-        replays = Replays(
+        replays = RunReplays(
             self.runner,
             self.make_reference,
             self.config.decoding.max_gamma,

@@ -25,6 +25,15 @@ from magicdec.bench.serving.record import (
     parts_of,
     status_of,
 )
+from magicdec.bench.serving.verdict import (
+    EnginePass,
+    ModeReplays,
+    OutputGaps,
+    check_mode,
+    engine_pass,
+    judge_steps,
+)
+from magicdec.bench.verdict.check import identical, uncompared
 from magicdec.distributed.start import close_groups, start_process_group
 from magicdec.distributed.values import all_gather_values
 from magicdec.hardware.environment import release_memory
@@ -32,6 +41,7 @@ from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import RankThreads, check_threads
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
 from magicdec.output.console import make_progress
+from magicdec.records.correctness import Correctness
 from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.setup.session import RankSession
 from magicdec.systems.modes import SPECULATIVE, Pass
@@ -59,6 +69,15 @@ class Served:
     threads: list[int]
     peak_memory: int | None
     load: LoadWatch
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How many requests have other tokens than in the first pass, None if that cannot be compared,
+    and what else is known of the tokens."""
+
+    num_differing: int | None
+    correctness: Correctness
 
 
 @dataclass
@@ -108,6 +127,7 @@ class Experiment:
         self.is_logged = is_logged
         self.system: System | None = None
         self.reference: Served | None = None
+        self.replayed: dict[EnginePass, list[OutputGaps]] = {}
 
     def measure(self, each: Pass) -> None:
         """Serve all requests in the pass and make its record."""
@@ -130,8 +150,9 @@ class Experiment:
         if self.reference is None:
             self.reference = served
             self._tell_outputs(served)
+        verdict = self.compare(served)
         if self.launch.rank == 0:
-            record = self.describe(served)
+            record = self.describe(served, verdict)
             self.measured.records.append(record)
             self.measured.traces.append(served.extras.trace)
             self.keep(record)
@@ -205,7 +226,52 @@ class Experiment:
             error=error,
         )
 
-    def describe(self, served: Served) -> ServingRecord:
+    def compare(self, served: Served) -> Verdict:
+        """Whether the tokens of a pass are right. All ranks call it."""
+        reference = self.reference
+        assert reference is not None, "there is a first pass"
+        size = self.launch.world_size
+        judged = judge_steps(served.extras, served.requests)
+        known = self._count_differing(served, reference)
+        counts = all_gather_values([] if known is None else [known], list[int], size)[0]
+        if not counts:
+            return Verdict(None, replace(uncompared(served.requests), judged_again=judged))
+        name = reference.each.name
+        correctness = identical(name, served.requests)
+        if counts[0]:
+            correctness = self._judge_differences(served, reference)
+        return Verdict(counts[0], replace(correctness, judged_again=judged))
+
+    def _count_differing(self, served: Served, reference: Served) -> int | None:
+        """The requests whose tokens differ, None if they cannot be compared; known to the first
+        rank."""
+        each = served.each
+        temperature = self.prepared.system_of(each).run.config.sampling.temperature
+        pair = (*reference.requests, *served.requests)
+        has_ids = not any(UNKNOWN_ID in request.output_ids for request in pair)
+        has_others = len(self.prepared.options.passes) > 1
+        if not (has_others and has_ids and is_comparable(each, reference.each, temperature)):
+            return None
+        return len(differing(reference.requests, served.requests))
+
+    def _judge_differences(self, served: Served, reference: Served) -> Correctness:
+        """The judgement of tokens that differ, if the engine can replay both passes."""
+        name = reference.each.name
+        unjudged = replace(uncompared(served.requests), reference=name, identical=False)
+        pair = [
+            engine_pass(self.prepared.system_of(each), each, self.prepared.systems)
+            for each in (reference.each, served.each)
+        ]
+        options = self.prepared.options
+        is_plain = all(request.sampling.is_plain for request in served.requests)
+        (first, other) = pair
+        if first is None or other is None or options.emulate_stage_ms or not is_plain:
+            return unjudged
+        size = self.launch.world_size
+        replays = ModeReplays(self.open, first, other, size, self.progress, self.replayed)
+        return check_mode(name, reference.requests, served.requests, replays)
+
+    def describe(self, served: Served, verdict: Verdict) -> ServingRecord:
         """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
         each = served.each
         reference = self.reference
@@ -215,15 +281,10 @@ class Experiment:
         session = self.session
         options = self.prepared.options
         has_others = len(options.passes) > 1
-        num_differing = None
-        temperature = system.run.config.sampling.temperature
-        pair = (*reference.requests, *requests)
-        has_ids = not any(UNKNOWN_ID in request.output_ids for request in pair)
-        if has_others and has_ids and is_comparable(each, reference.each, temperature):
-            num_differing = len(differing(reference.requests, requests))
         config = system.config_of(each)
         is_external = system.is_external or self.prepared.system_of(reference.each).is_external
-        status = status_of(num_differing, config["model"]["dtype"], is_external)
+        dtype = config["model"]["dtype"]
+        status = status_of(verdict.num_differing, verdict.correctness, dtype, is_external)
         is_right = status != "diverged"
         counts = served.observer.counts
         trace = served.extras.trace
@@ -239,7 +300,8 @@ class Experiment:
             threads=served.threads,
             workload=replace(system.run, workload=prompts).describe_workload(),
             reference=reference.each.name if has_others else None,
-            num_differing=num_differing,
+            num_differing=verdict.num_differing,
+            correctness=verdict.correctness,
             metrics=serving_metrics(requests, counts, goodput, served.peak_memory, judged)
             if is_right
             else None,

@@ -18,6 +18,7 @@ from magicdec.bench.serving.metrics import ServingMetrics
 from magicdec.config.sections import MODEL_PREFIX
 from magicdec.names import FULL_KV_POLICY
 from magicdec.records.acceptance import Verification, Verifications
+from magicdec.records.correctness import Correctness
 from magicdec.records.drafted import DraftedPass, StepLog
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.record import MeasuredRecord, margin_field, seal_field, sealed_json
@@ -33,7 +34,7 @@ PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a confi
 OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
 UNCHECKED = "unchecked"
 FAILED = "failed"
-STATUSES = ("ok", "differs", "diverged", UNCHECKED, FAILED)
+STATUSES = ("ok", "ok_with_ties", "differs", "diverged", UNCHECKED, FAILED)
 WITHOUT_METRICS = ("diverged", FAILED)
 NO_VERIFICATIONS = "if nothing was drafted for it; with random weights"
 UNLOGGED = "except in the passes of the gate; of pipelined speculation; where steps are captured"
@@ -129,12 +130,13 @@ class ServingRecord(MeasuredRecord):
 
     kind: Literal["serving"] = recorded("`serving`", default="serving")
     status: str = recorded(
-        "`ok`: every request has the tokens that it has in `reference`; `differs`: some have "
-        f"others, in a dtype other than {EXACT_DTYPE} or in another program, whose rounding may be "
-        f"the reason; `diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no "
-        "other mode, a server sent no token ids, or drafts were sampled, which keeps only the "
-        f"distribution; `{FAILED}`: the logits of a request were not finite numbers, so that no "
-        "token followed from them",
+        "`ok`: every request has the tokens that it has in `reference`; `ok_with_ties`: some have "
+        "others, and the rounding of the command explains it; `diverged`: it does not explain it, "
+        "or steps are wrong; `differs`: some have others, and nothing could judge that (see *Check "
+        f"of the tokens*), in a dtype other than {EXACT_DTYPE} or in another program; "
+        f"`{UNCHECKED}`: there is no other mode, a server sent no token ids, or drafts were "
+        f"sampled, which keeps only the distribution; `{FAILED}`: the logits of a request were not "
+        "finite numbers, so that no token followed from them",
         choices=STATUSES,
     )
     name: str = recorded("the mode as `--modes` names it, such as `inflight` or `inflight+draft`")
@@ -174,6 +176,11 @@ class ServingRecord(MeasuredRecord):
     error: str | None = recorded(
         "what has ended the pass, with the step", null=f"unless `{FAILED}`", default=None
     )
+    correctness: Correctness | None = recorded(
+        "the comparison with `reference`, and steps that were judged again",
+        null=f"if `{FAILED}`; in records of earlier versions",
+        default=None,
+    )
     margin: float | None = margin_field()
     seal: str | None = seal_field()
 
@@ -181,13 +188,24 @@ class ServingRecord(MeasuredRecord):
         return sealed_json(self)
 
     def __post_init__(self) -> None:
-        known = {UNCHECKED: None, FAILED: None, "ok": 0}
-        expected = known.get(self.status, self.num_differing or -1)
         assert self.status in STATUSES, f"status is {self.status}"
-        assert self.num_differing == expected, "its status contradicts num_differing"
+        assert self._counts_agree, "its status contradicts num_differing"
         has_none = self.status in WITHOUT_METRICS
         assert (self.metrics is None) == has_none, "metrics contradict status"
         assert (self.error is None) == (self.status != FAILED), "an error belongs to `failed`"
+
+    @property
+    def _counts_agree(self) -> bool:
+        count = self.num_differing
+        if self.status in (UNCHECKED, FAILED):
+            return count is None
+        if self.status == "diverged":  # by its tokens, or by a step that is wrong
+            return count != 0 or self.has_wrong_steps
+        return count is not None and (count == 0) == (self.status == "ok")
+
+    @property
+    def has_wrong_steps(self) -> bool:
+        return self.correctness is not None and self.correctness.has_wrong_steps
 
     @property
     def passed(self) -> bool:
@@ -268,13 +286,19 @@ def parts_of(config: Mapping[str, Any], has_drafts: bool) -> dict[str, Any]:
     return {name: config[name] for name in ((*PARTS, *OF_DRAFTS) if has_drafts else PARTS)}
 
 
-def status_of(num_differing: int | None, dtype: str, is_external: bool) -> str:
+def status_of(
+    num_differing: int | None, correctness: Correctness, dtype: str, is_external: bool
+) -> str:
     """The status of a pass. `num_differing` is None if tokens cannot be compared. `is_external`:
     another program made some of them."""
+    if correctness.has_wrong_steps:
+        return "diverged"
     if num_differing is None:
         return UNCHECKED
     if num_differing == 0:
         return "ok"
+    if correctness.num_diverged is not None:
+        return correctness.status
     return "diverged" if dtype == EXACT_DTYPE and not is_external else "differs"
 
 

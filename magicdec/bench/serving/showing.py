@@ -18,6 +18,7 @@ from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
 from magicdec.records.metric_tables import fixed, has_enough, metric_rows
+from magicdec.records.table import explained_text, judged_text, place_text
 from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
 
 if TYPE_CHECKING:
@@ -124,26 +125,38 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
 
 
 def verdict(record: ServingRecord) -> str:
-    """Whether the tokens are those of the reference, in a line."""
+    """Whether the tokens are those of the reference, and steps right, in a line."""
     name = record.name
-    total = len(record.requests)
     if record.status == FAILED:
         return f"{name}: FAILED, {(record.error or '').removeprefix(f'{name}: ')}"
+    found = record.correctness
+    judged = "" if found is None else judged_text(found.judged_again)
+    return f"{name}: {compared_text(record)}{judged}"
+
+
+def compared_text(record: ServingRecord) -> str:
+    total = len(record.requests)
+    prefix = f"{record.status.upper()}, " if record.status == "diverged" else ""
     if record.reference is None:
-        return f"{name}: its tokens are not checked, because there is no other pass"
-    if name == record.reference:
-        return f"{name}: the reference of the others"
+        return f"{prefix}its tokens are not checked, because there is no other pass"
+    if record.name == record.reference:
+        return f"{prefix}the reference of the others"
     if record.num_differing is None and record.config["sampling"]["temperature"] == 0:
-        return f"{name}: not compared, because a server sent no token ids"
+        return f"{prefix}not compared, because a server sent no token ids"
     if record.num_differing is None:
-        return f"{name}: sampled, so the tokens of drafts are not compared"
+        return f"{prefix}sampled, so the tokens of drafts are not compared"
     if record.num_differing == 0:
         subject = "its request has" if total == 1 else f"all {total} requests have"
-        return f"{name}: {subject} the tokens of {record.reference}"
+        return f"{prefix}{subject} the tokens of {record.reference}"
     noun = "request differs" if total == 1 else "requests differ"
     text = f"{record.num_differing} of {total} {noun} from {record.reference}"
-    why = "; rounding may be the reason" if record.status == "differs" else ""
-    return f"{name}: {record.status.upper()}, {text}{why}"
+    found = record.correctness
+    if record.status == "differs":
+        return f"DIFFERS, {text}; rounding may be the reason"
+    if found is None or found.first_divergence is None:
+        return f"{prefix}{text}"
+    why = f"{place_text(found.first_divergence)}{explained_text(found)}"
+    return f"{prefix or 'ok with ties, '}{text}, {why}"
 
 
 def stage_table(name: str, ring: RingMetrics) -> Table:

@@ -16,8 +16,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Protocol
+
+from torch import Tensor
 
 from magicdec.bench.verdict.rounding import (
+    Gaps,
     WiderView,
     chances_to_differ,
     is_by_chance,
@@ -30,8 +34,6 @@ from magicdec.bench.verdict.rounding import (
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
-
-WIDER = {"float32": "float64", "bfloat16": "float32"}
 
 
 def differences(expected: Sequence[Request], found: Sequence[Request]) -> list[Divergence]:
@@ -51,36 +53,58 @@ def identical(reference: str, requests: Sequence[Request]) -> Correctness:
     return replace(result, reference=reference, identical=True, num_excused=0, num_diverged=0)
 
 
-@dataclass(frozen=True)
-class Replays:
-    """The means to judge differences, used only if there are any."""
+class Replays(Protocol):
+    """The means to judge differences, used only if there are any. Every rank calls them alike."""
 
-    runner: ModelRunner  # that of the run; what its cache holds is lost
+    def gaps(self, requests: Sequence[Request]) -> list[Gaps]:
+        """The gaps of the reference's outputs, in the shapes of both passes."""
+
+    def views(self, requests: Sequence[Request], pairs: Sequence[Tensor | None]) -> list[WiderView]:
+        """The wider model's views of outputs; `pairs` as in `view_of`."""
+
+
+@dataclass(frozen=True)
+class RunReplays:
+    """`Replays` by the runner of a run, whose cache loses what it holds."""
+
+    runner: ModelRunner
     make_wider: Callable[[], ModelRunner]  # makes a runner of one row in the wider dtype
     max_gamma: int  # the most draft tokens of a step
     prefill_chunk: int
+
+    def gaps(self, requests: Sequence[Request]) -> list[Gaps]:
+        return measure_gaps(self.runner, requests, self.max_gamma, self.prefill_chunk)
+
+    def views(self, requests: Sequence[Request], pairs: Sequence[Tensor | None]) -> list[WiderView]:
+        wider = self.make_wider()
+        return [
+            view_of(wider, request, self.prefill_chunk, wanted)
+            for request, wanted in zip(requests, pairs, strict=True)
+        ]
 
 
 def check_outputs(
     reference: str, expected: Sequence[Request], found: Sequence[Request], replays: Replays
 ) -> Correctness:
     """Compares outputs prompt by prompt. Every rank of the group calls this with the same requests.
-    Differences cost one more prefill and baseline pass (`measure_gaps`), and two prefills in the
+    Differences cost one more prefill and baseline pass (`Replays.gaps`), and two prefills in the
     wider dtype (`view_of`) for each such sequence, or only for the first if more differ than
     rounding explains. A few equal sequences are replayed too where errors would be measured over
     few tokens."""
     differing = differences(expected, found)
     if not differing:
         return identical(reference, found)
-    gaps = measure_gaps(replays.runner, expected, replays.max_gamma, replays.prefill_chunk)
+    gaps = replays.gaps(expected)
     chances = chances_to_differ(gaps)
     most = most_by_chance(chances)
     judged = differing if len(differing) <= most else differing[:1]
-    wider = replays.make_wider()
-    chunk = replays.prefill_chunk
     measured = sequences_to_measure([d.sequence for d in judged], expected)
-    own_views = [view_of(wider, expected[i], chunk, gaps[i].pairs) for i in measured]
-    views = [view_of(wider, found[d.sequence], chunk) for d in judged]
+    all_views = replays.views(
+        [*(expected[i] for i in measured), *(found[d.sequence] for d in judged)],
+        [*(gaps[i].pairs for i in measured), *[None] * len(judged)],
+    )
+    own_views = all_views[: len(measured)]
+    views = all_views[len(measured) :]
     bound = largest_error([gaps[i] for i in measured], own_views)
     own_views = own_views[: len(judged)]
     margins = [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from magicdec.bench.verdict.forced import gap
 from magicdec.kv.cache import upload
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.prefill import prefill
@@ -23,7 +24,7 @@ from magicdec.runner.request import Request
 from magicdec.runner.step_plan import PrefillChunk
 
 CONFIDENCE = 0.999  # of both limits on how often rounding changes a token
-TAIL = 4.0  # no rounding error is taken to exceed so many times the root of the mean square
+TAIL = 5.0  # no rounding error is taken to exceed so many times the root of the mean square
 MIN_TOKENS = 256  # errors are measured over at least so many tokens, if the run has them
 
 
@@ -87,17 +88,10 @@ def _replay(
         logits = runner.forward(pad(part, (0, step - part.shape[1])), rows)[:, : part.shape[1]]
         whole = gather_vocab(logits, runner.vocab_places, runner.group)
         chosen.append(whole.topk(2).indices if pairs is None else pairs[:, at : at + step])
-        gaps.append(_gap(whole, chosen[-1]))
+        gaps.append(gap(whole, chosen[-1]))
     if not gaps:
         return ids.new_zeros(len(ids), 0, 2), ids.new_zeros(len(ids), 0, dtype=torch.float64)
     return torch.cat(chosen, dim=1), torch.cat(gaps, dim=1)
-
-
-def _gap(logits: Tensor, pairs: Tensor) -> Tensor:
-    """Float64 gaps between pairs [..., 2] of tokens in logits [..., V]; 0 for NaN, about which the
-    wider model's shortfall decides."""
-    best, second = logits.gather(-1, pairs).double().unbind(-1)
-    return (best - second).nan_to_num(nan=0.0)
 
 
 @torch.inference_mode()
@@ -126,7 +120,7 @@ def view_of(
             shortfalls.append((whole.amax(1) - chosen).double().nan_to_num(nan=math.inf))
             if pairs is not None:
                 begin = max(first, 1)  # the first token has no pair
-                gaps.append(_gap(whole[begin - first :], pairs[begin - 1 : last - 1]))
+                gaps.append(gap(whole[begin - first :], pairs[begin - 1 : last - 1]))
         at = last
     return WiderView(torch.cat(shortfalls), torch.cat(gaps or [shortfalls[0][:0]]))
 

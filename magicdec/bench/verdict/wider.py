@@ -17,16 +17,24 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.hardware.costs import linear_parameters
 from magicdec.kv.cache import upload
 from magicdec.model.transformer import Transformer
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.setup.model_plan import StagePart
+from magicdec.setup.model_plan import Kinds, StagePart
 
 PART_BYTES = 1 << 30  # of layers, with K and V, that are in memory together, unless one is larger
 LOGIT_BYTES = 1 << 26  # of the logits that are computed together, unless one position has more
 NUMBER_BYTES = 8  # of a weight, a logit, or a number of K and V, at most
+WIDER = {"float32": "float64", "bfloat16": "float32"}
 TILE_TOKENS = 1024  # of a prompt that are copied together
+
+
+def wider_kinds(config: ResolvedConfig) -> Kinds:
+    """The kinds of the target in a wider dtype, by torch's own operators."""
+    dtype = WIDER[config.model.dtype]
+    return Kinds(dtype, "int8" if config.model.target_dtype == "int8" else dtype)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from magicdec.systems.stages.metrics import Observed, speculation_metrics
 from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.stage import CancelBoard, RunStage
 from magicdec.systems.stages.staged import StagedSystem
-from magicdec.systems.system import Extras, PassObserver, PassTrace
+from magicdec.systems.system import Extras, PassObserver, PassTrace, StepShape
 
 
 class SpeculativePipeline(StagedSystem):
@@ -72,6 +72,7 @@ class SpeculativePipeline(StagedSystem):
         world_size = self.launch.world_size
         layout = make_layout(options.layer_split, world_size, model.num_layers)
         self.check_stages(models, layout.tensor_parallel, not all(map(len, layout.layers)))
+        self.ranks_of_layer = layout.tensor_parallel
         config = self._place_draft(models, layout)
         run = self.complete(replace(models, config=config), cache)
         self.drafting: Prepared | None = None
@@ -167,6 +168,9 @@ class SpeculativePipeline(StagedSystem):
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.speculation.lanes
+
+    def step_shape(self, each: Pass) -> StepShape:
+        return StepShape(1, 1 + (self.options.speculation.gamma if each.is_drafting else 0))
 
     @property
     def computes(self) -> bool:

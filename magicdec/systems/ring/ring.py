@@ -44,7 +44,7 @@ from magicdec.systems.stages.metrics import (
 from magicdec.systems.stages.spans import Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
 from magicdec.systems.stages.staged import StagedSystem, check_split
-from magicdec.systems.system import Extras, PassObserver, PassTrace
+from magicdec.systems.system import Extras, PassObserver, PassTrace, StepShape
 
 # bytes of an edge in shared memory
 LEAST_CAPACITY = 1 << 20
@@ -65,6 +65,7 @@ class Ring(StagedSystem):
         self.grid = grid = options.grid(launch.world_size)
         self.stage_number = grid.stage_of(launch.rank)
         self.num_samples = options.samples(grid)
+        self.ranks_of_layer = grid.tensor_parallel
         workload = options.batch_of(run_config.workload, self.num_samples)
         models = self.find_part(run_config, workload, cache, grid.tensor_parallel)
         check_split(read_split(options.layer_split).stages, grid, models.source)
@@ -106,6 +107,10 @@ class Ring(StagedSystem):
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.num_samples
+
+    def step_shape(self, each: Pass) -> StepShape:
+        max_gamma = max_gamma_of(self.run.config) if each.is_drafting else 0
+        return StepShape(self.options.batch_size, 1 + max_gamma)
 
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         assert self.opened is not None, "it was opened"

@@ -1,0 +1,167 @@
+"""The verdict on a mode of `magicdec serve`: whether its tokens are right.
+
+Steps that a witness has kept are judged again by their own logits. Tokens that differ from those of
+the first mode are judged as a run's are (`bench/verdict/check.py`), by forwards of the engine in
+the shapes of both modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from magicdec.bench.verdict.check import check_outputs
+from magicdec.bench.verdict.forced import ForcedSteps
+from magicdec.bench.verdict.judgement import judge_again
+from magicdec.bench.verdict.rounding import Gaps, WiderView, view_of
+from magicdec.bench.verdict.wider import wider_kinds
+from magicdec.distributed.values import all_gather_values
+from magicdec.names import REFERENCE_BACKEND, SEQUENTIAL
+from magicdec.output.console import Progress
+from magicdec.records.correctness import Correctness, JudgedAgain
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request, SamplingParams
+from magicdec.setup.loading import load_model, make_backend
+from magicdec.systems.batching import Batching
+from magicdec.systems.modes import Pass
+from magicdec.systems.system import Extras, System
+
+Numbers = tuple[list[list[int]], list[float]]
+"""`OutputGaps` as ranks exchange them."""
+OutputGaps = tuple[Tensor, Tensor]
+"""The pairs [N, 2] and the gaps float64 [N] of an output."""
+
+
+def judge_steps(extras: Extras, requests: Sequence[Request]) -> JudgedAgain | None:
+    """The steps of a pass, judged again; None on a rank that has kept none. Every rank calls it."""
+    watched = extras.watched
+    if watched is None:
+        return None
+    return judge_again(watched.witness, requests, watched.runner)
+
+
+@dataclass(frozen=True)
+class EnginePass:
+    """The batches of the engine whose forwards are rounded as those of a judged pass: the batching
+    `mode` of a system, and the most tokens of a row in a step."""
+
+    system: Batching
+    mode: str
+    num_tokens: int
+
+
+def engine_pass(system: System, each: Pass, systems: Sequence[System]) -> EnginePass | None:
+    """What stands for a pass: the stages of a pipeline compute what an engine computes whose layers
+    are shared by as many ranks. None if no other mode of the command is one, or another program has
+    computed."""
+    shape = system.step_shape(each)
+    if isinstance(system, Batching):
+        return EnginePass(system, each.mode, shape.tokens)
+    if system.is_external:
+        return None
+    mode = SEQUENTIAL if shape.rows == 1 else "inflight"
+    for other in systems:
+        if isinstance(other, Batching) and other.ranks_of_layer == system.ranks_of_layer:
+            return EnginePass(other, mode, shape.tokens)
+    return None
+
+
+@dataclass(frozen=True)
+class ModeReplays:
+    """`Replays` of two passes, whose systems are opened in turn. All ranks call the methods with
+    the same requests; ranks without a part of the engine wait, and get what the first has found."""
+
+    open: Callable[[Pass], System]
+    reference: EnginePass
+    judged: EnginePass
+    world_size: int
+    progress: Progress
+    known: dict[EnginePass, list[OutputGaps]]  # of the reference, whose outputs stay the same
+
+    def gaps(self, requests: Sequence[Request]) -> list[Gaps]:
+        if self.reference not in self.known:
+            self.known[self.reference] = self._replay(self.reference, requests, None)
+        own = self.known[self.reference]
+        theirs = self._replay(self.judged, requests, [pairs for pairs, _ in own])
+        return [
+            Gaps(pairs, decode, verify)
+            for (pairs, decode), (_, verify) in zip(own, theirs, strict=True)
+        ]
+
+    def views(self, requests: Sequence[Request], pairs: Sequence[Tensor | None]) -> list[WiderView]:
+        runner = self._open(self.reference)
+        found = list[tuple[list[float], list[float]]]()
+        if runner is not None:
+            run = self.reference.system.run
+            chunk = run.config.attention.prefill_chunk
+            wider = self._wider(runner)
+            for request, wanted in zip(requests, pairs, strict=True):
+                on_device = None if wanted is None else wanted.to(runner.device)
+                view = view_of(wider, request, chunk, on_device)
+                found.append((view.shortfalls.tolist(), view.gaps.tolist()))
+        known = self._from_first(found, list[tuple[list[float], list[float]]])
+        return [WiderView(*(float64(values) for values in view)) for view in known]
+
+    def _replay(
+        self, engine: EnginePass, requests: Sequence[Request], pairs: Sequence[Tensor] | None
+    ) -> list[OutputGaps]:
+        found = list[Numbers]()
+        if self._open(engine) is not None:
+            outputs = {request.request_id: request.output_ids for request in requests}
+            of_requests = None if pairs is None else dict(zip(outputs, pairs, strict=True))
+            made = list[ForcedSteps]()
+
+            def make(runner: ModelRunner) -> ForcedSteps:
+                made.append(ForcedSteps(runner, outputs, engine.num_tokens, of_requests))
+                return made[0]
+
+            texts = [unanswered(request) for request in requests]
+            engine.system.replay(engine.mode, texts, engine.num_tokens, make)
+            noted = [made[0].found(number) for number in outputs]
+            found = [(ids.tolist(), gaps.tolist()) for ids, gaps in noted]
+        known = self._from_first(found, list[Numbers])
+        return [
+            (torch.tensor(ids, dtype=torch.int64).view(-1, 2), float64(gaps)) for ids, gaps in known
+        ]
+
+    def _open(self, engine: EnginePass) -> ModelRunner | None:
+        self.open(engine.system.passes[0])
+        return engine.system.runner
+
+    def _wider(self, runner: ModelRunner) -> ModelRunner:
+        run = self.reference.system.run
+        kinds = wider_kinds(run.config)
+        load = partial(load_model, run.source, runner.group, kinds, runner.device, self.progress)
+        backend = make_backend(REFERENCE_BACKEND)
+        return ModelRunner(load(), backend, runner.group, 1, runner.max_tokens)
+
+    def _from_first(self, value: list, kind: type[list]) -> list:
+        return all_gather_values(value, kind, self.world_size)[0]
+
+
+def float64(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def unanswered(request: Request) -> Request:
+    """A request for as many tokens as another has got."""
+    return Request(request.request_id, request.prompt_ids, SamplingParams(len(request.output_ids)))
+
+
+def check_mode(
+    name: str, expected: Sequence[Request], found: Sequence[Request], replays: ModeReplays
+) -> Correctness:
+    """Compares outputs that differ with those of the mode `name`. All ranks call it; only the first
+    must know the outputs."""
+    size = replays.world_size
+    outputs = [[request.output_ids for request in side] for side in (expected, found)]
+    known = all_gather_values(outputs, list[list[list[int]]], size)[0]
+    ours, theirs = (
+        [replace(request, output_ids=ids) for request, ids in zip(side, of_side, strict=True)]
+        for side, of_side in zip((expected, found), known, strict=True)
+    )
+    return check_outputs(name, ours, theirs, replays)

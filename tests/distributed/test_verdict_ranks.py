@@ -1,0 +1,33 @@
+"""Modes on two ranks whose sums are rounded otherwise than on one: their tokens differ, and the
+rounding of the command explains it."""
+
+import json
+from pathlib import Path
+
+from conftest import Launch
+
+WORDS = (
+    *("--model", "demo", "--dtype", "bfloat16", "--attention", "sdpa", "--linear", "torch"),
+    *("--native_steps", "off", "--draft", "ngram", "--num_requests", 6, "--arrival", "burst"),
+    *("--prefix_len", 96, "--gen_len", 32, "--B", 3),
+)
+
+
+def test_rounding_explains_what_differs_between_ranks(launch: Launch, tmp_path: Path) -> None:
+    """The engine on both ranks, and on the first alone, also in place of stages."""
+    modes = ("tensor_parallel", "inflight", "iterative", "sync")
+    out = tmp_path / "modes.jsonl"
+    words = (*WORDS, "--modes", *modes, "--threads", 1, "--out", out)
+    done = launch("pipeline_benchmark.py", *words, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["name"] for record in records] == list(modes)
+    first, *others = records
+    assert first["status"] == "ok" and first["correctness"]["judged_again"]["num_wrong"] == 0
+    assert {record["status"] for record in others} <= {"ok", "ok_with_ties"}
+    differing = [record for record in others if record["status"] == "ok_with_ties"]
+    assert differing, "rounding makes some tokens differ"
+    for record in differing:
+        correctness = record["correctness"]
+        assert 0 < record["num_differing"] == correctness["num_excused"]
+        assert correctness["expected_differing"] > 0 and correctness["margin_bound"] > 0

@@ -1,0 +1,204 @@
+"""The verdict on modes of `magicdec serve`: what honest modes pass, what sees which fault, and that
+outputs are replayed in the steps of a mode."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, Command, make_runner, random_prompts, tiny_transformer
+from lossy import ATTACKS, planted
+from serving_command import prepare_as
+
+from magicdec.bench.serving.measure import measure
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.serving.showing import verdict
+from magicdec.bench.serving.verdict import engine_pass, unanswered
+from magicdec.bench.verdict.forced import ForcedSteps
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.engine.engine import Engine
+from magicdec.output.console import Silent
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request, SamplingParams, StepOutput
+from magicdec.runner.step_plan import BatchLimits
+from magicdec.speculation.steps.build import build_decoder
+from magicdec.systems.batching import Batching
+from magicdec.systems.modes import Pass
+
+WORDS = (
+    *("--model", "demo", "--attention", "sdpa", "--linear", "torch", "--native_steps", "off"),
+    *("--draft", "self", "--kv_policy", "streaming_llm", "--budget", "65", "--gamma", "4"),
+    *("--num_requests", "8", "--prefix_len", "96", "--gen_len", "48", "--B", "4"),
+    *("--arrival", "burst"),
+)
+STAGES = (*WORDS[:8], *WORDS[16:])  # without a draft
+
+
+def serve(
+    tmp_path: Path, dtype: str, *modes: str, words: Sequence[str] = WORDS, attack: str = "nothing"
+) -> list[ServingRecord]:
+    prepared = prepare_as("serve", tmp_path, *words, "--dtype", dtype, "--modes", *modes)
+    records = list[ServingRecord]()
+    with planted(ATTACKS[attack]("sdpa")):
+        measure(prepared, records.append)
+    return records
+
+
+def test_an_honest_mode_passes_where_rounding_makes_tokens_differ(tmp_path: Path) -> None:
+    first, drafting = serve(tmp_path, "bfloat16", "inflight", "inflight+draft")
+    assert first.status == "ok" and first.correctness is not None
+    assert first.correctness.judged_again is not None
+    assert first.correctness.judged_again.num_steps > 90  # of both batches
+    found = drafting.correctness
+    assert drafting.status == "ok_with_ties" and drafting.metrics is not None
+    assert found is not None and found.reference == "inflight" and found.num_diverged == 0
+    assert 0 < drafting.num_differing == found.num_excused <= found.most_differing
+    assert found.judged_again is not None and found.judged_again.num_wrong == 0
+    assert found.judged_again.num_steps == found.judged_again.num_steps_of_all > 20
+    assert "ok with ties" in verdict(drafting) and "steps judged again" in verdict(drafting)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attack"),
+    [
+        ("bfloat16", "accept within 0.03"),
+        ("bfloat16", "16 KV tokens dropped"),
+        ("float32", "accept within 0.01"),  # whose tokens are right by chance
+        pytest.param("float32", "noise 0.01", marks=pytest.mark.wide),
+        pytest.param("float32", "1 KV token dropped", marks=pytest.mark.wide),
+        pytest.param("bfloat16", "a head zeroed", marks=pytest.mark.wide),
+    ],
+)
+def test_a_fault_in_verifications_is_seen(tmp_path: Path, dtype: str, attack: str) -> None:
+    first, drafting = serve(tmp_path, dtype, "inflight", "inflight+draft", attack=attack)
+    found = drafting.correctness
+    assert first.status == "ok" and drafting.status == "diverged" and drafting.metrics is None
+    assert found is not None and found.judged_again is not None
+    assert (found.judged_again.num_wrong > 0) == attack.startswith("accept")
+    assert "DIVERGED" in verdict(drafting)
+
+
+def test_a_lone_mode_with_wrong_steps_diverges(tmp_path: Path) -> None:
+    (record,) = serve(tmp_path, "float32", "inflight+draft", attack="accept within 0.03")
+    assert record.status == "diverged" and record.num_differing is None
+    assert record.correctness is not None and record.correctness.has_wrong_steps
+
+
+def test_stages_are_judged_by_the_engine_if_a_mode_is_one(tmp_path: Path) -> None:
+    prepared = prepare_as(
+        "serve", tmp_path, *STAGES, "--modes", "ring", "iterative", "inflight", world_size=2
+    )
+    systems = {system.passes[0].mode: system for system in prepared.systems}
+    engine = systems["inflight"]
+    for mode, rows in (("ring", "inflight"), ("iterative", "sequential")):
+        stands_for = engine_pass(systems[mode], Pass(mode, False), prepared.systems)
+        assert stands_for is not None and stands_for.system is engine
+        assert (stands_for.mode, stands_for.num_tokens) == (rows, 1)
+    ring = systems["ring"]
+    assert engine_pass(ring, Pass("ring", False), [ring]) is None
+    engine.ranks_of_layer = 2  # whose sums are rounded otherwise
+    assert engine_pass(ring, Pass("ring", False), prepared.systems) is None
+
+
+def test_penalties_are_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay does not apply them."""
+    words = (*WORDS, "--repetition_penalty", "1.3")
+    records = serve(tmp_path, "bfloat16", "inflight", "inflight+draft", words=words)
+    assert records[1].status in ("ok", "differs")
+    assert records[1].correctness is not None and records[1].correctness.num_excused in (0, None)
+
+
+def known_outputs(runner: ModelRunner) -> list[Request]:
+    requests = [
+        Request(i, prompt, SamplingParams(length))
+        for i, (prompt, length) in enumerate(
+            zip(random_prompts((30, 41, 25, 33), TINY.vocab_size), (20, 1, 13, 17), strict=True)
+        )
+    ]
+    serve_by(runner, requests, decoding(runner))
+    return requests
+
+
+def decoding(runner: ModelRunner) -> Any:
+    return build_decoder(
+        runner, DecodingSection(), KVSection("full"), name="autoregressive", is_in_flight=True
+    )
+
+
+def serve_by(
+    runner: ModelRunner, requests: list[Request], strategy: Any, tokens: int = 1
+) -> list[int]:
+    """The tokens that the steps emitted for each of their requests."""
+    shape = runner.cache.shape
+    limits = BatchLimits(
+        runner.max_tokens, shape.block_size, shape.num_blocks, tokens, prefill_tokens=16
+    )
+    emitted = list[int]()
+
+    def observe(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+        emitted.extend(map(len, output.token_ids))
+
+    Engine(runner, 16, limits).serve(strategy, requests, observe)
+    return emitted
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 5])
+def test_outputs_are_replayed_in_steps_of_any_size(num_tokens: int) -> None:
+    """Ragged rows, of which two run at a time. By default, the best token of each position is the
+    one that was emitted; gaps between given tokens are those of steps of one token."""
+    runner = make_runner(tiny_transformer(), 2, 96)
+    requests = known_outputs(runner)
+    outputs = {request.request_id: request.output_ids for request in requests}
+    best = ForcedSteps(runner, outputs, num_tokens, None)
+    again = [unanswered(request) for request in requests]
+    emitted = serve_by(runner, again, best, num_tokens)
+    assert [request.output_ids for request in again] == list(outputs.values())
+    full = [num_tokens] * sum((len(output) - 1) // num_tokens for output in outputs.values())
+    assert [count for count in emitted if count == num_tokens] == full
+    pairs = {
+        number: torch.randint(TINY.vocab_size, (len(output) - 1, 2))
+        for number, output in outputs.items()
+    }
+    one = ForcedSteps(runner, outputs, 1, pairs)
+    serve_by(runner, [unanswered(request) for request in requests], one)
+    steps = ForcedSteps(runner, outputs, num_tokens, pairs)
+    serve_by(runner, [unanswered(request) for request in requests], steps, num_tokens)
+    for number, output in outputs.items():
+        chosen, gaps = best.found(number)
+        assert chosen[:, 0].tolist() == output[1:] and (gaps > 0).all()
+        assert steps.found(number)[0].equal(pairs[number])
+        assert torch.allclose(steps.found(number)[1], one.found(number)[1], atol=1e-4, rtol=0)
+
+
+def test_a_replay_makes_room_for_steps_that_the_pass_had_not(tmp_path: Path) -> None:
+    prepared = prepare_as("serve", tmp_path, *STAGES, "--modes", "inflight", "--dtype", "float32")
+    (system,) = prepared.systems
+    assert isinstance(system, Batching)
+    each = prepared.options.passes[0]
+    system.open(each, torch.device("cpu"), Silent())
+    assert system.runner is not None
+    room = system.runner.max_tokens
+    prompt = prepared.run.workload.prompts[0]
+    text = Request(0, prompt, SamplingParams(48))
+    made = list[tuple[ModelRunner, ForcedSteps]]()
+
+    def make(runner: ModelRunner) -> ForcedSteps:
+        made.append((runner, ForcedSteps(runner, {0: [5] * 48}, 9, None)))
+        return made[0][1]
+
+    system.replay("inflight", [text], 9, make)
+    runner, steps = made[0]
+    assert runner.max_tokens > room and len(steps.found(0)[1]) == 47
+    system.close()
+
+
+def test_old_records_have_no_verdict(tmp_path: Path, command: Command) -> None:
+    (record,) = serve(tmp_path, "float32", "inflight", words=STAGES)
+    line = json.loads(replace(record, correctness=None).to_json())
+    del line["correctness"]
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert "its tokens are not checked" in command("table", path).out
