@@ -82,13 +82,18 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
 
 def step_metrics(samples: PassSamples) -> dict[str, Any]:
     steps = PassSteps.of(samples)
+    found = stall_metrics(steps)
+    return {"num_steps": steps.num_steps, **found} if found else {}
+
+
+def stall_metrics(steps: PassSteps) -> dict[str, Any]:
+    """The median of the steps, and their stalls; empty without a step."""
     if not steps.num_steps:
         return {}
     stalls = steps.stalls
     worst = max(stalls, key=lambda stall: stall.lost_ms, default=None)
     return {
-        "num_steps": steps.num_steps,
-        "median_step_ms": statistics.median(chain.from_iterable(samples.step_ms)),
+        "median_step_ms": statistics.median(chain.from_iterable(steps.step_ms)),
         "stalled_steps": len(stalls),
         "stalled_ms": math.fsum(stall.lost_ms for stall in stalls),
         "longest_stall_ms": None if worst is None else worst.ms,

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,13 @@ StepKind = tuple[int, int, int]
 """Forwards, draft tokens of a row, and rows of a step."""
 Place = tuple[int, int]
 """Batch and step."""
+
+
+class TimedStep(NamedTuple):
+    """A step of a pass that has no batches. Prompt tokens that it took stand for its forwards."""
+
+    ms: float
+    kind: StepKind
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,13 @@ class PassSteps:
         for place, kind in _kinds(samples):
             kinds[kind].append(place)
         return cls(samples.step_ms, kinds)
+
+    @classmethod
+    def of_steps(cls, steps: Sequence[TimedStep]) -> PassSteps:
+        kinds = defaultdict[StepKind, list[Place]](list)
+        for place, step in enumerate(steps):
+            kinds[step.kind].append((0, place))
+        return cls([[step.ms for step in steps]], kinds)
 
     @property
     def num_steps(self) -> int:

@@ -6,7 +6,7 @@ A percentile has a row only with enough sequences, and stalls only if a step sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.output.tables import Column, Line, Table, text_of
@@ -146,13 +146,20 @@ def explained_text(c: Correctness) -> str:
     if c.most_differing is None:
         return ""
     differing = (c.num_excused or 0) + (c.num_diverged or 0)
-    text = f"; {differing} sequence(s) differ, rounding explains up to {c.most_differing}"
+    text = f"; {differing} sequence(s) differ, {limits_text(c)}"
     if differing > c.most_differing:
         return text
     return (
-        f"{text}, and margins up to {c.margin_bound:.2g}; {c.num_short} token(s) are not the wider "
-        f"model's choice, of the baseline's {c.num_short_reference}"
+        f"{text}; {c.num_short} token(s) are not the wider model's choice, of the baseline's "
+        f"{c.num_short_reference}"
     )
+
+
+def limits_text(c: Correctness) -> str:
+    """What rounding explains: sequences that differ and, where they are no more, margins."""
+    text = f"rounding explains up to {c.most_differing}"
+    is_more = (c.num_excused or 0) + (c.num_diverged or 0) > (c.most_differing or 0)
+    return text if is_more else f"{text}, and margins up to {c.margin_bound:.2g}"
 
 
 def place_text(first: Divergence) -> str:
@@ -162,15 +169,30 @@ def place_text(first: Divergence) -> str:
 
 def stalls_of(record: RunRecord) -> list[str]:
     passes = {BASELINE: record.baseline_metrics, method(record): record.metrics}
-    lines = [f"{name}: {stalls_in(m)}" for name, m in passes.items() if m and m.stalled_steps]
+    lines = [
+        f"{name}: {stalls_in(m, m.num_steps)}"
+        for name, m in passes.items()
+        if m and m.stalled_steps
+    ]
     has_speedup = record.metrics is not None and record.metrics.speedup is not None
     return [*lines, STEADY] if lines and has_speedup else lines
 
 
-def stalls_in(metrics: Metrics) -> str:
+class StalledSteps(Protocol):
+    """The metrics of stalled steps, of a run or of a mode."""
+
+    @property
+    def stalled_steps(self) -> int | None: ...
+    @property
+    def longest_stall_ms(self) -> float | None: ...
+    @property
+    def longest_stall_median_ms(self) -> float | None: ...
+
+
+def stalls_in(metrics: StalledSteps, num_steps: int | None) -> str:
     longest = metrics.longest_stall_ms
     median = metrics.longest_stall_median_ms
-    text = f"{metrics.stalled_steps} of {metrics.num_steps} steps stalled"
+    text = f"{metrics.stalled_steps} of {num_steps} steps stalled"
     if longest is None or median is None:
         return text
     return f"{text} ({longest:.3g} ms where the median is {median:.2g})"

@@ -110,6 +110,7 @@ class CapturedPass:
 class Batching(System):
     """The system of the engine, on the first rank alone or on all ranks if `is_on_all`."""
 
+    are_steps_timed = True
     runner: ModelRunner | None = None
     draft: DraftModel | None = None
     models: LoadedModels | None = None
@@ -238,7 +239,7 @@ class Batching(System):
         engine = Engine(runner, chunk, limits, clock=self.clock.clock)
 
         def serve(batch: Sequence[Request]) -> None:
-            engine.serve(strategy, batch, observer.observe, observer.counts.watch)
+            engine.serve(strategy, batch, observer.observe, observer.watch)
 
         BATCHINGS[mode](serve, requests, self.clock, self.options.rows, window_s)
 

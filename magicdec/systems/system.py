@@ -25,8 +25,10 @@ from magicdec.hardware.threads import ThreadCount
 from magicdec.hardware.timing import RealClock
 from magicdec.output.console import Progress
 from magicdec.records.acceptance import Verifications
+from magicdec.records.stalls import TimedStep
 from magicdec.runner.request import Request, StepOutput
 from magicdec.runner.sampling.sampling import make_params
+from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.memory_check import MemoryBudget, add_up
 from magicdec.setup.memory_plan import MemoryPlan, plan_of
 from magicdec.setup.model_plan import ModelPlan
@@ -50,8 +52,8 @@ def ignore_tokens(num_tokens: int) -> None:
 
 @dataclass
 class PassObserver:
-    """The observer of a pass: counts of steps, verifications and computing threads. It calls
-    `advance` with each step's number of tokens."""
+    """The observer of a pass: counts of steps, verifications, decode steps with their times, and
+    computing threads. It calls `advance` with each step's number of tokens."""
 
     counts: StepCounts = field(default_factory=StepCounts)
     advance: Callable[[int], None] = ignore_tokens
@@ -59,9 +61,18 @@ class PassObserver:
     verifications: Verifications = field(default_factory=Verifications)
     is_measured: bool = False
     is_logged: bool = False  # steps say what was drafted and read, where the system can
+    steps: list[TimedStep] = field(default_factory=list)
+    _prompt_tokens: int = 0  # that the step which is executed prefills
+
+    def watch(self, plan: StepPlan) -> None:
+        """A step begins now."""
+        self.counts.watch(plan)
+        self._prompt_tokens = sum(part.stop - part.start for part in plan.parts)
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         self.verifications.observe(request_ids, output)
+        kind = self._prompt_tokens, output.padded_gamma, len(request_ids)
+        self.steps.append(TimedStep(1e3 * seconds, kind))
         self.advance(output.num_tokens)
 
 
@@ -116,6 +127,7 @@ class System(ABC):
     split: str = ""  # what `--layer_split auto` chose, in one line
     transport: Transport | None = None  # of messages between stages
     expected: list[list[int]] | None = None
+    are_steps_timed = False  # steps take their time alone, and do not wait for each other
     ranks_of_layer: int = 1  # the ranks that share a layer, whose sums are rounded by their number
 
     def __init__(self, options: ServeOptions, passes: Sequence[Pass], launch: Launch) -> None:

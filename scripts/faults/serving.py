@@ -132,4 +132,25 @@ PROPERTIES = (
                   "            self.keep(record)\n", "            self.keep\n"),
         ),
     ),
+    Property(
+        "A stalled step of a mode is counted and left out of its steady speed, and no other step.",
+        "test_stalls.py::test_a_stalled_step_of_a_mode_is_counted_and_its_time_left_out",
+        (
+            Fault("the steady speed with the stalls", "bench/serving/metrics.py",
+                  'steady_s = makespan_s - of_steps.get("stalled_ms", 0.0) / 1e3',
+                  "steady_s = makespan_s"),
+            Fault("steps of modes of one kind", "records/stalls.py",
+                  "kinds[step.kind].append((0, place))", "kinds[0, 0, 0].append((0, place))"),
+        ),
+    ),
+    Property(
+        "A step of a mode is of the kind of its prompt tokens, drafts and rows.",
+        "test_stalls.py::test_a_step_is_timed_with_the_prompt_tokens_that_it_takes",
+        (
+            Fault("prompt tokens of a step not noted", "systems/system.py",
+                  "sum(part.stop - part.start for part in plan.parts)", "0"),
+            Fault("prompt tokens of an earlier step", "systems/system.py",
+                  "self._prompt_tokens = sum(", "self._prompt_tokens += sum("),
+        ),
+    ),
 )  # fmt: skip

@@ -256,8 +256,12 @@ def check_table(records: list[ServingRecord]) -> None:
     assert len(rows) == len(table.body), "labels are distinct"
     assert [len(cells) for cells in rows.values()] == [len(records)] * len(rows)
     assert rows["in flight, mean"][0] == "1.00"
-    assert verdict(records[0]) == "sequential: the reference of the others"
-    assert verdict(records[3]) == "inflight: all 4 requests have the tokens of sequential"
+    for record, compared in (
+        (records[0], "sequential: the reference of the others"),
+        (records[3], "inflight: all 4 requests have the tokens of sequential"),
+    ):
+        assert verdict(record).startswith(f"{compared}; ")
+        assert verdict(record).endswith(" steps judged again, all right")
 
 
 def test_every_rank_count_serves_the_same_tokens(
@@ -303,10 +307,10 @@ def test_the_measured_pass_replays_what_its_warm_up_captured(
     )  # fmt: skip
     system = object.__new__(batching.Batching)
     system.runner = cast(Any, SimpleNamespace(device=None, drafting=None))
-    config = SimpleNamespace(decoding=decoding, kv=None)
+    config = SimpleNamespace(decoding=decoding, kv=None, sampling=SimpleNamespace(temperature=1.0))
     system.run = cast(Any, SimpleNamespace(config=config, corpus=()))
     drafting, plain = Pass("inflight", True), Pass("inflight", False)
-    warm_up = system._strategy(drafting)
-    assert (system._strategy(drafting) is warm_up) == is_kept
-    assert system._strategy(plain) == [BASELINE]
-    assert system._strategy(drafting) is not warm_up
+    warm_up, _ = system._strategy(drafting)
+    assert (system._strategy(drafting)[0] is warm_up) == is_kept
+    assert system._strategy(plain) == ([BASELINE], None)
+    assert system._strategy(drafting)[0] is not warm_up

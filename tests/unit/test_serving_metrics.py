@@ -103,7 +103,9 @@ def test_a_single_token_has_no_time_per_token() -> None:
     missing = {f.name for f in fields(ServedTimes) if getattr(found, f.name) is None}
     names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
     rates = {"arrival_rate", "request_tokens_per_s"}
-    assert missing == {*names, *rates, "request_goodput", "peak_memory_bytes"}
+    stalls = {"num_decode_steps", "median_step_ms", "steady_output_throughput"}
+    stalls |= {"stalled_steps", "stalled_ms", "longest_stall_ms", "longest_stall_median_ms"}
+    assert missing == {*names, *rates, *stalls, "request_goodput", "peak_memory_bytes"}
 
 
 def test_a_step_counts_what_it_prefills_and_decodes() -> None:

@@ -15,10 +15,13 @@ from conftest import ROOT
 from identities import check_metrics
 from synthetic_records import drawn
 from synthetic_samples import pass_samples
+from test_serving_metrics import finished
 
 from magicdec.bench.report.frame import frame_of, report_rows
 from magicdec.bench.report.page import stalls_line
+from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.cli.records import table as table_command
+from magicdec.engine.scheduler import StepCounts
 from magicdec.records.metrics import (
     add_speedup,
     decode_metrics,
@@ -31,8 +34,11 @@ from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.renewing import renewed
 from magicdec.records.samples import PassSamples
-from magicdec.records.stalls import FEWEST, PassSteps
+from magicdec.records.stalls import FEWEST, PassSteps, TimedStep
 from magicdec.records.table import stalls_in, table_of
+from magicdec.runner.request import Moves, StepOutput
+from magicdec.runner.step_plan import PrefillChunk, StepPlan
+from magicdec.systems.system import PassObserver
 
 Step = tuple[float, int, int, int]
 """Milliseconds, forwards, draft tokens and rows."""
@@ -78,7 +84,10 @@ def test_steps_that_stalled_are_counted_beside_the_median_of_their_kind() -> Non
     metrics = Metrics(bytes_read=0, **step_metrics(samples))
     assert (metrics.num_steps, metrics.stalled_steps) == (96, 2)
     assert metrics.stalled_ms == pytest.approx(98 + 6 - 2 * 1.5, abs=0.1)
-    assert stalls_in(metrics) == "2 of 96 steps stalled (98 ms where the median is 1.5)"
+    assert (
+        stalls_in(metrics, metrics.num_steps)
+        == "2 of 96 steps stalled (98 ms where the median is 1.5)"
+    )
     assert metrics.median_step_ms == pytest.approx(1.5, rel=0.01)
     quiet = Metrics(bytes_read=0, **step_metrics(passed(steady())))
     assert (quiet.stalled_steps, quiet.stalled_ms, quiet.longest_stall_ms) == (0, 0.0, None)
@@ -237,3 +246,44 @@ def test_a_table_can_have_the_stalls(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not ended.value.code
     shown = capsys.readouterr().out.split()
     assert shown[-3:-1] == ["0", "1.00"]
+
+
+def timed(steps: Sequence[tuple[float, int, int, int]]) -> list[TimedStep]:
+    """Steps of a mode: milliseconds, prompt tokens, draft tokens and rows."""
+    return [TimedStep(ms, (prompt, drafted, rows)) for ms, prompt, drafted, rows in steps]
+
+
+def served(steps: Sequence[TimedStep]) -> ServingMetrics:
+    """A request of 31 tokens, from 0 to 1 s."""
+    stamps = [number / 30 for number in range(31)]
+    request = finished(0, 0.0, stamps)
+    return serving_metrics(
+        [request], StepCounts(num_steps=33, moves={0: Moves([0.0])}), steps=steps
+    )
+
+
+def test_a_stalled_step_of_a_mode_is_counted_and_its_time_left_out() -> None:
+    """Not one that takes a part of a prompt beside its rows."""
+    quiet = [(2.0, 0, 0, 4)] * 30
+    metrics = served(timed([*quiet[:15], (502.0, 0, 0, 4), *quiet[15:], (40.0, 256, 0, 4)]))
+    assert (metrics.num_decode_steps, metrics.stalled_steps) == (32, 1)
+    assert (metrics.longest_stall_ms, metrics.longest_stall_median_ms) == (502.0, 2.0)
+    assert metrics.stalled_ms == 500.0 and metrics.output_throughput == 31.0
+    assert metrics.steady_output_throughput == pytest.approx(62.0)
+    assert stalls_in(metrics, metrics.num_decode_steps).startswith("1 of 32 steps stalled (502 ms")
+    calm = served(timed([*quiet, (2.0, 0, 0, 4)]))
+    assert calm.stalled_steps == 0 and calm.steady_output_throughput == calm.output_throughput
+    untimed = served([])
+    assert untimed.stalled_steps is untimed.steady_output_throughput is None
+
+
+def test_a_step_is_timed_with_the_prompt_tokens_that_it_takes() -> None:
+    observer = PassObserver()
+    request = finished(0, 0.0, [0.0])
+    observer.watch(
+        StepPlan(parts=(PrefillChunk(request, 0, 3, 10), PrefillChunk(request, 1, 0, 5)))
+    )
+    observer.observe([4, 5], StepOutput([[1], [2, 3]], padded_gamma=2), 0.25)
+    observer.watch(StepPlan())
+    observer.observe([4], StepOutput([[1]]), 0.5)
+    assert observer.steps == [(250.0, (12, 2, 2)), (500.0, (0, 0, 1))]

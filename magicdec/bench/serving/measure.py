@@ -292,6 +292,7 @@ class Experiment:
         prompts = self.prepared.run.workload
         # With random weights a draft and its target agree by chance alone.
         judged = None if system.run.is_random else served.observer.verifications
+        steps = served.observer.steps if system.are_steps_timed else ()
         return ServingRecord(
             status=status,
             name=each.name,
@@ -302,7 +303,7 @@ class Experiment:
             reference=reference.each.name if has_others else None,
             num_differing=verdict.num_differing,
             correctness=verdict.correctness,
-            metrics=serving_metrics(requests, counts, goodput, served.peak_memory, judged)
+            metrics=serving_metrics(requests, counts, goodput, served.peak_memory, judged, steps)
             if is_right
             else None,
             ring=served.extras.ring if is_right else None,

@@ -16,11 +16,13 @@ from typing import Any
 from magicdec.engine.scheduler import StepCounts
 from magicdec.records.acceptance import AcceptanceMetrics, Verifications, acceptance_metrics
 from magicdec.records.fields import RecordPart, recorded
-from magicdec.records.metrics import mean, percentile
+from magicdec.records.metrics import mean, percentile, stall_metrics
+from magicdec.records.stalls import PassSteps, TimedStep
 from magicdec.runner.request import Moves, Request
 
 OF_SERVER = "of `endpoint`"  # another program counts these
 ONE_TOKEN = "if every request has a single output token"
+NOT_TIMED = "if no step decodes, or in modes whose steps wait for each other"
 of_request = partial(recorded, unit="ms", digits=1)
 of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens after the first
 
@@ -41,6 +43,13 @@ class ServedTimes(RecordPart):
     )
     output_throughput: float = recorded(
         "output tokens divided by the makespan", "tokens/s", label="output tokens/s", digits=1
+    )
+    steady_output_throughput: float | None = recorded(
+        "output tokens divided by the makespan without `stalled_ms`",
+        "tokens/s",
+        label="output tokens/s without stalls",
+        digits=1,
+        null=NOT_TIMED,
     )
     request_goodput: float | None = recorded(
         "requests that kept every bound of `--goodput`, divided by the makespan; a request with "
@@ -116,6 +125,32 @@ class ServedTimes(RecordPart):
         label="steps",
         null=OF_SERVER,
     )
+    num_decode_steps: int | None = recorded(
+        "steps that decode", "steps", label="decode steps", null=NOT_TIMED
+    )
+    median_step_ms: float | None = recorded(
+        "median time of these", "ms", label="decode step median, ms", digits=2, null=NOT_TIMED
+    )
+    stalled_steps: int | None = recorded(
+        "those of them that stalled: steps of a kind take equally many prompt tokens, draft tokens "
+        "and rows; see *Definitions* of a run's record",
+        "steps",
+        label="stalled steps",
+        null=NOT_TIMED,
+    )
+    stalled_ms: float | None = recorded(
+        "time of the stalled steps beyond the medians of their kinds",
+        "ms",
+        label="lost in stalled steps, ms",
+        digits=1,
+        null=NOT_TIMED,
+    )
+    longest_stall_ms: float | None = recorded(
+        "time of the stalled step that lost most", "ms", null="if no step stalled"
+    )
+    longest_stall_median_ms: float | None = recorded(
+        "the median of its kind, which it would have taken", "ms", null="if no step stalled"
+    )
     num_preemptions: int | None = recorded(
         "times that a request gave its KV cache back before its end, because no block was free",
         label="preemptions",
@@ -143,17 +178,24 @@ def serving_metrics(
     goodput: Mapping[str, float] = {},
     peak_memory_bytes: int | None = None,
     verifications: Verifications | None = None,
+    steps: Sequence[TimedStep] = (),
 ) -> ServingMetrics:
     """The metrics of finished requests, whose ids are 0, 1, ... `goodput` has the most ms for some
-    of `GOODPUT_OF`; `verifications` are None where acceptance has no meaning."""
+    of `GOODPUT_OF`; `verifications` are None where acceptance has no meaning; `steps` are those
+    that decode, none where they wait for each other."""
     times = [request.times_ms() for request in requests]
     begin_s = min(request.arrived_s for request in requests)
     makespan_s = max(_finished_s(request) for request in requests) - begin_s
     good = [all(of[name] <= most for name, most in goodput.items() if name in of) for of in times]
+    num_tokens = sum(len(request.output_ids) for request in requests)
+    of_steps = stall_metrics(PassSteps.of_steps(steps))
+    steady_s = makespan_s - of_steps.get("stalled_ms", 0.0) / 1e3
     return ServingMetrics(
         makespan_s=makespan_s,
         request_throughput=len(requests) / makespan_s,
-        output_throughput=sum(len(r.output_ids) for r in requests) / makespan_s,
+        output_throughput=num_tokens / makespan_s,
+        steady_output_throughput=num_tokens / steady_s if of_steps and steady_s > 0 else None,
+        num_decode_steps=len(steps) or None,
         request_goodput=sum(good) / makespan_s if goodput else None,
         arrival_rate=rate_of([request.arrived_s for request in requests]),
         request_tokens_per_s=mean([1e3 / of["tpot"] for of in times if of.get("tpot")]),
@@ -165,6 +207,7 @@ def serving_metrics(
         num_preemptions=counts.num_preemptions if counts.num_steps else None,
         peak_memory_bytes=peak_memory_bytes,
         **({} if verifications is None else acceptance_metrics(verifications, len(requests))),
+        **of_steps,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),
         **summary("itl", [gap for request in requests for gap in request.gaps_ms()]),

@@ -18,7 +18,7 @@ from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
 from magicdec.records.metric_tables import fixed, has_enough, metric_rows
-from magicdec.records.table import explained_text, judged_text, place_text
+from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
 from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def tables(records: Sequence[ServingRecord]) -> list[Table]:
 # The metrics of requests in groups, as serving benchmarks have them.
 GROUPS = {
     "Throughput": (
-        *("makespan_s", "request_throughput", "output_throughput", "request_goodput"),
-        "arrival_rate",
+        *("makespan_s", "request_throughput", "output_throughput"),
+        *("steady_output_throughput", "request_goodput", "arrival_rate"),
     ),
     "Time to first token": tuple(f"{of}_ttft_ms" for of in ("mean", "p50", "p90", "p99")),
     "Time per output token": tuple(f"{of}_tpot_ms" for of in ("mean", "p50", "p90", "p99")),
@@ -44,8 +44,12 @@ GROUPS = {
     "End-to-end latency": tuple(f"{of}_e2el_ms" for of in ("mean", "p50", "p90", "p99")),
     "Drafts": (*("draft_acceptance_rate", "mean_acceptance_length", "num_cancelled_draft_tokens"),),
     "Speed of one request": ("request_tokens_per_s", "prefill_tokens_per_s"),
-    "Steps and memory": (*("mean_in_flight", "num_steps", "num_preemptions", "peak_memory_bytes"),),
+    "Steps and memory": (
+        *("mean_in_flight", "num_steps", "median_step_ms", "stalled_steps", "stalled_ms"),
+        *("num_preemptions", "peak_memory_bytes"),
+    ),
 }
+OF_STALLS = ("steady_output_throughput", "stalled_steps", "stalled_ms")  # where a step stalled
 OF_SPECULATION = "Pipelined speculation"
 RUNS = (
     "a run: tokens of one request that pass the stages together, such as a token and its drafts; "
@@ -59,8 +63,11 @@ def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
     rows = list[list[object]]()
     count = min(len(record.requests) for record in records)
     metrics = [record.metrics for record in records]
+    has_stalls = any(each is not None and each.stalled_steps for each in metrics)
     for heading, keys in GROUPS.items():
-        shown = [key for key in keys if has_enough(key, count)]
+        shown = [
+            key for key in keys if has_enough(key, count) and (has_stalls or key not in OF_STALLS)
+        ]
         group = metric_rows(ServingMetrics, metrics, shown)
         if heading == "Throughput" and len(records) > 1:
             group.insert(3, [times_of(records[0]), *times_first(records)])
@@ -80,6 +87,20 @@ def times_first(records: Sequence[ServingRecord]) -> list[Shown | None]:
     return [fixed(speed / speeds[0], 2, "x") if speed and speeds[0] else None for speed in speeds]
 
 
+def speed_of(metrics: ServingMetrics, is_steady: bool) -> float:
+    steady = metrics.steady_output_throughput
+    return steady if is_steady and steady is not None else metrics.output_throughput
+
+
+def stalls_of(records: Sequence[ServingRecord]) -> list[str]:
+    """A line for each mode in which steps stalled."""
+    return [
+        f"{record.name}: {stalls_in(record.metrics, record.metrics.num_decode_steps)}"
+        for record in records
+        if record.metrics is not None and record.metrics.stalled_steps
+    ]
+
+
 def winner(records: Sequence[ServingRecord]) -> list[str]:
     """A line that says which mode has the most output tokens/s, beside the first; none if nothing
     can be compared."""
@@ -87,8 +108,12 @@ def winner(records: Sequence[ServingRecord]) -> list[str]:
     able = [(r.metrics, r.name) for r in records if r.metrics is not None]
     if len(able) < 2 or first.metrics is None:
         return []
-    best, name = max(able, key=lambda each: each[0].output_throughput)
-    text = f"{name} has the most output tokens/s, {best.output_throughput:,.1f}"
+    # Of two modes with stalls in one of them alone, the other may be the faster one.
+    is_steady = all(metrics.steady_output_throughput for metrics, _ in able)
+    has_stalls = is_steady and any(metrics.stalled_steps for metrics, _ in able)
+    best, name = max(able, key=lambda each: speed_of(each[0], is_steady))
+    noun = "output tokens/s without stalls" if has_stalls else "output tokens/s"
+    text = f"{name} has the most {noun}, {speed_of(best, is_steady):,.1f}"
     if best is first.metrics:
         return [text]
     ratios = [
@@ -99,7 +124,7 @@ def winner(records: Sequence[ServingRecord]) -> list[str]:
         )
         if mine and theirs
     ]
-    speed = best.output_throughput / first.metrics.output_throughput
+    speed = speed_of(best, is_steady) / speed_of(first.metrics, is_steady)
     return [", ".join([f"{text}: {speed:.2f} times those of {first.name}", *ratios])]
 
 
@@ -120,7 +145,11 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
             Line(verdict(record), "bold red" if record.status in WITHOUT_METRICS else "bold")
             for record in records
         ],
-        below=[*winner(records), *([RUNS] if any(r.speculation for r in records) else [])],
+        below=[
+            *winner(records),
+            *stalls_of(records),
+            *([RUNS] if any(r.speculation for r in records) else []),
+        ],
     )
 
 
@@ -155,7 +184,7 @@ def compared_text(record: ServingRecord) -> str:
         return f"DIFFERS, {text}; rounding may be the reason"
     if found is None or found.first_divergence is None:
         return f"{prefix}{text}"
-    why = f"{place_text(found.first_divergence)}{explained_text(found)}"
+    why = f"{place_text(found.first_divergence)}; {limits_text(found)}"
     return f"{prefix or 'ok with ties, '}{text}, {why}"
 
 

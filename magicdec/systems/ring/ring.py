@@ -200,7 +200,7 @@ class OpenRing:
             self.speculation.counts = DraftCounts()
             self.speculation.keep_log(DraftLog() if observer.is_logged else None)
         if pipeline is not None:
-            pipeline.serve(requests, observer.observe, observer.counts.watch)
+            pipeline.serve(requests, observer.observe, observer.watch)
             pipeline.close()
             spans = pipeline.spans
             samples = pipeline.samples
