@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=["torch", "native"])
     parser.add_argument("--num_seeds", type=int, default=1)
+    parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--B", type=int, default=4)
     parser.add_argument("--prefix_len", type=int, default=256)
     parser.add_argument("--gen_len", type=int, default=64)
@@ -294,7 +295,8 @@ def main() -> None:
         for dtype in args.dtype:
             for attack in args.attack:
                 config = make_config(args, dtype, kernels, attack)
-                seeds = [replace(config.workload, seed=seed) for seed in range(args.num_seeds)]
+                numbers = range(args.first_seed, args.first_seed + args.num_seeds)
+                seeds = [replace(config.workload, seed=seed) for seed in numbers]
                 results = list[tuple[str, Correctness]]()
                 for w in seeds:
                     status, found = verdict_on(replace(config, workload=w), attack)

@@ -121,14 +121,19 @@ def simulated(
     generator: torch.Generator, num_rows: int, length: int, added: float = 0.0, factor: float = 1.0
 ) -> Errors:
     """Errors of 0.02 logits at the median, like those of the demo model in bfloat16, of which
-    neighbours have half in common; noise of `added` logits on verifications."""
+    neighbours have half in common, and some are far from the others; noise of `added` logits on
+    verifications."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+    def rare(*shape: int) -> Tensor:
+        """Student's t of 8 degrees of freedom."""
+        return normal(*shape) / normal(*shape, 8).square().mean(dim=-1).sqrt()
+
     def spread() -> Tensor:
-        common = normal(num_rows, -(-length // 4), 1).expand(-1, -1, 4).flatten(1)[:, :length]
-        return 0.15 * (common + normal(num_rows, length))
+        common = rare(num_rows, -(-length // 4), 1).expand(-1, -1, 4).flatten(1)[:, :length]
+        return 0.13 * (common + rare(num_rows, length))
 
     level = 0.3 * normal(num_rows, length)
     decode, verify = (0.02 * (level + spread()).exp() for _ in "dv")
@@ -176,7 +181,7 @@ def test_errors_as_large_as_the_verdict_says_would_have_been_seen() -> None:
 
 def test_one_position_far_off_is_an_alarm() -> None:
     errors = simulated(torch.Generator().manual_seed(1), 4, 63)
-    errors.verify[100] *= 30
+    errors.verify[100] *= 60
     found = judge_errors(errors, 252, 252, 1.25)
     assert found.alarms == ["largest_error_ratio"]
 
