@@ -32,7 +32,7 @@ WORDS = (
     *("--model", "demo", "--attention", "sdpa", "--linear", "torch", "--native_steps", "off"),
     *("--draft", "self", "--kv_policy", "streaming_llm", "--budget", "65", "--gamma", "4"),
     *("--num_requests", "8", "--prefix_len", "96", "--gen_len", "48", "--B", "4"),
-    *("--arrival", "burst"),
+    *("--arrival", "burst", "--threads", "1"),
 )
 STAGES = (*WORDS[:8], *WORDS[16:])  # without a draft
 
