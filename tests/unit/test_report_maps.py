@@ -105,7 +105,7 @@ def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
         0: ("////", False), 2: (None, True)
     }  # fmt: skip
     texts = [text.get_text() for text in ax.texts]
-    assert "0.90 to 3.00x" in texts and "1.78x" not in texts and "2.00x" in texts
+    assert "0.90 to\n3.00x" in texts and "1.78x" not in texts and "2.00x" in texts
     (legend,) = drawn.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [DOUBTFUL, UNKNOWN]
 

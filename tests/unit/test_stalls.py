@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -160,7 +159,7 @@ def test_hardly_any_step_of_a_quiet_machine_stalled() -> None:
     num_steps, num_stalled = (
         sum(each[key] for each in found) for key in ("num_steps", "stalled_steps")
     )
-    assert num_steps == 12719 and num_stalled / num_steps < 0.004
+    assert num_steps == 30174 and num_stalled / num_steps < 0.002
 
 
 def test_a_pass_without_steps_has_no_stalls() -> None:
@@ -200,7 +199,7 @@ def with_metrics_of(record: RunRecord, samples: dict[str, PassSamples]) -> RunRe
 
 def test_records_of_earlier_versions_get_the_speedup_of_their_samples(tmp_path: Path) -> None:
     """The run whose baseline took 98 ms for one of its steps of 1.6 ms."""
-    raw = json.loads(gzip.decompress(CPU.read_bytes()).splitlines()[21])
+    raw = json.loads((Path(__file__).parent / "one_long_step.json").read_text())
     totals = raw["metrics"]["total_speedup_per_batch"]
     assert totals == [pytest.approx(1.219, abs=1e-3), pytest.approx(2.335, abs=1e-3)]
     added = {"num_steps", "median_step_ms", *(name for name in raw["metrics"] if "stall" in name)}

@@ -152,6 +152,9 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     return handles
 
 
+CELL_LETTERS = 8  # of a line's settings that fit into one of four columns
+
+
 def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -166,9 +169,11 @@ def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
     more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
     first = f"{cell['speedup']:.2f}x"
     if not has_colour:
-        first = "{:.2f} to {:.2f}x".format(*(cell[end] for end in SPEEDUP_ENDS))
+        first = "{:.2f} to\n{:.2f}x".format(*(cell[end] for end in SPEEDUP_ENDS))
     about = f"net {cell['net_speedup']:.2f}x\n" if has_colour else ""
-    about += f"g {cell['gamma']}" + ("" if cell["budget"] is None else f", K {cell['budget']}")
+    settings = [f"g {cell['gamma']}"] + [f"K {cell['budget']}"] * (cell["budget"] is not None)
+    is_long = sum(map(len, settings)) > CELL_LETTERS
+    about += (",\n" if is_long else ", ").join(settings)
     size = None if has_colour else 7
     weight = "bold" if has_colour else "normal"
     ax.text(x, y + 0.05, first, va="bottom", weight=weight, fontsize=size, **more)
