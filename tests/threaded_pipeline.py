@@ -15,9 +15,10 @@ from magicdec.systems.pipeinfer.head import Events, Head, Wires, forward, in_thr
 from magicdec.systems.pipeinfer.messages import Candidate, RunLaunch
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import DraftRequest, PathDrafter, PathDraftHandler
+from magicdec.systems.pipeinfer.run_stage import CancelBoard, Canceller, RunStage
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 from magicdec.systems.stages.spans import Spans
-from magicdec.systems.stages.stage import CancelBoard, Canceller, RunStage, StageLoop
+from magicdec.systems.stages.stage import StageLoop
 
 
 @dataclass

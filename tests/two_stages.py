@@ -13,7 +13,7 @@ from magicdec.runner.request import Request
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
-from magicdec.systems.stages.stage import Stage
+from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.system import PassObserver
 
 CHUNK = 16

@@ -41,7 +41,8 @@ from magicdec.workload.request_shapes import RequestShape
 if TYPE_CHECKING:
     from magicdec.runner.model_runner import ModelRunner
     from magicdec.speculation.steps.witness import Witness
-    from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
+    from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
+    from magicdec.systems.ring.metrics import RingMetrics
 
 WARM_UP_TOKENS = 3
 

@@ -33,8 +33,8 @@ from magicdec.engine.scheduler import StepCounts
 from magicdec.hardware.threads import ThreadCount
 from magicdec.systems.modes import SPECULATIVE, Pass
 from magicdec.systems.pipeinfer.head import Wires
+from magicdec.systems.pipeinfer.run_stage import RunStage
 from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
-from magicdec.systems.stages.stage import RunStage
 from magicdec.systems.system import PassObserver
 from magicdec.workload.request_shapes import RequestShape
 

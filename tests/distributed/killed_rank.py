@@ -21,8 +21,8 @@ PHASES = {
     "loading": ("magicdec.setup.loading", "LoadedModels.get", 1),
     "connecting": ("magicdec.distributed.channels.carriers", "map_segment", 2),
     "connecting through gloo": ("torch.distributed", "new_group", 2),
-    "serving": ("magicdec.systems.stages.stage", "Stage.forward", 40),
-    "serving runs": ("magicdec.systems.stages.stage", "RunStage.compute", 20),
+    "serving": ("magicdec.systems.ring.ring_stage", "Stage.forward", 40),
+    "serving runs": ("magicdec.systems.pipeinfer.run_stage", "RunStage.compute", 20),
     "serving drafts": ("magicdec.systems.pipeinfer.path_drafter", "ModelPathDrafter.propose", 8),
     "closing": ("magicdec.distributed.start", "leave_ranks", 1),
 }

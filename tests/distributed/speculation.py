@@ -27,8 +27,8 @@ from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import LookupPathDrafter, ModelPathDrafter, PathDrafter
+from magicdec.systems.pipeinfer.run_stage import RunStage
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
-from magicdec.systems.stages.stage import RunStage
 
 CHUNK, MAX_TOKENS, LANES = 16, 120, 2
 LENGTHS, NEW = [5, 40, 1, 33], [20, 9, 20, 14]

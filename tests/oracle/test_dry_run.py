@@ -60,7 +60,7 @@ from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import ModelPathDrafter
-from magicdec.systems.stages.stage import RunStage
+from magicdec.systems.pipeinfer.run_stage import RunStage
 
 __all__ = ["all_launches", "launches", "waits"]  # fixtures
 
@@ -89,7 +89,7 @@ OF_STAGES = {
     "distributed/channels/message.wait_for_stream: synchronize",
     "systems/ring/recurrent._tokens: tolist",
     "systems/ring/recurrent.judge: tolist",
-    "systems/stages/stage.predict: download",
+    "systems/pipeinfer/run_stage.predict: download",
     "systems/pipeinfer/path_drafter._learn: tolist",
 }
 

@@ -28,7 +28,7 @@ from magicdec.runner.sampling.model_tokens import confidence
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation import draft_kv
 from magicdec.speculation.draft_kv import DraftKV, draft_chain
-from magicdec.systems.stages.stage import CancelBoard, RunCancellation
+from magicdec.systems.pipeinfer.run_stage import CancelBoard, RunCancellation
 
 pytestmark = pytest.mark.two_threads
 

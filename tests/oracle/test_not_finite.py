@@ -42,8 +42,8 @@ from magicdec.speculation.steps.strategy import Setup, make_strategy
 from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import candidate_of, pack_candidate
+from magicdec.systems.pipeinfer.run_stage import predict
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
-from magicdec.systems.stages.stage import predict
 
 NAN, INF = float("nan"), float("inf")
 KV = KVSection("streaming_llm", 24, 4)

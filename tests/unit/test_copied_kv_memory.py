@@ -27,8 +27,8 @@ from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.head import DraftRequest
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import ModelPathDrafter
+from magicdec.systems.pipeinfer.run_stage import RunStage
 from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
-from magicdec.systems.stages.stage import RunStage
 
 ALONE = Launch(0, 1, 0, 1)
 WINDOW = 6

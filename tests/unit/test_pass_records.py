@@ -26,8 +26,8 @@ from magicdec.output.tables import print_tables
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import SCHEMA_VERSION
 from magicdec.runner.request import Moves
+from magicdec.systems.pipeinfer.metrics import speculation_metrics
 from magicdec.systems.pipeinfer.scheduler import Counts
-from magicdec.systems.stages.metrics import speculation_metrics
 
 OPTIONS: dict[str, Any] = {
     "num_requests": 2, "arrival": "burst", "gen_len": 4, "batch_size": 1, "goodput": {},

@@ -14,9 +14,9 @@ from serving_command import prepare_as
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import PipelineLayout, make_layout
 from magicdec.systems.modes import Pass
+from magicdec.systems.pipeinfer.run_stage import RunStage
 from magicdec.systems.pipeinfer.speculative_pipeline import RunTiming, SpeculativePipeline
 from magicdec.systems.stages.auto_split import STEPS, DecodeStep, RankTimes
-from magicdec.systems.stages.stage import RunStage
 
 WORDS = ("--num_requests", "2", "--threads", "1")
 NGRAM = ("--gamma", "3", "--draft", "ngram")

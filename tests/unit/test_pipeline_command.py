@@ -17,9 +17,9 @@ from magicdec.output.console import make_progress
 from magicdec.runner.request import Moves, Request
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.systems.modes import Pass
+from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.scheduler import Counts
 from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
-from magicdec.systems.stages.metrics import Observed, speculation_metrics
 from magicdec.systems.stages.spans import Span, SpanKind
 
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")

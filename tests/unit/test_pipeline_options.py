@@ -16,10 +16,10 @@ from magicdec.bench.serving.prepare import PreparedServing
 from magicdec.distributed.groups import Launch
 from magicdec.setup.model_plan import max_tokens
 from magicdec.systems.modes import Pass
+from magicdec.systems.ring.metrics import DraftCounts, StageUse, ring_metrics
 from magicdec.systems.ring.ring import Ring
+from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
-from magicdec.systems.stages.metrics import DraftCounts, StageUse, ring_metrics
-from magicdec.systems.stages.stage import Stage
 
 FOUR = ("--num_requests", "4")
 

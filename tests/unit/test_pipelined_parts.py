@@ -23,8 +23,8 @@ from magicdec.systems.pipeinfer.path_drafter import (
     LookupPathDrafter,
     ScriptedPathDrafter,
 )
+from magicdec.systems.pipeinfer.run_stage import CancelBoard, Canceller, listen
 from magicdec.systems.stages.spans import SpanKind
-from magicdec.systems.stages.stage import CancelBoard, Canceller, listen
 
 
 def test_every_stage_hears_of_every_cancellation() -> None:

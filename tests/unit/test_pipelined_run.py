@@ -36,8 +36,8 @@ from magicdec.systems.pipeinfer.path_drafter import (
     candidate_of,
     pack_candidate,
 )
+from magicdec.systems.pipeinfer.run_stage import SLOTS, CancelBoard, Canceller, RunStage
 from magicdec.systems.stages.spans import Span, SpanKind
-from magicdec.systems.stages.stage import SLOTS, CancelBoard, Canceller, RunStage
 
 LENGTHS, NEW, MAX_TOKENS, CHUNK = [5, 40, 1, 33], [20, 9, 20, 14], 90, 16
 PATIENCE_S = 60.0

@@ -45,9 +45,9 @@ from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
+from magicdec.systems.ring.metrics import DraftCounts
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
-from magicdec.systems.stages.metrics import DraftCounts
-from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
+from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
 from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)

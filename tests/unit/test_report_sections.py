@@ -21,7 +21,7 @@ from magicdec.bench.serving.record import occupancy_of
 from magicdec.cli import records
 from magicdec.engine.scheduler import StepCounts
 from magicdec.runner.request import Moves
-from magicdec.systems.stages.metrics import StageUse, ring_metrics
+from magicdec.systems.ring.metrics import StageUse, ring_metrics
 from magicdec.systems.stages.spans import Span, SpanKind
 
 

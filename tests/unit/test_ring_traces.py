@@ -23,12 +23,13 @@ from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message,
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.request import Request
+from magicdec.systems.ring.metrics import uses_of
 from magicdec.systems.ring.recurrent import RecurrentPipeline
+from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages import clocks
 from magicdec.systems.stages.clocks import Ahead
-from magicdec.systems.stages.metrics import uses_of
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
-from magicdec.systems.stages.stage import Stage, StageLoop
+from magicdec.systems.stages.stage import StageLoop
 from magicdec.systems.system import PassTrace
 
 

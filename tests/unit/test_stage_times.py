@@ -22,14 +22,17 @@ from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.native_steps.executor import Cancellation
+from magicdec.systems.pipeinfer import run_stage
 from magicdec.systems.pipeinfer.messages import RunLaunch
+from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
+from magicdec.systems.pipeinfer.run_stage import CancelBoard
 from magicdec.systems.pipeinfer.scheduler import Counts
-from magicdec.systems.ring import recurrent
+from magicdec.systems.ring import recurrent, ring_stage
+from magicdec.systems.ring.metrics import StageUse, uses_of
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
-from magicdec.systems.stages import stage
-from magicdec.systems.stages.metrics import Observed, StageUse, speculation_metrics, uses_of
+from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
-from magicdec.systems.stages.stage import VERIFY, WANTED, CancelBoard, Stage, StageLoop
+from magicdec.systems.stages.stage import StageLoop
 
 STAGE_S, LINK_S, LATE_S = 0.5, 0.25, 0.125
 
@@ -197,7 +200,7 @@ def test_a_message_is_queued_from_its_sending_until_it_is_taken(clock: Clock) ->
 def device(request: pytest.FixtureRequest, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Device:
     """What `wait_for_stream` waits for."""
     device = Device(request.param, clock)
-    for module in (stage, recurrent):
+    for module in (ring_stage, run_stage, recurrent):
         monkeypatch.setattr(module, "wait_for_stream", lambda of: device.wait())
     return device
 

@@ -13,8 +13,8 @@ from magicdec.bench.serving.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
 from magicdec.systems.pipeinfer.head import Head
+from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages.spans import SpanKind
-from magicdec.systems.stages.stage import Stage
 
 ALONE, NUM_NEW, NUM_REQUESTS, NUM_LAYERS = Launch(0, 1, 0, 1), 8, 2, 2
 

@@ -25,7 +25,8 @@ from magicdec.records.record import MeasuredRecord, margin_field, seal_field, se
 from magicdec.records.samples import hash_output
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import Moves, Request
-from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
+from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
+from magicdec.systems.ring.metrics import RingMetrics
 
 if TYPE_CHECKING:
     from magicdec.systems.stages.spans import Span

@@ -19,7 +19,8 @@ from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
 from magicdec.records.metric_tables import fixed, has_enough, metric_rows
 from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
-from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
+from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
+from magicdec.systems.ring.metrics import RingMetrics
 
 if TYPE_CHECKING:
     from magicdec.systems.system import PassTrace

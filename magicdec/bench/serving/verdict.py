@@ -30,7 +30,7 @@ from magicdec.systems.batching import Batching
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import Extras, System
 
-Numbers = tuple[list[list[int]], list[float]]
+SentGaps = tuple[list[list[int]], list[float]]
 """`OutputGaps` as ranks exchange them."""
 OutputGaps = tuple[Tensor, Tensor]
 """The pairs [N, 2] and the gaps float64 [N] of an output."""
@@ -109,7 +109,7 @@ class ModeReplays:
     def _replay(
         self, engine: EnginePass, requests: Sequence[Request], pairs: Sequence[Tensor] | None
     ) -> list[OutputGaps]:
-        found = list[Numbers]()
+        found = list[SentGaps]()
         if self._open(engine) is not None:
             outputs = {request.request_id: request.output_ids for request in requests}
             of_requests = None if pairs is None else dict(zip(outputs, pairs, strict=True))
@@ -123,7 +123,7 @@ class ModeReplays:
             engine.system.replay(engine.mode, texts, engine.num_tokens, make)
             noted = [made[0].found(number) for number in outputs]
             found = [(ids.tolist(), gaps.tolist()) for ids, gaps in noted]
-        known = self._from_first(found, list[Numbers])
+        known = self._from_first(found, list[SentGaps])
         return [
             (torch.tensor(ids, dtype=torch.int64).view(-1, 2), float64(gaps)) for ids, gaps in known
         ]

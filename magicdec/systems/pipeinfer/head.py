@@ -45,16 +45,16 @@ from magicdec.systems.pipeinfer.path_drafter import (
     PathDraftHandler,
     candidate_of,
 )
-from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
-from magicdec.systems.stages.spans import SpanKind, Spans
-from magicdec.systems.stages.stage import (
+from magicdec.systems.pipeinfer.run_stage import (
     BOARD_BYTES,
     CancelBoard,
     Canceller,
     RunStage,
-    StageLoop,
     listen,
 )
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.stages.spans import SpanKind, Spans
+from magicdec.systems.stages.stage import StageLoop
 
 RUN_WORDS = 7  # of the header of a launch: a run of one row has so many words
 NUMBER_WORDS = 3  # of the header of other messages, which have no payload

@@ -34,12 +34,14 @@ from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer import messages
 from magicdec.systems.pipeinfer.emulated_drafts import DRAFT_PROBABILITY, draw_right
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
+from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.path_drafter import (
     LookupPathDrafter,
     ModelPathDrafter,
     PathDrafter,
     ScriptedPathDrafter,
 )
+from magicdec.systems.pipeinfer.run_stage import CancelBoard, RunStage
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 from magicdec.systems.stages.auto_split import (
     STEPS,
@@ -49,9 +51,7 @@ from magicdec.systems.stages.auto_split import (
     time_messages,
 )
 from magicdec.systems.stages.clocks import clocks_of, gather_spans
-from magicdec.systems.stages.metrics import Observed, speculation_metrics
 from magicdec.systems.stages.spans import SpanKind
-from magicdec.systems.stages.stage import CancelBoard, RunStage
 from magicdec.systems.stages.staged import StagedSystem
 from magicdec.systems.system import Extras, PassObserver, PassTrace, StepShape
 

@@ -45,9 +45,9 @@ from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.drafter import Drafter, DraftSetup, DraftShape, make_drafter
-from magicdec.systems.stages.metrics import DraftCounts
+from magicdec.systems.ring.metrics import DraftCounts
+from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
 from magicdec.systems.stages.spans import SpanKind, Spans
-from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.modes import Pass
+from magicdec.systems.ring.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics, uses_of
 from magicdec.systems.ring.recurrent import (
     RecurrentPipeline,
     RingSpeculation,
@@ -32,17 +33,11 @@ from magicdec.systems.ring.recurrent import (
     max_gamma_of,
     most_under_way,
 )
+from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
 from magicdec.systems.stages.clocks import gather_leaders
-from magicdec.systems.stages.metrics import (
-    DraftCounts,
-    RingMetrics,
-    StageUse,
-    ring_metrics,
-    uses_of,
-)
 from magicdec.systems.stages.spans import Spans
-from magicdec.systems.stages.stage import Stage, StageLoop
+from magicdec.systems.stages.stage import StageLoop
 from magicdec.systems.stages.staged import StagedSystem, check_split
 from magicdec.systems.system import Extras, PassObserver, PassTrace, StepShape
 

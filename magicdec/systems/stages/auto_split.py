@@ -32,8 +32,9 @@ from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_plan import ModelPlan, StagePart
 from magicdec.setup.prepare import Prepared
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, make_speculation
+from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
 from magicdec.systems.stages.spans import SpanKind, Spans
-from magicdec.systems.stages.stage import VERIFY, WANTED, MessageHandler, Stage, StageLoop
+from magicdec.systems.stages.stage import MessageHandler, StageLoop
 
 STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
 MOST_LAYERS = 4  # that are timed together

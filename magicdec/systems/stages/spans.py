@@ -4,7 +4,7 @@ torch. A run has the same number on every stage."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -56,3 +56,16 @@ class Spans(list[Span]):
 
     def of(self, what: SpanKind) -> list[Span]:
         return [span for span in self if span.what is what]
+
+
+def link_times(sent: Sequence[Span], taken: Sequence[Span], runs: Collection[int]) -> list[float]:
+    """Seconds from the end of each of `runs` at one stage to its begin at the next, where that was
+    idle."""
+    links_s = list[float]()
+    ends = {span.run: span.end_s for span in sent}
+    free_s = 0.0
+    for span in taken:
+        if span.run in runs and free_s < ends[span.run]:
+            links_s.append(span.begin_s - ends[span.run])
+        free_s = span.end_s
+    return links_s

@@ -1,0 +1,244 @@
+"""RunStage: a stage of pipelined speculation; and the board of cancelled runs.
+
+A HIDDEN message has the words of a `RunLaunch` and the hidden states of its rows. A cancelled or
+skipped run goes on as VOID. The last stage answers with NUMBERS: the next token of each row that
+asked for one, and its margin (largest logit minus second, `floats_of`; NaN if not finite).
+
+Stages of the head's host map one board of cancelled runs in shared memory; a thread fills the board
+of another stage from a channel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Thread
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import SamplingSection
+from magicdec.distributed.channels.message import (
+    Kind,
+    Message,
+    Receiver,
+    Sender,
+    wait_for_stream,
+    words_of,
+)
+from magicdec.runner.model_runner import ModelRunner, Tokens, gather_vocab, sums_of
+from magicdec.runner.native_steps.executor import Cancellation, Cancelled
+from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.systems.pipeinfer.messages import RunLaunch
+from magicdec.systems.stages.spans import SpanKind
+
+SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
+BOARD_BYTES = SLOTS * 2 * 8
+
+
+@dataclass(frozen=True)
+class RunCancellation:
+    board: CancelBoard
+    run: int
+
+    @property
+    def address(self) -> int:
+        return self.board.address + self.run % SLOTS * 16
+
+    @property
+    def value(self) -> int:
+        return self.run + 1
+
+    def is_set(self) -> bool:
+        return self.board.is_cancelled(self.run)
+
+
+class CancelBoard:
+    """The board of cancelled runs. Run r has slot r modulo SLOTS: r + 1, and when it counts as
+    cancelled, in ns of `time.perf_counter_ns`, one clock for a host."""
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+        self._memory = memory or bytearray(BOARD_BYTES)
+        self._numbers = memoryview(self._memory).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def cancel(self, run: int, delay_s: float = 0.0) -> None:
+        slot = run % SLOTS * 2
+        self._numbers[slot + 1] = time.perf_counter_ns() + int(1e9 * delay_s)
+        self._numbers[slot] = run + 1
+
+    def is_cancelled(self, run: int) -> bool:
+        slot = run % SLOTS * 2
+        if self._numbers[slot] != run + 1:
+            return False
+        return time.perf_counter_ns() >= self._numbers[slot + 1]
+
+    def void_if_cancelled(self, message: Message) -> Message:
+        """The message for all ranks of a stage, which must skip the same runs."""
+        if message.kind is Kind.HIDDEN and self.is_cancelled(message.run):
+            return replace(message, kind=Kind.VOID, payload=None)
+        return message
+
+
+class Canceller:
+    """The head's sender of cancellations: to the stages that read `board`, delayed by `delay_s`,
+    and through `channels` to stages of other hosts."""
+
+    def __init__(
+        self, board: CancelBoard, channels: Sequence[Sender] = (), delay_s: float = 0.0
+    ) -> None:
+        self.board = board
+        self.channels = channels
+        self.delay_s = delay_s
+
+    def cancel(self, runs: Sequence[int]) -> None:
+        """Cancel runs. Returns before the stages know it."""
+        for channel in self.channels:
+            channel.send(Message(Kind.NUMBERS, words=tuple(runs)))
+        for run in runs:
+            self.board.cancel(run, self.delay_s)
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.send(Message(Kind.END))
+            channel.close()
+
+
+def listen(channel: Receiver, board: CancelBoard) -> Thread:
+    """A thread that writes cancellations from `channel` into `board`. A broken channel ends it: the
+    stage notices that itself, and a run that is not skipped does no harm."""
+
+    def copy() -> None:
+        try:
+            while (message := channel.receive()).kind is not Kind.END:
+                for run in message.words:
+                    board.cancel(run)
+        except RuntimeError:
+            return
+
+    thread = Thread(target=copy, name="cancellations", daemon=True)
+    thread.start()
+    return thread
+
+
+class LaneText:
+    """The tokens in a lane, for the text before each row on the last stage. It must get every run,
+    also skipped ones."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.prompt: set[int] = set()  # the first `num_prompt` tokens
+        self.num_prompt = 0
+        self._is_prompt = True  # whether the next run is of the prompt
+
+    def take(self, launch: RunLaunch) -> None:
+        """Write the tokens of a run. A request's prompt ends with the run that predicts its first
+        token."""
+        if launch.first == 0:
+            self.prompt = set()
+            self._is_prompt = True
+        self.tokens[launch.first :] = launch.tokens
+        if self._is_prompt:
+            self.prompt.update(launch.tokens)
+            self.num_prompt = len(self.tokens)
+            self._is_prompt = launch.num_outputs == 0
+
+    def outputs(self, launch: RunLaunch) -> list[list[int]]:
+        """The output tokens up to and including each row of a run."""
+        return [self.tokens[self.num_prompt : place + 1] for place in launch.positions]
+
+
+class RunStage:
+    """A stage of pipelined speculation, with a cache row per lane, cut at a run's first position
+    before the run is appended. The last stage chooses tokens by `sampling`.
+
+    It skips the runs that `board` names. Ranks that share layers have no board: the first rank
+    decides, and all skip what arrives as VOID.
+    """
+
+    what: ClassVar[SpanKind] = SpanKind.STAGE
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampling: CoupledSampling = CoupledSampling(SamplingSection()),
+        board: CancelBoard | None = None,
+    ) -> None:
+        self.runner = runner
+        self.sampling = sampling
+        self.board = board
+        self.num_layers = len(runner.model.layers)
+        self.texts: list[LaneText] | None = None  # if the tokens depend on them
+        if runner.model.has_head and sampling.has_penalties:
+            self.texts = [LaneText() for _ in range(runner.num_rows)]
+        for row in range(runner.num_rows):
+            runner.allocate(row)
+
+    def answer(self, message: Message) -> tuple[Message, int]:
+        run = message.run
+        launch = RunLaunch.from_words(message.words)
+        if self.texts is not None:
+            self.texts[launch.lane].take(launch)
+        try:
+            if message.kind is Kind.VOID:
+                raise Cancelled(0)
+            cancellation = None if self.board is None else RunCancellation(self.board, run)
+            out = self.compute(launch, message, cancellation)
+            if isinstance(out, Tensor):
+                wait_for_stream(out.device)
+        except Cancelled as cancelled:
+            return Message(Kind.VOID, run, words=message.words), cancelled.num_layers
+        if isinstance(out, tuple):
+            return Message(Kind.NUMBERS, run, words=out), self.num_layers
+        return Message(message.kind, run, words=message.words, payload=out), self.num_layers
+
+    def compute(
+        self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
+    ) -> Tensor | tuple[int, ...] | None:
+        """Hidden states [1, rows, hidden], None if they are emulated, or the words of the last
+        stage's answer. Raises Cancelled if the cancellation is set before a layer."""
+        model = self.runner.model
+        num_rows = launch.num_rows
+        self._cut(launch.lane, launch.first)
+        x: Tokens = [launch.tokens]
+        if not model.has_embedding:
+            assert message.payload is not None, "the stage before has computed"
+            x = message.payload
+        run = self.runner.forward
+        num_outputs = launch.num_outputs
+        out = run(x, [launch.lane], num_outputs=num_outputs, cancellation=cancellation)
+        if not model.has_head:
+            return out
+        first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
+        following = [place + 1 for place in launch.positions[first:]]
+        logits = gather_vocab(out[:, first:], self.runner.vocab_places, self.runner.group)[0]
+        sums = sums_of(logits)
+        if self.texts is not None and following:
+            text = self.texts[launch.lane]
+            outputs = text.outputs(launch)[first:]
+            logits = self.sampling.penalised(logits, [*text.prompt], outputs)
+        return predict(self.sampling.perturbed(logits, launch.request, following), sums)
+
+    def _cut(self, lane: int, length: int) -> None:
+        """Let the row hold `length` tokens. If it held fewer, an earlier run was skipped, so that
+        this run is cancelled too, and nobody reads its result."""
+        cache = self.runner.cache
+        if cache.lengths[lane] > length:
+            cache.truncate([lane], [length])
+        elif cache.lengths[lane] < length:
+            cache.advance([lane], length - cache.lengths[lane])
+
+
+def predict(logits: Tensor, sums: Tensor) -> tuple[int, ...]:
+    """Tokens and margins by logits [rows, V], with noise or without. A margin is NaN where one of
+    `sums` [rows] of the model's own logits is not finite."""
+    best = logits.argmax(dim=-1)
+    largest = logits.double().topk(2, dim=-1).values
+    margins = largest[:, 0] - largest[:, 1] + (sums - sums)
+    # A token is exact in float64, so that one copy to the host brings both.
+    both = torch.stack([best.double(), margins]).cpu()
+    return (*both[0].long().tolist(), *words_of(both[1].tolist()))

@@ -1,0 +1,84 @@
+"""Stage: a stage of a ring.
+
+A HIDDEN message has the hidden states of new tokens of the rows in its `words`. With status WANTED
+the last stage sends home the last token's hidden state, with VERIFY those of all tokens (newest and
+drafts), else VOID. The words of VERIFY also say how many tokens each row keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.distributed.channels.message import (
+    Kind,
+    Message,
+    wait_for_stream,
+)
+from magicdec.runner.model_runner import ModelRunner, Tokens
+from magicdec.systems.stages.spans import SpanKind
+
+WANTED = 1
+VERIFY = 2
+
+
+@dataclass
+class Stage:
+    """A stage of a ring. A row has room for `runner.max_tokens` tokens from its first message until
+    it is freed."""
+
+    what: ClassVar[SpanKind] = SpanKind.STAGE
+
+    runner: ModelRunner
+    is_last: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.runner.model.layers)
+
+    @property
+    def is_whole(self) -> bool:
+        model = self.runner.model
+        return model.has_head and model.is_last
+
+    def forward(self, x: Tokens, rows: Sequence[int], status: int) -> Tensor | None:
+        """Hidden states to send on, complete, from token ids [B, T] or hidden states [B, T,
+        hidden]; None if nobody needs them. The last stage gives the last token's alone, unless
+        status is VERIFY."""
+        for row in rows:
+            if not self.runner.cache.blocks[row]:
+                self.runner.allocate(row)
+        out = self.compute(x, rows, None if status == VERIFY else min(status, 1))
+        wait_for_stream(out.device)
+        return out if status or not self.is_last else None
+
+    def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
+        return self.runner.forward(x, rows, num_outputs=num_outputs)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This rank's logits [B, T, V] of hidden states [B, T, hidden] that came home."""
+        return self.runner.model.logits(hidden)
+
+    def free(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.runner.cache.release(row)
+
+    def answer(self, message: Message) -> tuple[Message | None, int | None]:
+        if message.kind is Kind.FREE:
+            self.free(message.words)
+            return None if self.is_last else message, None
+        if message.payload is None:
+            return message, 0
+        rows: Sequence[int] = message.words
+        if message.status == VERIFY:
+            count = len(message.words) // 2
+            rows = message.words[:count]
+            self.runner.truncate(rows, message.words[count:])
+        out = self.forward(message.payload, rows, message.status)
+        kind = Kind.VOID if out is None else Kind.HIDDEN
+        return Message(kind, message.run, message.status, message.words, out), self.num_layers
