@@ -11,13 +11,16 @@ import pytest
 import torch
 from conftest import TINY, Command, make_runner, random_prompts, tiny_transformer
 from lossy import ATTACKS, planted
+from recorder import Recorder
 from serving_command import prepare_as
 
+from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench.serving.measure import measure
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.bench.serving.showing import verdict
 from magicdec.bench.serving.verdict import engine_pass, unanswered
 from magicdec.bench.verdict.forced import ForcedSteps
+from magicdec.bench.verdict.judgement import judge_again
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.output.console import Silent
@@ -25,6 +28,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams, StepOutput
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.witness import Witness
 from magicdec.systems.batching import Batching
 from magicdec.systems.modes import Pass
 
@@ -171,6 +175,32 @@ def test_outputs_are_replayed_in_steps_of_any_size(num_tokens: int) -> None:
         assert chosen[:, 0].tolist() == output[1:] and (gaps > 0).all()
         assert steps.found(number)[0].equal(pairs[number])
         assert torch.allclose(steps.found(number)[1], one.found(number)[1], atol=1e-4, rtol=0)
+
+
+def test_captured_steps_of_each_set_of_rows_leave_their_logits() -> None:
+    """Requests of unequal lengths, so that sets of rows come and go, each with steps of its own."""
+    runner = make_runner(tiny_transformer(), 3, 120, SDPABackend(8))
+    requests = [
+        Request(i, (*prompt, *prompt), SamplingParams(length))
+        for i, (prompt, length) in enumerate(
+            zip(random_prompts((9,) * 7, TINY.vocab_size), (25, 6, 14, 30, 9, 20, 6), strict=True)
+        )
+    ]
+    witness = Witness.of(runner, 3, 3, 200, "1", 3)
+    witness.is_watching = True
+    recorder = Recorder()
+    strategy = build_decoder(
+        runner,
+        DecodingSection("speculative", "self", 3),
+        KVSection("streaming_llm", 12, 4),
+        recorder=recorder,
+        witness=witness,
+        is_in_flight=True,
+    )
+    serve_by(runner, requests, strategy, 4)
+    found = judge_again(witness, requests, runner)
+    assert found.num_wrong == 0 and found.num_steps == found.num_steps_of_all > 20
+    assert recorder.replayed > 20
 
 
 def test_a_replay_makes_room_for_steps_that_the_pass_had_not(tmp_path: Path) -> None:

@@ -30,25 +30,44 @@ class SeenLogits:
 
     rows: tuple[int, ...]
     index: Tensor  # int64 [R]: their places in the captured batch
-    logits: Tensor  # [R, 1 + most drafts, V]
+    logits: Tensor  # [at least R, 1 + most drafts, V]
 
     @classmethod
     def of(
-        cls, runner: ModelRunner, rows: Sequence[int], batch: DeviceBatch, max_gamma: int
+        cls,
+        runner: ModelRunner,
+        rows: Sequence[int],
+        batch: DeviceBatch,
+        max_gamma: int,
+        before: SeenLogits | None,
     ) -> SeenLogits:
+        """Of `rows` as far as they are in the batch. The buffer is that of the batch before, if it
+        has room: a step's logits are read before the next step."""
         numbers = batch.rows.numbers
         kept = tuple(row for row in numbers if row in rows)
         index = upload([numbers.index(row) for row in kept], runner.device)
-        shape = len(kept), 1 + max_gamma, runner.model.width_out
+        shape = len(rows), 1 + max_gamma, runner.model.width_out
+        if before is not None and before.logits.shape == shape:
+            return cls(kept, index, before.logits)
         return cls(kept, index, runner.cache.k.new_zeros(shape))
 
     def take(self, verification: PendingVerification) -> None:
         logits = verification.logits()
-        self.logits[:, : logits.shape[1]].copy_(logits[self.index])
+        self.logits[: len(self.rows), : logits.shape[1]].copy_(logits[self.index])
 
     def of_rows(self, rows: Sequence[int], num_tokens: int) -> Tensor:
         """A copy of the logits [R, T, V] of the last verification."""
         return self.logits[[self.rows.index(row) for row in rows], :num_tokens]
+
+
+@dataclass(frozen=True)
+class CapturedBatch:
+    """What the steps that were captured for a set of rows read and write."""
+
+    batch: DeviceBatch
+    works: Works
+    proposal: Proposal
+    seen: SeenLogits | None  # for the witness
 
 
 class CapturedSteps(DecodeSteps):
@@ -74,7 +93,7 @@ class CapturedSteps(DecodeSteps):
         self._captures_drafts = drafter is not None and drafter.can_capture
         self._works: Works = {}
         self._seen: SeenLogits | None = None  # for the witness
-        self._captured: dict[tuple[int, ...], tuple[DeviceBatch, Works, Proposal]] = {}
+        self._captured: dict[tuple[int, ...], CapturedBatch] = {}
 
     @torch.inference_mode()
     def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
@@ -186,22 +205,29 @@ class CapturedSteps(DecodeSteps):
         """Make `batch` the captured batch. Steps captured for the same rows serve again if both
         batches are greedy."""
         rows = tuple(batch.rows)
-        batch_before = self._captured[rows][0] if rows in self._captured else None
+        before = self._captured.get(rows)
         self._load(batch)
-        if batch_before is not None and (
-            batch_before.sampling.is_greedy and self._batch.sampling.is_greedy
+        if before is not None and (
+            before.batch.sampling.is_greedy and self._batch.sampling.is_greedy
         ):
-            self._batch, self._works, self._pending_proposal = self._captured[rows]
+            self._batch = before.batch
+            self._works = before.works
+            self._pending_proposal = before.proposal
+            self._seen = before.seen
             self._batch.load(batch)
             return
         self._works, self._pending_proposal = {}, self._make_proposal()
         if self.witness is not None:
-            self._seen = SeenLogits.of(self.runner, self.witness.rows, self._batch, self._most)
+            self._seen = SeenLogits.of(
+                self.runner, self.witness.rows, self._batch, self._most, self._seen
+            )
         if self.is_in_flight:
             self._captured.pop(rows, None)
             while len(self._captured) >= MOST_CAPTURED:
                 del self._captured[next(iter(self._captured))]
-            self._captured[rows] = self._batch, self._works, self._pending_proposal
+            self._captured[rows] = CapturedBatch(
+                self._batch, self._works, self._pending_proposal, self._seen
+            )
 
     def _load(self, batch: Batch) -> None:
         device = self.runner.device
