@@ -311,8 +311,9 @@ class Batching(System):
         return strategy, witness
 
     def _witness(self, each: Pass, runner: ModelRunner) -> Witness | None:
-        """A witness of the steps of a greedy pass."""
-        if self.run.config.sampling.temperature > 0:
+        """A witness of the steps of a greedy pass, whose tokens mean something."""
+        is_greedy = self.run.config.sampling.temperature == 0
+        if not is_greedy or self.options.emulate_stage_ms is not None:
             return None
         shape = self.step_shape(each)
         gamma = shape.tokens - 1
