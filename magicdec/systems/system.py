@@ -62,6 +62,7 @@ class PassObserver:
     verifications: Verifications = field(default_factory=Verifications)
     is_measured: bool = False
     is_logged: bool = False  # steps say what was drafted and read, where the system can
+    is_timed: bool = False  # `steps` are kept
     steps: list[TimedStep] = field(default_factory=list)
     _prompt_tokens: int = 0  # that the step which is executed prefills
 
@@ -72,8 +73,9 @@ class PassObserver:
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         self.verifications.observe(request_ids, output)
-        kind = self._prompt_tokens, output.padded_gamma, len(request_ids)
-        self.steps.append(TimedStep(1e3 * seconds, kind))
+        if self.is_timed:
+            kind = self._prompt_tokens, output.padded_gamma, len(request_ids)
+            self.steps.append(TimedStep(1e3 * seconds, kind))
         self.advance(output.num_tokens)
 
 

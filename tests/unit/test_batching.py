@@ -255,7 +255,7 @@ def check_table(records: list[ServingRecord]) -> None:
     rows = {label: cells for label, *cells in table.body}
     assert len(rows) == len(table.body), "labels are distinct"
     assert [len(cells) for cells in rows.values()] == [len(records)] * len(rows)
-    assert rows["in flight, mean"][0] == "1.00"
+    assert rows["in flight, mean"][0] == "1.00" and rows["decode step median, ms"][0]
     for record, compared in (
         (records[0], "sequential: the reference of the others"),
         (records[3], "inflight: all 4 requests have the tokens of sequential"),

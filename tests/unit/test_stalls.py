@@ -277,7 +277,7 @@ def test_a_stalled_step_of_a_mode_is_counted_and_its_time_left_out() -> None:
 
 
 def test_a_step_is_timed_with_the_prompt_tokens_that_it_takes() -> None:
-    observer = PassObserver()
+    observer = PassObserver(is_timed=True)
     request = finished(0, 0.0, [0.0])
     observer.watch(
         StepPlan(parts=(PrefillChunk(request, 0, 3, 10), PrefillChunk(request, 1, 0, 5)))

@@ -141,7 +141,12 @@ class Experiment:
                 served = self.serve(
                     each,
                     shapes,
-                    PassObserver(advance=advance, is_measured=True, is_logged=self.is_logged),
+                    PassObserver(
+                        advance=advance,
+                        is_measured=True,
+                        is_logged=self.is_logged,
+                        is_timed=system.are_steps_timed,
+                    ),
                 )
         except NotFinite as error:
             if self.launch.rank == 0:
@@ -292,7 +297,7 @@ class Experiment:
         prompts = self.prepared.run.workload
         # With random weights a draft and its target agree by chance alone.
         judged = None if system.run.is_random else served.observer.verifications
-        steps = served.observer.steps if system.are_steps_timed else ()
+        steps = served.observer.steps
         return ServingRecord(
             status=status,
             name=each.name,
