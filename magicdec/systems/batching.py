@@ -268,7 +268,8 @@ class Batching(System):
         compute call it."""
         runner = self.runner
         assert runner is not None, "it was opened"
-        tokens = self.options.longest + num_tokens
+        # The newest token is never cached; more room than the pass had would be a second cache.
+        tokens = self.options.longest - 1 + num_tokens
         if runner.max_tokens < tokens:
             runner = replace(runner, max_tokens=tokens, num_blocks=None)
         for row in range(runner.num_rows):

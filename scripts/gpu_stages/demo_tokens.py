@@ -32,7 +32,9 @@ ON_CPU = ("autoregressive, graphs", "self-speculation, graphs", "int4 drafts")  
 # On a CPU by torch's operators alone: to compile our kernels for it would take too long. One thread
 # needs no core that another test uses.
 PLAIN: dict[str, object] = {
-    **{"--attention": "grouped", "--linear": "torch", "--elementwise": "torch"},
+    "--attention": "grouped",
+    "--linear": "torch",
+    "--elementwise": "torch",
     "--threads": 1,
 }
 MODES = ("sequential", "inflight", "inflight+draft")

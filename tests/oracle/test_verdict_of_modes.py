@@ -215,13 +215,18 @@ def test_a_replay_makes_room_for_steps_that_the_pass_had_not(tmp_path: Path) -> 
     text = Request(0, prompt, SamplingParams(48))
     made = list[tuple[ModelRunner, ForcedSteps]]()
 
-    def make(runner: ModelRunner) -> ForcedSteps:
-        made.append((runner, ForcedSteps(runner, {0: [5] * 48}, 9, None)))
-        return made[0][1]
+    def replay(num_tokens: int) -> None:
+        def make(runner: ModelRunner) -> ForcedSteps:
+            made.append((runner, ForcedSteps(runner, {0: [5] * 48}, num_tokens, None)))
+            return made[0][1]
 
-    system.replay("inflight", [text], 9, make)
-    runner, steps = made[0]
+        system.replay("inflight", [replace(text, output_ids=[])], num_tokens, make)
+
+    replay(9)
+    runner, steps = made.pop()
     assert runner.max_tokens > room and len(steps.found(0)[1]) == 47
+    replay(1)
+    assert made[0][0] is system.runner, "no second cache where there is room"
     system.close()
 
 

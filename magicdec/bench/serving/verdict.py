@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -135,9 +134,9 @@ class ModeReplays:
     def _wider(self, runner: ModelRunner) -> ModelRunner:
         run = self.reference.system.run
         kinds = wider_kinds(run.config)
-        load = partial(load_model, run.source, runner.group, kinds, runner.device, self.progress)
+        model = load_model(run.source, runner.group, kinds, runner.device, self.progress)
         backend = make_backend(REFERENCE_BACKEND)
-        return ModelRunner(load(), backend, runner.group, 1, runner.max_tokens)
+        return ModelRunner(model, backend, runner.group, 1, runner.max_tokens)
 
     def _from_first(self, value: list, kind: type[list]) -> list:
         return all_gather_values(value, kind, self.world_size)[0]

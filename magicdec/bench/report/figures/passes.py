@@ -171,7 +171,9 @@ def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
     if not has_colour:
         first = "{:.2f} to\n{:.2f}x".format(*(cell[end] for end in SPEEDUP_ENDS))
     about = f"net {cell['net_speedup']:.2f}x\n" if has_colour else ""
-    settings = [f"g {cell['gamma']}"] + [f"K {cell['budget']}"] * (cell["budget"] is not None)
+    settings = [f"g {cell['gamma']}"]
+    if cell["budget"] is not None:
+        settings.append(f"K {cell['budget']}")
     is_long = sum(map(len, settings)) > CELL_LETTERS
     about += (",\n" if is_long else ", ").join(settings)
     size = None if has_colour else 7
