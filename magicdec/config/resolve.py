@@ -64,7 +64,10 @@ def resolve(
     parallel = ResolvedParallel(
         config.parallel.rank_group or tuple(range(machine.world_size)),
         device,
-        choose_collectives(config.parallel.collectives, device, machine, is_staged),
+        # A rank that computes alone exchanges nothing with others: it may share its GPU, as stages.
+        choose_collectives(
+            config.parallel.collectives, device, machine, is_staged or placement.is_alone
+        ),
         choose_threads(config.parallel.threads, machine),
     )
     kv = config.kv.resolve()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from magicdec.config.choices.collectives import check_stage_group
+from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.channels.message import DUE
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
@@ -120,7 +121,8 @@ class Batching(System):
         options = self.options
         world_size = self.launch.world_size
         workload = options.batch_of(run_config.workload, options.rows)
-        models = self.find(run_config, workload, cache)
+        placement = Placement(is_alone=not self.is_on_all)
+        models = self.find(run_config, workload, cache, placement)
         if self.is_on_all:
             self.ranks_of_layer = world_size
             check_stage_group(f"--modes {self.names}", models.config.parallel)

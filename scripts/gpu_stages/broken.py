@@ -19,12 +19,10 @@ from torch import Tensor
 import magicdec
 from gpu_stages.attention import filled_cache, prepare_call, time_backend
 from gpu_stages.device_clock import copy_bandwidth
-from gpu_stages.scale import Heads, Suite
+from gpu_stages.scale import Heads, Suite, obstacle_of
 from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import capabilities_of
-from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Group
-from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import KVCache
 from magicdec.model.checkpoint.source import find_model
 from magicdec.output.console import make_progress
@@ -50,20 +48,20 @@ def run(suite: Suite) -> None:
         for backend in suite.scale.backends:
             for heads in suite.scale.heads.values():
                 name = f"attention/{backend}/{str(dtype)[6:]}/{heads.H}:{heads.G}x{heads.D}"
-                if (why := obstacle_of(backend, suite.device, heads.D, dtype)) is not None:
+                if (why := obstacle_of(backend, suite.device, heads.D, str(dtype)[6:])) is not None:
                     left_out[name] = why
                     continue
                 cell(name, partial(check_attention, suite, backend, heads, dtype))
     size = find_model("--model", "demo").config.cached_head_dim
     for backend in suite.scale.backends:
-        if (why := obstacle_of(backend, suite.device, size, torch.float32)) is not None:
+        if (why := obstacle_of(backend, suite.device, size, "float32")) is not None:
             left_out[f"forward/{backend}"] = why
             continue
         cell(f"forward/{backend}", partial(check_forward, suite, backend))
     place = suite.scale.places[0]
     model, heads = next(iter(suite.scale.heads.items()))
     for backend in suite.scale.backends:
-        if obstacle_of(backend, suite.device, heads.D, torch.bfloat16) is None:
+        if obstacle_of(backend, suite.device, heads.D, "bfloat16") is None:
             cell(
                 f"{model}/B{place[0]}/S{place[1]}/{backend}",
                 partial(time_backend, suite, backend, heads, *place),
@@ -87,12 +85,6 @@ def import_all() -> dict[str, Any]:
     if failed:
         raise RuntimeError("; ".join(failed))
     return {"modules": len(modules)}
-
-
-def obstacle_of(backend: str, device: torch.device, D: int, dtype: torch.dtype) -> str | None:
-    """Why the backend does not serve this problem here; None if it does."""
-    machine = Machine(1, has_compiler=True, missing_backends=missing_backends((backend,)))
-    return capabilities_of(backend).obstacle(machine, device.type, D, str(dtype)[6:])
 
 
 def check_attention(suite: Suite, name: str, heads: Heads, dtype: torch.dtype) -> dict[str, float]:

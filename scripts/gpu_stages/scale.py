@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 
 from gpu_stages.results import Results
+from magicdec.config.capabilities import capabilities_of
+from magicdec.config.machine import Machine
+from magicdec.hardware.environment import missing_backends
 
 
 @dataclass(frozen=True)
@@ -128,3 +131,9 @@ class Suite:
         if self.is_tiny:
             return TINY
         return QUICK if self.is_quick else FULL
+
+
+def obstacle_of(backend: str, device: torch.device, D: int, dtype: str) -> str | None:
+    """Why the backend does not serve heads of size D in `dtype` here; None if it does."""
+    machine = Machine(1, has_compiler=True, missing_backends=missing_backends((backend,)))
+    return capabilities_of(backend).obstacle(machine, device.type, D, dtype)

@@ -1,6 +1,6 @@
 """Stage `stages`: the demo model divided among 2 ranks, by `magicdec serve` in every mode that has
 stages. Where both ranks share a GPU, hidden states are copied through the host; where there are
-two, they go from GPU to GPU by NCCL."""
+two, `auto` sends them from GPU to GPU by NCCL."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gpu_stages.latency import run_magicdec
 from gpu_stages.scale import Suite
@@ -21,9 +19,7 @@ MODES = "sequential", "ring", "ring+draft", "iterative", "async"
 
 def run(suite: Suite) -> None:
     """Float32, where tokens must be those of one process."""
-    ways = ["shared_memory"] if suite.is_tiny else ["gloo", "shared_memory"]
-    if suite.device.type == "cuda" and torch.cuda.device_count() >= RANKS:
-        ways.append("nccl")
+    ways = ["auto"] if suite.is_tiny else ["auto", "gloo", "shared_memory"]
     for collectives in ways:
         suite.results.cell(collectives, partial(serve, suite, collectives))
 

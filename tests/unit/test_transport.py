@@ -72,6 +72,16 @@ def test_hidden_states_go_by_nccl_where_each_rank_has_a_gpu(
     assert reason in transport.describe() and ("NCCL" in transport.describe()) == (payloads == NCCL)
 
 
+@pytest.mark.parametrize("asked", ["auto", "gloo", "shared_memory"])
+def test_a_rank_that_computes_alone_may_share_its_gpu_with_stages(asked: str) -> None:
+    """`serve --nproc 2 --modes sequential ring` on one GPU was refused for `sequential`'s sake."""
+    run_config = RunConfig(parallel=ParallelSection(device="cuda", collectives=asked))
+    with pytest.raises(ValueError, match=f"--collectives {asked}"):
+        resolve(run_config, ONE_GPU)
+    alone = resolve(run_config, ONE_GPU, placement=Placement(is_alone=True))
+    assert alone.parallel.device == "cuda" and alone.parallel.collectives != NCCL
+
+
 def test_an_obstacle_on_the_host_is_named_and_on_a_cpu_nothing_changes() -> None:
     parallel = staged(TWO_GPUS).parallel
     found = choose_transport(parallel, TWO_GPUS, "an emulated link")
