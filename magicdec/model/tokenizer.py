@@ -12,6 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from magicdec.model.gguf.file import is_gguf, read_gguf
+from magicdec.model.gguf.vocabulary import (
+    SENTENCEPIECE,
+    read_vocabulary,
+    sentencepiece_model,
+    tokenizers_file,
+)
 from magicdec.output.files import exists, read_bytes
 
 MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
@@ -66,11 +73,14 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, from the first file of LOADERS in it.
+    """The tokenizer of a GGUF file, or of a checkpoint directory, from the first file of LOADERS
+    in it.
 
     Raises:
         ValueError: there is none, or the first is corrupt. The next might hold another vocabulary.
     """
+    if is_gguf(directory):
+        return load_gguf(directory)
     for name, load in LOADERS.items():
         path = directory / name
         if exists(path):
@@ -129,6 +139,15 @@ def load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
         raise ValueError(f"{path}: is no SentencePiece model")
     pieces = {i: backend.id_to_piece(i) for i in range(backend.get_piece_size())}
     return Tokenizer(path, pieces, backend.encode_as_ids, backend.decode)
+
+
+def load_gguf(path: Path) -> Tokenizer:
+    """The tokenizer that a GGUF file's metadata describe."""
+    vocabulary = read_vocabulary(read_gguf(path))
+    if vocabulary.model == SENTENCEPIECE:
+        return load_sentencepiece(path, sentencepiece_model(vocabulary))
+    tokenizer = load_json(path, json.dumps(tokenizers_file(vocabulary)).encode())
+    return tokenizer
 
 
 LOADERS: dict[str, Callable[[Path, bytes], Tokenizer]] = {

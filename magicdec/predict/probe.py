@@ -154,7 +154,7 @@ def measure_forwards(
 
 def random_model(config: ModelConfig) -> ModelSource:
     weights = RandomWeights(expected_shapes(config))
-    return ModelSource(config.name, config, weights, tokenizer_directory=None, is_random=True)
+    return ModelSource(config.name, config, weights, tokenizer_path=None, is_random=True)
 
 
 def load_runner(

@@ -42,7 +42,7 @@ def check_vocabularies(
     label: str, draft: ModelSource, target_label: str, target: ModelSource
 ) -> None:
     """An id must mean the same text to both models; random weights need equal numbers of ids."""
-    if draft.tokenizer_directory is None or target.tokenizer_directory is None:
+    if draft.tokenizer_path is None or target.tokenizer_path is None:
         ours = draft.config.vocab_size
         theirs = target.config.vocab_size
         if ours != theirs:
@@ -53,7 +53,7 @@ def check_vocabularies(
         return
     hashes = [
         load_tokenizer(directory).vocabulary_hash()
-        for directory in (draft.tokenizer_directory, target.tokenizer_directory)
+        for directory in (draft.tokenizer_path, target.tokenizer_path)
     ]
     if hashes[0] != hashes[1]:
         raise ValueError(
@@ -167,7 +167,7 @@ def check_bos(label: str, source: ModelSource, tokenizer: Tokenizer) -> None:
     """Raises ValueError if the model's BOS token is no id of its tokenizer."""
     bos = source.config.bos_token_id
     size = source.config.vocab_size
-    if source.tokenizer_directory is not None:
+    if source.tokenizer_path is not None:
         size = min(size, tokenizer.vocab_size)
     if bos is not None and not 0 <= bos < size:
         raise ValueError(

@@ -286,9 +286,9 @@ def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource,
     """The model whose tokenizer makes the prompts, and that tokenizer: for random weights the
     demo's, valid in any vocabulary at least as large."""
     tokenizer_source = source
-    if source.tokenizer_directory is None:
+    if source.tokenizer_path is None:
         tokenizer_source = cache.get(("model", "demo"), lambda: find_model("--model", "demo"))
-    directory = tokenizer_source.tokenizer_directory
+    directory = tokenizer_source.tokenizer_path
     assert directory is not None
     return tokenizer_source, cache.get(("tokenizer", directory), lambda: load_tokenizer(directory))
 

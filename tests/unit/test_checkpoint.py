@@ -54,7 +54,7 @@ def test_dtype_and_files_by_name(tmp_path: Path) -> None:
     for name in (tmp_path, *(tmp_path / file for file in files)):
         torch.testing.assert_close(load(name, dtype=torch.bfloat16), expected, atol=0, rtol=0)
         source = find_model("--model", str(name))
-        assert source.tokenizer_directory == tmp_path and not source.is_random
+        assert source.tokenizer_path == tmp_path and not source.is_random
         assert source.name == tmp_path.name
         copied = pickle.loads(pickle.dumps(source))  # as when another process is started
         assert copied.weights.tensors == source.weights.tensors
@@ -68,7 +68,7 @@ def test_packaged_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     write(tmp_path / "demo" / "target", make_tensors())
     source = find_model("--model", "demo")
     assert source.name == source.config.name == "demo"
-    assert source.tokenizer_directory == tmp_path / "demo" / "target"
+    assert source.tokenizer_path == tmp_path / "demo" / "target"
 
 
 class Recorder(WeightSource):

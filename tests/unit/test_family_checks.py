@@ -124,7 +124,7 @@ def test_random_presets_are_found(name: str) -> None:
     found = find_model("--model", f"random:{name}")
     shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
     assert found.is_random and shapes == expected_shapes(found.config)
-    assert found.tokenizer_directory is None
+    assert found.tokenizer_path is None
     assert (found.name, found.config.name) == (f"random:{name}", name)
 
 

@@ -150,7 +150,7 @@ def test_stored_int8_is_int8_made_while_loading(
     name: str, tmp_path: Path, family: Callable[[str], ModelSource]
 ) -> None:
     source = family(name)
-    out = int8_directory(tmp_path, Path(str(source.tokenizer_directory)))
+    out = int8_directory(tmp_path, Path(str(source.tokenizer_path)))
     stored = find_model("--model", str(out))
     assert stored.is_int8 and not source.is_int8
     assert replace(stored.config, name="") == replace(source.config, name="")

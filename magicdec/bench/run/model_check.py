@@ -248,7 +248,7 @@ def compare(
 
 def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | None]:
     kind = getattr(transformers, source.config.architecture)
-    directory = source.tokenizer_directory
+    directory = source.tokenizer_path
     try:
         model, info = kind.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, output_loading_info=True

@@ -53,9 +53,9 @@ def _file_of(source: ModelSource) -> Path:
 
 def _identity(source: ModelSource) -> str:
     digest = hashlib.sha256()
-    assert source.tokenizer_directory is not None, "a checkpoint has a directory"
+    assert source.tokenizer_path is not None, "a checkpoint has a directory"
     for name in CONFIG_FILES:
-        file = source.tokenizer_directory / name
+        file = source.tokenizer_path / name
         digest.update(f"{name} ".encode() + (file.read_bytes() if file.is_file() else b""))
     files = {stored.file for stored in source.weights.tensors.values()} - {None}
     for file in sorted(each for each in files if each is not None):

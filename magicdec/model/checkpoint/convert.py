@@ -187,9 +187,9 @@ def find_damage(file: Path) -> str | None:
 
 
 def copy_companions(source: ModelSource, directory: Path) -> None:
-    assert source.tokenizer_directory is not None, "a checkpoint on disk has a directory"
+    assert source.tokenizer_path is not None, "a checkpoint on disk has a directory"
     for name in COMPANIONS:
-        theirs = source.tokenizer_directory / name
+        theirs = source.tokenizer_path / name
         ours = directory / name
         if theirs.is_file() and not ours.exists():
             shutil.copyfile(theirs, ours)

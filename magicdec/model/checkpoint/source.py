@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.finite import check_finite
+from magicdec.model.checkpoint.gguf_weights import GgufWeights
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.tying import as_stored
@@ -34,6 +35,7 @@ from magicdec.model.checkpoint.weight_map import (
 )
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
+from magicdec.model.gguf.file import is_gguf
 from magicdec.model.linear.packed import Int8Linear
 from magicdec.model.presets.presets import (
     DEMO_DIRECTORIES,
@@ -99,19 +101,19 @@ def _problems(
 
 CHOICES = (
     "demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on the Hugging "
-    "Face hub (owner/name), or a .safetensors/.pth/.bin file beside its config.json"
+    "Face hub (owner/name), a .gguf file, or a .safetensors/.pth/.bin file beside its config.json"
 )
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found and checked, not loaded. Random weights have no
-    `tokenizer_directory`."""
+    """A model that was found and checked, not loaded. `tokenizer_path`: the directory, or the
+    GGUF file, that has its tokenizer; random weights have none."""
 
     name: str
     config: ModelConfig
     weights: WeightSource
-    tokenizer_directory: Path | None
+    tokenizer_path: Path | None
     is_random: bool
 
     @property
@@ -134,12 +136,13 @@ def find_model(flag: str, name: str) -> ModelSource:
     if name.startswith(RANDOM_PREFIX):
         config = find_config(flag, name)
         weights: WeightSource = RandomWeights(expected_shapes(config))
-        source = ModelSource(name, config, weights, tokenizer_directory=None, is_random=True)
+        source = ModelSource(name, config, weights, tokenizer_path=None, is_random=True)
     elif path.is_dir() or (path.is_file() and path.suffix in WEIGHT_SUFFIXES):
         config = find_config(flag, name)
-        directory = path if path.is_dir() else path.parent
+        has_tokenizer = path.is_dir() or is_gguf(path)
         config, weights = as_stored(config, _stored(path, config))
-        source = ModelSource(config.name, config, weights, directory, is_random=False)
+        tokenizer_path = path if has_tokenizer else path.parent
+        source = ModelSource(config.name, config, weights, tokenizer_path, is_random=False)
     else:
         raise unknown_model(flag, name, CHOICES)
     check_weights(source.config, source.weights)
@@ -226,7 +229,7 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
 
 
 def _stored(path: Path, config: ModelConfig) -> WeightSource:
-    source = open_weights(path)
+    source = GgufWeights(path) if is_gguf(path) else open_weights(path)
     family = find_family(config.architecture)
     body = family.body
     head = family.names(config).head

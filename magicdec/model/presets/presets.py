@@ -13,7 +13,9 @@ from importlib import resources
 from pathlib import Path
 
 from magicdec.model.config import ModelConfig
+from magicdec.model.families.gguf_config import load_gguf_config
 from magicdec.model.families.hf_config import load_model_config, parse_hf_config
+from magicdec.model.gguf.file import SUFFIX, is_gguf
 from magicdec.output.files import nearest, no_such
 
 FILE = Path(__file__).with_name("presets.json")
@@ -35,7 +37,7 @@ PRESETS = {
 
 DEMO_DIRECTORIES = {"demo": "target", "demo-draft": "draft"}
 RANDOM_PREFIX = "random:"
-WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin", SUFFIX)
 
 
 def demo_directory(name: str) -> Path:
@@ -50,7 +52,9 @@ def find_config(flag: str, name: str) -> ModelConfig:
         return replace(load_model_config(demo_directory(name)), name=name)
     if path.is_dir():
         return load_model_config(path)
-    if path.suffix in WEIGHT_SUFFIXES:
+    if is_gguf(path) and path.is_file():
+        return load_gguf_config(path)
+    if path.suffix in WEIGHT_SUFFIXES and not is_gguf(path):
         return load_model_config(path.parent)
     preset = PRESETS.get(name.removeprefix(RANDOM_PREFIX))
     if preset is None:

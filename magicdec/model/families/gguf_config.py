@@ -1,0 +1,216 @@
+"""The ModelConfig of a GGUF file: its metadata become the fields of a Hugging Face config, which
+are read and checked as those of any checkpoint. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from magicdec.model.config import ModelConfig
+from magicdec.model.families.hf_config import parse_hf_config
+from magicdec.model.gguf.file import GgufFile, read_gguf
+
+EMBEDDING = "token_embd.weight"
+HEAD = "output.weight"
+ROPE_DIVISORS = "rope_freqs.weight"
+# By key after the architecture's name: the field of a config.json.
+FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+# Keys that are read below, or that say what the tensors say too.
+READ = {
+    *("vocab_size", "attention.value_length", "rope.dimension_count"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+}
+# Values of other keys that change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.causal": (True,),
+    "rope.scaling.finetuned": (True, False),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scale_linear": (1.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "use_parallel_residual": (False,),
+}
+# Of Llama 3.1 to 3.3, whose files have only the divisors that follow from them.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A `general.architecture` whose tensors have Llama's roles. `is_permuted`: the rows of q and k
+    are in the order of adjacent pairs. `fields`: of the config.json, beside those of all."""
+
+    name: str
+    model_type: str
+    is_permuted: bool
+    fields: Callable[[GgufFile], dict[str, Any]]
+
+
+def llama_fields(file: GgufFile) -> dict[str, Any]:
+    """Mistral's files are Llama's too."""
+    names = [f"blk.0.attn_{each}.bias" for each in ("q", "k", "v", "output")]
+    has_bias = [name in file.tensors for name in names]
+    if any(has_bias) and not all(has_bias):
+        found = ", ".join(name for name, there in zip(names, has_bias, strict=True) if there)
+        raise ValueError(f"of the biases of attention it has only {found}")
+    return {"attention_bias": all(has_bias), "mlp_bias": "blk.0.ffn_down.bias" in file.tensors}
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", "llama", True, llama_fields),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", False, lambda file: {}),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        False,
+        lambda file: {"attention_bias": "blk.0.attn_q.bias" in file.tensors},
+    ),
+}
+
+
+def load_gguf_config(path: Path) -> ModelConfig:
+    """Raises ValueError, one line with the file, for a model that is not certainly computed."""
+    file = read_gguf(path)
+    try:
+        return parse_hf_config(hf_fields(file), name=path.stem)
+    except KeyError as error:
+        raise ValueError(f"{path}: {error} is missing") from None
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    found = ARCHITECTURES.get(file.architecture)
+    if found is None:
+        raise ValueError(
+            f"{file.path}: general.architecture {file.architecture!r} is not read; those that are: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return found
+
+
+def hf_fields(file: GgufFile) -> dict[str, Any]:
+    """The file's metadata as fields of a config.json. Raises ValueError for a key that changes what
+    is computed and is not read."""
+    architecture = architecture_of(file)
+    prefix = f"{file.architecture}."
+    own = {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    for key, value in own.items():
+        if key not in FIELDS and key not in READ and value not in NEUTRAL.get(key, ()):
+            raise ValueError(f"{prefix}{key} {str(value)[:60]} is not read")
+    raw = {field: own[key] for key, field in FIELDS.items() if key in own}
+    head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.get(key, head_dim) != head_dim:
+            raise ValueError(f"{prefix}{key} {own[key]} is not the size {head_dim} of a head")
+    raw["rope_theta"] = rounded(raw.get("rope_theta", 10000.0))
+    raw["rms_norm_eps"] = rounded(raw["rms_norm_eps"])
+    metadata = file.metadata
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return {
+        **raw,
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "head_dim": head_dim,
+        "vocab_size": vocabulary(file, own),
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "rope_scaling": rope_scaling(file, own, head_dim, raw["rope_theta"]),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id") if begins(file) else None,
+        "eos_token_id": [each for each in ids if each is not None],
+        **architecture.fields(file),
+    }
+
+
+def rounded(value: float) -> float:
+    """The shortest decimal with the bits of a float32: files hold 1e-05 as 9.99999974e-06."""
+    return float(str(np.float32(value)))
+
+
+def begins(file: GgufFile) -> bool:
+    """Whether prompts begin with BOS. A SentencePiece vocabulary that says nothing has it."""
+    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
+    return bool(file.metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece))
+
+
+def vocabulary(file: GgufFile, own: dict[str, Any]) -> int:
+    if EMBEDDING not in file.tensors:
+        raise KeyError(EMBEDDING)
+    size = file.tensors[EMBEDDING].shape[0]
+    if own.get("vocab_size", size) != size:
+        raise ValueError(f"vocab_size {own['vocab_size']} is not the {size} rows of {EMBEDDING}")
+    return size
+
+
+def rope_scaling(
+    file: GgufFile, own: dict[str, Any], head_dim: int, theta: float
+) -> dict[str, Any] | None:
+    kind = own.get("rope.scaling.type", "none")
+    if ROPE_DIVISORS in file.tensors:
+        if kind != "none":
+            raise ValueError(f"it has both {ROPE_DIVISORS} and rope.scaling.type {kind}")
+        return llama3_scaling(file, head_dim, theta)
+    if kind == "none":
+        return None
+    factor = own["rope.scaling.factor"]
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise ValueError(f"rope.scaling.type {kind} is not read; none, linear and yarn are")
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": own["rope.scaling.original_context_length"],
+        "beta_fast": own.get("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": own.get("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"):
+        if own.get(key, 1.0) != 1.0:  # 1 is the temperature that follows from the factor
+            raise ValueError(f"{key} {own[key]} is not read; 1 is")
+    return scaling
+
+
+def llama3_scaling(file: GgufFile, head_dim: int, theta: float) -> dict[str, Any]:
+    """The scaling whose divisors of the rotation's frequencies the file has. Raises ValueError if
+    they are not Llama 3's."""
+    tensor = file.tensors[ROPE_DIVISORS]
+    if tensor.shape != (head_dim // 2,) or tensor.type_id != 0:
+        raise ValueError(f"{ROPE_DIVISORS} is no vector of {head_dim // 2} float32 numbers")
+    divisors = np.fromfile(tensor.file, "<f4", head_dim // 2, offset=tensor.offset)
+    factor = rounded(float(divisors.max()))
+    low, high, trained = LLAMA3.values()
+    for found, i in zip(divisors, range(0, head_dim, 2), strict=True):
+        wavelength = 2 * math.pi * theta ** (i / head_dim)
+        smooth = (trained / wavelength - low) / (high - low)
+        share = min(max(smooth, 0.0), 1.0)
+        expected = 1 / ((1 - share) / factor + share)
+        if not math.isclose(found, expected, rel_tol=1e-5):
+            raise ValueError(
+                f"{ROPE_DIVISORS} are not those of Llama 3's scaling by {factor} of {trained} "
+                f"positions: {found:g} in place of {expected:g} at dimension {i}"
+            )
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3}

@@ -1,0 +1,429 @@
+"""GGUF files: every block type against the `gguf` package, whole models against transformers on the
+weights that `gguf` dequantises, tokenizers against the libraries' own, and files that lie."""
+
+import io
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+import transformers
+from conftest import load, make_runner
+from gguf.constants import GGMLQuantizationType as Type
+from gguf.quants import dequantize, quantize
+from tiny_gguf import name_of, permuted, random_blocks, write_gguf
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from magicdec.model.checkpoint.source import find_model
+from magicdec.model.gguf.blocks import BLOCK_TYPES
+from magicdec.model.gguf.file import read_gguf
+from magicdec.model.tokenizer import load_tokenizer
+
+HIDDEN, HEADS, KV_HEADS, SIZE, WIDE, LAYERS, VOCAB = 256, 4, 2, 64, 512, 2, 97
+
+
+@pytest.mark.parametrize("filling", [None, 0, 255, 127, 128])
+@pytest.mark.parametrize("type_id", list(BLOCK_TYPES))
+def test_blocks_are_dequantised_to_the_bit(type_id: int, filling: int | None) -> None:
+    """Random bytes, infinite and NaN scales among them, and blocks of one byte."""
+    kind = BLOCK_TYPES[type_id]
+    shape = (40, 3 * kind.num_bytes)
+    raw = np.random.default_rng(type_id).integers(0, 256, shape, dtype=np.uint8)
+    if filling is not None:
+        raw = np.full(shape, filling, np.uint8)
+    with np.errstate(all="ignore"):
+        expected = dequantize(raw, Type(type_id))
+        groups = kind.groups(raw)
+        found = groups.dense()
+    assert gguf.GGML_QUANT_SIZES[Type(type_id)] == (kind.block, kind.num_bytes)
+    assert kind.name == Type(type_id).name
+    assert kind.least <= groups.numbers.min()
+    assert groups.numbers.max() < kind.least + 2**kind.bits
+    assert (groups.minimum is not None) == kind.has_minimum
+    assert groups.scale.shape == (40, found.shape[1] // kind.group)
+    is_nan = np.isnan(expected)
+    assert np.array_equal(is_nan, np.isnan(found))
+    assert np.array_equal(expected.view(np.uint32)[~is_nan], found.view(np.uint32)[~is_nan])
+    narrowest = np.float16 if kind.scale == "float16" else np.float32
+    with np.errstate(all="ignore"):
+        kept = groups.scale.astype(narrowest).astype(np.float32)
+    assert np.array_equal(kept, groups.scale, equal_nan=True)
+
+
+# By architecture: transformers' classes, and what its file says beside the sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope.dimension_count": SIZE}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"attention.key_length": SIZE, "attention.value_length": SIZE}),
+}
+PLAIN = (Type.F32, Type.F16, Type.BF16)
+MIXED = (Type.Q4_K, Type.Q6_K, Type.Q5_0, Type.Q8_0, Type.Q3_K, Type.Q4_1, Type.IQ4_XS)
+
+
+def reference_model(kind: str, **fields: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=SIZE,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        **fields,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def save(
+    path: Path,
+    architecture: str,
+    model: Any,
+    types: tuple[Type, ...] = MIXED,
+    more: dict[str, Any] | None = None,
+    divisors: Any = None,
+) -> None:
+    """Write a model's file with random blocks in its matrices, and give the model the weights that
+    these stand for."""
+    stored: dict[str, Any] = {}
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        ours = name_of(name)
+        values = parameter.data
+        if values.dim() == 2 and not name.startswith(("model.embed", "lm_head")):
+            kind = types[i % len(types)]
+            if kind in PLAIN:
+                blocks = quantize(values.numpy(), kind)
+            else:
+                blocks = random_blocks(tuple(values.shape), kind, i)
+            values = torch.from_numpy(dequantize(blocks, kind).copy())
+            if architecture == "llama" and ours.endswith(("attn_q.weight", "attn_k.weight")):
+                heads = HEADS if "attn_q" in ours else KV_HEADS
+                order = permuted(torch.arange(len(values)), heads).tolist()
+                blocks = blocks[order]
+            stored[ours] = (blocks, kind)
+            parameter.data.copy_(values)
+        else:
+            stored[ours] = values.numpy()
+    metadata = {
+        "block_count": LAYERS,
+        "context_length": 256,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": WIDE,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+    }
+    if divisors is not None:
+        stored["rope_freqs.weight"] = divisors
+    write_gguf(path, architecture, metadata | MODELS[architecture][1] | (more or {}), stored)
+
+
+def check_logits(path: Path, model: Any) -> None:
+    """In chunks of a prompt, and token by token."""
+    text = torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(1))
+    runner = make_runner(load(path), 1, 200)
+    runner.allocate(0)
+    with torch.inference_mode():
+        expected = model(text).logits
+    first = 0
+    for chunk in text.split([120, 64, 14, 1, 1], dim=1):
+        found = runner.forward(chunk, [0], num_outputs=chunk.shape[1])
+        last = first + chunk.shape[1]
+        torch.testing.assert_close(found, expected[:, first:last], rtol=1e-4, atol=1e-4)
+        first = last
+
+
+@pytest.mark.parametrize("architecture", list(MODELS))
+def test_a_model_computes_as_transformers_on_the_dequantised_weights(
+    architecture: str, tmp_path: Path
+) -> None:
+    """Types of blocks are mixed, so that q, k and v differ."""
+    model = reference_model(MODELS[architecture][0])
+    path = tmp_path / "model.gguf"
+    save(path, architecture, model)
+    check_logits(path, model)
+
+
+@pytest.mark.parametrize(
+    "kind", [Type.F32, Type.F16, Type.BF16, Type.MXFP4, Type.Q2_K, Type.IQ4_NL]
+)
+def test_each_type_of_a_matrix_is_read(kind: Type, tmp_path: Path) -> None:
+    model = reference_model("Llama", tie_word_embeddings=True)
+    path = tmp_path / "model.gguf"
+    save(path, "llama", model, (kind,))
+    check_logits(path, model)
+    source = find_model("--model", str(path))
+    assert source.config.tie_word_embeddings and source.config.norm_eps == 1e-5
+
+
+def test_llama_3_has_divisors_in_place_of_a_scaling(tmp_path: Path) -> None:
+    """Factor 32 as of Llama 3.2, and divisors of another scaling, which are refused."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    model = reference_model("Llama", rope_parameters=rope)
+    plain = 5e5 ** (-torch.arange(0, SIZE, 2, dtype=torch.float64) / SIZE)
+    divisors = (plain / model.model.rotary_emb.inv_freq.double()).float().numpy()
+    path = tmp_path / "model.gguf"
+    save(path, "llama", model, more={"rope.freq_base": 5e5}, divisors=divisors)
+    assert find_model("--model", str(path)).config.rope.factor == 32.0
+    check_logits(path, model)
+    divisors[SIZE // 4] *= 1.01
+    save(path, "llama", model, more={"rope.freq_base": 5e5}, divisors=divisors)
+    with pytest.raises(ValueError, match=r"model\.gguf: rope_freqs.weight are not those"):
+        find_model("--model", str(path))
+
+
+def test_yarn_and_linear_scalings_are_read(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    yarn["original_max_position_embeddings"] = 64
+    keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    keys["rope.scaling.original_context_length"] = 64
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    path = tmp_path / "model.gguf"
+    for rope, more in (
+        (yarn, keys),
+        (linear, {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}),
+    ):
+        model = reference_model("Qwen2", rope_parameters=rope)
+        save(path, "qwen2", model, more=more)
+        check_logits(path, model)
+
+
+def test_slices_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
+    """Of permuted rows too, within a head and across heads."""
+    path = tmp_path / "model.gguf"
+    model = reference_model("Llama")
+    save(path, "llama", model)
+    weights = find_model("--model", str(path)).weights
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.read(name).float(), parameter), name
+        if parameter.dim() == 1:
+            assert torch.equal(weights.read(name, (slice(3, 9),)), parameter[3:9])
+            continue
+        for rows in (slice(0, 7), slice(60, 70), slice(1, len(parameter) - 3)):
+            found = weights.read(name, (rows, slice(32, 96)))
+            assert torch.equal(found.float(), parameter[rows, 32:96]), (name, rows)
+
+
+# --- tokenizers ---
+
+TEXTS = (
+    "The year 1984, 3 clocks: it's 13.5%!\n\n  def f(x):\n\treturn x**2  # ok\r\n",
+    "Ça va? Größe 12345678 \u2013 \u4f60\u597d, \u0939\u093f\u0928\u094d\u0926\u0940!",
+    "\U0001f600\u200d\U0001f680 \u2028 \u00a0x",
+    " leading, trailing   ",
+    "THEY'LL don't <|end|> I'M",
+)
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {
+    "gpt-2": [ByteLevel(add_prefix_space=False)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), ByteLevel(add_prefix_space=False)],
+    "llama-bpe": [
+        pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
+        ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "qwen2": [
+        pre_tokenizers.Split(Regex(LLAMA3_SPLIT.replace("{1,3}", "")), "isolated"),
+        ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+}
+
+
+def trained_bpe(pre: str) -> Tokenizer:
+    """A byte-level BPE of a few merges, as a `tokenizer.json` would have it."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[pre])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    return tokenizer
+
+
+def vocabulary_of(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token == "<|end|>" else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+    }
+
+
+@pytest.mark.parametrize("pre", list(PRE_TOKENIZERS))
+def test_byte_level_bpe_is_that_of_the_library(pre: str, tmp_path: Path) -> None:
+    expected = trained_bpe(pre)
+    expected.encode_special_tokens = True
+    path = tmp_path / "tokenizer.gguf"
+    write_gguf(path, "llama", {}, {}, vocabulary_of(expected, pre))
+    found = load_tokenizer(path)
+    for text in TEXTS:
+        ids = found.encode(text)
+        assert ids == expected.encode(text, add_special_tokens=False).ids, text
+        assert found.decode(ids) == text
+    assert found.decode([0]) == "", "a special token is no text"
+
+
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.gguf"
+    strings = vocabulary_of(trained_bpe("gpt-2"), "default")
+    write_gguf(path, "llama", {}, {}, strings)
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre 'default' is not known; known are"):
+        load_tokenizer(path)
+    write_gguf(path, "llama", {}, {}, strings | {"tokenizer.ggml.model": "t5"})
+    with pytest.raises(ValueError, match="'t5' is not read; gpt2 and llama are"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_a_sentencepiece_vocabulary_is_that_of_the_library(
+    has_prefix: bool, tmp_path: Path
+) -> None:
+    """Trained here; some bytes of the texts have no piece but that of the byte."""
+    stream = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXTS[0], TEXTS[2], TEXTS[3]] * 20),
+        model_writer=stream,
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=has_prefix,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["<tool>"],
+        minloglevel=2,
+    )
+    expected = sentencepiece.SentencePieceProcessor(model_proto=stream.getvalue())
+    ids = range(expected.get_piece_size())
+    kinds = [
+        *((expected.is_unknown, 2), (expected.is_control, 3), (expected.is_byte, 6)),
+        (lambda i: expected.id_to_piece(i) == "<tool>", 4),
+    ]
+    types = [next((kind for is_kind, kind in kinds if is_kind(i)), 1) for i in ids]
+    strings = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [expected.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.scores": [expected.get_score(i) for i in ids],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.unknown_token_id": expected.unk_id(),
+        "tokenizer.ggml.add_space_prefix": has_prefix,
+    }
+    path = tmp_path / "tokenizer.gguf"
+    write_gguf(path, "llama", {}, {}, strings)
+    found = load_tokenizer(path)
+    for text in (*TEXTS, "a <tool> b"):
+        assert found.encode(text) == expected.encode(text), text
+        assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+
+
+# --- files that lie ---
+
+
+def small_file(path: Path) -> bytes:
+    save(path, "llama", reference_model("Llama"))
+    return path.read_bytes()
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    whole = small_file(tmp_path / "whole.gguf")
+    path = tmp_path / "cut.gguf"
+    header = read_gguf(tmp_path / "whole.gguf").tensors
+    start = min(tensor.offset for tensor in header.values())
+    for length in (*range(0, start, 97), start, len(whole) - 64, len(whole) // 2):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"^\S*cut.gguf: .*$"):
+            find_model("--model", str(path))
+
+
+def patched(path: Path, whole: bytes, at: int, kind: str, value: Any) -> None:
+    data = bytearray(whole)
+    struct.pack_into(kind, data, at, value)
+    path.write_bytes(data)
+
+
+def test_counts_offsets_and_types_that_lie_are_refused(tmp_path: Path) -> None:
+    whole = small_file(tmp_path / "whole.gguf")
+    path = tmp_path / "lies.gguf"
+    info = whole.index(b"token_embd.weight") + len("token_embd.weight")
+    offset = info + 4 + 16 + 4
+    lies = [
+        (0, "<I", 7, "does not begin with GGUF"),
+        (4, "<I", 1, "version 1; little-endian versions 2 and 3 are read"),
+        (4, ">I", 3, "it is big-endian"),
+        (8, "<Q", 1 << 60, "it says that it has 1152921504606846976 tensors"),
+        (16, "<Q", 1 << 40, "it says that it has 1099511627776 values"),
+        (24, "<Q", 1 << 62, "it says that it has 4611686018427387904 bytes of a text"),
+        (info, "<I", 9, "has 9 dimensions"),
+        (info + 4, "<Q", 1 << 50, "ends at"),
+        (info + 20, "<I", 34, "type TQ1_0, which is not read; types that are: F32"),
+        (info + 20, "<I", 4, "type number 4, which is retired"),
+        (offset, "<Q", 1 << 50, "ends at"),
+        (offset, "<Q", 3, "is not aligned to 32"),
+    ]
+    for at, kind, value, message in lies:
+        patched(path, whole, at, kind, value)
+        with pytest.raises(ValueError, match=f"lies.gguf: .*({message})"):
+            find_model("--model", str(path))
+
+
+def test_keys_that_would_change_the_computation_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = reference_model("Llama")
+    for key, value, message in (
+        ("attention.sliding_window", 128, "llama.attention.sliding_window 128 is not read"),
+        ("expert_count", 8, "llama.expert_count 8 is not read"),
+        ("rope.scaling.type", "longrope", "rope.scaling.type longrope is not read"),
+        ("rope.dimension_count", 32, "32 is not the size 64 of a head"),
+        ("vocab_size", 98, "vocab_size 98 is not the 97 rows"),
+    ):
+        more = {key: value} | ({"rope.scaling.factor": 2.0} if "scaling" in key else {})
+        save(path, "llama", model, more=more)
+        with pytest.raises(ValueError, match=f"model.gguf: .*{message}"):
+            find_model("--model", str(path))
+    write_gguf(path, "mamba", {"block_count": 2}, {})
+    with pytest.raises(ValueError, match=r"general.architecture 'mamba' is not read; those that"):
+        find_model("--model", str(path))
+
+
+def test_a_split_file_is_read_and_a_missing_part_is_named(tmp_path: Path) -> None:
+    model = reference_model("Llama")
+    save(tmp_path / "whole.gguf", "llama", model)
+    reader = gguf.GGUFReader(tmp_path / "whole.gguf")
+    tensors = {t.name: (t.data, t.tensor_type) for t in reader.tensors}
+    names = list(tensors)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    keys = read_gguf(tmp_path / "whole.gguf").metadata
+    own = {k: v for k, v in keys.items() if k.startswith("llama.")}
+    for number, half in enumerate(halves):
+        strings = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
+        path = tmp_path / f"model-{number + 1:05d}-of-00002.gguf"
+        part = {name: tensors[name] for name in half}
+        write_gguf(path, "llama", {}, part, (own if number == 0 else {}) | strings)
+    first = tmp_path / "model-00001-of-00002.gguf"
+    check_logits(first, model)
+    (tmp_path / "model-00002-of-00002.gguf").rename(tmp_path / "away")
+    read_gguf.__globals__["_read_known"].cache_clear()
+    with pytest.raises(ValueError, match=r"its part model-00002-of-00002.gguf is not beside it"):
+        find_model("--model", str(first))
