@@ -93,10 +93,13 @@ ARCHITECTURES = {
     "BloomForCausalLM": "magicdec.model.families.gpt:BLOOM",
 }
 DTYPES = ("float32", "bfloat16")
-WEIGHT_DTYPES = (*DTYPES, "int8")
+STORED = "stored"  # matrices as the checkpoint stores them: numbers in groups
+WEIGHT_DTYPES = (*DTYPES, "int8", STORED)
 LOW_BIT = ("int8", "int4")  # what the matrices of a draft may be instead
+NARROW = (*LOW_BIT, STORED)  # matrices that are no numbers of the dtype of activations
 DEVICES = ("cpu", "cuda")
-LINEARS = ("torch", "packed")
+LINEARS = ("torch", "packed", "packed_a8")
+PACKED = LINEARS[1:]
 COLLECTIVES = ("gloo", "shared_memory", "nccl")
 
 

@@ -16,6 +16,7 @@ from fractions import Fraction
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ModelConfig
+from magicdec.names import STORED
 
 # Bytes of a weight; those of int4 with the bfloat16 scale of 32 of them.
 OF_LOW_BIT = {"int8": Fraction(1), "int4": Fraction(9, 16)}
@@ -110,7 +111,10 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
 
 def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
     """Bytes of this rank's matrices, head included; int8 adds a float32 scale per output
-    channel."""
+    channel. `low_bit`: one of `NARROW`."""
+    if low_bit == STORED:
+        assert config.stored_bytes is not None, "the checkpoint stores numbers in groups"
+        return round(linear_parameters(config, shard) * config.stored_bytes)
     weights = int(linear_parameters(config, shard) * OF_LOW_BIT[low_bit])
     outputs = sum(outputs for outputs, _ in matrices(config, shard))
     return weights + (outputs * SCALE_BYTES if low_bit == "int8" else 0)

@@ -73,7 +73,8 @@ class ModelConfig:
     `norm`: RMS, or layer norm with a bias. `positions`: rope, learned, or ALiBi (Press et al.
     2022). `residual`: the MLP follows attention (sequential), or both read the block's input,
     through two norms (parallel) or one (parallel_shared_norm). `qk_norm`: an RMS norm on every
-    head of q and k."""
+    head of q and k. `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers
+    in groups, with scales, on average."""
 
     name: str
     vocab_size: int
@@ -103,6 +104,7 @@ class ModelConfig:
     qk_norm: bool = False
     embedding_norm: bool = False
     head_bias: bool = False
+    stored_bytes: float | None = None
 
     def __post_init__(self) -> None:
         assert self.norm in NORMS and self.positions in POSITIONS

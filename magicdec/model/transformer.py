@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,10 +191,10 @@ class Transformer(nn.Module):
             if isinstance(part, RMSNorm | MLP | Transformer):
                 part.elementwise = elementwise
 
-    def pack(self) -> None:
-        """Pack the weights of all linear layers for `packed.cpp`. Raises ValueError unless
-        bfloat16, float32 or int8."""
-        exchange(self, pack)
+    def pack(self, rounds: bool = False) -> None:
+        """Pack the weights of all linear layers for `packed.cpp`; `rounds` as in PackedLinear.
+        Raises ValueError unless bfloat16, float32, int8 or in groups."""
+        exchange(self, partial(pack, rounds=rounds))
         if self.has_head and self.head is None:
             self.head = PackedLinear(self.tied_head)
 

@@ -16,7 +16,7 @@ from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.emulated import EmulatedModel
 from magicdec.model.linear.packed import INT4
 from magicdec.model.transformer import Transformer
-from magicdec.names import ELEMENTWISE, load_named
+from magicdec.names import ELEMENTWISE, PACKED, STORED, load_named
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
@@ -59,15 +59,15 @@ def load_kind(
     part: StagePart = StagePart(),
 ) -> Transformer:
     dtype = getattr(torch, kinds.dtype)
-    is_int8 = kinds.weights == "int8"
-    is_packed = kinds.linear == "packed"
+    is_packed = kinds.linear in PACKED
+    stored_as = kinds.weights if kinds.weights in ("int8", STORED) else None
     model = load_transformer(
-        source.config, source.weights, shard, part.layers, dtype, device, is_int8, part.has_ends
+        source.config, source.weights, shard, part.layers, dtype, device, stored_as, part.has_ends
     )
     if kinds.weights == INT4:
         model = low_bit_copy(model, INT4, is_packed)
     elif is_packed:
-        model.pack()
+        model.pack(rounds=kinds.linear == "packed_a8")
     model.use(load_named(ELEMENTWISE, kinds.elementwise)())
     return_freed_memory()
     return model
@@ -121,7 +121,7 @@ class LoadedModels:
         key = id(source), group.ranks, replace(kinds, native_steps="off"), "copy"
         if key not in self._models:
             model = self.get(source, group, plan.kinds)
-            is_packed = kinds.linear == "packed"
+            is_packed = kinds.linear in PACKED
             with self.progress.task(f"copying {source.name} as {kinds.weights}", 1) as advance:
                 self._models[key] = source, low_bit_copy(model, kinds.weights, is_packed)
                 return_freed_memory()

@@ -18,6 +18,7 @@ from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import INT4
+from magicdec.names import STORED
 from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.speculation.observation import heads_at_once
 from magicdec.speculation.policies.policy import load_policy, make_policy
@@ -126,7 +127,7 @@ def _loading_bytes(plan: ModelPlan) -> int:
     ffn = shard.split(model.intermediate_size)
     largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
     size = DTYPE_BYTES[plan.kinds.dtype]
-    if plan.kinds.weights == "int8":
+    if plan.kinds.weights in ("int8", STORED):
         return largest + READ_ELEMENTS * (4 + 4 + 1)
     if plan.kinds.weights == INT4:
         return stored_bytes(plan.part_model, shard, size, False) + largest + READ_ELEMENTS * 16

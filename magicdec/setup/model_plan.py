@@ -20,7 +20,7 @@ from magicdec.hardware.costs import (
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import TILE, WIDTH
-from magicdec.names import LOW_BIT
+from magicdec.names import NARROW, PACKED, STORED
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.rolling_runner import BLOCK_SIZE, blocks_held
 
@@ -40,7 +40,7 @@ def max_following(config: ResolvedConfig, row_tokens: int) -> int:
 @dataclass(frozen=True)
 class Kinds:
     """The storage and kernels of a model: activations in `dtype`, matrices in `weights` (`dtype`,
-    int8 or, of a draft, int4), and kernels by name."""
+    int8, as they are stored or, of a draft, int4), and kernels by name."""
 
     dtype: str
     weights: str
@@ -181,8 +181,8 @@ class ModelPlan:
             self.part_model,
             self.shard,
             DTYPE_BYTES[kinds.dtype],
-            kinds.linear == "packed",
-            kinds.weights if kinds.weights in LOW_BIT else None,
+            kinds.linear in PACKED,
+            kinds.weights if kinds.weights in NARROW else None,
             *self.ends,
         )
         return own + self.padding_bytes(kinds, self.ends[1])
@@ -190,10 +190,14 @@ class ModelPlan:
     def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
         """Bytes that fill up packed matrices: outputs to whole blocks, inputs to whole tiles in
         int8 and to pairs in bfloat16."""
-        if kinds.linear != "packed":
+        if kinds.linear not in PACKED:
             return 0
-        low_bit = kinds.weights if kinds.weights in LOW_BIT else None
-        size = Fraction(DTYPE_BYTES[kinds.dtype]) if low_bit is None else OF_LOW_BIT[low_bit]
+        low_bit = kinds.weights if kinds.weights in NARROW else None
+        size = Fraction(DTYPE_BYTES[kinds.dtype])
+        if low_bit == STORED:
+            size = Fraction(self.model.stored_bytes or 0)
+        elif low_bit is not None:
+            size = OF_LOW_BIT[low_bit]
         part = TILE if low_bit == "int8" else 2 if low_bit is None and size == 2 else 1
         shapes = matrices(self.part_model, self.shard)
         numbers = sum(

@@ -19,6 +19,7 @@ from magicdec.hardware.environment import probe_machine
 from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
 from magicdec.model.config import ModelConfig
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.names import STORED
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.runner.native_steps.descriptions import layer_obstacle
 from magicdec.setup.memory_check import check_memory, check_together, free_device_memory, planned
@@ -301,10 +302,20 @@ def as_stored(
     if source.is_int8:
         check_int8("--target_dtype", config.model.target_dtype, config.model)
         config = replace(config, model=replace(config.model, target_dtype="int8"))
+    elif source.has_groups and config.model.target_dtype == "auto":
+        config = replace(config, model=replace(config.model, target_dtype=STORED))
+    elif config.model.target_dtype == STORED and not source.has_groups:
+        flag = flag_of(config.model, "model")
+        raise ValueError(
+            f"--target_dtype {STORED}: {flag} {source.name} stores no numbers in groups; "
+            "choose from auto, float32, bfloat16, int8"
+        )
     if draft is not None and draft.is_int8:
         assert config.draft is not None, "a draft was found for it"
         check_int8("--draft_weights", config.decoding.draft_weights or "auto", config.draft)
         config = replace(config, decoding=replace(config.decoding, draft_weights="int8"))
+    elif draft is not None and draft.has_groups and config.decoding.draft_weights is None:
+        config = replace(config, decoding=replace(config.decoding, draft_weights=STORED))
     return config
 
 

@@ -23,7 +23,8 @@ from gpu_stages.whole_runs import (
     take_step,
 )
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.packed import Int4Linear, Int8Linear
+from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers
+from magicdec.model.linear.packed import INT4_FORMAT, Int8Linear
 from magicdec.model.presets.presets import find_config
 from magicdec.runner.request import Batch
 from magicdec.setup.loading import LoadedModels
@@ -77,7 +78,7 @@ def make_linear(storage: str, outputs: int, inputs: int, device: torch.device) -
     if storage == "int8":
         return Int8Linear(numbers, torch.ones(outputs, device=device), None)
     scale = torch.ones(outputs, inputs // GROUP, dtype=torch.bfloat16, device=device)
-    return Int4Linear(numbers, scale, None)
+    return GroupedLinear(GroupedNumbers(INT4_FORMAT, numbers, scale, None), None)
 
 
 @torch.inference_mode()

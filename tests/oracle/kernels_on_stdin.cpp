@@ -30,13 +30,17 @@ int main() {
     magicdec_pack_int8(small.data(), N, K, (uint8_t*)packed_small.data());
     magicdec_linear_int8(x.data(), R, packed_small.data(), scale.data(), N, K, bias.data(), room.data(), out.data());
     write(out);
-    const int64_t whole = K / int4::GROUP * int4::GROUP;
+    groups::Weights w{nullptr, {4, 32, groups::BFLOAT16, 0, -8}};
+    const int64_t whole = K / w.format.group * w.format.group;
     auto nibbles = read<int8_t>(N * whole);
-    auto scales = read<uint16_t>(N * whole / int4::GROUP);
-    std::vector<uint32_t> packed_nibbles(blocks * whole / int4::GROUP * int4::ENTRIES);
-    magicdec_pack_int4(nibbles.data(), scales.data(), N, whole, packed_nibbles.data());
-    magicdec_linear_int4(x.data(), R, packed_nibbles.data(), N, whole, bias.data(), room.data(), out.data());
-    write(out);
+    auto scales = read<uint16_t>(N * whole / w.format.group);
+    std::vector<uint32_t> packed_nibbles(blocks * whole / w.format.group * w.format.words());
+    w.packed = packed_nibbles.data();
+    magicdec_pack_groups(nibbles.data(), scales.data(), nullptr, N, whole, &w.format, packed_nibbles.data());
+    for (int64_t rounds : {1, 0}) {
+        magicdec_linear_groups(x.data(), R, &w, N, whole, rounds, bias.data(), room.data(), out.data());
+        write(out);
+    }
     // S tokens of one row, H query and G KV heads: q, k, v in bfloat16, which are appended to an empty cache.
     const auto heads = read<int64_t>(3);
     const int64_t S = heads[0], H = heads[1], G = heads[2], D = HEAD_SIZE, block = (S + 63) / 64 * 64;

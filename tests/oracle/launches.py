@@ -108,7 +108,7 @@ class BesideLayers(Operators):
             self.counts[place] += 1
 
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"}
 
 

@@ -13,17 +13,23 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from conftest import load, make_runner
+from conftest import make_runner
 from gguf.constants import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
 from tiny_gguf import name_of, permuted, random_blocks, write_gguf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.gguf.blocks import BLOCK_TYPES
 from magicdec.model.gguf.file import read_gguf
+from magicdec.model.linear.grouped import GroupedLinear
+from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.tokenizer import load_tokenizer
+from magicdec.names import STORED
+from magicdec.setup.loading import load_kind
+from magicdec.setup.model_plan import Kinds
 
 HIDDEN, HEADS, KV_HEADS, SIZE, WIDE, LAYERS, VOCAB = 256, 4, 2, 64, 512, 2, 97
 
@@ -130,19 +136,36 @@ def save(
     write_gguf(path, architecture, metadata | MODELS[architecture][1] | (more or {}), stored)
 
 
+KINDS = {
+    "as numbers": Kinds("float32", "float32"),
+    "in groups, by torch": Kinds("float32", STORED),
+    "in groups, packed": Kinds("float32", STORED, "packed"),
+}
+
+
 def check_logits(path: Path, model: Any) -> None:
-    """In chunks of a prompt, and token by token."""
+    """With the weights as numbers and in groups; in chunks of a prompt, and token by token."""
     text = torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(1))
-    runner = make_runner(load(path), 1, 200)
-    runner.allocate(0)
     with torch.inference_mode():
         expected = model(text).logits
-    first = 0
-    for chunk in text.split([120, 64, 14, 1, 1], dim=1):
-        found = runner.forward(chunk, [0], num_outputs=chunk.shape[1])
-        last = first + chunk.shape[1]
-        torch.testing.assert_close(found, expected[:, first:last], rtol=1e-4, atol=1e-4)
-        first = last
+    source = find_model("--model", str(path))
+    for name, kinds in KINDS.items():
+        if kinds.weights == STORED and not source.has_groups:
+            continue
+        loaded = load_kind(source, Shard(), kinds, torch.device("cpu"))
+        runner = make_runner(loaded, 1, 200)
+        runner.allocate(0)
+        first = 0
+        for chunk in text.split([120, 64, 14, 1, 1], dim=1):
+            with torch.inference_mode():
+                found = runner.forward(chunk, [0], num_outputs=chunk.shape[1])
+            last = first + chunk.shape[1]
+            difference = (found - expected[:, first:last]).abs().max()
+            assert difference <= 1e-4 * expected.abs().max(), name
+            first = last
+        if kinds.weights == STORED:
+            inner = [m for m in loaded.modules() if isinstance(m, GroupedLinear | PackedLinear)]
+            assert len(inner) >= 4 * LAYERS, "the matrices are not widened"
 
 
 @pytest.mark.parametrize("architecture", list(MODELS))

@@ -24,7 +24,14 @@ from magicdec.model.checkpoint.quantization import channel_scales, quantize, qua
 from magicdec.model.checkpoint.weight_map import untie_head
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear import packed
-from magicdec.model.linear.packed import Int8Linear, PackedLinear, PartialLinear, library
+from magicdec.model.linear.grouped import GroupedNumbers
+from magicdec.model.linear.packed import (
+    INT4_FORMAT,
+    Int8Linear,
+    PackedLinear,
+    PartialLinear,
+    library,
+)
 from magicdec.model.linear.packed import pack as pack_layer
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import make_progress
@@ -341,9 +348,13 @@ def test_linear_layers_and_attention_equal_torch(tmp_path: Path) -> None:
     command = [EMULATOR, str(program)]
     done = subprocess.run(command, input=sent, capture_output=True, check=True, timeout=300)
     numbers = torch.frombuffer(bytearray(done.stdout), dtype=torch.bfloat16)
-    linear, linear_small, linear4, mixed = numbers.split([num_rows * out] * 3 + [q.numel()])
-    ours = PackedLinear(numbers4, bias, scale=scales4)(x.flatten()[: num_rows * 128].view(-1, 128))
+    sizes = [num_rows * out] * 4 + [q.numel()]
+    linear, linear_small, linear4, exact4, mixed = numbers.split(sizes)
+    grouped = GroupedNumbers(INT4_FORMAT, numbers4, scales4, None)
+    some = x.flatten()[: num_rows * 128].view(-1, 128)
+    ours = PackedLinear(grouped, bias, rounds=True)(some)
     assert torch.equal(linear4.view(ours.shape), ours)  # integers: the bits of any CPU
+    assert torch.equal(exact4.view(ours.shape), PackedLinear(grouped, bias)(some))
     wide = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(linear.view(wide.shape).double(), wide, rtol=0.01, atol=0.01)
     wide = x.double() @ (small.double() * scale.double().unsqueeze(1)).T + bias.double()

@@ -8,24 +8,33 @@ import torch
 import torch.nn.functional as F
 from launches import Recorder, compile_apart
 from test_low_bit import exact
-from torch import Tensor
+from torch import Tensor, nn
 
 from magicdec.model.checkpoint.quantization import channel_scales, quantize, quantize_groups
 from magicdec.model.linear import triton
-from magicdec.model.linear.packed import GROUP, Int4Linear, Int8Linear
+from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers, NumberFormat
+from magicdec.model.linear.packed import INT4_FORMAT, Int8Linear
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, F32 = torch.bfloat16, torch.float32
+FORMATS = (
+    INT4_FORMAT,
+    NumberFormat(4, 32, "float16", True, 0),
+    NumberFormat(4, 128, "float16", True, 0),
+    NumberFormat(8, 16, "float32", False, -128),
+    NumberFormat(8, 32, "float16", False, -128),
+)
 SHAPES = [(2048, 2048), (16384, 2048), (128256, 2048), (4096, 14336)]  # outputs, inputs
 
 
-def make_layer(kind: str, shape: tuple[int, int], bias: Tensor | None) -> tuple[Int8Linear, Tensor]:
+def make_layer(kind: str, shape: tuple[int, int], bias: Tensor | None) -> tuple[nn.Module, Tensor]:
     """A layer with random weights and their values in float64."""
     weights = torch.randn(shape)
     if kind == "int4":
         numbers, scales = quantize_groups(weights)
-        return Int4Linear(numbers, scales, bias).to(DEVICE), exact(numbers, scales)
+        layer = GroupedLinear(GroupedNumbers(INT4_FORMAT, numbers, scales, None), bias)
+        return layer.to(DEVICE), exact(numbers, scales)
     scales = channel_scales(weights)
     numbers = quantize(weights, scales.unsqueeze(1))
     return Int8Linear(numbers, scales, bias).to(DEVICE), numbers.double() * scales.unsqueeze(1)
@@ -49,10 +58,11 @@ def test_a_layer_multiplies_and_a_row_keeps_its_bits(
     """Inputs and outputs that fill no tile, and two tiles of rows. `serves` is for CUDA alone."""
     torch.manual_seed(0)
     monkeypatch.setattr(triton, "serves", lambda *of_call: True)
-    bias, x = torch.randn(shape[0]).to(dtype), torch.randn(*rows, shape[1]).to(dtype)
+    bias = torch.randn(shape[0]).to(DEVICE, dtype)
+    x = torch.randn(*rows, shape[1]).to(dtype)
     layer, weights = make_layer(kind, shape, bias)
     out = layer(x.to(DEVICE)).cpu()
-    expected = F.linear(x.double(), weights, bias.double())
+    expected = F.linear(x.double(), weights, bias.cpu().double())
     assert out.shape == expected.shape and out.dtype == dtype
     bound = 2**-6 if dtype == BF16 else 1e-6
     assert (out.double() - expected).abs().max() <= bound * expected.abs().max()
@@ -77,20 +87,30 @@ def launch_all(recorder: Recorder) -> None:
         for outputs, inputs in (*SHAPES, (704, 96)):
             for dtype in (BF16, F32):
                 x = torch.empty(1, 5, inputs, dtype=dtype, device="meta")
-                shapes = (inputs // 2, torch.uint8), (inputs, torch.int8)
-                scales = (torch.empty(outputs, inputs // GROUP, dtype=BF16), torch.empty(outputs))
-                for (width, stored), scale in zip(shapes, scales, strict=True):
-                    weight = torch.empty(outputs, width, dtype=stored, device="meta")
-                    assert triton.multiply(x, weight, scale).shape == (1, 5, outputs)
+                weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
+                out = triton.multiply(x, weight, torch.empty(outputs))
+                assert out.shape == (1, 5, outputs)
+                for numbers in FORMATS:
+                    if inputs % numbers.group:
+                        continue
+                    stored = torch.int8 if numbers.bits == 8 else torch.uint8
+                    size = outputs, inputs * numbers.bits // 8
+                    weight = torch.empty(size, dtype=stored, device="meta")
+                    scale = torch.empty(inputs // numbers.group, outputs, device="meta")
+                    scale = scale.to(getattr(torch, numbers.scale))
+                    minimum = scale if numbers.has_minimum else None
+                    out = triton.multiply_groups(x, weight, scale, minimum, numbers)
+                    assert out.shape == (1, 5, outputs)
 
 
 def test_a_product_is_one_launch() -> None:
     """Which follows from shapes alone: the tensors hold no numbers."""
     recorder = Recorder()
     launch_all(recorder)
-    grids = {launch.grid for launch in recorder.launches}
-    assert len(recorder.launches) == 4 * (len(SHAPES) + 1)
+    grids = {launch.grid for launch in recorder.launches if len(launch.grid) == 2}
     assert grids == {(128, 1), (512, 1), (2004, 1), (256, 1), (44, 1)}
+    grids = {launch.grid for launch in recorder.launches if len(launch.grid) == 3}
+    assert grids == {(64, 1, 4), (512, 1, 4), (4008, 1, 1), (128, 1, 4), (22, 1, 4)}
 
 
 COMPILE = """
@@ -102,7 +122,10 @@ recorder = Recorder()
 launch_all(recorder)
 for launch in recorder.launches:
     for capability in (80, 90):
-        made = compile_launch(triton_kernels.multiply_rows, launch, capability)
+        kernel = triton_kernels.multiply_groups
+        if "BLOCK_K" in launch.options:
+            kernel = triton_kernels.multiply_rows
+        made = compile_launch(kernel, launch, capability)
         numbers, what = resources(made.asm["cubin"]), (launch, capability)
         assert numbers["STACK"] == numbers["LOCAL"] == 0, (what, numbers)
         assert made.metadata.shared <= 99 * 1024, what

@@ -124,7 +124,9 @@ def test_int8_and_converted_files_are_checked(tmp_path: Path) -> None:
     tensors[f"{DOWN}_scale"][3] = INF
     with pytest.raises(WeightsRefused, match=f"tensor {DOWN}_scale holds inf at"):
         int8 = find_model("--model", str(write(tmp_path, tensors)))
-        load_transformer(int8.config, int8.weights, Shard(), None, torch.float32, CPU, is_int8=True)
+        load_transformer(
+            int8.config, int8.weights, Shard(), None, torch.float32, CPU, stored_as="int8"
+        )
 
 
 def test_a_run_is_refused_in_one_line(

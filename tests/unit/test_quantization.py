@@ -67,7 +67,7 @@ def load(
     source: ModelSource, shard: Shard = Shard(), dtype: torch.dtype = torch.float32
 ) -> Tensors:
     place = (shard, None, dtype, CPU)
-    model = load_transformer(source.config, source.weights, *place, is_int8=True)
+    model = load_transformer(source.config, source.weights, *place, stored_as="int8")
     assert isinstance(model, Transformer) and not model.training
     return dict(model.state_dict())
 
@@ -159,7 +159,7 @@ def test_stored_int8_is_int8_made_while_loading(
         assert made.keys() == read.keys()
         assert all(torch.equal(made[n], read[n]) for n in made)
     shapes = {n: tuple(t.shape) for n, t in load_file(out / "model.safetensors").items()}
-    assert shapes == expected_shapes(source.config, is_int8=True)
+    assert shapes == expected_shapes(source.config, stored_as="int8")
     assert shapes == {name: tensor.shape for name, tensor in stored.tensors.items()}
 
 
@@ -209,7 +209,7 @@ def test_a_matrix_is_read_in_parts_and_once(
     source = find_model("--model", str(write(tmp_path, make_tensors(config), config)))
     counting = Counting(source)
     place = (Shard(0, 2), None, torch.float32, CPU)
-    model = load_transformer(config, counting, *place, is_int8=True)
+    model = load_transformer(config, counting, *place, stored_as="int8")
     assert counting.largest == 256 * 32  # of an embedding of 700 rows: parts of 256
     plain = Counting(source)
     load_transformer(config, plain, *place)

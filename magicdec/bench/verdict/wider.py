@@ -21,6 +21,7 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.hardware.costs import linear_parameters
 from magicdec.kv.cache import upload
 from magicdec.model.transformer import Transformer
+from magicdec.names import STORED
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.model_plan import Kinds, StagePart
 
@@ -34,7 +35,8 @@ TILE_TOKENS = 1024  # of a prompt that are copied together
 def wider_kinds(config: ResolvedConfig) -> Kinds:
     """The kinds of the target in a wider dtype, by torch's own operators."""
     dtype = WIDER[config.model.dtype]
-    return Kinds(dtype, "int8" if config.model.target_dtype == "int8" else dtype)
+    weights = config.model.target_dtype
+    return Kinds(dtype, weights if weights in ("int8", STORED) else dtype)
 
 
 @dataclass(frozen=True)

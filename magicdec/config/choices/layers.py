@@ -10,7 +10,13 @@ from magicdec.config.capabilities import capabilities_of, requirements_of
 from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
 from magicdec.config.machine import Machine
 from magicdec.config.run_config import RunConfig
-from magicdec.names import ELEMENTWISE_BESIDE_PACKED, ELEMENTWISE_ON_CUDA, PORTABLE_ELEMENTWISE
+from magicdec.names import (
+    ELEMENTWISE_BESIDE_PACKED,
+    ELEMENTWISE_ON_CUDA,
+    PACKED,
+    PORTABLE_ELEMENTWISE,
+    STORED,
+)
 
 PACKED_DTYPES = ("bfloat16", "float32")
 
@@ -21,13 +27,13 @@ def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
     model = config.model
     if model.dtype != "auto":
         return model.dtype
-    if model.target_dtype not in ("auto", "int8"):
+    if model.target_dtype not in ("auto", "int8", STORED):
         return model.target_dtype
     if device == "cuda" or machine.has_bfloat16_products:
         return "bfloat16"
     backend = config.attention.backend
     is_ours = backend == "auto" or capabilities_of(backend).is_part_of_native_steps
-    is_widened = machine.widens_bfloat16 and is_ours and model.linear in ("auto", "packed")
+    is_widened = machine.widens_bfloat16 and is_ours and model.linear in ("auto", *PACKED)
     return "bfloat16" if is_widened else "float32"
 
 
@@ -35,11 +41,11 @@ def choose_weights(flag: str, value: str, dtype: str) -> str:
     """The dtype of matrices. Raises ValueError for a floating-point type other than `dtype`."""
     if value in ("auto", dtype):
         return dtype
-    if value == "int8":
+    if value in ("int8", STORED):
         return value
     raise ValueError(
-        f"{flag} {value}: weights that are not int8 have the --dtype of the run, {dtype}; "
-        f"choose from auto, {dtype}, int8"
+        f"{flag} {value}: weights that are not int8 or as they are stored have the --dtype of the "
+        f"run, {dtype}; choose from auto, {dtype}, int8, {STORED}"
     )
 
 
@@ -61,8 +67,10 @@ def check_copy(low_bit: str | None, weights: str) -> None:
 def choose_linear(
     value: str, device: str, dtype: str, machine: Machine, weights: Sequence[str] = ()
 ) -> str:
-    """The kind of matrix products. Raises ValueError for an impossible `packed`."""
+    """The kind of matrix products. Raises ValueError for one that is impossible. `auto` rounds the
+    activations of stored numbers in groups, which is faster."""
     is_bfloat16 = dtype == "bfloat16"
+    has_groups = STORED in weights
     obstacles = {
         "it is for --device cpu": device != "cpu",
         f"it is for --dtype bfloat16 and float32, not {dtype}": dtype not in PACKED_DTYPES,
@@ -71,8 +79,11 @@ def choose_linear(
     }
     obstacle = first_obstacle(obstacles)
     if value == "auto":
-        return "torch" if obstacle else "packed"
-    return str(asked_for("--linear", value, obstacle if value == "packed" else None, "auto, torch"))
+        return "torch" if obstacle else "packed_a8" if has_groups else "packed"
+    if value == "packed_a8" and not has_groups:
+        obstacle = obstacle or "it is for weights that are stored in groups"
+    refused = obstacle if value in PACKED else None
+    return str(asked_for("--linear", value, refused, "auto, torch"))
 
 
 def choose_elementwise(
@@ -87,7 +98,7 @@ def choose_elementwise(
             return Choice(PORTABLE_ELEMENTWISE, why, How.SECOND_BEST)
         return Choice(ELEMENTWISE_ON_CUDA, "auto: CUDA")
     if value == "auto":
-        name = ELEMENTWISE_BESIDE_PACKED if linear == "packed" else PORTABLE_ELEMENTWISE
+        name = ELEMENTWISE_BESIDE_PACKED if linear in PACKED else PORTABLE_ELEMENTWISE
         return Choice(name, f"auto: --linear {linear}")
     requirements = requirements_of(value)
     obstacle = requirements.unmet(machine, device, dtype, subject="it")
@@ -115,7 +126,7 @@ class StepParts:
         is_native_attention = capabilities_of(self.backend).is_part_of_native_steps
         obstacles = {
             f"--attention {self.backend}": not is_native_attention,
-            f"--linear {self.linear}": self.linear != "packed",
+            f"--linear {self.linear}": self.linear not in PACKED,
             f"--elementwise {self.elementwise}": self.elementwise != ELEMENTWISE_BESIDE_PACKED,
             f"--collectives {self.collectives}": self.collectives not in (None, "shared_memory"),
         }

@@ -86,7 +86,7 @@ def convert(
             for name, tensor in tensors.items()
         }
     out.parent.mkdir(parents=True, exist_ok=True)
-    size = sum(prod(shape) * _dtype(kind).itemsize for shape, kind, _ in tensors.values())
+    size = sum(prod(shape) * _dtype(kind).itemsize for shape, kind, *_ in tensors.values())
     size = size * (2 if out.suffix == ".pth" else 1)
     free = shutil.disk_usage(out.parent).free
     if size > free:
@@ -128,7 +128,7 @@ def _write_safetensors(
     header = safetensors_header(tensors)
     with path.open("wb") as handle:
         handle.write(header)
-        for name, (shape, dtype, _) in tensors.items():
+        for name, (shape, dtype, *_) in tensors.items():
             progress(name)
             for rows in row_spans((0, shape[0]), prod(shape[1:])):
                 index = (slice(*rows),)
@@ -142,7 +142,7 @@ def _write_safetensors(
 def safetensors_header(tensors: Tensors) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype, _) in tensors.items():
+    for name, (shape, dtype, *_) in tensors.items():
         first = end
         end = end + prod(shape) * _dtype(dtype).itemsize
         code = SAFETENSORS_NAMES[dtype]
@@ -154,7 +154,7 @@ def safetensors_header(tensors: Tensors) -> bytes:
 
 def _write_pth(path: Path, flat: Path, start: int, tensors: Tensors) -> None:
     saved: dict[str, Tensor] = {}
-    for name, (shape, dtype, _) in tensors.items():
+    for name, (shape, dtype, *_) in tensors.items():
         size = prod(shape) * _dtype(dtype).itemsize
         # Mapped as writable, because torch warns about read-only arrays; nothing is written.
         mapped = np.memmap(flat, np.uint8, "r+", start, (size,))

@@ -14,6 +14,7 @@ from magicdec.model.checkpoint.weight_files import FileWeights, Index, StoredTen
 from magicdec.model.families.gguf_config import ROPE_DIVISORS, architecture_of
 from magicdec.model.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, Groups
 from magicdec.model.gguf.file import GgufFile, GgufTensor, read_gguf
+from magicdec.model.linear.grouped import GroupedNumbers, NumberFormat
 from magicdec.output.files import open_regular
 
 # What "blk.N." and the end of a name stand for.
@@ -62,7 +63,7 @@ class GgufWeights(FileWeights):
 
     def open(self, file: Path) -> dict[str, StoredTensor]:
         return {
-            name: StoredTensor(tensor.shape, dtype_of(tensor), tensor.file)
+            name: StoredTensor(tensor.shape, dtype_of(tensor), tensor.file, format_of(tensor))
             for name, tensor in self._stored.items()
         }
 
@@ -79,6 +80,23 @@ class GgufWeights(FileWeights):
         values = self._rows_of(name, rows)
         dense = torch.from_numpy(values.dense()) if isinstance(values, Groups) else values
         return dense[(slice(None), *columns)]
+
+    def read_numbers(self, name: str, index: Index = ()) -> GroupedNumbers:
+        rows, columns = (*index, slice(None), slice(None))[:2]
+        kind = format_of(self._stored[name])
+        groups = self._rows_of(name, rows)
+        assert kind is not None and isinstance(groups, Groups), "it is stored in groups"
+        first, last, _ = columns.indices(groups.numbers.shape[1])
+        assert first % kind.group == last % kind.group == 0, "whole groups, which is checked"
+        part = slice(first // kind.group, last // kind.group)
+        dtype = getattr(torch, kind.scale)
+        minimum = groups.minimum
+        return GroupedNumbers(
+            kind,
+            torch.from_numpy(groups.numbers)[:, columns],
+            torch.from_numpy(groups.scale)[:, part].to(dtype),
+            None if minimum is None else torch.from_numpy(minimum)[:, part].to(dtype),
+        )
 
     def _rows_of(self, name: str, rows: slice) -> Groups | Tensor:
         """Rows of a matrix in Hugging Face's order, as groups if they are stored in blocks."""
@@ -111,6 +129,13 @@ def head_dim_of(file: GgufFile) -> int:
     metadata = file.metadata
     default = metadata[f"{prefix}embedding_length"] // metadata[f"{prefix}attention.head_count"]
     return int(metadata.get(f"{prefix}attention.key_length", default))
+
+
+def format_of(tensor: GgufTensor) -> NumberFormat | None:
+    kind = BLOCK_TYPES.get(tensor.type_id)
+    if kind is None or len(tensor.shape) != 2:
+        return None
+    return NumberFormat(kind.bits, kind.group, kind.scale, kind.has_minimum, kind.least)
 
 
 def dtype_of(tensor: GgufTensor) -> str:

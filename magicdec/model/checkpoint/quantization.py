@@ -17,10 +17,11 @@ from magicdec.model.checkpoint.weight_files import Index, StoredTensor, WeightSo
 from magicdec.model.checkpoint.weight_map import SCALE, find_pieces
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
+from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers
 from magicdec.model.linear.packed import (
     GROUP,
     INT4,
-    Int4Linear,
+    INT4_FORMAT,
     Int8Linear,
     Linear,
     PackedLinear,
@@ -61,7 +62,7 @@ def low_bit_copy(model: Transformer, weights: str, is_packed: bool) -> Transform
 def _low_bit(linear: Linear, weights: str, is_packed: bool) -> Linear:
     is_part = isinstance(linear, PartialLinear)
     adds_bias = not is_part if isinstance(linear, nn.Linear) else linear.adds_bias
-    weight = linear.dense() if isinstance(linear, PackedLinear) else linear.weight
+    weight = linear.weight if isinstance(linear, nn.Linear | Int8Linear) else linear.dense()
     parts = []
     for span in row_spans((0, len(weight)), weight.shape[1]):
         rows = weight[slice(*span)].float()
@@ -73,10 +74,14 @@ def _low_bit(linear: Linear, weights: str, is_packed: bool) -> Linear:
     numbers, scale = map(torch.cat, zip(*parts, strict=True))
     if not scale.isfinite().all():
         raise ValueError(f"a matrix of {tuple(weight.shape)} is not finite: it has no {weights}")
+    if weights == INT4:
+        grouped = GroupedNumbers(INT4_FORMAT, numbers, scale, None)
+        if is_packed:
+            return PackedLinear(grouped, linear.bias, adds_bias, rounds=True)
+        return GroupedLinear(grouped, linear.bias, adds_bias)
     if is_packed:
         return PackedLinear(numbers, linear.bias, adds_bias, scale)
-    kind = Int4Linear if weights == INT4 else Int8Linear
-    return kind(numbers, scale, linear.bias, adds_bias)
+    return Int8Linear(numbers, scale, linear.bias, adds_bias)
 
 
 def holds_int8(source: WeightSource) -> bool:

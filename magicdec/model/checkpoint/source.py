@@ -5,21 +5,24 @@ by file headers, before loading.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.finite import check_finite
+from magicdec.model.checkpoint.finite import WeightsRefused, check_finite
 from magicdec.model.checkpoint.gguf_weights import GgufWeights
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.tying import as_stored
 from magicdec.model.checkpoint.weight_files import (
     WEIGHT_FILES,
+    RenamedWeights,
     StoredTensor,
     WeightSource,
     open_weights,
@@ -36,7 +39,8 @@ from magicdec.model.checkpoint.weight_map import (
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
 from magicdec.model.gguf.file import is_gguf
-from magicdec.model.linear.packed import Int8Linear
+from magicdec.model.linear.grouped import GroupedLinear, common_format, stack_rows
+from magicdec.model.linear.packed import Int8Linear, PartialLinear
 from magicdec.model.presets.presets import (
     DEMO_DIRECTORIES,
     RANDOM_PREFIX,
@@ -46,6 +50,7 @@ from magicdec.model.presets.presets import (
     unknown_model,
 )
 from magicdec.model.transformer import Transformer
+from magicdec.names import STORED
 
 PROBLEMS_SHOWN = 3
 GPT_FAST_NAME = "tok_embeddings.weight"  # in the files of the original suite's converter
@@ -121,6 +126,11 @@ class ModelSource:
         return holds_int8(self.weights)
 
     @property
+    def has_groups(self) -> bool:
+        """Whether matrices are stored as numbers in groups."""
+        return self.config.stored_bytes is not None
+
+    @property
     def tensors(self) -> dict[str, StoredTensor]:
         return {n: self.weights.tensors[n] for n in expected_shapes(self.config, self.is_int8)}
 
@@ -141,6 +151,7 @@ def find_model(flag: str, name: str) -> ModelSource:
         config = find_config(flag, name)
         has_tokenizer = path.is_dir() or is_gguf(path)
         config, weights = as_stored(config, _stored(path, config))
+        config = replace(config, stored_bytes=bytes_if_whole(weights, config))
         tokenizer_path = path if has_tokenizer else path.parent
         source = ModelSource(config.name, config, weights, tokenizer_path, is_random=False)
     else:
@@ -157,7 +168,8 @@ def find_stored_config(flag: str, name: str) -> ModelConfig:
     is_file = path.is_file() and path.suffix in WEIGHT_SUFFIXES
     if name in DEMO_DIRECTORIES or not (is_file or any((path / f).exists() for f in WEIGHT_FILES)):
         return config
-    return as_stored(config, _stored(path, config))[0]
+    config, weights = as_stored(config, _stored(path, config))
+    return replace(config, stored_bytes=bytes_if_whole(weights, config))
 
 
 def load_transformer(
@@ -167,26 +179,29 @@ def load_transformer(
     layers: range | None,
     dtype: torch.dtype,
     device: torch.device,
-    is_int8: bool = False,
+    stored_as: str | None = None,
     has_ends: bool | None = None,
 ) -> Transformer:
     """Layers `layers` (None: all) of the shard, frozen, in eval mode, without a rotary table.
     `has_ends`: see `Transformer`.
 
-    Reads only this rank's slices, into tensors of `dtype` on `device`. `is_int8`: matrices are
-    int8, quantised here unless stored so.
+    Reads only this rank's slices, into tensors of `dtype` on `device`. `stored_as`: int8, to which
+    matrices are quantised here unless they are stored so, or STORED, numbers in groups.
 
     Raises:
         ValueError: a file became unreadable after `find_model`.
         WeightsRefused: a value is not finite in `dtype`.
     """
     layers = range(config.num_layers) if layers is None else layers
+    is_int8 = stored_as == "int8"
     assert is_int8 or not holds_int8(source), "is_int8 is set if the stored weights are int8"
     if is_int8 and not holds_int8(source):
         source = QuantizedWeights(source, config)
     elif isinstance(source, RandomWeights):
         source = source.on(device)
-    config = untie_head(config) if is_int8 else config
+    if stored_as == STORED:
+        source = with_head(source, config)
+    config = untie_head(config) if stored_as else config
     with torch.device("meta"):
         model = Transformer(config, shard, layers, has_ends)
         if is_int8:
@@ -195,6 +210,12 @@ def load_transformer(
         module_name, _, leaf = parameter.rpartition(".")
         module = model.get_submodule(module_name)
         template = module.get_parameter(leaf)
+        if stored_as == STORED and leaf == "weight" and isinstance(module, nn.Linear):
+            layer = _grouped(module, pieces, source, device)
+            if layer is not None:
+                parent, _, name = module_name.rpartition(".")
+                setattr(model.get_submodule(parent), name, layer)
+                continue
         keeps_dtype = isinstance(module, Int8Linear) and leaf != "bias"
         tensor = torch.empty(
             template.shape, dtype=template.dtype if keeps_dtype else dtype, device=device
@@ -203,6 +224,63 @@ def load_transformer(
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     assert not any(parameter.is_meta for parameter in model.parameters()), "a weight was not loaded"
     return model.eval()
+
+
+def _grouped(
+    module: nn.Linear, pieces: list[Piece], source: WeightSource, device: torch.device
+) -> GroupedLinear | None:
+    """The layer with its pieces' numbers in groups; None if a piece is stored otherwise. Its bias,
+    if it has one, is still to be filled."""
+    if any(source.tensors[piece.name].numbers is None for piece in pieces):
+        return None
+    numbers = stack_rows([source.read_numbers(piece.name, piece.stored) for piece in pieces])
+    adds_bias = not isinstance(module, PartialLinear)
+    layer = GroupedLinear(numbers, None, adds_bias).to(device)
+    for part in (layer.scale, layer.minimum):
+        if part is not None and not part.isfinite().all():
+            name = pieces[0].name
+            raise WeightsRefused(f"{source.where(name)}: {name} has a scale that is not finite")
+    layer.bias = module.bias
+    return layer
+
+
+def bytes_if_whole(source: WeightSource, config: ModelConfig) -> float | None:
+    """`stored_bytes`, or None if tensors are missing, which `check_weights` says."""
+    try:
+        return stored_bytes(source, config)
+    except KeyError:
+        return None
+
+
+def with_head(source: WeightSource, config: ModelConfig) -> WeightSource:
+    """The weights with a head of its own, where it is tied to the embedding."""
+    names = find_family(config.architecture).names(config)
+    head = f"{names.head}.weight"
+    if head in source.tensors:
+        return source
+    return RenamedWeights(source, {head: f"{names.embedding}.weight"})
+
+
+def stored_bytes(source: WeightSource, config: ModelConfig) -> float | None:
+    """Bytes of a weight of the matrices, on average, as `load_transformer` holds them; None unless
+    some are stored in groups."""
+    whole = with_head(source, config)
+    total, count = Fraction(0), 0
+    has_groups = False
+    for parameter, pieces in weight_map(
+        untie_head(config), Shard(), range(config.num_layers)
+    ).items():
+        is_matrix = parameter.endswith(".weight") and len(pieces[0].full_shape) == 2
+        if not is_matrix or "embedding" in parameter:
+            continue
+        size = sum(math.prod(piece.full_shape) for piece in pieces)
+        formats = [whole.tensors[piece.name].numbers for piece in pieces]
+        known = [each for each in formats if each is not None]
+        has_groups |= len(known) == len(formats)
+        each = common_format(known).bytes_per_weight if len(known) == len(formats) else Fraction(2)
+        total += size * each
+        count += size
+    return float(total / count) if has_groups else None
 
 
 def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from magicdec.model.checkpoint.weight_map import IndexRange, read_index
+from magicdec.model.linear.grouped import GroupedNumbers, NumberFormat
 from magicdec.output.files import check_regular, exists
 
 # In the order in which a directory is searched: published formats before the converted one.
@@ -38,11 +39,13 @@ Index = tuple[slice, ...]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's header: full shape, torch's dtype name as "bfloat16", and `file`, if any."""
+    """A tensor's header: full shape, torch's dtype name as "bfloat16", and `file`, if any.
+    `numbers`: the format of one that is stored in groups, whose `dtype` is that of its weights."""
 
     shape: tuple[int, ...]
     dtype: str
     file: Path | None = None
+    numbers: NumberFormat | None = None
 
 
 class WeightSource:
@@ -59,6 +62,11 @@ class WeightSource:
     def read(self, name: str, index: Index = ()) -> Tensor:
         """A slice of one tensor on the CPU in the stored dtype; from a file, a view that is read
         when copied."""
+        raise NotImplementedError
+
+    def read_numbers(self, name: str, index: Index = ()) -> GroupedNumbers:
+        """The same of a tensor that is stored in groups, as its numbers. A slice of inputs begins
+        and ends with groups."""
         raise NotImplementedError
 
 
@@ -148,6 +156,9 @@ class RenamedWeights(WeightSource):
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         return self.source.read(self.stored_as.get(name, name), index)
+
+    def read_numbers(self, name: str, index: Index = ()) -> GroupedNumbers:
+        return self.source.read_numbers(self.stored_as.get(name, name), index)
 
 
 def with_body(source: WeightSource, body: str, head: str) -> WeightSource:

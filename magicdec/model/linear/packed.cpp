@@ -1,6 +1,6 @@
 // Packing of weights, and linear layers over packed weights, as Python calls them.
 #include "packed_float32.h"
-#include "packed_int4.h"
+#include "packed_groups.h"
 #include "packed_int8.h"
 #if defined(__AVX512BF16__)
 #include "packed.h"
@@ -53,26 +53,36 @@ extern "C" void magicdec_pack_int8(const int8_t* weight, int64_t N, int64_t K, u
             }
 }
 
-// weight [N, K] (K a multiple of the group, -8 .. 7) and scale [N, K / GROUP] in bfloat16 to packed
-// [ceil(N / 64), K / GROUP, ENTRIES] (packed_int4.h). Rows past N have scales of zero.
-extern "C" void magicdec_pack_int4(const int8_t* weight, const uint16_t* scale, int64_t N, int64_t K, uint32_t* packed) {
-    constexpr int64_t width = int4::WIDTH, part = int4::GROUP, scales = int4::SCALES;
-    const int64_t groups = K / part;
+// numbers [N, K] (K a multiple of the group), scale and minimum [N, K / group] as stored to packed
+// [ceil(N / 64), K / group, words] (packed_groups.h). Rows past N have scales of zero.
+extern "C" void magicdec_pack_groups(const int8_t* numbers, const void* scale, const void* minimum, int64_t N, int64_t K,
+                                     const groups::Format* f, uint32_t* packed) {
+    constexpr int64_t width = groups::WIDTH;
+    const int64_t count = K / f->group, each = 32 / f->bits;
 #pragma omp parallel for
     for (int64_t block = 0; block < (N + width - 1) / width; ++block)
-        for (int64_t g = 0; g < groups; ++g) {
-            uint32_t* group = packed + (block * groups + g) * int4::ENTRIES;
-            std::fill_n(group, int4::ENTRIES, 0);
+        for (int64_t g = 0; g < count; ++g) {
+            uint32_t* group = packed + (block * count + g) * f->words();
+            std::fill_n(group, f->words(), 0);
             for (int64_t j = 0, row; j < width && (row = block * width + j) < N; ++j) {
-                group[j % scales] |= uint32_t(scale[row * groups + g]) << 16 * (j / scales);
-                for (int64_t i = 0; i < part; ++i)
-                    group[scales + i / 8 * width + j] |= uint32_t(weight[row * K + g * part + i] + 8)
-                                                         << (i % 4 * 8 + i / 4 % 2 * 4);
+                for (int64_t part = 0; part < 1 + f->has_minimum; ++part) {
+                    const void* from = part ? minimum : scale;
+                    uint32_t* to = group + part * f->scale_words();
+                    if (f->scale == groups::FLOAT32)
+                        to[j] = ((const uint32_t*)from)[row * count + g];
+                    else
+                        ((uint16_t*)to)[j] = ((const uint16_t*)from)[row * count + g];
+                }
+                for (int64_t i = 0; i < f->group; ++i) {
+                    const uint32_t number = uint32_t(numbers[row * K + g * f->group + i] - f->least);
+                    const int64_t in = i % each, shift = f->bits == 4 ? in % 4 * 8 + in / 4 * 4 : in * 8;
+                    group[f->before() + i / each * width + j] |= number << shift;
+                }
             }
         }
 }
 
-// See `linear_bf16`, `int8::linear` and `int4::linear`.
+// See `linear_bf16`, `int8::linear` and `groups::linear`.
 extern "C" void magicdec_linear(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
                                 const uint16_t* bias, float* room, uint16_t* out) {
 #pragma omp parallel
@@ -85,14 +95,14 @@ extern "C" void magicdec_linear_int8(const uint16_t* x, int64_t R, const uint32_
     int8::linear((const bfloat16*)x, R, packed, scale, N, K, (const bfloat16*)bias, room, (bfloat16*)out);
 }
 
-extern "C" void magicdec_linear_int4(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
-                                     const uint16_t* bias, float* room, uint16_t* out) {
+extern "C" void magicdec_linear_groups(const uint16_t* x, int64_t R, const groups::Weights* packed, int64_t N, int64_t K,
+                                       int64_t rounds, const uint16_t* bias, float* room, uint16_t* out) {
 #pragma omp parallel
-    int4::linear((const bfloat16*)x, R, packed, N, K, (const bfloat16*)bias, room, (bfloat16*)out);
+    groups::linear((const bfloat16*)x, R, *packed, N, K, rounds, (const bfloat16*)bias, room, (bfloat16*)out);
 }
 
-extern "C" void magicdec_linear_int4_float32(const float* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
-                                             const float* bias, float* room, float* out) {
+extern "C" void magicdec_linear_groups_float32(const float* x, int64_t R, const groups::Weights* packed, int64_t N, int64_t K,
+                                               int64_t rounds, const float* bias, float* room, float* out) {
 #pragma omp parallel
-    int4::linear(x, R, packed, N, K, bias, room, out);
+    groups::linear(x, R, *packed, N, K, rounds, bias, room, out);
 }

@@ -73,6 +73,25 @@ struct Pairs {  // bfloat16: [K / 2][WIDTH] pairs
     }
 };
 
+// Float32 weights [INPUTS][WIDTH] of the inputs from `begin` on, which were widened for several groups of rows.
+struct Panel {
+    const float* data;
+    int64_t begin;
+    template <int N, int V, typename Prefetch>
+    void add(Left rows, int64_t channel, int64_t first, int64_t count, Prefetch ahead, vec (&sums)[N][V]) const {
+        const float* from = data + (first - begin) * WIDTH + channel;
+        for (int64_t k = 0; k < count; ++k, from += WIDTH, rows.x += rows.step)
+            for (int i = 0; i < V; ++i) {
+                const vec w = load(from + i * W);
+                for (int n = 0; n < N; ++n) sums[n][i] = fused(broadcast(rows.x[n * rows.row]), w, sums[n][i]);
+            }
+    }
+};
+
+// Whether a storage is widened once for all rows, where these are more than its MOST.
+template <typename Weights>
+concept Expands = requires { Weights::MOST; };
+
 // sums [N][WIDTH] += N rows times the weights of `count` inputs from `first` on.
 template <int N, typename Weights, typename Prefetch>
 inline void add_products(const Weights& weights, Left rows, int64_t first, int64_t count, Prefetch ahead, float* sums) {
@@ -108,6 +127,21 @@ void linear(const S* x, int64_t R, const void* packed, int64_t N, int64_t K, con
             for (int64_t first = 0; first < K; first += INPUTS) {
                 // The first rows prefetch the weights of the next inputs, in the order of memory.
                 auto next = static_cast<const char*>(weights.at(first + INPUTS));
+                if constexpr (Expands<Weights>)
+                    if (end - begin > Weights::MOST) {
+                        alignas(64) float panel[INPUTS * WIDTH];
+                        const int64_t count = std::min(INPUTS, K - first);
+                        weights.expand(first, count, InOrder{next}, panel);
+                        for (int64_t g = from; g < to; ++g) {
+                            const int64_t row = group_start(R, g), rows = group_start(R, g + 1) - row;
+                            with_count<ROWS>(rows, [&]<int n>() {
+                                const Left left = {room + row * K + first * n, 1, n};
+                                add_products<n>(Panel{panel, first}, left, first, count, NotAhead{},
+                                                sums + (row - begin) * WIDTH);
+                            });
+                        }
+                        continue;
+                    }
                 for (int64_t g = from; g < to; ++g) {
                     const int64_t row = group_start(R, g), rows = group_start(R, g + 1) - row;
                     with_count<ROWS>(rows, [&]<int n>() {

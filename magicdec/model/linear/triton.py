@@ -1,6 +1,6 @@
-"""Int8 and int4 weights times a few rows in Triton: a launch reads stored weights once. Interpreted
-on a CPU, for tests. Grid and tiles follow from shapes, so that a CUDA graph can capture a call
-after a warm-up.
+"""Int8 weights, and numbers in groups, times a few rows in Triton: a launch reads stored weights
+once. Interpreted on a CPU, for tests. Grid and tiles follow from shapes, so that a CUDA graph can
+capture a call after a warm-up.
 """
 
 from __future__ import annotations
@@ -8,15 +8,23 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from magicdec.kernels.build import load_kernels, next_power
 
+if TYPE_CHECKING:
+    from magicdec.model.linear.grouped import NumberFormat
+
 STORAGE = (torch.float32, torch.bfloat16)
 FEW_ROWS = 64  # with more, the weights are converted once and multiplied by torch
 ROWS = 16  # of a tile: the least that tensor cores multiply
+# Of products in groups (an H200, docs/log/gpu.md): programs below which groups are divided.
+PROGRAMS = 2048
+MOST_SPLITS = 4
+MOST_TILES = 1 << 16
 INPUTS = {torch.bfloat16: 256, torch.float32: 64}  # of a step, by the dtype of x
 
 
@@ -42,10 +50,10 @@ def choose_outputs(num_outputs: int) -> int:
 
 def multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x [..., K] -> [..., N] in x's dtype, without bias, with `weight` and `scale` of an
-    `Int8Linear` or, with two dimensions of `scale`, `Int4Linear`."""
+    `Int8Linear`."""
     assert x.dtype in STORAGE and weight.is_contiguous() and scale.is_contiguous()
-    x, num_outputs, width = x.contiguous(), len(weight), x.shape[-1]
-    group = width // scale.shape[1] if scale.dim() == 2 else 0
+    x = x.contiguous()
+    num_outputs, width = weight.shape
     out = x.new_empty(*x.shape[:-1], num_outputs)
     num_rows = x.numel() // width
     block = choose_outputs(num_outputs)
@@ -58,7 +66,6 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         num_rows,
         num_outputs,
         WIDTH=width,
-        GROUP=group,
         BLOCK_M=ROWS,
         BLOCK_N=block,
         BLOCK_K=min(INPUTS[x.dtype], max(32, next_power(width))),
@@ -67,3 +74,64 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         num_stages=4,
     )
     return out
+
+
+def multiply_groups(
+    x: Tensor, weight: Tensor, scale: Tensor, minimum: Tensor | None, numbers: NumberFormat
+) -> Tensor:
+    """x [..., K] -> [..., N] in x's dtype, without bias, with the tensors of a `GroupedLinear`."""
+    assert x.dtype in STORAGE and weight.is_contiguous() and scale.is_contiguous()
+    x = x.contiguous()
+    num_outputs = len(weight)
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    out = x.new_empty(*x.shape[:-1], num_outputs)
+    rows = min(64, max(ROWS, next_power(num_rows)))
+    outputs = 32 if rows == ROWS else 64
+    tiles = -(-num_outputs // outputs)
+    row_tiles = -(-num_rows // rows)
+    splits = min(MOST_SPLITS, next_power(-(-PROGRAMS // tiles)))
+    sums_of_x = None
+    if minimum is not None:
+        sums_of_x = x.view(num_rows, -1, numbers.group).sum(2, dtype=torch.float32)
+    parts = None
+    counters = None
+    if splits > 1:
+        parts = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
+        counters = counters_on(x.device, tiles * row_tiles)
+    kernels(x.device.type).multiply_groups[tiles, row_tiles, splits](
+        x,
+        weight,
+        scale,
+        minimum,
+        sums_of_x,
+        out,
+        parts,
+        counters,
+        num_rows,
+        num_outputs,
+        WIDTH=width,
+        GROUP=numbers.group,
+        BITS=numbers.bits,
+        LEAST=numbers.least,
+        BLOCK_M=rows,
+        BLOCK_N=outputs,
+        STEP=max(1, 128 // numbers.group),
+        SPLITS=splits,
+        IS_FAST=x.device.type != "cpu" and x.dtype == torch.bfloat16,
+        num_warps=outputs // 16,
+        num_stages=3,
+    )
+    return out
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+
+
+def counters_on(device: torch.device, count: int) -> Tensor:
+    """Counters of programs, zeros, which the last program of a tile resets. Kept, since a captured
+    call goes on reading them."""
+    assert count <= MOST_TILES, "split products have few tiles"
+    return _counters(device)

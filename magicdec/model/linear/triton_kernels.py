@@ -1,36 +1,12 @@
-"""A Triton kernel for a few rows times int8 or int4 weights, converted in registers, summed in
-float32. Imported only where Triton is installed. Inputs are divided by the matrix alone, so a row
-has the same bits in any batch.
+"""Triton kernels for a few rows times int8 weights, or numbers of 4 or 8 bits in groups, converted
+in registers, summed in float32. Imported only where Triton is installed. Inputs are divided by the
+matrix alone.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _int4_numbers(
-    weight,
-    scale,
-    n,
-    is_output,
-    first,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Weights [BLOCK_N, BLOCK_K] of outputs n for inputs from `first` on, float32. A byte has
-    two inputs, the even one in its lower half, as number + 8; past the last group are zeros."""
-    g = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
-    i = tl.arange(0, GROUP // 2)
-    is_there = is_output[:, None] & (g < WIDTH // GROUP)[None, :]
-    scales = tl.load(scale + n[:, None] * (WIDTH // GROUP) + g[None, :], mask=is_there, other=0.0)
-    groups = weight + (n[:, None] * (WIDTH // GROUP) + g[None, :])[:, :, None] * (GROUP // 2)
-    both = tl.load(groups + i[None, None, :], mask=is_there[:, :, None], other=0)
-    numbers = tl.join(both & 15, both >> 4).to(tl.float32) - 8.0
-    return tl.reshape(numbers * scales.to(tl.float32)[:, :, None, None], (BLOCK_N, BLOCK_K))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -42,16 +18,14 @@ def multiply_rows(
     num_rows,
     num_outputs,
     WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out [num_rows, num_outputs] = x [num_rows, WIDTH] times the transposed weight: with GROUP
-    inputs to a scale int4, [num_outputs, WIDTH / 2] bytes and scale [num_outputs, WIDTH /
-    GROUP]; with GROUP 0 int8, [num_outputs, WIDTH] and scale [num_outputs]. All contiguous.
-    Grid: (tiles of outputs, tiles of rows)."""
+    """out [num_rows, num_outputs] = x [num_rows, WIDTH] times the transposed weight, int8
+    [num_outputs, WIDTH] with scale [num_outputs]. All contiguous. Grid: (tiles of outputs, tiles of
+    rows)."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_output = n < num_outputs
@@ -61,18 +35,195 @@ def multiply_rows(
         k = first + tl.arange(0, BLOCK_K)
         mask = is_row[:, None] & (k < WIDTH)[None, :]
         left = tl.load(x + m[:, None] * WIDTH + k[None, :], mask=mask, other=0.0)
-        if GROUP:
-            right = _int4_numbers(
-                weight, scale, n, is_output, first, WIDTH, GROUP, BLOCK_N, BLOCK_K
-            )
-        else:
-            mask = is_output[:, None] & (k < WIDTH)[None, :]
-            right = tl.load(weight + n[:, None] * WIDTH + k[None, :], mask=mask, other=0)
+        mask = is_output[:, None] & (k < WIDTH)[None, :]
+        right = tl.load(weight + n[:, None] * WIDTH + k[None, :], mask=mask, other=0)
         if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as integers
             left = left.to(tl.float32)
             right = right.to(tl.float32)
         sums += tl.dot(left, tl.trans(right.to(left.dtype)), input_precision="ieee")
-    if GROUP == 0:
-        sums *= tl.load(scale + n, mask=is_output, other=0.0)[None, :]
+    sums *= tl.load(scale + n, mask=is_output, other=0.0)[None, :]
     place = out + m[:, None] * num_outputs + n[None, :]
     tl.store(place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+# Four bytes of a register at a time. Bits of a number below a fixed exponent are that number plus a
+# constant: 0x4300 is 128 in bfloat16, with room for the numbers 0 .. 127, and 0x4B000000 is 2^23 in
+# float32.
+@triton.jit
+def _halves_as_bfloat16(both, LEAST: tl.constexpr):
+    """The numbers in the lower and in the upper halves of bytes, plus LEAST (0 or -8), bfloat16."""
+    if LEAST == 0:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, one, zero;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 zero, 0xC300C300;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, a, one, zero;
+            fma.rn.bf16x2 $1, b, one, zero;
+            fma.rn.bf16x2 $2, c, one, zero;
+            fma.rn.bf16x2 $3, d, one, zero;
+            }""",
+            "=r,=r,=r,=r,r",
+            [both],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, one, zero;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 zero, 0xC308C308;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, a, one, zero;
+            fma.rn.bf16x2 $1, b, one, zero;
+            fma.rn.bf16x2 $2, c, one, zero;
+            fma.rn.bf16x2 $3, d, one, zero;
+            }""",
+            "=r,=r,=r,=r,r",
+            [both],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
+
+
+@triton.jit
+def _bytes_as_bfloat16(numbers):
+    """int8 numbers as bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 u, a, b, c, d;
+        .reg .f32 e, f, g, h;
+        xor.b32 u, $2, 0x80808080;
+        prmt.b32 a, u, 0x4B000000, 0x7650;
+        prmt.b32 b, u, 0x4B000000, 0x7651;
+        prmt.b32 c, u, 0x4B000000, 0x7652;
+        prmt.b32 d, u, 0x4B000000, 0x7653;
+        mov.b32 e, a;
+        mov.b32 f, b;
+        mov.b32 g, c;
+        mov.b32 h, d;
+        sub.f32 e, e, 0f4B000080;
+        sub.f32 f, f, 0f4B000080;
+        sub.f32 g, g, 0f4B000080;
+        sub.f32 h, h, 0f4B000080;
+        cvt.rn.bf16x2.f32 $0, f, e;
+        cvt.rn.bf16x2.f32 $1, h, g;
+        }""",
+        "=r,=r,r",
+        [numbers],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_groups(
+    x,
+    weight,
+    scale,
+    minimum,
+    sums_of_x,
+    out,
+    parts,
+    counters,
+    num_rows,
+    num_outputs,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IS_FAST: tl.constexpr,
+):
+    """out [num_rows, num_outputs] = x [num_rows, WIDTH] times the transposed weight of a
+    `GroupedLinear`. `sums_of_x` [num_rows, WIDTH / GROUP], float32, is read where there is a
+    minimum. Numbers are exact in bfloat16: each group is a product of tensor cores, whose sum is
+    then multiplied by the scales. STEP groups are a turn of the loop; groups are divided among
+    SPLITS programs, of which the last adds up their `parts` [SPLITS, num_rows, num_outputs].
+    IS_FAST: x is bfloat16 and a GPU is there. Grid: (tiles of outputs, tiles of rows, SPLITS)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_output = n < num_outputs
+    is_row = m < num_rows
+    GROUPS: tl.constexpr = WIDTH // GROUP
+    EACH: tl.constexpr = ((GROUPS + STEP - 1) // STEP + SPLITS - 1) // SPLITS * STEP
+    SPAN: tl.constexpr = GROUP * BITS // 8  # bytes of a group, or inputs that a byte's half has
+    first = tl.program_id(2) * EACH
+    last = tl.minimum(first + EACH, GROUPS)
+    k = tl.arange(0, SPAN)
+    numbers_at = weight + n.to(tl.int64)[:, None] * (WIDTH * BITS // 8) + k[None, :]
+    x_at = x + m.to(tl.int64)[None, :] * WIDTH + k[:, None]
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(first, last, STEP):
+        for i in tl.static_range(STEP):
+            g = start + i
+            is_group = g < last
+            mask = is_row[None, :] & is_group
+            numbers = tl.load(numbers_at + g * SPAN, mask=is_output[:, None] & is_group, other=0)
+            left = tl.load(x_at + g * GROUP, mask=mask, other=0.0)
+            if BITS == 4:
+                right = tl.load(x_at + g * GROUP + SPAN, mask=mask, other=0.0)
+                if IS_FAST:
+                    low, high = _halves_as_bfloat16(numbers, LEAST)
+                else:
+                    low = (numbers & 15).to(tl.float32) + LEAST
+                    high = (numbers >> 4).to(tl.float32) + LEAST
+                    left = left.to(tl.float32)
+                    right = right.to(tl.float32)
+                part = tl.dot(low, left, input_precision="ieee")
+                part = tl.dot(high, right, part, input_precision="ieee")
+            else:
+                if IS_FAST:
+                    wide = _bytes_as_bfloat16(numbers)
+                else:
+                    wide = numbers.to(tl.float32)
+                    left = left.to(tl.float32)
+                part = tl.dot(wide, left, input_precision="ieee")
+            at = g * num_outputs + n
+            here = is_output & is_group
+            scales = tl.load(scale + at, mask=here, other=0.0).to(tl.float32)
+            sums += part * scales[:, None]
+            if minimum is not None:
+                minima = tl.load(minimum + at, mask=here, other=0.0).to(tl.float32)
+                of_x = tl.load(sums_of_x + m * GROUPS + g, mask=is_row & is_group, other=0.0)
+                sums += minima[:, None] * of_x[None, :]
+    place = m.to(tl.int64)[None, :] * num_outputs + n[:, None]
+    mask = is_row[None, :] & is_output[:, None]
+    if SPLITS == 1:
+        tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
+    else:
+        size = num_rows.to(tl.int64) * num_outputs
+        tl.store(parts + tl.program_id(2) * size + place, sums, mask=mask)
+        tl.debug_barrier()  # every thread has stored
+        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1) == SPLITS - 1:
+            tl.store(counter, 0)
+            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for i in tl.static_range(SPLITS):
+                total += tl.load(
+                    parts + i * size + place, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from magicdec.kv.cache import KVCache
 from magicdec.model.block import Block
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.packed import PackedLinear
+from magicdec.model.linear.packed import PackedLinear, format_numbers
 from magicdec.model.transformer import Transformer
 
 _POINTER = ctypes.c_void_p
@@ -27,7 +27,9 @@ def _fields(pointers_and_counts: str) -> list[tuple[str, Any]]:
 
 
 class LinearFields(ctypes.Structure):
-    _fields_: ClassVar = _fields("packed* bias* scale* N K is_int4")
+    _fields_: ClassVar = _fields(
+        "packed* bias* scale* N K bits group scale_type has_minimum least rounds"
+    )
 
 
 class LayerFields(ctypes.Structure):
@@ -139,7 +141,8 @@ def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
         pointer(linear.scale),
         linear.out_features,
         linear.in_features,
-        linear.is_int4,
+        *(format_numbers(linear.format) if linear.format is not None else [0] * 5),
+        linear.rounds,
     )
 
 

@@ -18,7 +18,7 @@
 #include "../../kernels/barrier.h"
 #include "forward_part.h"
 #include "../../model/linear/packed_float32.h"
-#include "../../model/linear/packed_int4.h"
+#include "../../model/linear/packed_groups.h"
 #include "../../model/linear/packed_int8.h"
 #if defined(__AVX512BF16__)
 #include "../../model/linear/packed.h"
@@ -28,15 +28,19 @@ enum { DONE, INTERRUPTED, UNKNOWN_TOKEN };
 
 namespace {
 
+template <typename S>
+inline void linear_groups(const LinearLayer& w, const S* x, int64_t R, std::vector<float>& room, S* out) {
+    const groups::Weights weights{(const uint32_t*)w.packed, {w.bits, w.group, w.scale_type, w.has_minimum, w.least}};
+    groups::linear(x, R, weights, w.N, w.K, w.rounds, (const S*)w.bias, room.data(), out);
+}
 inline void linear(const LinearLayer& w, const float* x, int64_t R, std::vector<float>& room, float* out) {
-    if (w.is_int4) return int4::linear(x, R, (const uint32_t*)w.packed, w.N, w.K, (const float*)w.bias, room.data(), out);
+    if (w.bits) return linear_groups(w, x, R, room, out);
     linear_float32(x, R, (const float*)w.packed, w.N, w.K, (const float*)w.bias, room.data(), out);
 }
 inline void linear(const LinearLayer& w, const bfloat16* x, int64_t R, std::vector<float>& room, bfloat16* out) {
-    const uint16_t *from = (const uint16_t*)x, *bias = (const uint16_t*)w.bias;
-    if (w.is_int4)
-        int4::linear(x, R, (const uint32_t*)w.packed, w.N, w.K, (const bfloat16*)w.bias, room.data(), out);
-    else if (w.scale)
+    if (w.bits) return linear_groups(w, x, R, room, out);
+    const auto from = (const uint16_t*)x, bias = (const uint16_t*)w.bias;
+    if (w.scale)
         int8::linear(x, R, (const uint32_t*)w.packed, w.scale, w.N, w.K, (const bfloat16*)w.bias, room.data(), out);
     else
         linear_bf16(from, R, (const uint32_t*)w.packed, w.N, w.K, bias, room.data(), (uint16_t*)out);

@@ -9,7 +9,9 @@
 struct LinearLayer {
     const void *packed, *bias;  // bias: added by the layer, or null
     const float* scale;         // of int8 weights, or null
-    int64_t N, K, is_int4;
+    int64_t N, K;
+    int64_t bits, group, scale_type, has_minimum, least;  // of numbers in groups (packed_groups.h); bits is 0 of others
+    int64_t rounds;                                       // the activations that these are multiplied with
 };
 struct Layer {
     const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null

@@ -1,0 +1,424 @@
+// Linear layers with weights of 4 or 8 bits in groups of inputs, on every CPU. A weight is number * scale + minimum, with a
+// scale and, if there is one, a minimum for each group and output channel. There are two ways to compute:
+//
+// - Exact weights: a weight is widened to float32 in registers, to the bits that its format means, and multiplied as those of
+//   packed_float32.h: the result has the bits of the same layer with float32 weights.
+// - Rounded activations: they are rounded to int8 with a scale for each row and group, so that a CPU multiplies many numbers
+//   in one instruction; their sums over a group are exact. The groups are added in their order, in float32.
+//
+// Either way the bits of a row do not depend on what else is computed in the same call, nor on the CPU if it has fused
+// multiply-adds.
+//
+// In a block of channels, a group has its scales, its minima, and then [group * bits / 32][WIDTH] entries: with 4 bits eight
+// inputs of a channel, those of inputs 0 to 3 in the lower halves of the bytes, those of 4 to 7 in the upper ones; with 8 bits
+// four. Numbers are stored without a sign, as number - least.
+#pragma once
+#include "../../kernels/amx.h"
+#include "packed_float32.h"
+
+namespace groups {
+
+using float32::WIDTH;
+enum ScaleType : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
+
+// As in grouped.py, field by field. `group` is 16, 32, 64 or 128.
+struct Format {
+    int64_t bits, group, scale, has_minimum, least;
+    int64_t scale_words() const { return scale == FLOAT32 ? WIDTH : WIDTH / 2; }
+    int64_t before() const { return scale_words() * (1 + has_minimum); }  // the numbers of a group, in words
+    int64_t entries() const { return group * bits / 32; }
+    int64_t words() const { return before() + entries() * WIDTH; }
+};
+struct Weights {
+    const uint32_t* packed;
+    Format format;
+    const uint32_t* block(int64_t b, int64_t K) const { return packed + b * (K / format.group) * format.words(); }
+};
+
+typedef int32_t integers __attribute__((vector_size(W * 4)));
+
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+    if (rest >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    if (rest >= 0x400) return std::bit_cast<float>(sign | ((rest << 13) + (112u << 23)));
+    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(float(rest) * 0x1p-24f));
+}
+
+// The scales, or the minima, that begin at `from`, of W channels.
+inline vec scales(const Format& f, const uint32_t* from, int64_t channel) {
+    if (f.scale == FLOAT32) return load((const float*)from + channel);
+    const uint16_t* at = (const uint16_t*)from + channel;
+    if (f.scale == FLOAT16) {
+#if defined(__AVX512F__)
+        return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
+#elif defined(__F16C__)
+        return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
+#else
+        vec out;
+        for (int i = 0; i < W; ++i) out[i] = half_to_float(at[i]);
+        return out;
+#endif
+    }
+    half_bits narrow;
+    std::memcpy(&narrow, at, sizeof(narrow));
+    return (vec)(__builtin_convertvector(narrow, bits) << 16);
+}
+
+// Numbers of W channels as float32: those at bits `shift` and up of `both`.
+template <int BITS>
+struct Numbers {
+    int32_t least;
+#if defined(__AVX512F__)
+    __m512 table;  // of 4 bits: the permutation reads only the lowest four bits of an index
+    explicit Numbers(int64_t first) : least(int32_t(first)) {
+        alignas(64) float values[16];
+        for (int i = 0; i < 16; ++i) values[i] = float(i + least);
+        table = _mm512_load_ps(values);
+    }
+    vec at(bits both, int shift) const {
+        if constexpr (BITS == 4) return (vec)_mm512_permutexvar_ps((__m512i)(both >> shift), table);
+        return __builtin_convertvector((integers)(both >> shift & 0xff) + least, vec);
+    }
+#else
+    explicit Numbers(int64_t first) : least(int32_t(first)) {}
+    vec at(bits both, int shift) const {
+        return __builtin_convertvector((integers)(both >> shift & (BITS == 4 ? 0xf : 0xff)) + least, vec);
+    }
+#endif
+};
+template <int BITS>
+constexpr int shift_of(int i) { return BITS == 4 ? i % 4 * 8 + i / 4 * 4 : i * 8; }
+
+// Exact weights, as a storage of packed_float32.h.
+template <int BITS>
+struct Exact {
+    static constexpr int EACH = 32 / BITS;  // inputs of an entry
+    static constexpr int MOST = 3;          // rows of which sums, scales and weights fit into registers
+    const Format f;
+    const uint32_t* data;
+    const Numbers<BITS> numbers;
+    Exact(const void* weights, int64_t K, int64_t block)
+        : f(((const Weights*)weights)->format), data(((const Weights*)weights)->block(block, K)), numbers(f.least) {}
+    const void* at(int64_t input) const { return data + input / f.group * f.words(); }
+
+    // Calls body(input, vector of channels, its weights) for all inputs and V vectors.
+    template <int V, typename Prefetch, typename Body>
+    void widen(int64_t channel, int64_t first, int64_t count, Prefetch ahead, Body body) const {
+        const uint32_t* group = data + first / f.group * f.words();
+        for (int64_t k = 0; k < count; k += f.group, group += f.words()) {
+            vec scale[V], minimum[V];
+            for (int i = 0; i < V; ++i) {
+                if (i * W % 32 == 0) ahead(group);
+                scale[i] = scales(f, group, channel + i * W);
+                if (f.has_minimum) {
+                    if (i * W % 32 == 0) ahead(group);
+                    minimum[i] = scales(f, group + f.scale_words(), channel + i * W);
+                }
+            }
+            const uint32_t* from = group + f.before() + channel;
+            for (int64_t e = 0; e < f.entries(); ++e, from += WIDTH) {
+                bits both[V];
+                for (int i = 0; i < V; ++i) {
+                    if (i * W % 16 == 0) ahead(from + i * W);
+                    std::memcpy(&both[i], from + i * W, sizeof(bits));
+                }
+                unrolled<EACH>([&]<int j>() {
+                    unrolled<V>([&]<int i>() {
+                        const vec number = numbers.at(both[i], shift_of<BITS>(j));
+                        const vec weight = f.has_minimum ? fused(number, scale[i], minimum[i]) : number * scale[i];
+                        body(k + e * EACH + j, std::integral_constant<int, i>{}, weight);
+                    });
+                });
+            }
+        }
+    }
+
+    template <int N, int V, typename Prefetch>
+    void add(Left rows, int64_t channel, int64_t first, int64_t count, Prefetch ahead, vec (&sums)[N][V]) const {
+        widen<V>(channel, first, count, ahead, [&](int64_t k, auto i, vec weight) {
+            const float* x = rows.x + k * rows.step;
+            unrolled<N>([&]<int n>() { sums[n][i] = fused(broadcast(x[n * rows.row]), weight, sums[n][i]); });
+        });
+    }
+
+    // The weights of `count` inputs from `first` on, float32 [count, WIDTH].
+    template <typename Prefetch>
+    void expand(int64_t first, int64_t count, Prefetch ahead, float* out) const {
+        constexpr int V = 4;
+        for (int64_t channel = 0; channel < WIDTH; channel += V * W)
+            widen<V>(channel, first, count, ahead,
+                     [&](int64_t k, auto i, vec weight) { store(out + k * WIDTH + channel + i * W, weight); });
+    }
+};
+
+constexpr int64_t CHUNK = 32;         // rows that are multiplied by a block of weights together
+constexpr int64_t FEWEST_ON_TILES = 9;
+constexpr int64_t PART = 32;          // inputs whose products of bytes can be added in 16 bits
+constexpr int64_t NEAR = 2304, FAR = 16384;  // prefetch distances in bytes, into the L1 and the L2 cache
+
+inline void prefetch(const uint32_t* weights) {
+    __builtin_prefetch((const char*)weights + NEAR, 0, 3);
+    __builtin_prefetch((const char*)weights + FAR, 0, 2);
+}
+
+// Activations of R rows: quads of int8 [R, K / 4]; by row and group the scale and the sum. Without products of bytes of 8
+// bits, `pairs` has the same in 16 bits, of each quad inputs 0 and 2, then 1 and 3.
+struct Activations {
+    int64_t K, group;
+    int32_t* quads;
+    float* scales;
+    int32_t* sums;
+    int32_t* pairs;
+    Activations(float* room, int64_t R, int64_t K, int64_t group)
+        : K(K), group(group), quads((int32_t*)room), scales(room + R * K / 4), sums((int32_t*)scales + R * K / group),
+          pairs(sums + R * K / group) {}
+
+    template <typename S>
+    void round_group(const S* x, int64_t place) const {
+        int8_t* out = (int8_t*)quads + place * group;
+        float numbers[128];
+        uint32_t largest = 0;
+        for (int64_t i = 0; i < group; ++i) {
+            numbers[i] = to_float(x[i]);
+            largest = std::max(largest, magnitude(numbers[i]));
+        }
+        const float most = std::bit_cast<float>(largest);
+        if (largest >= NOT_FINITE) std::fill_n(numbers, group, 0.0f);  // by such a scale every output is no number
+        const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        int32_t sum = 0, rounded[128];
+        for (int64_t i = 0; i < group; ++i) {
+            rounded[i] = int32_t(std::fma(numbers[i], inverse, numbers[i] < 0.0f ? -0.5f : 0.5f));
+            sum += rounded[i];
+        }
+        for (int64_t i = 0; i < group; ++i) out[i] = int8_t(rounded[i]);
+        scales[place] = most / 127.0f;
+        sums[place] = sum;
+#if !defined(__AVX512VNNI__)
+        int16_t* wide = (int16_t*)pairs + place * group;
+        for (int64_t i = 0; i < group; ++i) wide[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = int16_t(rounded[i]);
+#endif
+    }
+};
+
+// The sums of products of weights without a sign with quads of activations, for W channels. `end` closes a part of PART
+// inputs; `total` adds `zero`.
+template <int BITS>
+struct Sums {
+#if defined(__AVX512VNNI__)
+    __m512i sum = {};
+    void add(bits w, const int32_t* quad, const int32_t*) {
+        sum = _mm512_dpbusd_epi32(sum, (__m512i)w, _mm512_set1_epi32(*quad));
+    }
+    void end() {}
+    vec total(int32_t zero) const { return (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(zero))); }
+#else
+    integers sum = {};
+    bits part = {};  // of 4 bits: sums in 16 bits of the products that half of a lane takes
+    void add(bits w, const int32_t* quad, const int32_t* pair) {
+        if constexpr (BITS == 8) {
+            sum += products(w & 0x00ff00ff, pair[0]) + products(w >> 8 & 0x00ff00ff, pair[1]);
+        } else {
+#if defined(__AVX512BW__)
+            const __m512i each = _mm512_maddubs_epi16((__m512i)w, _mm512_set1_epi32(*quad));
+            part = (bits)_mm512_add_epi16((__m512i)part, each);
+#elif defined(__AVX2__)
+            const __m256i each = _mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(*quad));
+            part = (bits)_mm256_add_epi16((__m256i)part, each);
+#else
+            for (int i = 0; i < 32; i += 8) sum += (integers)(w >> i & 0xff) * int32_t(int8_t(*quad >> i));
+#endif
+        }
+    }
+    static integers products(bits w, int32_t x) {
+#if defined(__AVX512BW__)
+        return (integers)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+        return (integers)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
+#else
+        return (integers)(w & 0xffff) * int32_t(int16_t(x)) + (integers)(w >> 16) * int32_t(int16_t(x >> 16));
+#endif
+    }
+    void end() {
+#if defined(__AVX512BW__)
+        if (BITS == 4) sum += (integers)_mm512_madd_epi16((__m512i)part, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+        if (BITS == 4) sum += (integers)_mm256_madd_epi16((__m256i)part, _mm256_set1_epi16(1));
+#endif
+        part = bits{};
+    }
+    vec total(int32_t zero) const { return __builtin_convertvector(sum + zero, vec); }
+#endif
+};
+
+// Rows of a product at a time, and vectors of channels whose sums then fit into registers.
+constexpr int MOST = W == 16 ? 8 : 4;
+constexpr int vectors(int N) { return W == 16 ? (N <= 4 ? 4 : 2) : N <= 2 ? 4 : 2; }
+
+// sums [WIDTH] += the products of a group, `total`, for W channels from `channel` on, by the scales of both sides.
+inline void add_group(vec total, vec scale, float x_scale, bool has_minimum, vec minimum, int32_t x_sum, float* sum) {
+    vec out = fused(total, scale * broadcast(x_scale), load(sum));
+    if (has_minimum) out = fused(minimum, broadcast(x_scale * float(x_sum)), out);
+    store(sum, out);
+}
+
+// sums [N][WIDTH] = N rows from `row` on, times a block of weights.
+template <int BITS, int N>
+inline void multiply(const Activations& x, const Format& f, int64_t row, const uint32_t* group, float* sums) {
+    constexpr int V = vectors(N), QUADS = BITS == 4 ? 2 : 1;  // of an entry
+    const int64_t K = x.K, count = K / f.group, part_entries = std::min(PART, f.group) * BITS / 32;
+    std::fill_n(sums, N * WIDTH, 0.0f);
+    for (int64_t g = 0; g < count; ++g, group += f.words()) {
+        const int64_t first = row * K / 4 + g * f.group / 4;
+        for (int64_t channel = 0; channel < WIDTH; channel += V * W) {
+            Sums<BITS> part[N][V];
+            const uint32_t* from = group + f.before() + channel;
+            const int32_t *quads = x.quads + first, *pairs = x.pairs + 2 * first;
+            for (int64_t e = 0; e < f.entries();) {
+                for (int64_t end = e + part_entries; e < end; ++e, from += WIDTH, quads += QUADS, pairs += 2 * QUADS) {
+                    bits low[V], high[V];
+#pragma GCC unroll 8
+                    for (int i = 0; i < V; ++i) {
+                        if (i * W % 16 == 0) prefetch(from + i * W);
+                        std::memcpy(&low[i], from + i * W, sizeof(bits));
+                        if constexpr (BITS == 4) {
+                            high[i] = low[i] >> 4 & 0x0f0f0f0f;
+                            low[i] &= 0x0f0f0f0f;
+                        }
+                    }
+#pragma GCC unroll 8
+                    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+                        for (int i = 0; i < V; ++i) {
+                            const int64_t at = n * K / 4;
+                            part[n][i].add(low[i], quads + at, pairs + 2 * at);
+                            if constexpr (BITS == 4) part[n][i].add(high[i], quads + at + 1, pairs + 2 * at + 2);
+                        }
+                }
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+                    for (int i = 0; i < V; ++i) part[n][i].end();
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < V; ++i) {
+                const int64_t at = channel + i * W;
+                const vec scale = scales(f, group, at);
+                const vec minimum = f.has_minimum ? scales(f, group + f.scale_words(), at) : vec{};
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n) {
+                    const int64_t place = (row + n) * count + g;
+                    const vec total = part[n][i].total(int32_t(f.least) * x.sums[place]);
+                    add_group(total, scale, x.scales[place], f.has_minimum, minimum, x.sums[place], sums + n * WIDTH + at);
+                }
+            }
+        }
+    }
+}
+
+#if defined(HAS_TILES) && defined(__AMX_INT8__)
+// The same on tiles, for 4 bits in groups of PART and `count` rows, of which `first` are in the first block of rows.
+template <int BLOCKS>
+inline void multiply_amx(const Activations& x, const Format& f, int64_t row, int64_t first, int64_t count,
+                         const uint32_t* block, float* sums) {
+    constexpr int COLUMNS = 4 / BLOCKS;
+    constexpr int64_t DEPTH = PART / 4;
+    const int64_t K = x.K, groups = K / PART;
+    alignas(64) uint32_t weights[DEPTH * WIDTH];
+    alignas(64) int32_t part[BLOCKS * amx::ROWS * WIDTH];
+    std::fill_n(sums, count * WIDTH, 0.0f);
+    for (int64_t g = 0; g < groups; ++g, block += f.words()) {
+        const uint32_t* numbers = block + f.before();
+        for (int64_t i = 0; i < PART / 8 * WIDTH; i += W) {
+            prefetch(numbers + i);
+            const __m512i both = _mm512_loadu_si512(numbers + i), low = _mm512_set1_epi32(0x0f0f0f0f);
+            uint32_t* to = weights + i / WIDTH * 2 * WIDTH + i % WIDTH;
+            _mm512_store_si512(to, _mm512_and_si512(both, low));
+            _mm512_store_si512(to + WIDTH, _mm512_and_si512(_mm512_srli_epi32(both, 4), low));
+        }
+        const int32_t* quads = x.quads + row * K / 4 + g * DEPTH;
+        for (int column = 0; column < WIDTH; column += 16 * COLUMNS) {
+            amx::zero_sums<4>();
+            amx::unrolled<BLOCKS>([&]<int b>() { amx::load<amx::LEFT + b>(quads + b * first * K / 4, K); });
+            amx::unrolled<COLUMNS>([&]<int i>() {
+                constexpr int right = amx::RIGHT + i % 2;
+                amx::load<right>(weights + column + 16 * i, WIDTH * 4);
+                amx::unrolled<BLOCKS>([&]<int b>() { amx::multiply_quads<b * COLUMNS + i, amx::LEFT + b, right>(); });
+            });
+            amx::store_sums<BLOCKS, COLUMNS>((float*)part + column, WIDTH * 4, first * WIDTH);
+        }
+        for (int64_t i = 0; i < WIDTH; i += W) {
+            const vec scale = scales(f, block, i);
+            const vec minimum = f.has_minimum ? scales(f, block + f.scale_words(), i) : vec{};
+            for (int64_t r = 0; r < count; ++r) {
+                const int64_t place = (row + r) * groups + g;
+                const __m512i sum = _mm512_load_si512(part + r * WIDTH + i);
+                const __m512i zero = _mm512_set1_epi32(int32_t(f.least) * x.sums[place]);
+                const vec total = (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(sum, zero));
+                add_group(total, scale, x.scales[place], f.has_minimum, minimum, x.sums[place], sums + r * WIDTH + i);
+            }
+        }
+    }
+}
+#endif
+
+// Calls body(sums [rows][WIDTH], first row, rows) for all rows from `row` to `end`, times a block of weights.
+template <int BITS, typename Body>
+inline void multiply_rows(const Activations& x, const Format& f, int64_t row, int64_t end, const uint32_t* block, Body body) {
+    alignas(64) float sums[CHUNK * WIDTH];
+#if defined(HAS_TILES) && defined(__AMX_INT8__)
+    if (BITS == 4 && f.group == PART && end - row >= FEWEST_ON_TILES && may_use_tiles()) {
+        amx::Registers registers(PART / 4);
+        const int64_t count = end - row, first = count <= amx::ROWS ? count : (count + 1) / 2;
+        registers.load(first, count <= amx::ROWS ? count : count - first);
+        const auto multiply = count <= amx::ROWS ? multiply_amx<1> : multiply_amx<2>;
+        multiply(x, f, row, first, count, block, sums);
+        return body(sums, row, count);
+    }
+#endif
+    for (int64_t count; row < end; row += count) {
+        const int64_t left = end - row;
+        count = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
+        with_count<MOST>(count, [&]<int rows>() { multiply<BITS, rows>(x, f, row, block, sums); });
+        body(sums, row, count);
+    }
+}
+
+template <int BITS, typename S>
+inline void linear_rounded(const S* x, int64_t R, const Weights& w, int64_t N, int64_t K, const S* bias, float* room, S* out) {
+    const Format& f = w.format;
+    const Activations rounded(room, R, K, f.group);
+    const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = K / f.group, chunks = (R + CHUNK - 1) / CHUNK;
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < R * groups; ++i) rounded.round_group(x + i * f.group, i);
+    wait_for_threads();
+#pragma omp for collapse(2) schedule(static) nowait
+    for (int64_t block = 0; block < blocks; ++block)
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+            const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
+            const auto finish = [&](float* sums, int64_t row, int64_t count) {
+                for (int64_t r = 0; r < count; ++r) {
+                    float* sum = sums + r * WIDTH;
+                    if (bias)
+                        for (int64_t i = 0; i < width; ++i) sum[i] += to_float(bias[channel + i]);
+                    float32::store_all(out + (row + r) * N + channel, sum, width);
+                }
+            };
+            multiply_rows<BITS>(rounded, f, chunk * CHUNK, std::min(R, (chunk + 1) * CHUNK), w.block(block, K), finish);
+        }
+    wait_for_threads();
+}
+
+// out [R, N] = x [R, K] times the packed weight, plus bias [N] or null. `rounds`: with rounded activations. `room` is scratch
+// memory for R * K numbers.
+template <typename S>
+inline void linear(const S* x, int64_t R, const Weights& w, int64_t N, int64_t K, bool rounds, const S* bias, float* room,
+                   S* out) {
+    if (w.format.bits == 4) {
+        if (rounds) return linear_rounded<4>(x, R, w, N, K, bias, room, out);
+        return float32::linear<Exact<4>>(x, R, &w, N, K, bias, room, out);
+    }
+    if (rounds) return linear_rounded<8>(x, R, w, N, K, bias, room, out);
+    float32::linear<Exact<8>>(x, R, &w, N, K, bias, room, out);
+}
+
+}  // namespace groups
