@@ -1,4 +1,4 @@
-"""Tokenizers for both file formats of a checkpoint. Text is encoded as plain text, without special
+"""Tokenizers for the file formats of a checkpoint. Text is encoded as plain text, without special
 tokens. A library is imported only for a file of its format.
 """
 
@@ -12,6 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from magicdec.model.rank_file import (
+    SPECIAL_TOKENS,
+    SPLIT,
+    is_rank_file,
+    parse_ranks,
+    pieces_of,
+)
 from magicdec.output.files import exists, read_bytes
 
 MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
@@ -60,7 +67,7 @@ class Tokenizer:
         return shown + (self.decode_known(known) if known else "")
 
     def vocabulary_hash(self) -> str:
-        """sha256 (hex) of the id -> piece map, equal for both formats of a vocabulary."""
+        """sha256 (hex) of the id -> piece map, equal for all formats of a vocabulary."""
         listing = json.dumps(sorted(self.pieces.items()), separators=(",", ":"))
         return hashlib.sha256(listing.encode("ascii")).hexdigest()
 
@@ -126,12 +133,45 @@ def load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
     except RuntimeError:
         backend = None
     if backend is None:
-        raise ValueError(f"{path}: is no SentencePiece model")
+        raise ValueError(f"{path}: is no SentencePiece model, nor a rank file of tiktoken")
     pieces = {i: backend.id_to_piece(i) for i in range(backend.get_piece_size())}
     return Tokenizer(path, pieces, backend.encode_as_ids, backend.decode)
 
 
+def load_rank_file(path: Path, data: bytes) -> Tokenizer:
+    """A `tokenizer.model` of tiktoken, as in Meta's releases of Llama 3."""
+    ranks = parse_ranks(path, data)
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: is a rank file of tiktoken, which is not installed; pip install tiktoken"
+        ) from error
+    first_special = len(ranks)
+    specials = {name: first_special + i for i, name in enumerate(SPECIAL_TOKENS)}
+    with _refusing(path, "is not a rank file of tiktoken"):
+        backend = tiktoken.Encoding(
+            str(path), pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=specials
+        )
+
+    def encode(text: str) -> list[int]:
+        text.encode("utf-8")  # the library would replace a lone surrogate
+        ids: list[int] = backend.encode_ordinary(text)
+        return ids
+
+    def decode(ids: list[int]) -> str:
+        text: str = backend.decode([i for i in ids if i < first_special])
+        return text
+
+    return Tokenizer(path, pieces_of(ranks), encode, decode)
+
+
+def load_model(path: Path, data: bytes) -> Tokenizer:
+    """A `tokenizer.model`, whose content tells the format."""
+    return load_rank_file(path, data) if is_rank_file(data) else load_sentencepiece(path, data)
+
+
 LOADERS: dict[str, Callable[[Path, bytes], Tokenizer]] = {
     "tokenizer.json": load_json,
-    "tokenizer.model": load_sentencepiece,
+    "tokenizer.model": load_model,
 }
