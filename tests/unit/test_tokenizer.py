@@ -91,7 +91,7 @@ def fallback_bytes() -> bytes:
 
 
 TEXTS = ("th", "the", " the", " s", "at", " sat", "12", "123", "\n\n", "  ", "    ", "é", "dog")
-"""Tokens of the rank file beside bytes, by rank. No two tokens make "dog": only a whole word does."""
+"""Tokens of the rank file beside bytes. No two tokens make "dog": only a whole word does."""
 RANKS = {bytes([(byte + 33) % 256]): byte for byte in range(256)}
 for learnt in (*(text.encode() for text in TEXTS), b"\xe4\xb8", b"\xe4\xb8\x96"):  # 世
     RANKS[learnt] = len(RANKS)
@@ -249,6 +249,19 @@ def test_special_strings_in_text_stay_text(loaded: dict[str, Tokenizer], kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_template_may_name_special_tokens(loaded: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = loaded[kind]
+    name = SPECIAL[kind]
+    (special,) = [i for i, piece in tokenizer.pieces.items() if piece == name]
+    the_cat, sat = tokenizer.encode("the cat"), tokenizer.encode(" sat")
+    assert tokenizer.encode_with_special(f"{name}the cat{name} sat") == [
+        *(special, *the_cat, special, *sat)
+    ]
+    assert tokenizer.encode_with_special("the cat") == the_cat
+    assert special not in tokenizer.encode(name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_added_cut_or_padded(loaded: dict[str, Tokenizer], kind: str) -> None:
     assert loaded[kind].encode("") == []
     assert loaded[kind].decode([]) == ""
@@ -339,7 +352,7 @@ def test_corrupt_files_are_named(tmp_path: Path, name: str, data: bytes, message
 
 VARIED = (
     "the cat sat on the mat, 1234567 times; it's the DOG's\n\n  and they'LL\r\n\tgo ",
-    "    def f(x):\n        return x[1:]  # 世界 é é 😀😀 naïve\u2028١٢٣\n\n\n",
+    "    def f(x):\n        return x[1:]  # 世界 é é 😀😀 naïve\u2028\u0661\u0662\u0663\n\n\n",
     "dog adog  dog\u3000dog \u00a0 the   \n  12 123 123123",
     "<|begin_of_text|>the<|eot_id|>\x00\x7f",
 )
