@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import tokenizers
 from serving_command import parse_as, prepare_as
+from synthetic_records import drawn, with_fields
 from test_workload import BOS, build, write_lines
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from magicdec.bench.report.listing import settings
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import CHAT, ModelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.model.presets.presets import demo_directory
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.records.table import _title
 from magicdec.setup.prepare import SetupCache, complete, find, prepare
 from magicdec.workload.chat_template import STAND_IN, Frame, chat_frame
 
@@ -307,6 +310,13 @@ def test_a_run_has_the_template_around_its_prompts(chat_model: Path) -> None:
     plain = prepare(run_config(str(chat_model), **sizes), Launch())
     assert plain.workload.sha256 != prepared.workload.sha256
     assert plain.config.to_dict()["workload"]["prompt_format"] == "plain"
+
+
+def test_tables_tell_the_formats_apart() -> None:
+    plain = drawn()
+    chat = with_fields(plain, config__workload__prompt_format=CHAT)
+    assert (settings(plain)["dataset"], settings(chat)["dataset"]) == ("demo", "demo (chat)")
+    assert _title(chat) == _title(plain).replace(", demo:", ", demo (chat):") != _title(plain)
 
 
 def test_a_study_makes_the_prompts_of_each_format(chat_model: Path) -> None:

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.config.capabilities import policy_called
-from magicdec.config.sections import MODEL_PREFIX, NONE, PLAIN, KVSection, SamplingSection
+from magicdec.config.sections import MODEL_PREFIX, NONE, KVSection, SamplingSection
 from magicdec.config.setting import declared
 from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.output.console import printable
 from magicdec.records.record import DraftingRecord, is_greedy
+from magicdec.records.workload import prompt_format
 
 Key = tuple[tuple[str, Any], ...]
 # Fields of a record's KV section, by the names that the gate prints.
@@ -93,7 +94,7 @@ def conditions(record: DraftingRecord) -> dict[str, Any]:
     cost = config["decoding"].get("step_cost")
     return {
         **{name: getattr(workload, name) for name in ("model", *OF_TEXT)},
-        FORMAT: config["workload"].get(FORMAT, PLAIN),  # older records have none
+        FORMAT: prompt_format(config),
         "gen_len": config["workload"]["gen_len"],
         "dtype": config["model"]["dtype"],
         "weights": weight_dtypes(config),
