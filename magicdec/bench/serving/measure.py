@@ -324,8 +324,11 @@ class Experiment:
         config = system.config_of(each)
         prompts = self.prepared.run.workload
         asked = system.run.config.workload
-        settings = {"dataset": asked.dataset, "prompt_format": asked.prompt_format}
-        settings |= {"seed": prompts.seed}
+        settings: dict[str, Any] = {
+            "dataset": asked.dataset,
+            "prompt_format": asked.prompt_format,
+            "seed": prompts.seed,
+        }
         settings |= options.describe() | {"mode": each.mode}
         splits = [each.layer_split for each in (system, *self.prepared.systems)]
         chosen = next((split for split in splits if split is not None), options.layer_split)
