@@ -33,7 +33,9 @@ from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
 from magicdec.cli.parsing.rank_checks import check_nproc
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
+    CHAT,
     NONE,
+    PLAIN,
     DecodingSection,
     DraftChoice,
     DraftSection,
@@ -79,7 +81,7 @@ WITHOUT_EOS = ("gamma", "draft_weights", "cuda_graphs")
 ONLY = {
     "draft": ("rank_group",),
     "decoding": (*WITHOUT_EOS, "ignore_eos"),
-    "workload": ("dataset", "skip_tokens", "seed"),
+    "workload": ("dataset", "prompt_format", "skip_tokens", "seed"),
     "speculation": ("pa", "pr", "pd", "max_in_flight", "lanes"),
     "output": ("results",),
 }
@@ -199,6 +201,13 @@ class Command:
             raise ValueError(
                 f"--dataset {dataset}: its prompts have their own lengths; --prefix_len is "
                 f"the largest of them; leave {UNIFORM} and {TRACE} out"
+            )
+        if config.workload.prompt_format == CHAT and (
+            has_trace or options.prefix_len.startswith(UNIFORM)
+        ):
+            raise ValueError(
+                f"--prompt_format {CHAT}: prompts that are cut to several lengths would lose the "
+                f"template's end; leave {UNIFORM} and {TRACE} out, or use --prompt_format {PLAIN}"
             )
         if has_trace:
             lengths = ("serving.prefix_len", "serving.gen_len")

@@ -33,6 +33,9 @@ SELF = "self"
 NGRAM = "ngram"
 NONE = "none"
 MODEL_PREFIX = "model:"
+PLAIN = "plain"
+CHAT = "chat"
+PROMPT_FORMATS = (PLAIN, CHAT)
 DEFAULT_GEN_LEN = 64
 DEFAULT_BATCHES = 5  # whose speedups have an interval that is not much wider than their spread
 FIXED_GAMMA = 4  # what a model drafts without `--gamma`
@@ -332,6 +335,13 @@ class WorkloadSection:
         "Tokens left out at the start of each book. Default: 8000 of pg19, which are title page, "
         "contents and preface; none of any other text.",
         least=0,
+    )
+    prompt_format: str = setting(
+        PLAIN,
+        "How a prompt's text is given to the model. chat puts the tokenizer's own chat template "
+        "around it, as a single message of the user, within --prefix_len.",
+        choices=PROMPT_FORMATS,
+        synonyms=("apply_chat_template", "chat_template", "chat"),
     )
     extra_new_tokens: int = 0  # by which a request with a shorter prompt may exceed `gen_len`
 

@@ -1,4 +1,4 @@
-"""Tokenizers for both file formats of a checkpoint. Text is encoded as plain text, without special
+"""Tokenizers for the file formats of a checkpoint. Text is encoded as plain text, without special
 tokens. A library is imported only for a file of its format.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ from magicdec.model.gguf.vocabulary import (
     sentencepiece_model,
     tokenizers_file,
 )
+from magicdec.model.rank_file import (
+    SPECIAL_TOKENS,
+    SPLIT,
+    is_rank_file,
+    parse_ranks,
+    pieces_of,
+)
 from magicdec.output.files import exists, read_bytes
 
 MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
@@ -27,11 +35,12 @@ MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
 @dataclass(frozen=True)
 class Tokenizer:
     """A vocabulary, and functions that encode and decode by it. No text encodes to special
-    tokens."""
+    tokens, except by `encode_with_special`, which is for a chat template's own words."""
 
     path: Path
     pieces: dict[int, str]
     encode_plain: Callable[[str], list[int]]
+    encode_special: Callable[[str], list[int]]
     decode_known: Callable[[list[int]], str]
 
     @cached_property
@@ -43,6 +52,11 @@ class Tokenizer:
         """Ids of the whole text, without BOS or EOS; special tokens' names are plain text."""
         with _refusing(self.path, "the text cannot be encoded"):
             return list(self.encode_plain(text))
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """As `encode`, but the names of special tokens become these tokens."""
+        with _refusing(self.path, "the text cannot be encoded"):
+            return list(self.encode_special(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens give none. Raises ValueError for an id without piece,
@@ -67,7 +81,7 @@ class Tokenizer:
         return shown + (self.decode_known(known) if known else "")
 
     def vocabulary_hash(self) -> str:
-        """sha256 (hex) of the id -> piece map, equal for both formats of a vocabulary."""
+        """sha256 (hex) of the id -> piece map, equal for all formats of a vocabulary."""
         listing = json.dumps(sorted(self.pieces.items()), separators=(",", ":"))
         return hashlib.sha256(listing.encode("ascii")).hexdigest()
 
@@ -122,8 +136,15 @@ def load_json(path: Path, data: bytes) -> Tokenizer:
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
+    def encode_special(text: str) -> list[int]:
+        backend.encode_special_tokens = False
+        try:
+            return encode(text)
+        finally:
+            backend.encode_special_tokens = True
+
     pieces = {i: piece for piece, i in backend.get_vocab(with_added_tokens=True).items()}
-    return Tokenizer(path, pieces, encode, backend.decode)
+    return Tokenizer(path, pieces, encode, encode_special, backend.decode)
 
 
 def load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
@@ -136,9 +157,56 @@ def load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
     except RuntimeError:
         backend = None
     if backend is None:
-        raise ValueError(f"{path}: is no SentencePiece model")
+        raise ValueError(f"{path}: is no SentencePiece model, nor a rank file of tiktoken")
     pieces = {i: backend.id_to_piece(i) for i in range(backend.get_piece_size())}
-    return Tokenizer(path, pieces, backend.encode_as_ids, backend.decode)
+    controls = {piece: i for i, piece in pieces.items() if backend.is_control(i)}
+    longest_first = sorted(controls, key=len, reverse=True)
+    names = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+    def encode_special(text: str) -> list[int]:
+        ids = list[int]()
+        for part in names.split(text):
+            ids += [controls[part]] if part in controls else backend.encode_as_ids(part)
+        return ids
+
+    return Tokenizer(path, pieces, backend.encode_as_ids, encode_special, backend.decode)
+
+
+def load_rank_file(path: Path, data: bytes) -> Tokenizer:
+    """A `tokenizer.model` of tiktoken, as in Meta's releases of Llama 3."""
+    ranks = parse_ranks(path, data)
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: is a rank file of tiktoken, which is not installed; pip install tiktoken"
+        ) from error
+    first_special = len(ranks)
+    specials = {name: first_special + i for i, name in enumerate(SPECIAL_TOKENS)}
+    with _refusing(path, "is not a rank file of tiktoken"):
+        backend = tiktoken.Encoding(
+            str(path), pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=specials
+        )
+
+    def encode(text: str) -> list[int]:
+        text.encode("utf-8")  # the library would replace a lone surrogate
+        ids: list[int] = backend.encode_ordinary(text)
+        return ids
+
+    def encode_special(text: str) -> list[int]:
+        ids: list[int] = backend.encode(text, allowed_special="all")
+        return ids
+
+    def decode(ids: list[int]) -> str:
+        text: str = backend.decode([i for i in ids if i < first_special])
+        return text
+
+    return Tokenizer(path, pieces_of(ranks), encode, encode_special, decode)
+
+
+def load_model(path: Path, data: bytes) -> Tokenizer:
+    """A `tokenizer.model`, whose content tells the format."""
+    return load_rank_file(path, data) if is_rank_file(data) else load_sentencepiece(path, data)
 
 
 def load_gguf(path: Path) -> Tokenizer:
@@ -152,5 +220,5 @@ def load_gguf(path: Path) -> Tokenizer:
 
 LOADERS: dict[str, Callable[[Path, bytes], Tokenizer]] = {
     "tokenizer.json": load_json,
-    "tokenizer.model": load_sentencepiece,
+    "tokenizer.model": load_model,
 }

@@ -21,6 +21,7 @@ from magicdec.records.fields import Recorded
 from magicdec.records.metric_tables import MANY, has_enough, metric_rows
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
+from magicdec.records.workload import format_mark
 
 STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
 
@@ -72,7 +73,7 @@ def _title(record: RunRecord) -> str:
     e = record.environment
     w = c["workload"]
     parallel = c["parallel"]
-    dataset = "" if record.workload is None else f", {record.workload.text}"
+    dataset = "" if record.workload is None else f", {record.workload.text}{format_mark(c)}"
     bandwidth = e.read_bandwidth_bytes_per_s
     batches = w["num_batches"]
     read = "" if bandwidth is None else f", {bandwidth / 1e9:.1f} GB/s read"

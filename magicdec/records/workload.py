@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from magicdec.config.sections import CHAT, PLAIN
 from magicdec.records.fields import RecordPart, recorded
 
 GENERATED = "if prompts are generated (`ruler:`)"
+
+
+def prompt_format(config: Mapping[str, Any]) -> str:
+    """How the prompts of a record were given to the model, from its config. That of an older one
+    does not say it."""
+    return str(config["workload"].get("prompt_format", PLAIN))
+
+
+def format_mark(config: Mapping[str, Any]) -> str:
+    """What follows the name of a dataset whose texts have a chat template around them."""
+    return f" ({CHAT})" if prompt_format(config) == CHAT else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import Placement, resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DraftSection, ModelSection, OutputSection, flag_of
+from magicdec.config.sections import CHAT, DraftSection, ModelSection, OutputSection, flag_of
 from magicdec.config.setting import declared
 from magicdec.distributed.groups import Launch, check_equal
 from magicdec.hardware.environment import probe_machine
@@ -25,6 +25,7 @@ from magicdec.runner.native_steps.descriptions import layer_obstacle
 from magicdec.setup.memory_check import check_memory, check_together, free_device_memory, planned
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
+from magicdec.workload.chat_template import Frame, chat_frame
 from magicdec.workload.workload import Workload, build_workload, encode_corpus
 
 
@@ -244,8 +245,11 @@ def _workload_of(
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
     gen_len = w.num_new_tokens
     size = w.prefix_len, count, batch
+    chat: Frame | None = None
+    if w.prompt_format == CHAT:
+        chat = cache.get(("chat", tokenizer.path), lambda: chat_frame(tokenizer))
     made: Workload = cache.get(
-        ("workload", tokenizer_name, w.dataset, w.skip_tokens, bos, size, w.seed, gen_len),
+        ("workload", tokenizer_name, w.dataset, w.skip_tokens, bos, size, w.seed, gen_len, chat),
         lambda: build_workload(
             w.dataset,
             tokenizer,
@@ -258,6 +262,7 @@ def _workload_of(
             is_whole=num_prompts is not None,
             skip_tokens=w.skip_tokens,
             batch=batch,
+            chat=chat,
         ),
     )
     return made

@@ -40,21 +40,22 @@ def read_corpus(path: str, most: int, encode: Callable[[str], list[int]]) -> Ite
     return read_values("--lookup_corpus", path, most, ids_of)
 
 
-def read_prompts(dataset: str, most: int) -> list[str]:
-    """The texts, some empty, of the first `most` items of a prompt set. Raises ValueError as
-    `read_values`."""
+def read_prompts(dataset: str, most: int, is_chat: bool = False) -> list[str]:
+    """The texts, some empty, of the first `most` items of a prompt set. With `is_chat`, a chat
+    template will name the speaker. Raises ValueError as `read_values`."""
     kind, _, name = dataset.partition(":")
+    text_of = partial(PROMPT_SETS[kind], is_chat=is_chat)
     reader = FILE_READERS.get(Path(name).suffix.lower())
     of_hub = HUB_NAME.fullmatch(name)
     if reader is not None:
-        return list(_values("--dataset", dataset, reader(Path(name)), most, PROMPT_SETS[kind]))
+        return list(_values("--dataset", dataset, reader(Path(name)), most, text_of))
     if of_hub is None:
         raise ValueError(
             f"--dataset {dataset!r} is not known; give {kind}: with a path ending in "
             f"{', '.join(FILE_READERS)}, or with OWNER/NAME or OWNER/NAME:CONFIG of the hub"
         )
     records = _read_hub(*of_hub.groups())
-    return list(_values("--dataset", dataset, records, most, PROMPT_SETS[kind]))
+    return list(_values("--dataset", dataset, records, most, text_of))
 
 
 def read_values(

@@ -13,17 +13,17 @@ SPEAKERS = {"human": "User", "user": "User", "system": "System"}  # all others a
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")  # OWNER/NAME or OWNER/NAME:CONFIG
 
 
-def sharegpt(item: Any, place: str) -> str:
+def sharegpt(item: Any, place: str, is_chat: bool = False) -> str:
     """A chat up to its last answer, which is to be written; empty without a question."""
     turns = list[tuple[str, str]]()
     for number, turn in enumerate(list_at(item, "conversations", place)):
         where = f"{place}, turn {number}"
         turns.append((string_at(turn, "from", where), string_at(turn, "value", where)))
     answers = [i for i, (speaker, _) in enumerate(turns) if speaker not in SPEAKERS]
-    return _chat(turns[: answers[-1]] if answers else turns)
+    return _chat(turns[: answers[-1]] if answers else turns, is_chat)
 
 
-def speed_bench(item: Any, place: str) -> str:
+def speed_bench(item: Any, place: str, is_chat: bool = False) -> str:
     """The first question of an item: of `turns` in NVIDIA's own file, or of `messages` by its
     `prepare.py`."""
     key = "messages" if isinstance(item, dict) and "messages" in item else "turns"
@@ -35,10 +35,10 @@ def speed_bench(item: Any, place: str) -> str:
             f"{place} is a placeholder of a text from another source; fill it in with NVIDIA's "
             "prepare.py, and give the file that it writes"
         )
-    return _chat([("user", question)])
+    return _chat([("user", question)], is_chat)
 
 
-def longbench(item: Any, place: str) -> str:
+def longbench(item: Any, place: str, is_chat: bool = False) -> str:
     """A document and a question about it. LongBench-v2 has a `question` with four choices."""
     document = string_at(item, "context", place)
     is_second = "question" in item
@@ -48,7 +48,7 @@ def longbench(item: Any, place: str) -> str:
     return f"{document}\n\n{f'Question: {question}' if question else ''}\nAnswer:"
 
 
-PROMPT_SETS: dict[str, Callable[[Any, str], str]] = {
+PROMPT_SETS: dict[str, Callable[..., str]] = {
     "sharegpt": sharegpt,
     "speed_bench": speed_bench,
     "longbench": longbench,
@@ -87,6 +87,10 @@ def string_at(item: Any, key: str, place: str) -> str:
     return text
 
 
-def _chat(turns: Sequence[tuple[str, str]]) -> str:
+def _chat(turns: Sequence[tuple[str, str]], is_chat: bool) -> str:
+    """The turns, then what begins the answer. A single question for a chat template is only its
+    text."""
+    if is_chat and len(turns) == 1 and SPEAKERS.get(turns[0][0]) == "User":
+        return turns[0][1]
     lines = [f"{SPEAKERS.get(speaker, 'Assistant')}: {text}\n\n" for speaker, text in turns]
     return "".join([*lines, "Assistant:"]) if lines else ""

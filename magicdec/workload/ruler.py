@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from magicdec.workload.answers import Strings
+from magicdec.workload.chat_template import Frame
 
 # The haystack repeats these sentences (RULER's "noise").
 HAYSTACK = (
@@ -178,24 +179,26 @@ def make_prompts(
     prefix_len: int,
     num_prompts: int,
     seed: int,
+    frame: Frame = Frame(),
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Strings, ...]]:
-    """Prompts of `prefix_len` tokens, including BOS, and their answers. Raises ValueError for an
-    unknown task and for a prefix too short for it."""
+    """Prompts of `prefix_len` tokens, including BOS and `frame`, and their answers. Raises
+    ValueError for an unknown task and for a prefix too short for it."""
     if name not in TASKS:
         choices = ", ".join(f"ruler:{task}" for task in TASKS)
         raise ValueError(f"--dataset {f'ruler:{name}'!r} is not known; choose from {choices}")
     composer = Composer(TASKS[name], encode, () if bos is None else (bos,))
     seeds = [f"{seed}:{name}:{i}" for i in range(num_prompts)]
     least = max(composer.num_tokens(s, composer.task.least) for s in seeds)
-    if prefix_len < least:
+    room = prefix_len - frame.num_tokens
+    if room < least:
         raise ValueError(
             f"--prefix_len {prefix_len} is too short for --dataset ruler:{name}; "
-            f"it must be at least {least}"
+            f"it must be at least {least + frame.num_tokens}"
         )
-    size = composer.largest_size(seeds[0], prefix_len)
-    sizes = [composer.fitting_size(s, size, prefix_len) for s in seeds]
+    size = composer.largest_size(seeds[0], room)
+    sizes = [composer.fitting_size(s, size, room) for s in seeds]
     samples = [composer.sample(s, n) for s, n in zip(seeds, sizes, strict=True)]
-    prompts = tuple(composer.prompt(sample, prefix_len) for sample in samples)
+    prompts = tuple(frame.around(composer.prompt(sample, room)) for sample in samples)
     return prompts, tuple(Strings(sample.answers) for sample in samples)
 
 

@@ -20,6 +20,7 @@ from magicdec.workload.books import (
     read_prompts,
     title_of,
 )
+from magicdec.workload.chat_template import FLAG, WAY_OUT, Frame
 from magicdec.workload.prompt_sets import cut_middle, is_prompt_set
 
 ENOUGH_BOOKS = 50  # of more only as many are read as the prompts need
@@ -67,6 +68,7 @@ def build_workload(
     is_whole: bool = False,
     skip_tokens: int | None = None,
     batch: int | None = None,
+    chat: Frame | None = None,
 ) -> Workload:
     """Distinct prefixes of `prefix_len` tokens: chunks of books, drawn without replacement. BOS, if
     any, replaces the first token.
@@ -75,6 +77,7 @@ def build_workload(
     folders). `gen_len`: tokens of recall's continuation. `counted_by`: the flags behind
     `num_prompts`. `is_whole`: a set's prompts keep lengths up to `prefix_len`. `skip_tokens`: left
     out of each book (None: by SKIP_TOKENS). `batch`: a short text gives whole batches of so many.
+    `chat`: what a chat template puts around each text, BOS included, within `prefix_len`.
 
     Raises ValueError for an unknown or unreadable dataset (see `read_books`), too few prefixes, and
     too short ones.
@@ -85,9 +88,17 @@ def build_workload(
             f"--skip_tokens {skip_tokens} does nothing with --dataset {dataset}, which is not cut "
             "from books; leave it out"
         )
+    if kind == "recall" and chat is not None:
+        raise ValueError(
+            f"{FLAG}: the answer of --dataset {dataset} goes on where the prompt ends, within the "
+            f"text that a chat template closes; {WAY_OUT}"
+        )
+    if chat is not None:
+        bos_token_id = None
+    frame = chat or Frame()
     if kind == "ruler":
         prompts, strings = ruler.make_prompts(
-            name, tokenizer.encode, bos_token_id, prefix_len, num_prompts, seed
+            name, tokenizer.encode, bos_token_id, prefix_len, num_prompts, seed, frame
         )
         digest = _hash_prompts(prompts)
         return Workload(dataset, prompts, None, None, None, seed, digest, strings)
@@ -102,13 +113,23 @@ def build_workload(
             counted_by,
             is_whole,
             batch,
+            frame,
         )
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
     skip = SKIP_TOKENS.get(books, 0) if skip_tokens is None else skip_tokens
     cut = _prefixes_of_books(
-        books, tokenizer, bos_token_id, prefix_len, num_prompts, seed, counted_by, skip, batch
+        books,
+        tokenizer,
+        bos_token_id,
+        prefix_len,
+        num_prompts,
+        seed,
+        counted_by,
+        skip,
+        batch,
+        frame,
     )
     if kind != "recall":
         return cut
@@ -128,9 +149,11 @@ def _prefixes_of_books(
     counted_by: str,
     skip: int,
     batch: int | None,
+    frame: Frame,
 ) -> Workload:
     name = title_of(books)
-    texts, places = _cut_books(books, tokenizer, skip, prefix_len, num_prompts)
+    room = frame.room(prefix_len)
+    texts, places = _cut_books(books, tokenizer, skip, room, num_prompts)
     num_prompts = _enough(len(places), num_prompts, batch)
     if len(places) < num_prompts:
         after = f" after the first {skip} of each text (--skip_tokens)" if skip else ""
@@ -140,7 +163,7 @@ def _prefixes_of_books(
         )
     random.Random(seed).shuffle(places)
     sources = tuple(places[:num_prompts])
-    prompts = tuple(_prefix(texts[b], c, prefix_len, bos_token_id) for b, c in sources)
+    prompts = tuple(frame.around(_prefix(texts[b], c, room, bos_token_id)) for b, c in sources)
     digest = _hash_prompts(prompts)
     return Workload(name, prompts, sources, len(places), skip, seed, digest)
 
@@ -176,10 +199,13 @@ def _of_prompt_set(
     counted_by: str,
     is_whole: bool,
     batch: int | None,
+    frame: Frame,
 ) -> Workload:
     """Non-empty items of a prompt set in random order: whole up to `prefix_len` tokens, or longer
     ones cut in the middle to exactly so many."""
-    texts = [(i, text) for i, text in enumerate(read_prompts(dataset, MOST_ITEMS)) if text]
+    room = frame.room(prefix_len)
+    read = read_prompts(dataset, MOST_ITEMS, is_chat=frame.num_tokens > 0)
+    texts = [(i, text) for i, text in enumerate(read) if text]
     random.Random(seed).shuffle(texts)
     kind, _, name = dataset.partition(":")
     name = f"{kind}:{Path(name).name}"
@@ -190,9 +216,9 @@ def _of_prompt_set(
         if len(prompts) == num_prompts:
             break
         ids = [*start, *tokenizer.encode(text)]
-        if len(ids) <= prefix_len if is_whole else len(ids) >= prefix_len:
+        if len(ids) <= room if is_whole else len(ids) >= room:
             places.append((index, 0))
-            prompts.append(tuple(ids) if is_whole else cut_middle(ids, prefix_len))
+            prompts.append(frame.around(ids if is_whole else cut_middle(ids, room)))
     num_prompts = _enough(len(prompts), num_prompts, batch)
     del places[num_prompts:], prompts[num_prompts:]
     if len(prompts) < num_prompts:

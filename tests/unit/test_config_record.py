@@ -44,6 +44,7 @@ SELFSPEC: dict[str, Any] = {
     "workload": {
         "dataset": "demo", "batch_size": 4, "prefix_len": 4096, "gen_len": 64, "max_len": 4160,
         "num_batches": 5, "warmup_batches": 1, "seed": 123, "skip_tokens": None,
+        "prompt_format": "plain",
     },
     "output": {
         "results": "results/runs.jsonl", "save_tokens": None, "printoutput": False,

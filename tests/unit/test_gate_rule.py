@@ -170,6 +170,10 @@ OTHER = {
     "prefix": ({"workload__sha256": "x", "workload__prefix_len": 4}, "prefix_len 4, was 8"),
     "prompts": ({"workload__sha256": "x", "workload__num_prompts": 2}, "num_prompts 2, was 8"),
     "seed": ({"workload__sha256": "x", "workload__seed": 9}, "seed 9, was 0"),
+    "format": (
+        {"workload__sha256": "x", "config__workload__prompt_format": "chat"},
+        "prompt_format chat, was plain",
+    ),
     "text": ({"workload__sha256": "x"}, "dataset demo has other text for the same settings"),
     "dtype": ({"config__model__dtype": "bfloat16"}, "dtype bfloat16, was float32"),
     "int8": ({"config__model__target_dtype": "int8"}, "weights int8, was float32"),

@@ -190,6 +190,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
         each, config = Pass.named(record["name"]), record["config"]
         assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
         assert config["workload"]["batch_size"] == rows
+        assert config["workload"]["prompt_format"] == "plain"
         if each.is_drafting and each.mode in ("inflight", "ring"):
             assert config["decoding"]["drafter"] == draft
             assert config["decoding"]["pa"] == (pa if draft == "model" else None)

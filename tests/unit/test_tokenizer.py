@@ -4,29 +4,36 @@ encoded as special tokens, and errors.
 Every vocabulary is built here, in a temporary folder; nothing is downloaded.
 """
 
+import base64
+import inspect
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
+import tiktoken
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from magicdec.model import tokenizer as module
 from magicdec.model.detokenizer import Detokenizer
+from magicdec.model.rank_file import SPECIAL_TOKENS, SPLIT
 from magicdec.model.tokenizer import Tokenizer
 
 CORPUS = ("the cat sat on the mat", "a long tale of the sea, told twice", "Chapter 12. No more!")
-SPECIAL = {"json": "<s>", "sentencepiece": "<s>"}
+SPECIAL = {"json": "<s>", "sentencepiece": "<s>", "ranks": "<|begin_of_text|>"}
 FILES = {
     "json": "tokenizer.json",
     "sentencepiece": "tokenizer.model",
+    "ranks": "tokenizer.model",
 }
 
 
@@ -83,9 +90,49 @@ def fallback_bytes() -> bytes:
     return backend.to_str().encode()
 
 
-BYTES = {"json": json_bytes, "sentencepiece": sentencepiece_bytes}
+TEXTS = ("th", "the", " the", " s", "at", " sat", "12", "123", "\n\n", "  ", "    ", "é", "dog")
+"""Tokens of the rank file beside bytes. No two tokens make "dog": only a whole word does."""
+RANKS = {bytes([(byte + 33) % 256]): byte for byte in range(256)}
+for learnt in (*(text.encode() for text in TEXTS), b"\xe4\xb8", b"\xe4\xb8\x96"):  # 世
+    RANKS[learnt] = len(RANKS)
+
+
+def lines_of(ranks: dict[bytes, int]) -> bytes:
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
+
+
+def rank_bytes() -> bytes:
+    return lines_of(RANKS)
+
+
+def ranks_as_json() -> bytes:
+    """The vocabulary of the rank file as `transformers` converts it: a merge for every two tokens
+    that make a third, by its rank, and whole words before merges."""
+    characters = bytes_to_unicode()
+
+    def piece(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    merges = [
+        (piece(token[:at]), piece(token[at:]))
+        for token in sorted(RANKS, key=RANKS.__getitem__)
+        for at in range(1, len(token))
+        if token[:at] in RANKS and token[at:] in RANKS
+    ]
+    vocabulary = {piece(token): rank for token, rank in RANKS.items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    return backend.to_str().encode()
+
+
+BYTES = {"json": json_bytes, "sentencepiece": sentencepiece_bytes, "ranks": rank_bytes}
 BUILT = {kind: build() for kind, build in BYTES.items()}
 KINDS = tuple(BUILT)
+AS_JSON = ranks_as_json()
 
 
 def load(directory: Path, name: str, data: bytes) -> Tokenizer:
@@ -115,6 +162,10 @@ def reference(kind: str) -> Any:
         backend.no_truncation()
         backend.no_padding()
         return lambda text: backend.encode(text, add_special_tokens=False).ids
+    if kind == "ranks":
+        return tiktoken.Encoding(
+            "reference", pat_str=SPLIT, mergeable_ranks=RANKS, special_tokens={}
+        ).encode_ordinary
     return sentencepiece.SentencePieceProcessor(model_proto=BUILT[kind]).encode_as_ids
 
 
@@ -187,10 +238,27 @@ def test_a_long_text_is_decoded_a_few_tokens_at_a_time(loaded: dict[str, Tokeniz
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_strings_in_text_stay_text(loaded: dict[str, Tokenizer], kind: str) -> None:
     text = f"the cat {SPECIAL[kind]} sat"
-    specials = {0, 1} if kind == "json" else {0, 1, 2}
+    specials = {
+        "json": {0, 1},
+        "sentencepiece": {0, 1, 2},
+        "ranks": set(range(len(RANKS), len(RANKS) + 256)),
+    }[kind]
     ids = loaded[kind].encode(text)
     assert not specials & set(ids)
     assert loaded[kind].decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_may_name_special_tokens(loaded: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = loaded[kind]
+    name = SPECIAL[kind]
+    (special,) = [i for i, piece in tokenizer.pieces.items() if piece == name]
+    the_cat, sat = tokenizer.encode("the cat"), tokenizer.encode(" sat")
+    assert tokenizer.encode_with_special(f"{name}the cat{name} sat") == [
+        *(special, *the_cat, special, *sat)
+    ]
+    assert tokenizer.encode_with_special("the cat") == the_cat
+    assert special not in tokenizer.encode(name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,7 +270,7 @@ def test_nothing_is_added_cut_or_padded(loaded: dict[str, Tokenizer], kind: str)
 
 
 def test_special_ids_decode_to_nothing(loaded: dict[str, Tokenizer]) -> None:
-    first_special = {"json": 0, "sentencepiece": 1}
+    first_special = {"json": 0, "sentencepiece": 1, "ranks": len(RANKS)}
     for kind, tokenizer in loaded.items():
         assert tokenizer.decode([first_special[kind], *tokenizer.encode("the cat")]) == "the cat"
 
@@ -233,11 +301,11 @@ def test_a_changed_piece_changes_the_hash(loaded: dict[str, Tokenizer], tmp_path
     pieces["changed"] = pieces.pop("!")
     changed = load(tmp_path, "tokenizer.json", json.dumps(vocabulary).encode())
     hashes = {t.vocabulary_hash() for t in (*loaded.values(), changed)}
-    assert len(hashes) == 3 and all(re.fullmatch("[0-9a-f]{64}", h) for h in hashes)
+    assert len(hashes) == 4 and all(re.fullmatch("[0-9a-f]{64}", h) for h in hashes)
 
 
 def test_files_are_looked_for_in_order(loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
-    for kind, name in reversed(FILES.items()):
+    for kind, name in (("ranks", "tokenizer.model"), *reversed(FILES.items())):
         assert load(tmp_path, name, BUILT[kind]).pieces == loaded[kind].pieces
 
 
@@ -257,12 +325,91 @@ def test_no_tokenizer(tmp_path: Path) -> None:
         ("tokenizer.model", b"", "is no SentencePiece model"),
         ("tokenizer.model", b"version https://x\n", "is no SentencePiece model"),
         ("tokenizer.model", BUILT["sentencepiece"][:-9], "is no SentencePiece model"),
+        ("tokenizer.model", b"\n" + BUILT["ranks"], "is no SentencePiece model, nor a rank file"),
+        ("tokenizer.model", b"=A== 0\n", "line 1 has a token that is not base64"),
+        ("tokenizer.model", BUILT["ranks"] + b"A 271\n", "line 272 has a token that is not base64"),
+        ("tokenizer.model", BUILT["ranks"] + b"AA\xc3== 271\n", "line 272 has a token that is not"),
+        ("tokenizer.model", BUILT["ranks"] + b"dGhhdA==\n", "line 272 is not a token in base64"),
+        ("tokenizer.model", BUILT["ranks"] + b"dGhhdA== -1\n", "line 272 is not a token in base64"),
+        ("tokenizer.model", BUILT["ranks"] + b"dGhhdA== 1 2\n", "line 272 is not a token in"),
+        ("tokenizer.model", BUILT["ranks"] + b"dGhhdA== 2\n", "line 272 has the rank 2 of line 3"),
+        (
+            "tokenizer.model",
+            BUILT["ranks"] + b"dGhl 271\n",
+            "line 272 has a token that came before",
+        ),
+        ("tokenizer.model", BUILT["ranks"] + b" 271\n", "line 272 has no token"),
+        ("tokenizer.model", BUILT["ranks"] + b"dGhhdA== 272\n", "has no token of rank 271; ranks"),
+        ("tokenizer.model", BUILT["ranks"][7:], "has no token of rank 0; ranks go up to 270"),
+        ("tokenizer.model", b"QQ== 0\n", "has no token of the byte 0x00"),
     ],
 )
 def test_corrupt_files_are_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}: {message}")) as caught:
         load(tmp_path, name, data)
     assert "\n" not in str(caught.value)
+
+
+VARIED = (
+    "the cat sat on the mat, 1234567 times; it's the DOG's\n\n  and they'LL\r\n\tgo ",
+    "    def f(x):\n        return x[1:]  # 世界 é é 😀😀 naïve\u2028\u0661\u0662\u0663\n\n\n",
+    "dog adog  dog\u3000dog \u00a0 the   \n  12 123 123123",
+    "<|begin_of_text|>the<|eot_id|>\x00\x7f",
+)
+
+
+@pytest.mark.parametrize("text", VARIED)
+def test_a_rank_file_is_the_json_of_its_vocabulary(
+    loaded: dict[str, Tokenizer], tmp_path: Path, text: str
+) -> None:
+    ranks = loaded["ranks"]
+    as_json = load(tmp_path, "tokenizer.json", AS_JSON)
+    assert ranks.encode(text) == as_json.encode(text) == reference("ranks")(text)
+    assert ranks.decode(ranks.encode(text)) == text
+    assert ranks.pieces == as_json.pieces
+    assert ranks.vocabulary_hash() == as_json.vocabulary_hash()
+
+
+@given(text=st.text(st.sampled_from("the sat123dog世é😀\n\r\t'.\u00a0LЖ")))
+def test_any_text_has_the_ids_of_the_json(text: str) -> None:
+    as_json = module.load_json(Path("tokenizer.json"), AS_JSON)
+    ranks = module.load_model(Path("tokenizer.model"), BUILT["ranks"])
+    assert ranks.encode(text) == as_json.encode(text)
+
+
+def test_the_split_is_llama_3s() -> None:
+    """That of the converter of `transformers`, which made its `tokenizer.json`."""
+    assert inspect.signature(TikTokenConverter).parameters["pattern"].default == SPLIT
+
+
+def test_special_tokens_follow_the_ranks(loaded: dict[str, Tokenizer]) -> None:
+    """As in Meta's releases, in which 128000 tokens come before them."""
+    ranks = loaded["ranks"]
+    ids = {piece: i - len(RANKS) for i, piece in ranks.pieces.items() if i >= len(RANKS)}
+    assert len(ids) == 256 and ranks.vocab_size == len(RANKS) + 256
+    known = {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|reserved_special_token_3|>": 5}
+    known |= {"<|start_header_id|>": 6, "<|end_header_id|>": 7, "<|eot_id|>": 9}
+    known |= {"<|reserved_special_token_4|>": 8, "<|reserved_special_token_250|>": 255}
+    assert {name: ids[name] for name in known} == known
+
+
+def test_lines_may_end_as_on_windows(loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
+    lines = BUILT["ranks"].replace(b"\n", b"\r\n").removesuffix(b"\r\n")
+    assert load(tmp_path, "tokenizer.model", lines).pieces == loaded["ranks"].pieces
+
+
+def test_a_lone_surrogate_is_refused(loaded: dict[str, Tokenizer]) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer.model: the text cannot be encoded"):
+        loaded["ranks"].encode("the \ud800")
+
+
+def test_without_tiktoken_only_rank_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    load(tmp_path, "tokenizer.model", BUILT["sentencepiece"])
+    with pytest.raises(ValueError, match=r"tokenizer.model: is .* not installed; pip install tikt"):
+        load(tmp_path, "tokenizer.model", BUILT["ranks"])
 
 
 def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from magicdec.records.environment import Environment
 from magicdec.records.fields import described_fields
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import RunRecord
+from magicdec.records.workload import format_mark
 
 SettingValue = str | int | float | bool | None
 
@@ -54,7 +55,7 @@ def settings(record: RunRecord) -> dict[str, SettingValue]:
         "B": workload["batch_size"],
         "prefix_len": workload["prefix_len"],
         "gen_len": workload["gen_len"],
-        "dataset": None if record.workload is None else record.workload.dataset,
+        "dataset": record.workload and record.workload.dataset + format_mark(config),
         "ranks": environment.world_size,
         "threads": environment.threads,
         "device": environment.gpu or environment.cpu or config["parallel"]["device"],

@@ -323,7 +323,12 @@ class Experiment:
         options = self.prepared.options
         config = system.config_of(each)
         prompts = self.prepared.run.workload
-        settings = {"dataset": system.run.config.workload.dataset, "seed": prompts.seed}
+        asked = system.run.config.workload
+        settings: dict[str, Any] = {
+            "dataset": asked.dataset,
+            "prompt_format": asked.prompt_format,
+            "seed": prompts.seed,
+        }
         settings |= options.describe() | {"mode": each.mode}
         splits = [each.layer_split for each in (system, *self.prepared.systems)]
         chosen = next((split for split in splits if split is not None), options.layer_split)

@@ -76,11 +76,12 @@ def _reason(error: BaseException, revision: str, token: str | None) -> str:
     return f": the hub cannot be reached ({type(error).__name__}); {AGAIN}"
 
 
-# The first tokenizer that is found is needed to run; the extras are for other programs.
+# The first tokenizer that is found is needed to run. Of the others, some are for chat templates and
+# some for other programs.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 OTHER_FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json"),
-    "special_tokens_map.json",
+    *("special_tokens_map.json", "chat_template.jinja"),
 )
 # A single file, or the index of the shards. Pickles are never fetched: those of strangers need not
 # be trusted to be weights alone.

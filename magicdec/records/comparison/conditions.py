@@ -16,6 +16,7 @@ from magicdec.config.setting import declared
 from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.output.console import printable
 from magicdec.records.record import DraftingRecord, is_greedy
+from magicdec.records.workload import prompt_format
 
 Key = tuple[tuple[str, Any], ...]
 # Fields of a record's KV section, by the names that the gate prints.
@@ -29,6 +30,7 @@ SHORT_NAMES = {
 }
 # What the text of the prompts follows from: conditions only where their tokens are others.
 OF_TEXT = ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "tokenizer")
+FORMAT = "prompt_format"  # also such a condition, of the config
 
 
 def policy_of(config: Mapping[str, Any]) -> str | None:
@@ -73,7 +75,7 @@ def first_difference(new: DraftingRecord, old: DraftingRecord) -> str | None:
     assert ours is not None and theirs is not None, "only a failed record may lack it"
     before = conditions(old)
     for name, value in conditions(new).items():
-        is_of_text = name in OF_TEXT and ours.sha256 == theirs.sha256
+        is_of_text = name in (*OF_TEXT, FORMAT) and ours.sha256 == theirs.sha256
         if value != before[name] and not is_of_text:
             return f"{name} {value}, was {before[name]}"
     if ours.sha256 != theirs.sha256:
@@ -92,6 +94,7 @@ def conditions(record: DraftingRecord) -> dict[str, Any]:
     cost = config["decoding"].get("step_cost")
     return {
         **{name: getattr(workload, name) for name in ("model", *OF_TEXT)},
+        FORMAT: prompt_format(config),
         "gen_len": config["workload"]["gen_len"],
         "dtype": config["model"]["dtype"],
         "weights": weight_dtypes(config),
