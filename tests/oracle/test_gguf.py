@@ -474,3 +474,27 @@ def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Comm
     flags = ("--model", path, "--device", "cpu", "--prefix_len", 64, "--gen_len", 8, "--B", 1)
     done = command("run", *flags, "--draft", "self", "--draft_weights", "same")
     assert done.code == 0, done.err
+
+
+def test_a_file_is_converted_to_a_directory_of_hugging_face(
+    tmp_path: Path, command: Command
+) -> None:
+    """Which transformers reads: the weights, the config and the ids are the file's."""
+    path = tmp_path / "model.gguf"
+    tokenizer = trained_bpe("llama-bpe")
+    model = reference_model("Qwen2", vocab_size=420)
+    save(path, "qwen2", model, strings=vocabulary_of(tokenizer, "llama-bpe"))
+    out = tmp_path / "converted" / "model.safetensors"
+    done = command("model", "convert", path, "--out", out)
+    assert done.code == 0, done.err
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out.parent, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+    ids = torch.arange(50)[None]
+    with torch.inference_mode():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert load_tokenizer(out.parent).encode(TEXTS[0]) == load_tokenizer(path).encode(TEXTS[0])
+    source = find_model("--model", str(out.parent))
+    assert replace(source.config, name="") == replace(
+        find_model("--model", str(path)).config, name="", stored_bytes=None
+    )
