@@ -51,7 +51,9 @@ class Integers:
         most = 1 << bits
         self.codes = random.integers(0, most, shape)
         # Of one sign only where a format says so: none does.
-        spread = random.uniform(0.2, 1, (outputs, groups)) * random.choice([-1, 1], (outputs, groups))
+        spread = random.uniform(0.2, 1, (outputs, groups)) * random.choice(
+            [-1, 1], (outputs, groups)
+        )
         self.scale = torch.from_numpy(spread * 0.4 / most).to(scale)
         self.zeros = random.integers(most // 4, most * 3 // 4, (outputs, groups))
         if zero is not None:
@@ -133,7 +135,6 @@ def save_quantized(
     table: dict[str, Any],
     layer: Callable[[tuple[int, int], int], Layer],
     is_plain: Callable[[str], bool] = lambda name: name == "lm_head",
-    change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
 ) -> None:
     """Write a model of transformers with quantised linear layers, and give it the weights that
     these stand for."""
@@ -148,13 +149,14 @@ def save_quantized(
         leaves, weights = layer(tuple(parameter.shape), seed)
         parameter.data.copy_(weights)
         tensors |= {f"{module}.{key}": value.contiguous() for key, value in leaves.items()}
-    change(tensors)
     save_file(tensors, directory / "model.safetensors")
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     write_table(directory, table, config)
 
 
-def write_table(directory: Path, table: dict[str, Any], config: dict[str, Any] | None = None) -> None:
+def write_table(
+    directory: Path, table: dict[str, Any], config: dict[str, Any] | None = None
+) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text()) if config is None else config
     path.write_text(json.dumps(config | {"quantization_config": table}))

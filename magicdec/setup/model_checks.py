@@ -14,10 +14,11 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import GROUP, INT4
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import REFERENCE_BACKEND
+from magicdec.names import REFERENCE_BACKEND, STORED
 from magicdec.setup.model_plan import max_tokens
 
 
@@ -35,6 +36,9 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
     check_choice(config, draft_flag, draft)
     check_shards(config, label, draft)
     check_groups(config.draft.draft_dtype, label, len(config.draft.rank_group), draft.config)
+    num_ranks = len(config.draft.rank_group)
+    instead = "--draft_weights int8"
+    check_stored_groups(config.draft.draft_dtype, label, num_ranks, draft, instead)
     check_backend(config, config.draft.backend, draft_flag, draft)
 
 
@@ -155,6 +159,29 @@ def check_groups(weights: str | None, label: str, num_ranks: int, model: ModelCo
         )
 
 
+def check_stored_groups(
+    weights: str | None, label: str, num_ranks: int, source: ModelSource, instead: str
+) -> None:
+    """Raises ValueError if a rank's inputs of a matrix begin or end within a group of its numbers.
+    `instead` is a flag that chooses other weights."""
+    if weights != STORED:
+        return
+    config = untie_head(source.config)
+    for rank in range(num_ranks):
+        table = weight_map(config, Shard(rank, num_ranks), range(config.num_layers))
+        for piece in (piece for pieces in table.values() for piece in pieces):
+            stored = source.weights.tensors.get(piece.name)
+            kind = None if stored is None else stored.numbers
+            if kind is None or piece.columns is None:
+                continue
+            if any(column % kind.group for column in piece.columns):
+                raise ValueError(
+                    f"{label}: {num_ranks} ranks cannot share the {piece.width} inputs of "
+                    f"{piece.name} in whole groups of {kind.group}: rank {rank} has inputs "
+                    f"{piece.columns[0]} to {piece.columns[1]}; choose {instead}, or fewer ranks"
+                )
+
+
 def check_interpreter(config: ResolvedConfig) -> None:
     """Load the attention backends first: Triton decides at its first import whether to interpret
     its kernels."""
@@ -188,7 +215,10 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     if config.decoding.model_drafter == "self":
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
-    check_groups(config.low_bit, f"{flag} {source.name}", world_size, source.config)
+    label = f"{flag} {source.name}"
+    check_groups(config.low_bit, label, world_size, source.config)
+    instead = f"--target_dtype {config.model.dtype}"
+    check_stored_groups(config.model.target_dtype, label, world_size, source, instead)
 
 
 def check_backend(config: ResolvedConfig, backend: str, flag: str, source: ModelSource) -> None:

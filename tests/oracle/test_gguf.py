@@ -29,6 +29,7 @@ from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.names import STORED
 from magicdec.setup.loading import load_kind
+from magicdec.setup.model_checks import check_stored_groups
 from magicdec.setup.model_plan import Kinds
 
 HIDDEN, HEADS, KV_HEADS, SIZE, WIDE, LAYERS, VOCAB = 256, 4, 2, 64, 512, 2, 97
@@ -450,3 +451,20 @@ def test_a_split_file_is_read_and_a_missing_part_is_named(tmp_path: Path) -> Non
     read_gguf.__globals__["_read_known"].cache_clear()
     with pytest.raises(ValueError, match=r"its part model-00002-of-00002.gguf is not beside it"):
         find_model("--model", str(first))
+
+
+def test_ranks_that_would_cut_a_group_are_refused(tmp_path: Path) -> None:
+    """Q4_K has groups of 32: 3 ranks would share 512 units as 171, 171 and 170; 2 share them in
+    whole groups."""
+    path = tmp_path / "model.gguf"
+    save(path, "llama", reference_model("Llama"), (Type.Q4_K,))
+    source = find_model("--model", str(path))
+    check_stored_groups(STORED, "--model m", 2, source, "--target_dtype bfloat16")
+    check_stored_groups("bfloat16", "--model m", 3, source, "--target_dtype bfloat16")
+    message = (
+        r"^--model m: 3 ranks cannot share the 512 inputs of model\.layers\.0\.mlp\.down_proj\."
+        r"weight in whole groups of 32: rank 0 has inputs 0 to 171; choose --target_dtype "
+        r"bfloat16, or fewer ranks$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_stored_groups(STORED, "--model m", 3, source, "--target_dtype bfloat16")

@@ -1,7 +1,6 @@
 """Checkpoints that another program quantised: whole models against transformers on the weights that
 their formats define, slices, and settings and tensors that are refused."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_runner
 from safetensors.torch import load_file, save_file
-from test_gguf import HIDDEN, LAYERS, check_logits, reference_model
+from test_gguf import check_logits, reference_model
 from tiny_quantized import (
     Integers,
     Layer,
@@ -25,6 +25,7 @@ from tiny_quantized import (
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.quantized import matrix
 from magicdec.model.checkpoint.quantized.mxfp4 import grouped_blocks
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.setup.loading import load_kind
@@ -118,7 +119,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Making, tuple[int, str, bool] | None]] 
         of_gptq(4, 64, 1, scale=torch.float32),
         (8, "float32", False),
     ),
-    "gptq, 8 bits, one group": (gptq_table(8, -1), of_gptq(8, -1, 1, zero=128), (8, "float16", False)),
+    "gptq, 8 bits, one group": (
+        gptq_table(8, -1),
+        of_gptq(8, -1, 1, zero=128),
+        (8, "float16", False),
+    ),
     "gptq, 8 bits, zero points": (
         gptq_table(8, 96, sym=False),
         of_gptq(8, 96, 1),
@@ -170,9 +175,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Making, tuple[int, str, bool] | None]] 
     ),
     "fp8, one scale": (fp8_table(None), of_fp8("weight_scale_inv", "scalar"), None),
     "floats, channel": (
-        compressed_table(
-            FLOAT, CHANNEL | {"type": "float"}, input_activations=DYNAMIC
-        ),
+        compressed_table(FLOAT, CHANNEL | {"type": "float"}, input_activations=DYNAMIC),
         of_fp8("weight_scale", "channels"),
         None,
     ),
@@ -221,6 +224,12 @@ def check_values(source: ModelSource, model: Any, kind: tuple[int, str, bool] | 
             assert int(numbers.numbers.max()) < form.least + 2**form.bits
 
 
+@pytest.fixture(autouse=True)
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are made in several parts."""
+    monkeypatch.setattr(matrix, "MADE", 1 << 14)
+
+
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_a_model_computes_as_transformers_on_the_defined_weights(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path, name)
@@ -251,11 +260,231 @@ def check_values_of_plain(source: ModelSource, model: Any) -> None:
         assert torch.equal(source.weights.read(name), parameter.data), name
     loaded = load_kind(source, Shard(), Kinds("float32", "stored"), torch.device("cpu"))
     text = torch.arange(40)[None]
-    from conftest import make_runner
-
     runner = make_runner(loaded, 1, 64)
     runner.allocate(0)
     with torch.inference_mode():
         expected = model(text).logits
         found = runner.forward(text, [0], num_outputs=40)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("gptq, zero points", 32), ("packed, 8 bits, channel", 128)]
+)
+def test_two_ranks_hold_the_halves_of_the_whole_matrices(
+    name: str, group: int, tmp_path: Path
+) -> None:
+    saved(tmp_path, name)
+    source = find_model("--model", str(tmp_path))
+    halves = [
+        load_kind(source, Shard(rank, 2), Kinds("float32", "stored"), torch.device("cpu"))
+        for rank in range(2)
+    ]
+    whole = load_kind(source, Shard(), Kinds("float32", "float32"), torch.device("cpu"))
+    down = [half.blocks[1].mlp.down for half in halves]
+    assert all(part.format.group == group for part in down)
+    expected = whole.blocks[1].mlp.down.weight
+    assert torch.equal(torch.cat([part.dense() for part in down], dim=1), expected)
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        find_model("--model", str(path))
+    assert "\n" not in str(caught.value)
+
+
+GPTQ_SAVED = "gptq, zero points"
+WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 32}
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes"}, "quantization_config: bitsandbytes weights are not"),
+    ({"quant_method": "mxfp4"}, "quant_method mxfp4 is that of gpt-oss"),
+    (gptq_table(2), r"bits 2 is not read; those that are: 4, 8"),
+    (gptq_table(3), r"bits 3 is not read"),
+    (gptq_table(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not read"),
+    (gptq_table(format="gptq_v2"), "checkpoint_format and format contradict"),
+    (gptq_table(dynamic={r"-:.*down_proj": {}}), "dynamic .* is not read; only its absence is"),
+    (gptq_table(pack_dtype="int64"), "pack_dtype 'int64' is not read"),
+    (gptq_table(group_size=0), "group_size 0 is neither"),
+    (gptq_table(group_size=None), "group_size None is neither"),
+    (gptq_table(whatever=1), "whatever 1 is not known, and might change"),
+    (gptq_table(sym=7), "sym 7 is not supported"),
+    (awq_table(version="gemv"), "version 'gemv' is not read; those that are: gemm"),
+    (awq_table(bits=3), "bits 3 is not read"),
+    (awq_table(zero_point=False), "zero_point False is not read"),
+    (awq_table(modules_to_not_convert="lm_head"), "'lm_head' is not a list of names"),
+    (fp8_table([128, 128], activation_scheme="static"), "activation_scheme 'static' is not read"),
+    (fp8_table([128]), r"weight_block_size \[128\] is not two whole numbers"),
+    (fp8_table(None, fmt="e5m2"), "fmt 'e5m2' is not read"),
+    (fp8_table(None, modules_to_convert=["lm_head"]), "modules_to_convert .* is not read"),
+    (fp8_table(None, ignored_layers=["("]), r"'\(' is not a regular expression"),
+    (compressed_table("nvfp4-pack-quantized", WEIGHTS), "'nvfp4-pack-quantized' is not read"),
+    (
+        compressed_table("marlin-24", WEIGHTS),
+        "format 'marlin-24' is not read; those that are: pack-",
+    ),
+    (compressed_table(PACK, WEIGHTS | {"num_bits": 3}), "group_0: num_bits 3 is not read"),
+    (compressed_table(PACK, WEIGHTS | {"type": "float"}), "type 'float' is not read"),
+    (compressed_table(PACK, WEIGHTS | {"dynamic": True}), "dynamic True is not read"),
+    (compressed_table(PACK, WEIGHTS | {"strategy": "tensor"}), "strategy 'tensor' is not read"),
+    (compressed_table(PACK, WEIGHTS | {"new": 1}), "new 1 is not known"),
+    (
+        compressed_table(PACK, WEIGHTS, input_activations=DYNAMIC),
+        "input_activations .* is not read",
+    ),
+    (compressed_table(INT, CHANNEL, input_activations=DYNAMIC | {"type": "int"}), "input_activ"),
+    (
+        compressed_table(
+            FLOAT, CHANNEL | {"type": "float"}, input_activations=DYNAMIC | {"dynamic": False}
+        ),
+        "input_activations .* and dynamic FP8",
+    ),
+    (compressed_table(PACK, WEIGHTS) | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    (compressed_table(PACK, WEIGHTS) | {"quantization_status": "frozen"}, "'frozen' is not read"),
+    (compressed_table(PACK, WEIGHTS) | {"transform_config": {"a": 1}}, "transform_config"),
+    (compressed_table(PACK, WEIGHTS) | {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
+    (compressed_table(PACK, WEIGHTS) | {"config_groups": {}}, "config_groups {} is not a table"),
+    ({"quant_method": "gptq", "group_size": 128}, "bits None is not read"),
+]
+
+
+@pytest.fixture(scope="module")
+def gptq_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gptq")
+    saved(path, GPTQ_SAVED)
+    return path
+
+
+@pytest.mark.parametrize(("table", "message"), SETTINGS)
+def test_settings_that_are_not_read_are_refused(
+    gptq_directory: Path, tmp_path: Path, table: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(gptq_directory / "model.safetensors")
+    (tmp_path / "config.json").write_text((gptq_directory / "config.json").read_text())
+    write_table(tmp_path, table)
+    refused(tmp_path, rf"config\.json: .*{message}.*; choose a checkpoint in bfloat16")
+
+
+Q0 = "model.layers.0.self_attn.q_proj"
+Changes = Callable[[dict[str, Tensor]], None]
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Changes:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def named(name: str, value: Tensor) -> Changes:
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{Q0}.scales"), "scales is missing, expected shape"),
+        (changed(f"{Q0}.scales", lambda v: v[:-1].clone()), r"scales has shape \(7, 256\), expec"),
+        (changed(f"{Q0}.qzeros", lambda v: v.short()), "qzeros is stored as int16, expected int32"),
+        (changed(f"{Q0}.g_idx", lambda v: v + 1), "are numbered 1 to 8, expected 0 to 7"),
+        (changed(f"{Q0}.qzeros", lambda v: v | 15), "zero point of 15, which .* gptq_v2"),
+        (named(f"{Q0}.input_scale", torch.ones(1)), "input_scale is not read, and might change"),
+        (lambda t: t.pop(f"{Q0}.qweight"), "q_proj.weight is missing"),
+        (named("lm_head.qweight", torch.ones(32, 97).int()), "lm_head is quantised, though the"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    gptq_directory: Path, tmp_path: Path, change: Changes, message: str
+) -> None:
+    tensors = tensors_of(gptq_directory)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((gptq_directory / "config.json").read_text())
+    refused(tmp_path, message)
+
+
+def test_a_plain_matrix_that_should_be_quantised_is_refused(tmp_path: Path) -> None:
+    for name in ("gptq, symmetric", "awq", "packed, group", "fp8, blocks"):
+        path = tmp_path / name.replace(" ", "")
+        saved(path, name, is_plain=lambda module: module in ("lm_head", Q0))
+        refused(path, r"q_proj\.weight is stored as float32, though the quantization_config of")
+
+
+def test_a_symmetric_checkpoint_in_the_other_version_is_refused(tmp_path: Path) -> None:
+    """As some programs write them: zero points of the second version under the first's name."""
+    model = reference_model("Llama")
+    save_quantized(tmp_path, model, gptq_table(), of_gptq(4, 128, 0, zero=8))
+    refused(
+        tmp_path, "zero point of 8, but a symmetric matrix of 4 bits in the format gptq stores 7"
+    )
+    write_table(tmp_path, gptq_table(checkpoint_format="gptq_v2"))
+    check_values(find_model("--model", str(tmp_path)), model, (4, "float16", False))
+
+
+def test_groups_that_no_layer_has_are_refused(tmp_path: Path) -> None:
+    save_quantized(
+        tmp_path, reference_model("Llama"), gptq_table(group=8), of_gptq(4, 8, 1, zero=8)
+    )
+    refused(tmp_path, "groups of 8 of 256 inputs, which no group of 16, 32, 64, 128 divides")
+
+
+def test_eight_bits_with_zero_points_need_short_scales(tmp_path: Path) -> None:
+    table = gptq_table(8, 64, sym=False)
+    made = of_gptq(8, 64, 1, scale=torch.float32)
+    save_quantized(tmp_path, reference_model("Llama"), table, made)
+    refused(tmp_path, "scales is in float32 beside 8-bit numbers with zero points")
+
+
+def test_a_head_that_is_quantised(tmp_path: Path) -> None:
+    model = reference_model("Llama")
+    table = gptq_table(group=32, lm_head=True)
+    made = of_gptq(4, 32, 1, zero=8)
+    save_quantized(tmp_path, model, table, made, is_plain=lambda module: False)
+    source = find_model("--model", str(tmp_path))
+    assert source.weights.tensors["lm_head.weight"].numbers is not None
+    check_logits(tmp_path, model)
+    write_table(tmp_path, table | {"lm_head": False})
+    refused(tmp_path, "lm_head is quantised, though the quantization_config of")
+
+
+def test_a_tied_head_is_not_quantised(tmp_path: Path) -> None:
+    model = reference_model("Llama", tie_word_embeddings=True)
+    save_quantized(tmp_path, model, *FORMATS["awq"][:2])
+    assert find_model("--model", str(tmp_path)).config.tie_word_embeddings
+    check_logits(tmp_path, model)
+
+
+def test_mxfp4_blocks() -> None:
+    """Every byte, and the smallest and largest exponents: value = E2M1 * 2 ** (scale - 127)."""
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(4, 4, 16)
+    scales = torch.tensor([0, 1, 2, 126, 127, 128, 200, 252] * 2, dtype=torch.uint8).reshape(4, 4)
+    found = grouped_blocks(blocks, scales)
+    magnitudes = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    dense = found.dense()
+    for row in range(4):
+        for group in range(4):
+            for place in range(32):
+                byte = int(blocks[row, group, place // 2])
+                code = byte >> 4 if place % 2 else byte & 15
+                value = magnitudes[code & 7] * 2.0 ** (int(scales[row, group]) - 127)
+                value = -value if code >> 3 else value
+                assert float(dense[row, group * 32 + place]) == value
+    with pytest.raises(ValueError, match="is 253, beyond 252"):
+        grouped_blocks(blocks, scales.clamp(min=253))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_integers_are_those_of_compressed_tensors(bits: int, is_symmetric: bool) -> None:
+    """What its own functions unpack from our test's words."""
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    zero = 1 << (bits - 1) if is_symmetric else None
+    numbers = Integers((96, 256), bits, 64, bits, zero=zero)
+    leaves, _ = packed(numbers, bits, is_symmetric)
+    middle = 1 << (bits - 1)
+    found = helpers.unpack_from_int32(leaves["weight_packed"], bits, torch.Size((96, 256)))
+    assert torch.equal(found.int(), torch.from_numpy(numbers.codes - middle).int())
+    if not is_symmetric:
+        stored = leaves["weight_zero_point"]
+        found = helpers.unpack_from_int32(stored, bits, torch.Size((96, 4)), packed_dim=0)
+        assert torch.equal(found.int(), torch.from_numpy(numbers.zeros - middle).int())

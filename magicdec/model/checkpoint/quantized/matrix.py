@@ -4,7 +4,7 @@ floating-point numbers with scales."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ from magicdec.model.checkpoint.weight_files import WeightSource
 from magicdec.model.linear.grouped import GROUPS, GroupedNumbers, NumberFormat, narrowed
 
 WORD = 32  # bits of an element of a packed tensor
+# Weights that are made at a time, which bounds the extra memory of up to 13 bytes for each.
+MADE = 1 << 22
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -193,23 +195,33 @@ class IntegerMatrix(QuantizedMatrix):
         assert kind is not None, "it is stored in groups"
         assert columns.start % kind.group == columns.stop % kind.group == 0, "whole groups"
         dtype = getattr(torch, kind.scale)
-        parts = torch.arange(columns.start, columns.stop, kind.group) // self.group_size
-        scale = self.scales(rows)[:, parts]
-        codes = self.codes(rows, columns)
-        if kind.has_minimum:
-            minimum = self._minima(scale, self.zeros(rows)[:, parts]).to(dtype)
-            numbers = (codes.to(torch.int16) + kind.least).to(torch.int8)
-            return GroupedNumbers(kind, numbers, scale.to(dtype), minimum)
-        zeros = self.zeros(rows)[:, parts].repeat_interleave(kind.group, dim=1)
-        numbers = (codes.to(torch.int16) - zeros).to(torch.int8)
-        return GroupedNumbers(kind, numbers, scale.to(dtype), None)
+        groups = torch.arange(columns.start, columns.stop, kind.group) // self.group_size
+        scale = self.scales(rows)[:, groups]
+        zeros = self.zeros(rows)[:, groups]
+        minimum = self._minima(scale, zeros).to(dtype) if kind.has_minimum else None
+        width = columns.stop - columns.start
+        numbers = torch.empty(len(scale), width, dtype=torch.int8)
+        for part in made_together(rows, width):
+            place = slice(part.start - rows.start, part.stop - rows.start)
+            codes = self.codes(part, columns).to(torch.int16)
+            if kind.has_minimum:
+                numbers[place] = codes.add_(kind.least)
+            else:
+                numbers[place] = codes.sub_(zeros[place].repeat_interleave(kind.group, dim=1))
+        return GroupedNumbers(kind, numbers, scale.to(dtype), minimum)
 
     def dense(self, rows: slice, columns: slice) -> Tensor:
         inputs = torch.arange(columns.start, columns.stop)
         groups = inputs // self.group_size if self.group_of is None else self.group_of[columns]
-        codes = self.codes(rows, columns).to(torch.int16)
-        weights = (codes - self.zeros(rows)[:, groups]).float()
-        return weights.mul_(self.scales(rows)[:, groups])
+        scale = self.scales(rows)
+        zeros = self.zeros(rows)
+        weights = torch.empty(len(scale), len(inputs))
+        for part in made_together(rows, len(inputs)):
+            place = slice(part.start - rows.start, part.stop - rows.start)
+            codes = self.codes(part, columns).to(torch.int16)
+            weights[place] = codes.sub_(zeros[place][:, groups])
+            weights[place] *= scale[place][:, groups]
+        return weights
 
 
 class ScaledMatrix(QuantizedMatrix):
@@ -235,7 +247,17 @@ class ScaledMatrix(QuantizedMatrix):
         outputs = torch.arange(rows.start, rows.stop) // self.block[0]
         inputs = torch.arange(columns.start, columns.stop) // self.block[1]
         weights = self.parts.read("weight", rows, columns).float()
-        return weights.mul_(scale[outputs][:, inputs])
+        for first in range(0, len(weights), WORD):  # of scales, no tensor of this size is made
+            place = slice(first, first + WORD)
+            weights[place] *= scale[outputs[place]][:, inputs]
+        return weights
+
+
+def made_together(rows: slice, width: int) -> Iterator[slice]:
+    """Parts of `rows`, each of about MADE weights."""
+    step = max(MADE // max(width, 1) // WORD, 1) * WORD
+    for first in range(rows.start, rows.stop, step):
+        yield slice(first, min(first + step, rows.stop))
 
 
 def shape_of(parts: Parts, leaf: str) -> tuple[int, int]:
@@ -248,7 +270,8 @@ def shape_of(parts: Parts, leaf: str) -> tuple[int, int]:
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """uint8 [..., W * 32 / bits] of int32 [..., W], from the lowest bits on."""
-    data = words.contiguous().view(torch.uint8)
+    # A clone has the usual strides; `contiguous` keeps others where a size is 1.
+    data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return data
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)

@@ -14,6 +14,7 @@ from magicdec.model.linear.grouped import GroupedNumbers, NumberFormat
 BLOCK = 32  # inputs
 # Twice the number that a code of 4 bits stands for, which is whole.
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+LARGEST = 252  # 6 * 2 ** (LARGEST - 127) is finite in float32
 FORMAT = NumberFormat(8, BLOCK, "float32", False, -128)
 
 
@@ -36,9 +37,9 @@ class Mxfp4(QuantizationMethod):
 
 def grouped_blocks(blocks: Tensor, scales: Tensor) -> GroupedNumbers:
     """Of `blocks` uint8 [N, K / 32, 16] and exponents `scales` uint8 [N, K / 32], exactly. Raises
-    ValueError for the exponent that stands for NaN."""
-    if bool((scales == 255).any()):
-        raise ValueError("a scale of MXFP4 is NaN")
+    ValueError for an exponent that stands for NaN, or with which 6 is infinite in float32."""
+    if bool((scales > LARGEST).any()):
+        raise ValueError(f"a scale of MXFP4 is {int(scales.max())}, beyond {LARGEST}")
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
     numbers = torch.tensor(DOUBLED, dtype=torch.int8)[codes.long()]
     # 2 ** -127 and half of it are no normal numbers, but float32 has them.
