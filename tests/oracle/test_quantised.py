@@ -25,9 +25,10 @@ from tiny_quantized import (
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.convert import convert
 from magicdec.model.checkpoint.quantized import matrix
 from magicdec.model.checkpoint.quantized.mxfp4 import grouped_blocks
-from magicdec.model.checkpoint.source import ModelSource, find_model
+from magicdec.model.checkpoint.source import ModelSource, find_model, find_stored_config
 from magicdec.setup.loading import load_kind
 from magicdec.setup.model_plan import Kinds
 
@@ -452,6 +453,27 @@ def test_a_tied_head_is_not_quantised(tmp_path: Path) -> None:
     save_quantized(tmp_path, model, *FORMATS["awq"][:2])
     assert find_model("--model", str(tmp_path)).config.tie_word_embeddings
     check_logits(tmp_path, model)
+
+
+def test_converting_writes_plain_weights(tmp_path: Path) -> None:
+    """In a directory of their own, with a config that does not call them quantised."""
+    model = saved(tmp_path / "in", "packed, zero points")
+    source = find_model("--model", str(tmp_path / "in"))
+    with pytest.raises(ValueError, match="quantization_config, which does not fit what is written"):
+        convert(source, tmp_path / "in" / "model.pth", None)
+    convert(source, tmp_path / "out" / "model.safetensors", None)
+    found = find_model("--model", str(tmp_path / "out"))
+    assert not found.has_groups
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.weights.read(name), parameter.data), name
+
+
+def test_a_plan_needs_the_weights(tmp_path: Path) -> None:
+    saved(tmp_path, "awq")
+    assert find_stored_config("--model", str(tmp_path)).stored_bytes is not None
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="does not say how large the weights are"):
+        find_stored_config("--model", str(tmp_path))
 
 
 def test_mxfp4_blocks() -> None:
