@@ -212,8 +212,9 @@ def check_values(source: ModelSource, model: Any, kind: tuple[int, str, bool] | 
         form = tensor.numbers
         assert (form is None) == (kind is None or name.startswith(("lm_head", "model.embed")))
         for rows in (slice(0, 7), slice(60, 70), slice(1, len(parameter) - 3)):
-            found = source.weights.read(name, (rows, slice(33, 95)))
-            assert torch.equal(found, parameter.data[rows, 33:95]), (name, rows)
+            for columns in (slice(33, 95), slice(90, 203)):  # within a block, and across blocks
+                found = source.weights.read(name, (rows, columns))
+                assert torch.equal(found, parameter.data[rows, columns]), (name, rows)
             if form is None:
                 continue
             assert (form.bits, form.scale, form.has_minimum) == kind
