@@ -104,6 +104,7 @@ DTYPES = ("float32", "bfloat16")
 STORED = "stored"  # matrices as the checkpoint stores them: numbers in groups
 WEIGHT_DTYPES = (*DTYPES, "int8", STORED)
 LOW_BIT = ("int8", "int4")  # what the matrices of a draft may be instead
+SAME = "same"  # a draft's matrices: those that it has without a choice
 NARROW = (*LOW_BIT, STORED)  # matrices that are no numbers of the dtype of activations
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed", "packed_a8")

@@ -43,7 +43,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.other_load import warn_of_load
-from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY
+from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, SAME
 from magicdec.output.console import START, labelled, spinner
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_writable
@@ -151,7 +151,8 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
         )
     check_writable("--out", args.out)
     new_tokens = tuple(sorted({1, *args.T}))
-    times = args.repeats, args.warmup, (None, *(args.draft_weights or ()))
+    copies = [each for each in args.draft_weights or () if each != SAME]
+    times = args.repeats, args.warmup, (None, *copies)
     grid = LatencyGrid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
     return config, grid, args
 

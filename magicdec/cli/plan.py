@@ -30,7 +30,7 @@ from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_qu
 from magicdec.hardware.costs import DTYPE_BYTES, Deployment
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
-from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
+from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, SAME
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_writable, write_text
 from magicdec.predict.curves import (
@@ -327,7 +327,7 @@ def find_choice(kv_policy: str, budget: int) -> SelectionCost:
 
 def find_draft(args: PlanSection, target: Deployment) -> Deployment:
     """The target itself, or a standalone draft on one of its ranks."""
-    low_bit = args.draft_weights
+    low_bit = None if args.draft_weights == SAME else args.draft_weights
     if args.draft == SELF:
         check_copy(low_bit, target.low_bit or args.dtype)
         return replace(target, low_bit=low_bit or target.low_bit)

@@ -26,6 +26,7 @@ from magicdec.names import (
     LOW_BIT,
     NGRAM_AND,
     PORTABLE_ELEMENTWISE,
+    SAME,
     WEIGHT_DTYPES,
 )
 
@@ -178,9 +179,10 @@ class DecodingSection:
     draft_weights: str | None = setting(
         None,
         "The matrices that draft. int8 has a scale for each output, int4 for each output and 32 "
-        "inputs; in self-speculation they are a copy of the model's own, beside it. Default: the "
-        "model's own, or a standalone draft's as they are stored; latency times these, too.",
-        choices=LOW_BIT,
+        "inputs; in self-speculation they are a copy of the model's own, beside it. same is the "
+        "default: the model's own, or a standalone draft's as they are stored; latency times "
+        "these, too.",
+        choices=(*LOW_BIT, SAME),
     )
     cuda_graphs: str = setting(
         "auto",
@@ -201,6 +203,10 @@ class DecodingSection:
     # What a step takes more for its drafts, and for each draft token of a row, in decode steps:
     # given to `--gamma auto` in place of measured times, so that a case of the gate repeats.
     step_cost: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_weights == SAME:
+            object.__setattr__(self, "draft_weights", None)
 
     @property
     def looks_up(self) -> bool:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from magicdec.model.gguf.file import is_gguf, read_gguf
+from magicdec.model.gguf.file import read_gguf
+from magicdec.model.gguf.named import is_gguf
 from magicdec.model.gguf.vocabulary import (
     SENTENCEPIECE,
     read_vocabulary,

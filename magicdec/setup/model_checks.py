@@ -13,13 +13,16 @@ from magicdec.config.capabilities import (
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.costs import OF_LOW_BIT
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import GROUP, INT4
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import REFERENCE_BACKEND, STORED
+from magicdec.names import REFERENCE_BACKEND, SAME, STORED
 from magicdec.setup.model_plan import max_tokens
+
+MOST_OF_STORED = 0.85  # of the bytes of stored weights that a low-bit copy may read
 
 
 def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource) -> None:
@@ -182,6 +185,17 @@ def check_stored_groups(
                 )
 
 
+def check_saves(low_bit: str | None, label: str, model: ModelConfig) -> None:
+    """Raises ValueError for a low-bit copy of matrices that are stored in as few bits."""
+    if low_bit is None or model.stored_bytes is None:
+        return
+    if OF_LOW_BIT[low_bit] > MOST_OF_STORED * model.stored_bytes:
+        raise ValueError(
+            f"--draft_weights {low_bit}: the weights of {label} have {8 * model.stored_bytes:.1f} "
+            f"bits, so that a copy would hardly read less; choose {SAME}, or leave it out"
+        )
+
+
 def check_interpreter(config: ResolvedConfig) -> None:
     """Load the attention backends first: Triton decides at its first import whether to interpret
     its kernels."""
@@ -219,6 +233,7 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     check_groups(config.low_bit, label, world_size, source.config)
     instead = f"--target_dtype {config.model.dtype}"
     check_stored_groups(config.model.target_dtype, label, world_size, source, instead)
+    check_saves(config.low_bit, label, source.config)
 
 
 def check_backend(config: ResolvedConfig, backend: str, flag: str, source: ModelSource) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from magicdec.config.sections import CHAT, PLAIN
-from magicdec.model.gguf.file import is_gguf, read_gguf
+from magicdec.model.gguf.file import read_gguf
+from magicdec.model.gguf.named import is_gguf
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.output.files import exists, load_object, read_text
 

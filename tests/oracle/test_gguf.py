@@ -4,6 +4,7 @@ weights that `gguf` dequantises, tokenizers against the libraries' own, and file
 import io
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import sentencepiece
 import torch
 import transformers
-from conftest import make_runner
+from conftest import Command, make_runner
 from gguf.constants import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
 from tiny_gguf import name_of, permuted, random_blocks, write_gguf
@@ -33,7 +34,7 @@ from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.names import STORED
 from magicdec.setup.loading import load_kind
-from magicdec.setup.model_checks import check_fits
+from magicdec.setup.model_checks import check_fits, check_saves
 from magicdec.setup.model_plan import Kinds
 
 HIDDEN, HEADS, KV_HEADS, SIZE, WIDE, LAYERS, VOCAB = 256, 4, 2, 64, 512, 2, 97
@@ -80,7 +81,7 @@ MIXED = (Type.Q4_K, Type.Q6_K, Type.Q5_0, Type.Q8_0, Type.Q3_K, Type.Q4_1, Type.
 def reference_model(kind: str, **fields: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCAB,
+        vocab_size=fields.pop("vocab_size", VOCAB),
         hidden_size=HIDDEN,
         intermediate_size=WIDE,
         num_hidden_layers=LAYERS,
@@ -104,6 +105,7 @@ def save(
     types: tuple[Type, ...] = MIXED,
     more: dict[str, Any] | None = None,
     divisors: Any = None,
+    strings: dict[str, Any] | None = None,
 ) -> None:
     """Write a model's file with random blocks in its matrices, and give the model the weights that
     these stand for."""
@@ -138,7 +140,9 @@ def save(
     }
     if divisors is not None:
         stored["rope_freqs.weight"] = divisors
-    write_gguf(path, architecture, metadata | MODELS[architecture][1] | (more or {}), stored)
+    write_gguf(
+        path, architecture, metadata | MODELS[architecture][1] | (more or {}), stored, strings
+    )
 
 
 KINDS = {
@@ -478,3 +482,46 @@ def test_ranks_that_would_cut_a_group_are_refused(
     )
     with pytest.raises(ValueError, match=message):
         check_fits(config, source, 2)
+
+
+def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Command) -> None:
+    """`same` drafts with the model's own weights, which save the KV cache alone."""
+    path = tmp_path / "model.gguf"
+    strings = vocabulary_of(trained_bpe("gpt-2"), "gpt-2")
+    model = reference_model("Llama", vocab_size=420)
+    save(path, "llama", model, (Type.Q4_0,), strings=strings)
+    config = find_model("--model", str(path)).config
+    assert config.stored_bytes is not None and 0.5625 < config.stored_bytes < 1  # a float16 head
+    for low_bit, stored in (("int4", 0.5625), ("int4", 0.65), ("int8", 1.0625)):
+        few = replace(config, stored_bytes=stored)
+        message = f"--draft_weights {low_bit}: the weights of it have {8 * stored:.1f} bits"
+        with pytest.raises(ValueError, match=f"{message}.*choose same, or leave it out"):
+            check_saves(low_bit, "it", few)
+    check_saves("int4", "it", replace(config, stored_bytes=1.0625))
+    flags = ("--model", path, "--device", "cpu", "--prefix_len", 64, "--gen_len", 8, "--B", 1)
+    done = command("run", *flags, "--draft", "self", "--draft_weights", "same")
+    assert done.code == 0, done.err
+
+
+def test_a_file_is_converted_to_a_directory_of_hugging_face(
+    tmp_path: Path, command: Command
+) -> None:
+    """Which transformers reads: the weights, the config and the ids are the file's."""
+    path = tmp_path / "model.gguf"
+    tokenizer = trained_bpe("llama-bpe")
+    model = reference_model("Qwen2", vocab_size=420)
+    save(path, "qwen2", model, strings=vocabulary_of(tokenizer, "llama-bpe"))
+    out = tmp_path / "converted" / "model.safetensors"
+    done = command("model", "convert", path, "--out", out)
+    assert done.code == 0, done.err
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out.parent, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+    ids = torch.arange(50)[None]
+    with torch.inference_mode():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert load_tokenizer(out.parent).encode(TEXTS[0]) == load_tokenizer(path).encode(TEXTS[0])
+    source = find_model("--model", str(out.parent))
+    assert replace(source.config, name="") == replace(
+        find_model("--model", str(path)).config, name="", stored_bytes=None
+    )

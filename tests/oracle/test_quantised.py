@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_runner
+from conftest import Command, make_runner
 from safetensors.torch import load_file, save_file
-from test_gguf import check_logits, reference_model
+from test_gguf import check_logits, reference_model, trained_bpe
 from tiny_quantized import (
     Integers,
     Layer,
@@ -475,6 +475,19 @@ def test_a_plan_needs_the_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="does not say how large the weights are"):
         find_stored_config("--model", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gptq, zero points", "gptq, act-order", "fp8, blocks"])
+def test_a_directory_runs(name: str, tmp_path: Path, command: Command) -> None:
+    """With the tokens of the baseline, and the memory plan of weights as they are held."""
+    table, made, kind = FORMATS[name]
+    model = reference_model("Llama", vocab_size=420)
+    save_quantized(tmp_path, model, table, made)
+    trained_bpe("llama-bpe").save(str(tmp_path / "tokenizer.json"))
+    flags = ("--model", tmp_path, "--device", "cpu", "--prefix_len", 64, "--gen_len", 8, "--B", 1)
+    done = command("run", *flags, "--draft", "self", "--budget", 33)
+    assert done.code == 0, done.err
+    assert f"loading {tmp_path.name} as {'stored' if kind else ''}" in done.err + done.out
 
 
 def test_mxfp4_blocks() -> None:

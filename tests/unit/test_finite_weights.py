@@ -110,7 +110,7 @@ def test_int8_and_converted_files_are_checked(tmp_path: Path) -> None:
     source = find_model("--model", str(write(tmp_path, spoiled())))
     with pytest.raises(WeightsRefused, match=f"tensor {DOWN} holds nan"):
         load_transformer(
-            source.config, source.weights, Shard(), None, torch.float32, CPU, is_int8=True
+            source.config, source.weights, Shard(), None, torch.float32, CPU, stored_as="int8"
         )
     for each, dtype in ((source, None), (source, "bfloat16"), (quantized(source), None)):
         out = tmp_path / "out.safetensors"

@@ -159,7 +159,7 @@ def test_stored_int8_is_int8_made_while_loading(
         assert made.keys() == read.keys()
         assert all(torch.equal(made[n], read[n]) for n in made)
     shapes = {n: tuple(t.shape) for n, t in load_file(out / "model.safetensors").items()}
-    assert shapes == expected_shapes(source.config, stored_as="int8")
+    assert shapes == expected_shapes(source.config, is_int8=True)
     assert shapes == {name: tensor.shape for name, tensor in stored.tensors.items()}
 
 

@@ -21,6 +21,7 @@ from magicdec.config.sections import ModelSection, WrittenSection
 from magicdec.config.setting import same, setting
 from magicdec.model.checkpoint.hub import DIRECTORY, find_repository
 from magicdec.model.checkpoint.hub import download as fetch_files
+from magicdec.model.gguf.named import is_gguf
 
 ABOUT_DOWNLOAD = (
     "Download the files that running a model needs (safetensors, config and tokenizer, never "
@@ -53,7 +54,10 @@ class DownloadSection:
 @dataclass(frozen=True)
 class ConvertSection:
     checkpoint_dir: Path | None = setting(
-        None, "Directory of the checkpoint and its config.json.", "checkpoint_dir", metavar="DIR"
+        None,
+        "Directory of the checkpoint and its config.json, or a .gguf file.",
+        "checkpoint_dir",
+        metavar="DIR",
     )
     out: Path | None = same(WrittenSection, "out")
     dtype: str | None = same(ModelSection, "dtype", None, is_default=True, choices=DTYPES)
@@ -134,7 +138,8 @@ def convert_or_verify(values: ParsedValues) -> int:
         return verify(args.verify)
     directory = args.checkpoint_dir
     assert directory is not None, "one of the two was given"
-    out = args.out or directory / ("model_int8.pth" if args.quantize else "model.pth")
+    folder = directory.parent if is_gguf(directory) else directory
+    out = args.out or folder / ("model_int8.pth" if args.quantize else "model.pth")
     if out.suffix not in OUTPUTS:
         raise ValueError(f"--out {out}: its name must end in one of {', '.join(OUTPUTS)}")
     write_one_file(flag, directory, out, args.dtype, args.quantize is not None)

@@ -31,6 +31,15 @@ from magicdec.model.checkpoint.weight_files import (
 )
 from magicdec.model.checkpoint.weight_map import SCALE
 from magicdec.model.families.config_keys import FOREIGN
+from magicdec.model.families.hf_config import to_hf_config
+from magicdec.model.gguf.file import read_gguf
+from magicdec.model.gguf.named import is_gguf
+from magicdec.model.gguf.vocabulary import (
+    SENTENCEPIECE,
+    read_vocabulary,
+    sentencepiece_model,
+    tokenizers_file,
+)
 from magicdec.output.files import complete_file, hash_file, load_json, load_object, make_new
 from magicdec.output.writing import to_json, write_text
 
@@ -49,9 +58,12 @@ Tensors = Mapping[str, StoredTensor]
 
 
 def find_checkpoint(flag: str, directory: Path) -> ModelSource:
-    """The checkpoint in `directory`. Raises ValueError as `find_model` does."""
-    if not directory.is_dir():
-        raise ValueError(f"{flag} {directory} is not a directory; name one that holds a checkpoint")
+    """The checkpoint in `directory`, or a GGUF file. Raises ValueError as `find_model` does."""
+    if not directory.is_dir() and not (is_gguf(directory) and directory.is_file()):
+        raise ValueError(
+            f"{flag} {directory} is not a directory; name one that holds a checkpoint, or a .gguf "
+            "file"
+        )
     return find_model(flag, str(directory.resolve()))  # never a packaged model of that name
 
 
@@ -197,6 +209,9 @@ def find_damage(file: Path) -> str | None:
 
 def copy_companions(source: ModelSource, directory: Path) -> None:
     assert source.tokenizer_path is not None, "a checkpoint on disk has a directory"
+    if is_gguf(source.tokenizer_path):
+        write_gguf_companions(source, directory)
+        return
     for name in COMPANIONS:
         theirs = source.tokenizer_path / name
         ours = directory / name
@@ -207,6 +222,21 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
             write_text(FLAG, ours, to_json(fields, indent=2))
         else:
             shutil.copyfile(theirs, ours)
+
+
+def write_gguf_companions(source: ModelSource, directory: Path) -> None:
+    """The config and the tokenizer of a GGUF file in the file formats of a directory."""
+    assert source.tokenizer_path is not None, "a GGUF file has its tokenizer"
+    vocabulary = read_vocabulary(read_gguf(source.tokenizer_path))
+    contents = {"config.json": to_json(to_hf_config(source.config), indent=1).encode()}
+    if vocabulary.model == SENTENCEPIECE:
+        contents["tokenizer.model"] = sentencepiece_model(vocabulary)
+    else:
+        contents["tokenizer.json"] = json.dumps(tokenizers_file(vocabulary)).encode()
+    for name, data in contents.items():
+        if not (directory / name).exists():
+            with complete_file(FLAG, directory / name) as partial:
+                partial.write_bytes(data)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -40,7 +40,7 @@ from magicdec.model.checkpoint.weight_map import (
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.family import find_family
-from magicdec.model.gguf.file import is_gguf
+from magicdec.model.gguf.named import is_gguf
 from magicdec.model.linear.grouped import GroupedLinear, common_format, stack_rows
 from magicdec.model.linear.packed import Int8Linear, PartialLinear
 from magicdec.model.presets.presets import (

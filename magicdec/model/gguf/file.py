@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 from magicdec.model.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, RETIRED, type_name
 from magicdec.output.files import open_regular
 
-SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_DIMENSIONS = 4
@@ -64,10 +63,6 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", "unknown"))
-
-
-def is_gguf(path: Path) -> bool:
-    return path.suffix == SUFFIX
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -13,9 +13,8 @@ from importlib import resources
 from pathlib import Path
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.families.gguf_config import load_gguf_config
 from magicdec.model.families.hf_config import load_model_config, parse_hf_config
-from magicdec.model.gguf.file import SUFFIX, is_gguf
+from magicdec.model.gguf.named import SUFFIX, is_gguf
 from magicdec.output.files import nearest, no_such
 
 FILE = Path(__file__).with_name("presets.json")
@@ -53,6 +52,8 @@ def find_config(flag: str, name: str) -> ModelConfig:
     if path.is_dir():
         return load_model_config(path)
     if is_gguf(path) and path.is_file():
+        from magicdec.model.families.gguf_config import load_gguf_config  # which imports numpy
+
         return load_gguf_config(path)
     if path.suffix in WEIGHT_SUFFIXES and not is_gguf(path):
         return load_model_config(path.parent)
