@@ -1,6 +1,7 @@
 """Checkpoints that another program quantised: whole models against transformers on the weights that
 their formats define, slices, and settings and tensors that are refused."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import Command, make_runner
 from safetensors.torch import load_file, save_file
 from test_gguf import check_logits, reference_model, trained_bpe
@@ -257,6 +259,22 @@ def test_biases_and_layers_that_are_not_quantised(tmp_path: Path) -> None:
     check_values_of_plain(find_model("--model", str(tmp_path)), model)
 
 
+def test_lists_that_programs_read_differently(tmp_path: Path) -> None:
+    """ "mlp.up" names up_proj to AutoAWQ, and nothing to transformers: the tensors decide."""
+    table = awq_table(modules_to_not_convert=["mlp.up", "layers.1.self_attn"])
+    for part, others in (("plain", ("mlp.up_proj",)), ("quantised", ())):
+        model = reference_model("Llama")
+        ends = ("lm_head", *others)
+
+        def is_plain(module: str, ends: tuple[str, ...] = ends) -> bool:
+            return module.endswith(ends) or "layers.1.self_attn" in module
+
+        save_quantized(tmp_path / part, model, table, of_awq, is_plain)
+        check_values_of_plain(find_model("--model", str(tmp_path / part)), model)
+    write_table(tmp_path / part, awq_table(modules_to_not_convert=["up_proj"]))
+    refused(tmp_path / part, r"model\.layers\.0\.mlp\.up_proj is quantised, though the quanti")
+
+
 def check_values_of_plain(source: ModelSource, model: Any) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(source.weights.read(name), parameter.data), name
@@ -449,6 +467,28 @@ def test_a_head_that_is_quantised(tmp_path: Path) -> None:
     refused(tmp_path, "lm_head is quantised, though the quantization_config of")
 
 
+@pytest.mark.parametrize("name", ["gptq, zero points", "fp8, blocks"])
+def test_a_family_with_other_names(name: str, tmp_path: Path) -> None:
+    """GPT-J: its layers are `transformer.h`, and its head has a bias."""
+    torch.manual_seed(0)
+    config = transformers.GPTJConfig(
+        vocab_size=97, n_positions=256, n_embd=256, n_layer=2, n_head=4, rotary_dim=32, n_inner=512
+    )
+    model = transformers.GPTJForCausalLM(config).eval()
+    save_quantized(tmp_path, model, *FORMATS[name][:2])
+    check_logits(tmp_path, model)
+    source = find_model("--model", str(tmp_path))
+    assert (source.weights.tensors["transformer.h.0.mlp.fc_in.weight"].numbers is None) == (
+        FORMATS[name][2] is None
+    )
+
+
+def test_transposed_matrices_are_refused(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=97, n_positions=64, n_embd=64, n_layer=1, n_head=2)
+    save_quantized(tmp_path, transformers.GPT2LMHeadModel(config), *FORMATS["awq"][:2])
+    refused(tmp_path, "GPT2LMHeadModel stores its matrices transposed, which is not read quantised")
+
+
 def test_a_tied_head_is_not_quantised(tmp_path: Path) -> None:
     model = reference_model("Llama", tie_word_embeddings=True)
     save_quantized(tmp_path, model, *FORMATS["awq"][:2])
@@ -479,15 +519,19 @@ def test_a_plan_needs_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gptq, zero points", "gptq, act-order", "fp8, blocks"])
 def test_a_directory_runs(name: str, tmp_path: Path, command: Command) -> None:
-    """With the tokens of the baseline, and the memory plan of weights as they are held."""
+    """As numbers in groups, or as plain weights in the dtype of the run."""
     table, made, kind = FORMATS[name]
     model = reference_model("Llama", vocab_size=420)
     save_quantized(tmp_path, model, table, made)
     trained_bpe("llama-bpe").save(str(tmp_path / "tokenizer.json"))
     flags = ("--model", tmp_path, "--device", "cpu", "--prefix_len", 64, "--gen_len", 8, "--B", 1)
-    done = command("run", *flags, "--draft", "self", "--budget", 33)
+    done = command("run", *flags, "--draft", "self", "--budget", 33, "--out", tmp_path / "runs")
     assert done.code == 0, done.err
-    assert f"loading {tmp_path.name} as {'stored' if kind else ''}" in done.err + done.out
+    record = json.loads((tmp_path / "runs").read_text())
+    used = record["config"]["model"]
+    assert used["target_dtype"] == ("stored" if kind else used["dtype"])
+    done = command("model", "check", tmp_path)
+    assert "not compared with transformers: it computes with the kernels of the prog" in done.out
 
 
 def test_mxfp4_blocks() -> None:

@@ -12,7 +12,8 @@ from magicdec.model.checkpoint.quantized.method import (
     absent,
     check_rest,
     choose,
-    names_of,
+    is_listed,
+    listed_modules,
 )
 from magicdec.model.families.fields import ConfigFields, size
 
@@ -44,15 +45,19 @@ class Awq(QuantizationMethod):
         absent(table, "dynamic", "adapter", "rotation", "lm_head")
         field = "q_group_size" if table.get("group_size") is None else "group_size"
         self.group_size = group_size_of(table, field, 128)
-        self.plain = names_of(table, "modules_to_not_convert")
+        self.plain = listed_modules(table, "modules_to_not_convert")
         check_rest(table, IRRELEVANT)
 
     def is_marked(self, parts: Parts) -> bool:
         return "qweight" in parts
 
-    def quantizes(self, module: str) -> bool:
-        # AutoAWQ leaves out the modules whose names contain one of these, and all outside layers.
-        return "layers." in module and not any(name in module for name in self.plain)
+    def quantizes(self, module: str, is_head: bool) -> bool:
+        return not is_head and not is_listed(module, self.plain)
+
+    def leaves_out(self, module: str, is_head: bool) -> bool:
+        # To AutoAWQ a name in the list is a part of those of modules.
+        is_part = any(name in module for name in self.plain)
+        return is_part or not self.quantizes(module, is_head)
 
     def matrix(self, parts: Parts, module: str) -> AwqMatrix:
         return AwqMatrix(parts, self.group_size)

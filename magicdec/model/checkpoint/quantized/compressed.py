@@ -56,7 +56,7 @@ class CompressedTensors(QuantizationMethod):
             "weight" in parts and parts.dtype("weight") in ("int8", "float8_e4m3fn")
         )
 
-    def quantizes(self, module: str) -> bool:
+    def quantizes(self, module: str, is_head: bool) -> bool:
         is_plain = any(rank_of(module, each) is not None for each in self.plain)
         return not is_plain and bool(self._best(module))
 

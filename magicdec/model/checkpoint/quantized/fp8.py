@@ -3,16 +3,14 @@ multiplied, for blocks or for the whole matrix."""
 
 from __future__ import annotations
 
-import re
-
 from magicdec.model.checkpoint.quantized.matrix import Parts, ScaledMatrix, shape_of
 from magicdec.model.checkpoint.quantized.method import (
     QuantizationMethod,
     absent,
     check_rest,
     choose,
-    compiled,
-    names_of,
+    is_listed,
+    listed_modules,
 )
 from magicdec.model.families.fields import ConfigFields, shown
 
@@ -33,21 +31,14 @@ class Fp8(QuantizationMethod):
             raise ValueError(f"weight_block_size {shown(block)} is not two whole numbers")
         self.block = block
         aliases = ("modules_to_not_convert", "ignored_layers")
-        plain = [name for field in aliases for name in names_of(table, field)]
-        for name in plain:
-            compiled(name)
-        self.plain = plain
+        self.plain = [name for field in aliases for name in listed_modules(table, field)]
         check_rest(table, IRRELEVANT)
 
     def is_marked(self, parts: Parts) -> bool:
         return "weight" in parts and parts.dtype("weight").startswith("float8")
 
-    def quantizes(self, module: str) -> bool:
-        # As transformers: from the start to the end of a name, or the end; never the head.
-        return "layers." in module and not any(
-            re.match(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(name)
-            for name in self.plain
-        )
+    def quantizes(self, module: str, is_head: bool) -> bool:
+        return not is_head and not is_listed(module, self.plain)
 
     def matrix(self, parts: Parts, module: str) -> ScaledMatrix:
         found = [leaf for leaf in SCALES if leaf in parts]

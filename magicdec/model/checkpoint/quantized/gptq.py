@@ -22,8 +22,17 @@ damp_auto_increment damp_percent dataset disable_exllama exllama_config hyb_act
 max_input_length meta model_file_base_name model_name_or_path model_seqlen
 module_name_preceding_first_block mse offload_to_disk offload_to_disk_path pad_token_id
 parallel_packing quantizer static_groups tokenizer true_sequential use_cuda_fp16 use_exllama
+# AutoRound's, which writes this format too.
+autoround_version enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
+gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr nsamples provider scale_dtype seqlen
+train_bs
 """
-IRRELEVANT = frozenset(IRRELEVANT_FIELDS.split())
+IRRELEVANT = frozenset(
+    field
+    for line in IRRELEVANT_FIELDS.splitlines()
+    if not line.startswith("#")
+    for field in line.split()
+)
 VERSIONS = ("gptq", "gptq_v2")
 
 
@@ -32,6 +41,7 @@ class Gptq(QuantizationMethod):
         super().__init__(table)
         choose(table, "bits", (4, 8), None)
         choose(table, "pack_dtype", ("int32",), "int32")
+        choose(table, "data_type", ("int",), "int")
         for field in ("checkpoint_format", "format"):
             choose(table, field, VERSIONS, "gptq")
         versions = {
@@ -54,8 +64,8 @@ class Gptq(QuantizationMethod):
     def is_marked(self, parts: Parts) -> bool:
         return "qweight" in parts
 
-    def quantizes(self, module: str) -> bool:
-        if "layers." not in module:
+    def quantizes(self, module: str, is_head: bool) -> bool:
+        if is_head:
             return self.with_head
         return self.inner is None or module.endswith(tuple(f".{name}" for name in self.inner))
 

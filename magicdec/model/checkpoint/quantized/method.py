@@ -23,8 +23,13 @@ class QuantizationMethod(ABC):
         """Whether the tensors of a module are those of a quantised one."""
 
     @abstractmethod
-    def quantizes(self, module: str) -> bool:
-        """Whether the config says that the linear layer is quantised."""
+    def quantizes(self, module: str, is_head: bool) -> bool:
+        """Whether the config says that the linear layer, or the head, is quantised."""
+
+    def leaves_out(self, module: str, is_head: bool) -> bool:
+        """Whether it says that the layer is plain. Both may be so where programs read a list
+        differently; the tensors then decide."""
+        return not self.quantizes(module, is_head)
 
     @abstractmethod
     def matrix(self, parts: Parts, module: str) -> QuantizedMatrix:
@@ -66,6 +71,22 @@ def names_of(table: ConfigFields, field: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise ValueError(f"{field} {shown(value)} is not a list of names")
     return value
+
+
+def listed_modules(table: ConfigFields, field: str) -> list[str]:
+    """A list of modules that are not converted. transformers reads each as a pattern."""
+    names = names_of(table, field)
+    for name in names:
+        compiled(name)
+    return names
+
+
+def is_listed(module: str, names: list[str]) -> bool:
+    """As transformers: a name is the beginning of the module's, up to a dot, or its end."""
+    return any(
+        re.match(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(name)
+        for name in names
+    )
 
 
 def compiled(pattern: str) -> re.Pattern[str]:

@@ -28,7 +28,7 @@ class Mxfp4(QuantizationMethod):
     def is_marked(self, parts: Parts) -> bool:
         raise NotImplementedError
 
-    def quantizes(self, module: str) -> bool:
+    def quantizes(self, module: str, is_head: bool) -> bool:
         raise NotImplementedError
 
     def matrix(self, parts: Parts, module: str) -> QuantizedMatrix:
@@ -43,5 +43,5 @@ def grouped_blocks(blocks: Tensor, scales: Tensor) -> GroupedNumbers:
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
     numbers = torch.tensor(DOUBLED, dtype=torch.int8)[codes.long()]
     # 2 ** -127 and half of it are no normal numbers, but float32 has them.
-    scale = torch.ldexp(torch.ones(()), scales.int() - 128)
+    scale = torch.ldexp(torch.ones(scales.shape), scales.int() - 128)
     return GroupedNumbers(FORMAT, numbers, scale, None)

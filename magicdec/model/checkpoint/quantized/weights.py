@@ -88,8 +88,8 @@ def dequantized(
         is_quantized = method.is_marked(parts)
         if not is_quantized and "weight" not in parts:
             continue  # of a tied head; others are missing, which is checked later
-        said = method.quantizes(module)
-        if not is_quantized and said:
+        is_head = module == names.head
+        if not is_quantized and not method.leaves_out(module, is_head):
             raise parts.refusal(
                 "weight",
                 f"is stored as {parts.dtype('weight')}, though the {FOREIGN} of {config_path} says "
@@ -98,7 +98,7 @@ def dequantized(
             )
         if not is_quantized:
             continue
-        if not said:
+        if not method.quantizes(module, is_head):
             raise ValueError(
                 f"{source.path}: {module} is quantised, though the {FOREIGN} of {config_path} "
                 "leaves it out; correct the one or the other"
