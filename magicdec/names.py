@@ -92,6 +92,14 @@ ARCHITECTURES = {
     "FalconForCausalLM": "magicdec.model.families.gpt:FALCON",
     "BloomForCausalLM": "magicdec.model.families.gpt:BLOOM",
 }
+# What `quantization_config` calls the program that quantised a checkpoint: its format.
+QUANTIZATIONS = {
+    "gptq": "magicdec.model.checkpoint.quantized.gptq:Gptq",
+    "awq": "magicdec.model.checkpoint.quantized.awq:Awq",
+    "compressed-tensors": "magicdec.model.checkpoint.quantized.compressed:CompressedTensors",
+    "fp8": "magicdec.model.checkpoint.quantized.fp8:Fp8",
+    "mxfp4": "magicdec.model.checkpoint.quantized.mxfp4:Mxfp4",
+}
 DTYPES = ("float32", "bfloat16")
 STORED = "stored"  # matrices as the checkpoint stores them: numbers in groups
 WEIGHT_DTYPES = (*DTYPES, "int8", STORED)

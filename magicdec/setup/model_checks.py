@@ -15,10 +15,11 @@ from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import OF_LOW_BIT
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import GROUP, INT4
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import REFERENCE_BACKEND, SAME
+from magicdec.names import REFERENCE_BACKEND, SAME, STORED
 from magicdec.setup.model_plan import max_tokens
 
 MOST_OF_STORED = 0.85  # of the bytes of stored weights that a low-bit copy may read
@@ -38,6 +39,9 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
     check_choice(config, draft_flag, draft)
     check_shards(config, label, draft)
     check_groups(config.draft.draft_dtype, label, len(config.draft.rank_group), draft.config)
+    num_ranks = len(config.draft.rank_group)
+    instead = "--draft_weights int8"
+    check_stored_groups(config.draft.draft_dtype, label, num_ranks, draft, instead)
     check_backend(config, config.draft.backend, draft_flag, draft)
 
 
@@ -158,6 +162,29 @@ def check_groups(weights: str | None, label: str, num_ranks: int, model: ModelCo
         )
 
 
+def check_stored_groups(
+    weights: str | None, label: str, num_ranks: int, source: ModelSource, instead: str
+) -> None:
+    """Raises ValueError if a rank's inputs of a matrix begin or end within a group of its numbers.
+    `instead` is a flag that chooses other weights."""
+    if weights != STORED:
+        return
+    config = untie_head(source.config)
+    for rank in range(num_ranks):
+        table = weight_map(config, Shard(rank, num_ranks), range(config.num_layers))
+        for piece in (piece for pieces in table.values() for piece in pieces):
+            stored = source.weights.tensors.get(piece.name)
+            kind = None if stored is None else stored.numbers
+            if kind is None or piece.columns is None:
+                continue
+            if any(column % kind.group for column in piece.columns):
+                raise ValueError(
+                    f"{label}: {num_ranks} ranks cannot share the {piece.width} inputs of "
+                    f"{piece.name} in whole groups of {kind.group}: rank {rank} has inputs "
+                    f"{piece.columns[0]} to {piece.columns[1]}; choose {instead}, or fewer ranks"
+                )
+
+
 def check_saves(low_bit: str | None, label: str, model: ModelConfig) -> None:
     """Raises ValueError for a low-bit copy of matrices that are stored in as few bits."""
     if low_bit is None or model.stored_bytes is None:
@@ -202,8 +229,11 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     if config.decoding.model_drafter == "self":
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
-    check_groups(config.low_bit, f"{flag} {source.name}", world_size, source.config)
-    check_saves(config.low_bit, f"{flag} {source.name}", source.config)
+    label = f"{flag} {source.name}"
+    check_groups(config.low_bit, label, world_size, source.config)
+    instead = f"--target_dtype {config.model.dtype}"
+    check_stored_groups(config.model.target_dtype, label, world_size, source, instead)
+    check_saves(config.low_bit, label, source.config)
 
 
 def check_backend(config: ResolvedConfig, backend: str, flag: str, source: ModelSource) -> None:

@@ -21,6 +21,10 @@ from tiny_gguf import name_of, permuted, random_blocks, write_gguf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import ModelSection, WorkloadSection
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.gguf.blocks import BLOCK_TYPES
@@ -30,7 +34,7 @@ from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.names import STORED
 from magicdec.setup.loading import load_kind
-from magicdec.setup.model_checks import check_saves
+from magicdec.setup.model_checks import check_fits, check_saves
 from magicdec.setup.model_plan import Kinds
 
 HIDDEN, HEADS, KV_HEADS, SIZE, WIDE, LAYERS, VOCAB = 256, 4, 2, 64, 512, 2, 97
@@ -455,6 +459,29 @@ def test_a_split_file_is_read_and_a_missing_part_is_named(tmp_path: Path) -> Non
     read_gguf.__globals__["_read_known"].cache_clear()
     with pytest.raises(ValueError, match=r"its part model-00002-of-00002.gguf is not beside it"):
         find_model("--model", str(first))
+
+
+def test_ranks_that_would_cut_a_group_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q4_0 has groups of 32, and 2 ranks share 544 units as 272 each, which are 8.5 groups."""
+    monkeypatch.setitem(globals(), "WIDE", 544)
+    path = tmp_path / "model.gguf"
+    save(path, "llama", reference_model("Llama"), (Type.Q4_0,))
+    source = find_model("--model", str(path))
+    workload = WorkloadSection(prefix_len=100, gen_len=20)
+    for weights, num_ranks in ((STORED, 1), ("bfloat16", 2), (STORED, 2)):
+        section = ModelSection(str(path), "bfloat16", target_dtype=weights)
+        config = resolve(RunConfig(model=section, workload=workload), Machine(2))
+        if (weights, num_ranks) != (STORED, 2):
+            check_fits(config, source, num_ranks)
+    message = (
+        r"--model model: 2 ranks cannot share the 544 inputs of model\.layers\.0\.mlp\.down_proj\."
+        r"weight in whole groups of 32: rank 0 has inputs 0 to 272; choose --target_dtype "
+        r"bfloat16, or fewer ranks$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_fits(config, source, 2)
 
 
 def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Command) -> None:

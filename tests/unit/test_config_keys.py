@@ -283,8 +283,8 @@ def test_rope_that_says_a_thing_twice() -> None:
 
 
 QUANTIZED = [
-    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}}, "bitsandbytes"),
+    ({"quantization_config": {"quant_algo": "NVFP4"}}, "NVFP4"),
     ({"quantization_config": {"load_in_4bit": True}}, "load_in_4bit"),
     ({"compression_config": {"format": "float-quantized"}}, "compression_config"),
     ({"quantization": {"bits": 4, "group_size": 64}}, "quantization"),

@@ -33,6 +33,7 @@ from magicdec.model.checkpoint.checked import (
     remember,
 )
 from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.model.checkpoint.quantized.weights import PrequantizedWeights
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_files import WEIGHT_FILES
 from magicdec.model.config import ModelConfig
@@ -189,6 +190,8 @@ def obstacle(source: ModelSource) -> str | None:
         return f"it has no class {architecture}"
     if source.is_int8:
         return "it does not read the int8 weights of this project; check what they were made from"
+    if isinstance(source.weights, PrequantizedWeights):
+        return "it computes with the kernels of the program that quantised the checkpoint"
     if path.name not in READ_BY_OTHERS:
         return f"it does not read {path.name}; check the directory that it was made from"
     num_bytes = _float32_bytes(source)

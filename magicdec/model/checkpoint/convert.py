@@ -30,6 +30,7 @@ from magicdec.model.checkpoint.weight_files import (
     row_spans,
 )
 from magicdec.model.checkpoint.weight_map import SCALE
+from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.gguf.named import is_gguf
@@ -39,12 +40,13 @@ from magicdec.model.gguf.vocabulary import (
     sentencepiece_model,
     tokenizers_file,
 )
-from magicdec.output.files import complete_file, hash_file, load_json, make_new
+from magicdec.output.files import complete_file, hash_file, load_json, load_object, make_new
 from magicdec.output.writing import to_json, write_text
 
 # Files that a checkpoint needs besides its weights; copied when the output is in another directory.
+CONFIG = "config.json"
 COMPANIONS = (
-    *("config.json", "generation_config.json"),
+    *(CONFIG, "generation_config.json"),
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"),
 )
 SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
@@ -84,8 +86,9 @@ def convert(
     tensor names.
 
     Raises:
-        ValueError: `out` is an input file, the disk has too little space, a value is not finite as
-            written, or writing fails. `out` is then unchanged.
+        ValueError: `out` is an input file or beside the config of quantised weights, the disk has
+            too little space, a value is not finite as written, or writing fails. `out` is then
+            unchanged.
     """
     tensors = source.tensors
     files = {tensor.file for tensor in tensors.values()}
@@ -97,6 +100,12 @@ def convert(
             name: tensor if name in int8_names else tensor._replace(dtype=dtype)
             for name, tensor in tensors.items()
         }
+    beside = out.parent / CONFIG
+    if beside.exists() and load_object(beside).get(FOREIGN):
+        raise ValueError(
+            f"{FLAG} {out}: the {CONFIG} there has a {FOREIGN}, which does not fit what is "
+            "written; name a file in another directory"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     size = sum(prod(shape) * _dtype(kind).itemsize for shape, kind, *_ in tensors.values())
     size = size * (2 if out.suffix == ".pth" else 1)
@@ -206,7 +215,12 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
     for name in COMPANIONS:
         theirs = source.tokenizer_path / name
         ours = directory / name
-        if theirs.is_file() and not ours.exists():
+        if not theirs.is_file() or ours.exists():
+            continue
+        fields = load_object(theirs) if name == CONFIG else {}
+        if fields.pop(FOREIGN, None):  # the file that was written holds plain numbers
+            write_text(FLAG, ours, to_json(fields, indent=2))
+        else:
             shutil.copyfile(theirs, ours)
 
 

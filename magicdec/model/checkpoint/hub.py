@@ -127,6 +127,10 @@ def download(
     directory.mkdir(parents=True, exist_ok=True)
     fetch(info, repo_id, small, directory, token)
     load_model_config(directory)
+    # Here, because this file is imported by commands that need no torch.
+    from magicdec.model.checkpoint.quantized.weights import read_method
+
+    read_method(directory)
     names = sorted(set(read_index(directory / weights).values())) if is_index else [weights]
     if missing := [name for name in names if name not in files]:
         raise ValueError(f"{what} lacks {missing[0]}, though its {weights} names it")

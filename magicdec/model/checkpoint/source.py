@@ -18,6 +18,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.finite import WeightsRefused, check_finite
 from magicdec.model.checkpoint.gguf_weights import GgufWeights
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
+from magicdec.model.checkpoint.quantized.weights import dequantized, read_method
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.tying import as_stored
 from magicdec.model.checkpoint.weight_files import (
@@ -37,6 +38,7 @@ from magicdec.model.checkpoint.weight_map import (
     weight_map,
 )
 from magicdec.model.config import ModelConfig
+from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.family import find_family
 from magicdec.model.gguf.named import is_gguf
 from magicdec.model.linear.grouped import GroupedLinear, common_format, stack_rows
@@ -166,7 +168,13 @@ def find_stored_config(flag: str, name: str) -> ModelConfig:
     config = find_config(flag, name)
     path = Path(name).expanduser()
     is_file = path.is_file() and path.suffix in WEIGHT_SUFFIXES
-    if name in DEMO_DIRECTORIES or not (is_file or any((path / f).exists() for f in WEIGHT_FILES)):
+    has_weights = is_file or any((path / f).exists() for f in WEIGHT_FILES)
+    if path.is_dir() and not has_weights and read_method(path) is not None:
+        raise ValueError(
+            f"{flag} {name}: its {FOREIGN} does not say how large the weights are, and there are "
+            "no weights; fetch them, or name a preset"
+        )
+    if name in DEMO_DIRECTORIES or not has_weights:
         return config
     config, weights = as_stored(config, _stored(path, config))
     return replace(config, stored_bytes=bytes_if_whole(weights, config))
@@ -317,7 +325,14 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
             "read; run convert_hf_checkpoint.py, or name the directory of the checkpoint itself"
         )
     is_bare = body and not any(name.startswith(body) for name in source.tensors)
-    return with_body(source, body, head) if is_bare else source
+    whole = with_body(source, body, head) if is_bare else source
+    if is_gguf(path):
+        return whole
+    directory = path if path.is_dir() else path.parent
+    method = read_method(directory)
+    if method is None:
+        return whole
+    return dequantized(whole, method, config, directory / "config.json")
 
 
 def fingerprint(source: ModelSource) -> str:

@@ -118,7 +118,7 @@ class SafetensorsWeights(FileWeights):
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         with _open(self.tensors[name].file) as handle:
-            values: Tensor = handle.get_slice(name)[index or (slice(None),)]
+            values: Tensor = handle.get_slice(name)[index or ...]  # `...`: a scalar too
             return values
 
 

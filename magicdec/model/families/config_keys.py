@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from magicdec.model.families.fields import ConfigFields, shown
+from magicdec.names import QUANTIZATIONS
 
 # The values of a field under which all that reads it would compute what is computed here.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -40,7 +41,13 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+FOREIGN = "quantization_config"
+QUANTIZATION = (FOREIGN, "compression_config", "quantization")
+WAY_OUT = (
+    "choose a checkpoint in bfloat16, float16 or float32 (--target_dtype int8 quantises one), or "
+    f"quantised by {', '.join(name for name in QUANTIZATIONS if name != 'mxfp4')} as "
+    "docs/models.md lists"
+)
 IRRELEVANT_FIELDS = """
 # What the checkpoint is and who made it.
 architectures auto_map author base_model custom_pipelines dataset date description
@@ -101,18 +108,17 @@ def check_unread(raw: ConfigFields, architecture: str) -> None:
             )
 
 
-def check_plain_weights(raw: ConfigFields) -> None:
+def check_quantization(raw: ConfigFields) -> None:
+    """Raise ValueError unless weights are plain or by a program of QUANTIZATIONS, whose settings
+    are checked with the tensors."""
     for field in QUANTIZATION:
         table = raw.get(field)
         if not table:
             continue
-        method = (
-            table.get("quant_method") or table.get("quant_algo")
-            if isinstance(table, dict)
-            else None
-        )
+        method = None
+        if isinstance(table, dict):
+            method = table.get("quant_method") or table.get("quant_algo")
+            if field == FOREIGN and table.get("quant_method") in QUANTIZATIONS:
+                continue
         what = f"{method} weights are" if method else f"{shown(table)} is"
-        raise ValueError(
-            f"{field}: {what} not supported; choose a checkpoint in bfloat16, float16 or float32 "
-            "(--target_dtype int8 quantises one)"
-        )
+        raise ValueError(f"{field}: {what} not supported; {WAY_OUT}")

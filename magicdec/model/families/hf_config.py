@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.families.config_keys import check_plain_weights, check_unread
+from magicdec.model.families.config_keys import check_quantization, check_unread
 from magicdec.model.families.family import find_family
 from magicdec.model.families.fields import ConfigFields, only
 from magicdec.output.files import load_object
@@ -55,7 +55,7 @@ def parse_hf_config(
     architecture = (raw.get("architectures") or ["unknown"])[0]
     family = find_family(architecture)
     read = ConfigFields(raw)
-    check_plain_weights(read)
+    check_quantization(read)
     only(read, "model_type", family.model_type)
     fields = family.read(read)
     dtype = str(read.get("dtype") or read.get("torch_dtype") or "float32")

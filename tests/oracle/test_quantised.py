@@ -1,0 +1,570 @@
+"""Checkpoints that another program quantised: whole models against transformers on the weights that
+their formats define, slices, and settings and tensors that are refused."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import Command, make_runner
+from safetensors.torch import load_file, save_file
+from test_gguf import check_logits, reference_model, trained_bpe
+from tiny_quantized import (
+    Integers,
+    Layer,
+    awq,
+    fp8,
+    gptq,
+    packed,
+    plain_integers,
+    save_quantized,
+    write_table,
+)
+from torch import Tensor
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.convert import convert
+from magicdec.model.checkpoint.quantized import matrix
+from magicdec.model.checkpoint.quantized.mxfp4 import grouped_blocks
+from magicdec.model.checkpoint.source import ModelSource, find_model, find_stored_config
+from magicdec.setup.loading import load_kind
+from magicdec.setup.model_plan import Kinds
+
+Making = Callable[[tuple[int, int], int], Layer]
+
+
+def of_gptq(bits: int, group: int, less: int, **settings: Any) -> Making:
+    def made(shape: tuple[int, int], seed: int) -> Layer:
+        return gptq(Integers(shape, bits, group, seed, **settings), bits, less)
+
+    return made
+
+
+def of_awq(shape: tuple[int, int], seed: int) -> Layer:
+    return awq(Integers(shape, 4, 64, seed))
+
+
+def of_compressed(
+    bits: int, group: int, is_symmetric: bool, is_packed: bool = True, **settings: Any
+) -> Making:
+    def made(shape: tuple[int, int], seed: int) -> Layer:
+        zero = 1 << (bits - 1) if is_symmetric else None
+        numbers = Integers(shape, bits, group, seed, zero=zero, **settings)
+        write = partial(packed, bits=bits) if is_packed else plain_integers
+        return write(numbers, is_symmetric=is_symmetric)
+
+    return made
+
+
+def of_fp8(leaf: str, form: str, block: tuple[int, int] | None = None) -> Making:
+    def made(shape: tuple[int, int], seed: int) -> Layer:
+        whole = (1, shape[1]) if form == "channels" else shape
+        return fp8(shape, block or whole, leaf, seed, form)
+
+    return made
+
+
+def gptq_table(bits: int = 4, group: int = 128, **more: Any) -> dict[str, Any]:
+    table = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False}
+    return table | {"sym": True, "checkpoint_format": "gptq", "damp_percent": 0.1} | more
+
+
+def awq_table(**more: Any) -> dict[str, Any]:
+    table = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    return table | {"version": "gemm", "modules_to_not_convert": None} | more
+
+
+def compressed_table(
+    form: str, weights: dict[str, Any], ignore: list[str] | None = None, **more: Any
+) -> dict[str, Any]:
+    full = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "dynamic": False}
+    full |= {"actorder": None, "block_structure": None, "observer": "minmax"} | weights
+    group = {"targets": ["Linear"], "weights": full, "input_activations": None} | more
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "global_compression_ratio": 1.5,
+        "ignore": ["lm_head"] if ignore is None else ignore,
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group | {"output_activations": None}},
+    }
+
+
+def fp8_table(block: list[int] | None, **more: Any) -> dict[str, Any]:
+    table = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return table | {"weight_block_size": block, "modules_to_not_convert": ["lm_head"]} | more
+
+
+CHANNEL = {"strategy": "channel", "symmetric": True}
+DYNAMIC = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+INT, FLOAT, PACK = "int-quantized", "float-quantized", "pack-quantized"
+BF16 = torch.bfloat16
+# By name: the table of the config, what makes a layer, and the bits and scale of its numbers.
+FORMATS: dict[str, tuple[dict[str, Any], Making, tuple[int, str, bool] | None]] = {
+    "gptq, symmetric": (gptq_table(), of_gptq(4, 128, 1, zero=8), (4, "float16", False)),
+    "gptq, zero points": (
+        gptq_table(group=32, sym=False),
+        of_gptq(4, 32, 1),
+        (4, "float32", True),
+    ),
+    "gptq, second version": (
+        gptq_table(group=64, sym=False, checkpoint_format="gptq_v2"),
+        of_gptq(4, 64, 0, scale=BF16),
+        (4, "float32", True),
+    ),
+    "gptq, float32 scales": (
+        gptq_table(group=64, sym=False),
+        of_gptq(4, 64, 1, scale=torch.float32),
+        (8, "float32", False),
+    ),
+    "gptq, 8 bits, one group": (
+        gptq_table(8, -1),
+        of_gptq(8, -1, 1, zero=128),
+        (8, "float16", False),
+    ),
+    "gptq, 8 bits, zero points": (
+        gptq_table(8, 96, sym=False),
+        of_gptq(8, 96, 1),
+        (8, "float32", True),
+    ),
+    "gptq, act-order": (
+        gptq_table(desc_act=True, sym=False),
+        of_gptq(4, 128, 1, is_scattered=True),
+        None,
+    ),
+    "awq": (awq_table(), of_awq, (4, "float32", True)),
+    "packed, group": (
+        compressed_table(PACK, {"num_bits": 4, "strategy": "group", "group_size": 32}),
+        of_compressed(4, 32, True, scale=BF16),
+        (4, "bfloat16", False),
+    ),
+    "packed, zero points": (
+        compressed_table(
+            PACK, {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": False}
+        ),
+        of_compressed(4, 128, False, scale=BF16),
+        (4, "float32", True),
+    ),
+    "packed, 8 bits, channel": (
+        compressed_table(PACK, CHANNEL),
+        of_compressed(8, -1, True, scale=torch.float32),
+        (8, "float32", False),
+    ),
+    "packed, 8 bits, zero points": (
+        compressed_table(PACK, CHANNEL | {"symmetric": False}),
+        of_compressed(8, -1, False),
+        (8, "float32", True),
+    ),
+    "integers, channel": (
+        compressed_table(INT, CHANNEL),
+        of_compressed(8, -1, True, False, scale=BF16),
+        (8, "bfloat16", False),
+    ),
+    "integers, zero points": (
+        compressed_table(INT, {"strategy": "group", "group_size": 64, "symmetric": False}),
+        of_compressed(8, 64, False, False),
+        (8, "float32", True),
+    ),
+    "fp8, blocks": (fp8_table([128, 128]), of_fp8("weight_scale_inv", "blocks", (128, 128)), None),
+    "fp8, ragged blocks": (
+        fp8_table([96, 160]),
+        of_fp8("weight_scale_inv", "blocks", (96, 160)),
+        None,
+    ),
+    "fp8, one scale": (fp8_table(None), of_fp8("weight_scale_inv", "scalar"), None),
+    "floats, channel": (
+        compressed_table(FLOAT, CHANNEL | {"type": "float"}, input_activations=DYNAMIC),
+        of_fp8("weight_scale", "channels"),
+        None,
+    ),
+    "floats, one scale": (
+        compressed_table(FLOAT, {"strategy": "tensor", "type": "float"}),
+        of_fp8("weight_scale", "one"),
+        None,
+    ),
+    "floats, blocks": (
+        compressed_table(
+            FLOAT, {"strategy": "block", "type": "float", "block_structure": [128, 128]}
+        ),
+        of_fp8("weight_scale", "blocks", (128, 128)),
+        None,
+    ),
+}
+
+
+def saved(path: Path, name: str, **settings: Any) -> Any:
+    table, made, _ = FORMATS[name]
+    model = reference_model(settings.pop("kind", "Llama"))
+    save_quantized(path, model, table, made, **settings)
+    return model
+
+
+def check_values(source: ModelSource, model: Any, kind: tuple[int, str, bool] | None) -> None:
+    """All weights and slices of them, to the bit, as floats and as numbers in groups."""
+    for name, parameter in model.named_parameters():
+        assert torch.equal(source.weights.read(name), parameter.data), name
+        if parameter.dim() == 1:
+            continue
+        tensor = source.weights.tensors[name]
+        form = tensor.numbers
+        assert (form is None) == (kind is None or name.startswith(("lm_head", "model.embed")))
+        for rows in (slice(0, 7), slice(60, 70), slice(1, len(parameter) - 3)):
+            for columns in (slice(33, 95), slice(90, 203)):  # within a block, and across blocks
+                found = source.weights.read(name, (rows, columns))
+                assert torch.equal(found, parameter.data[rows, columns]), (name, rows)
+            if form is None:
+                continue
+            assert (form.bits, form.scale, form.has_minimum) == kind
+            columns = slice(form.group, 2 * form.group)
+            numbers = source.weights.read_numbers(name, (rows, columns))
+            assert numbers.format == form and numbers.scale.dtype == getattr(torch, form.scale)
+            assert torch.equal(numbers.dense(), parameter.data[rows, columns]), (name, rows)
+            assert form.least <= int(numbers.numbers.min())
+            assert int(numbers.numbers.max()) < form.least + 2**form.bits
+
+
+@pytest.fixture(autouse=True)
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are made in several parts."""
+    monkeypatch.setattr(matrix, "MADE", 1 << 14)
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_model_computes_as_transformers_on_the_defined_weights(name: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, name)
+    source = find_model("--model", str(tmp_path))
+    kind = FORMATS[name][2]
+    assert source.has_groups == (kind is not None)
+    check_values(source, model, kind)
+    check_logits(tmp_path, model)
+
+
+def test_biases_and_layers_that_are_not_quantised(tmp_path: Path) -> None:
+    """Qwen2's biases on q, k and v; a layer by name and one by pattern are plain."""
+    model = reference_model("Qwen2")
+    made = FORMATS["packed, group"][1]
+    table = FORMATS["packed, group"][0] | {
+        "ignore": ["lm_head", "model.layers.0.mlp.up_proj", r"re:.*layers\.1\.self_attn\.o_proj"]
+    }
+
+    def is_plain(module: str) -> bool:
+        return module.endswith(("lm_head", "0.mlp.up_proj", "1.self_attn.o_proj"))
+
+    save_quantized(tmp_path, model, table, made, is_plain)
+    check_values_of_plain(find_model("--model", str(tmp_path)), model)
+
+
+def test_lists_that_programs_read_differently(tmp_path: Path) -> None:
+    """ "mlp.up" names up_proj to AutoAWQ, and nothing to transformers: the tensors decide."""
+    table = awq_table(modules_to_not_convert=["mlp.up", "layers.1.self_attn"])
+    for part, others in (("plain", ("mlp.up_proj",)), ("quantised", ())):
+        model = reference_model("Llama")
+        ends = ("lm_head", *others)
+
+        def is_plain(module: str, ends: tuple[str, ...] = ends) -> bool:
+            return module.endswith(ends) or "layers.1.self_attn" in module
+
+        save_quantized(tmp_path / part, model, table, of_awq, is_plain)
+        check_values_of_plain(find_model("--model", str(tmp_path / part)), model)
+    write_table(tmp_path / part, awq_table(modules_to_not_convert=["up_proj"]))
+    refused(tmp_path / part, r"model\.layers\.0\.mlp\.up_proj is quantised, though the quanti")
+
+
+def check_values_of_plain(source: ModelSource, model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        assert torch.equal(source.weights.read(name), parameter.data), name
+    loaded = load_kind(source, Shard(), Kinds("float32", "stored"), torch.device("cpu"))
+    text = torch.arange(40)[None]
+    runner = make_runner(loaded, 1, 64)
+    runner.allocate(0)
+    with torch.inference_mode():
+        expected = model(text).logits
+        found = runner.forward(text, [0], num_outputs=40)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("gptq, zero points", 32), ("packed, 8 bits, channel", 128)]
+)
+def test_two_ranks_hold_the_halves_of_the_whole_matrices(
+    name: str, group: int, tmp_path: Path
+) -> None:
+    saved(tmp_path, name)
+    source = find_model("--model", str(tmp_path))
+    halves = [
+        load_kind(source, Shard(rank, 2), Kinds("float32", "stored"), torch.device("cpu"))
+        for rank in range(2)
+    ]
+    whole = load_kind(source, Shard(), Kinds("float32", "float32"), torch.device("cpu"))
+    down = [half.blocks[1].mlp.down for half in halves]
+    assert all(part.format.group == group for part in down)
+    expected = whole.blocks[1].mlp.down.weight
+    assert torch.equal(torch.cat([part.dense() for part in down], dim=1), expected)
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        find_model("--model", str(path))
+    assert "\n" not in str(caught.value)
+
+
+GPTQ_SAVED = "gptq, zero points"
+WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 32}
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes"}, "quantization_config: bitsandbytes weights are not"),
+    ({"quant_method": "mxfp4"}, "quant_method mxfp4 is that of gpt-oss"),
+    (gptq_table(2), r"bits 2 is not read; those that are: 4, 8"),
+    (gptq_table(3), r"bits 3 is not read"),
+    (gptq_table(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not read"),
+    (gptq_table(format="gptq_v2"), "checkpoint_format and format contradict"),
+    (gptq_table(dynamic={r"-:.*down_proj": {}}), "dynamic .* is not read; only its absence is"),
+    (gptq_table(pack_dtype="int64"), "pack_dtype 'int64' is not read"),
+    (gptq_table(group_size=0), "group_size 0 is neither"),
+    (gptq_table(group_size=None), "group_size None is neither"),
+    (gptq_table(whatever=1), "whatever 1 is not known, and might change"),
+    (gptq_table(sym=7), "sym 7 is not supported"),
+    (awq_table(version="gemv"), "version 'gemv' is not read; those that are: gemm"),
+    (awq_table(bits=3), "bits 3 is not read"),
+    (awq_table(zero_point=False), "zero_point False is not read"),
+    (awq_table(modules_to_not_convert="lm_head"), "'lm_head' is not a list of names"),
+    (fp8_table([128, 128], activation_scheme="static"), "activation_scheme 'static' is not read"),
+    (fp8_table([128]), r"weight_block_size \[128\] is not two whole numbers"),
+    (fp8_table(None, fmt="e5m2"), "fmt 'e5m2' is not read"),
+    (fp8_table(None, modules_to_convert=["lm_head"]), "modules_to_convert .* is not read"),
+    (fp8_table(None, ignored_layers=["("]), r"'\(' is not a regular expression"),
+    (compressed_table("nvfp4-pack-quantized", WEIGHTS), "'nvfp4-pack-quantized' is not read"),
+    (
+        compressed_table("marlin-24", WEIGHTS),
+        "format 'marlin-24' is not read; those that are: pack-",
+    ),
+    (compressed_table(PACK, WEIGHTS | {"num_bits": 3}), "group_0: num_bits 3 is not read"),
+    (compressed_table(PACK, WEIGHTS | {"type": "float"}), "type 'float' is not read"),
+    (compressed_table(PACK, WEIGHTS | {"dynamic": True}), "dynamic True is not read"),
+    (compressed_table(PACK, WEIGHTS | {"strategy": "tensor"}), "strategy 'tensor' is not read"),
+    (compressed_table(PACK, WEIGHTS | {"new": 1}), "new 1 is not known"),
+    (
+        compressed_table(PACK, WEIGHTS, input_activations=DYNAMIC),
+        "input_activations .* is not read",
+    ),
+    (compressed_table(INT, CHANNEL, input_activations=DYNAMIC | {"type": "int"}), "input_activ"),
+    (
+        compressed_table(
+            FLOAT, CHANNEL | {"type": "float"}, input_activations=DYNAMIC | {"dynamic": False}
+        ),
+        "input_activations .* and dynamic FP8",
+    ),
+    (compressed_table(PACK, WEIGHTS) | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    (compressed_table(PACK, WEIGHTS) | {"quantization_status": "frozen"}, "'frozen' is not read"),
+    (compressed_table(PACK, WEIGHTS) | {"transform_config": {"a": 1}}, "transform_config"),
+    (compressed_table(PACK, WEIGHTS) | {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
+    (compressed_table(PACK, WEIGHTS) | {"config_groups": {}}, "config_groups {} is not a table"),
+    ({"quant_method": "gptq", "group_size": 128}, "bits None is not read"),
+]
+
+
+@pytest.fixture(scope="module")
+def gptq_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gptq")
+    saved(path, GPTQ_SAVED)
+    return path
+
+
+@pytest.mark.parametrize(("table", "message"), SETTINGS)
+def test_settings_that_are_not_read_are_refused(
+    gptq_directory: Path, tmp_path: Path, table: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(gptq_directory / "model.safetensors")
+    (tmp_path / "config.json").write_text((gptq_directory / "config.json").read_text())
+    write_table(tmp_path, table)
+    refused(tmp_path, rf"config\.json: .*{message}.*; choose a checkpoint in bfloat16")
+
+
+Q0 = "model.layers.0.self_attn.q_proj"
+Changes = Callable[[dict[str, Tensor]], None]
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Changes:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def named(name: str, value: Tensor) -> Changes:
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{Q0}.scales"), "scales is missing, expected shape"),
+        (changed(f"{Q0}.scales", lambda v: v[:-1].clone()), r"scales has shape \(7, 256\), expec"),
+        (changed(f"{Q0}.qzeros", lambda v: v.short()), "qzeros is stored as int16, expected int32"),
+        (changed(f"{Q0}.g_idx", lambda v: v + 1), "are numbered 1 to 8, expected 0 to 7"),
+        (changed(f"{Q0}.qzeros", lambda v: v | 15), "zero point of 15, which .* gptq_v2"),
+        (named(f"{Q0}.input_scale", torch.ones(1)), "input_scale is not read, and might change"),
+        (lambda t: t.pop(f"{Q0}.qweight"), "q_proj.weight is missing"),
+        (named("lm_head.qweight", torch.ones(32, 97).int()), "lm_head is quantised, though the"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    gptq_directory: Path, tmp_path: Path, change: Changes, message: str
+) -> None:
+    tensors = tensors_of(gptq_directory)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((gptq_directory / "config.json").read_text())
+    refused(tmp_path, message)
+
+
+def test_a_plain_matrix_that_should_be_quantised_is_refused(tmp_path: Path) -> None:
+    for name in ("gptq, symmetric", "awq", "packed, group", "fp8, blocks"):
+        path = tmp_path / name.replace(" ", "")
+        saved(path, name, is_plain=lambda module: module in ("lm_head", Q0))
+        refused(path, r"q_proj\.weight is stored as float32, though the quantization_config of")
+
+
+def test_a_symmetric_checkpoint_in_the_other_version_is_refused(tmp_path: Path) -> None:
+    """As some programs write them: zero points of the second version under the first's name."""
+    model = reference_model("Llama")
+    save_quantized(tmp_path, model, gptq_table(), of_gptq(4, 128, 0, zero=8))
+    refused(
+        tmp_path, "zero point of 8, but a symmetric matrix of 4 bits in the format gptq stores 7"
+    )
+    write_table(tmp_path, gptq_table(checkpoint_format="gptq_v2"))
+    check_values(find_model("--model", str(tmp_path)), model, (4, "float16", False))
+
+
+def test_groups_that_no_layer_has_are_refused(tmp_path: Path) -> None:
+    save_quantized(
+        tmp_path, reference_model("Llama"), gptq_table(group=8), of_gptq(4, 8, 1, zero=8)
+    )
+    refused(tmp_path, "groups of 8 of 256 inputs, which no group of 16, 32, 64, 128 divides")
+
+
+def test_eight_bits_with_zero_points_need_short_scales(tmp_path: Path) -> None:
+    table = gptq_table(8, 64, sym=False)
+    made = of_gptq(8, 64, 1, scale=torch.float32)
+    save_quantized(tmp_path, reference_model("Llama"), table, made)
+    refused(tmp_path, "scales is in float32 beside 8-bit numbers with zero points")
+
+
+def test_a_head_that_is_quantised(tmp_path: Path) -> None:
+    model = reference_model("Llama")
+    table = gptq_table(group=32, lm_head=True)
+    made = of_gptq(4, 32, 1, zero=8)
+    save_quantized(tmp_path, model, table, made, is_plain=lambda module: False)
+    source = find_model("--model", str(tmp_path))
+    assert source.weights.tensors["lm_head.weight"].numbers is not None
+    check_logits(tmp_path, model)
+    write_table(tmp_path, table | {"lm_head": False})
+    refused(tmp_path, "lm_head is quantised, though the quantization_config of")
+
+
+@pytest.mark.parametrize("name", ["gptq, zero points", "fp8, blocks"])
+def test_a_family_with_other_names(name: str, tmp_path: Path) -> None:
+    """GPT-J: its layers are `transformer.h`, and its head has a bias."""
+    torch.manual_seed(0)
+    config = transformers.GPTJConfig(
+        vocab_size=97, n_positions=256, n_embd=256, n_layer=2, n_head=4, rotary_dim=32, n_inner=512
+    )
+    model = transformers.GPTJForCausalLM(config).eval()
+    save_quantized(tmp_path, model, *FORMATS[name][:2])
+    check_logits(tmp_path, model)
+    source = find_model("--model", str(tmp_path))
+    assert (source.weights.tensors["transformer.h.0.mlp.fc_in.weight"].numbers is None) == (
+        FORMATS[name][2] is None
+    )
+
+
+def test_transposed_matrices_are_refused(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=97, n_positions=64, n_embd=64, n_layer=1, n_head=2)
+    save_quantized(tmp_path, transformers.GPT2LMHeadModel(config), *FORMATS["awq"][:2])
+    refused(tmp_path, "GPT2LMHeadModel stores its matrices transposed, which is not read quantised")
+
+
+def test_a_tied_head_is_not_quantised(tmp_path: Path) -> None:
+    model = reference_model("Llama", tie_word_embeddings=True)
+    save_quantized(tmp_path, model, *FORMATS["awq"][:2])
+    assert find_model("--model", str(tmp_path)).config.tie_word_embeddings
+    check_logits(tmp_path, model)
+
+
+def test_converting_writes_plain_weights(tmp_path: Path) -> None:
+    """In a directory of their own, with a config that does not call them quantised."""
+    model = saved(tmp_path / "in", "packed, zero points")
+    source = find_model("--model", str(tmp_path / "in"))
+    with pytest.raises(ValueError, match="quantization_config, which does not fit what is written"):
+        convert(source, tmp_path / "in" / "model.pth", None)
+    convert(source, tmp_path / "out" / "model.safetensors", None)
+    found = find_model("--model", str(tmp_path / "out"))
+    assert not found.has_groups
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.weights.read(name), parameter.data), name
+
+
+def test_a_plan_needs_the_weights(tmp_path: Path) -> None:
+    saved(tmp_path, "awq")
+    assert find_stored_config("--model", str(tmp_path)).stored_bytes is not None
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="does not say how large the weights are"):
+        find_stored_config("--model", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gptq, zero points", "gptq, act-order", "fp8, blocks"])
+def test_a_directory_runs(name: str, tmp_path: Path, command: Command) -> None:
+    """As numbers in groups, or as plain weights in the dtype of the run."""
+    table, made, kind = FORMATS[name]
+    model = reference_model("Llama", vocab_size=420)
+    save_quantized(tmp_path, model, table, made)
+    trained_bpe("llama-bpe").save(str(tmp_path / "tokenizer.json"))
+    flags = ("--model", tmp_path, "--device", "cpu", "--prefix_len", 64, "--gen_len", 8, "--B", 1)
+    done = command("run", *flags, "--draft", "self", "--budget", 33, "--out", tmp_path / "runs")
+    assert done.code == 0, done.err
+    record = json.loads((tmp_path / "runs").read_text())
+    used = record["config"]["model"]
+    assert used["target_dtype"] == ("stored" if kind else used["dtype"])
+    done = command("model", "check", tmp_path)
+    assert "not compared with transformers: it computes with the kernels of the prog" in done.out
+
+
+def test_mxfp4_blocks() -> None:
+    """Every byte, and the smallest and largest exponents: value = E2M1 * 2 ** (scale - 127)."""
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(4, 4, 16)
+    scales = torch.tensor([0, 1, 2, 126, 127, 128, 200, 252] * 2, dtype=torch.uint8).reshape(4, 4)
+    found = grouped_blocks(blocks, scales)
+    magnitudes = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    dense = found.dense()
+    for row in range(4):
+        for group in range(4):
+            for place in range(32):
+                byte = int(blocks[row, group, place // 2])
+                code = byte >> 4 if place % 2 else byte & 15
+                value = magnitudes[code & 7] * 2.0 ** (int(scales[row, group]) - 127)
+                value = -value if code >> 3 else value
+                assert float(dense[row, group * 32 + place]) == value
+    with pytest.raises(ValueError, match="is 253, beyond 252"):
+        grouped_blocks(blocks, scales.clamp(min=253))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_integers_are_those_of_compressed_tensors(bits: int, is_symmetric: bool) -> None:
+    """What its own functions unpack from our test's words."""
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    zero = 1 << (bits - 1) if is_symmetric else None
+    numbers = Integers((96, 256), bits, 64, bits, zero=zero)
+    leaves, _ = packed(numbers, bits, is_symmetric)
+    middle = 1 << (bits - 1)
+    found = helpers.unpack_from_int32(leaves["weight_packed"], bits, torch.Size((96, 256)))
+    assert torch.equal(found.int(), torch.from_numpy(numbers.codes - middle).int())
+    if not is_symmetric:
+        stored = leaves["weight_zero_point"]
+        found = helpers.unpack_from_int32(stored, bits, torch.Size((96, 4)), packed_dim=0)
+        assert torch.equal(found.int(), torch.from_numpy(numbers.zeros - middle).int())
