@@ -231,7 +231,7 @@ def check_values(source: ModelSource, model: Any, kind: tuple[int, str, bool] | 
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are made in several parts."""
-    monkeypatch.setattr(matrix, "MADE", 1 << 14)
+    monkeypatch.setattr(matrix, "MADE", 1 << 16)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
