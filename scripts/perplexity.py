@@ -52,7 +52,10 @@ def main() -> int:
         measure_llama(args)
         return 0
     windows, text = make_windows(args)
-    rows = [(" / ".join(way), *measured) for way, measured in measure_ours(args, windows)]
+    rows = []
+    for way, measured in measure_ours(args, windows):
+        rows.append((" / ".join(way), *measured))
+        print(rows[-1], file=sys.stderr, flush=True)  # the rest may take long
     equal = None
     if args.llama:
         with tempfile.TemporaryDirectory() as temporary:
