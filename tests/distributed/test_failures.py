@@ -37,8 +37,8 @@ REFUSED: dict[str, list[tuple[list[object], str]]] = {
         (["--drafter", "model"], "no draft is named here"),
         (
             ["--model", "demo", "--dtype", "float32", "--target_dtype", "bfloat16"],
-            "--target_dtype bfloat16: weights that are not int8 have the --dtype of the run, "
-            "float32",
+            "--target_dtype bfloat16: weights that are not int8 or as they are stored have the "
+            "--dtype of the run, float32",
         ),
         (
             [

@@ -116,7 +116,7 @@ def multiply_groups(
         LEAST=numbers.least,
         BLOCK_M=rows,
         BLOCK_N=outputs,
-        STEP=max(1, 128 // numbers.group),
+        STEP=min(4, max(1, 128 // numbers.group)),
         SPLITS=splits,
         IS_FAST=x.device.type != "cpu" and x.dtype == torch.bfloat16,
         num_warps=outputs // 16,
