@@ -215,8 +215,7 @@ def load_gguf(path: Path) -> Tokenizer:
     vocabulary = read_vocabulary(read_gguf(path))
     if vocabulary.model == SENTENCEPIECE:
         return load_sentencepiece(path, sentencepiece_model(vocabulary))
-    tokenizer = load_json(path, json.dumps(tokenizers_file(vocabulary)).encode())
-    return tokenizer
+    return load_json(path, json.dumps(tokenizers_file(vocabulary)).encode())
 
 
 LOADERS: dict[str, Callable[[Path, bytes], Tokenizer]] = {

@@ -233,7 +233,8 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     check_groups(config.low_bit, label, world_size, source.config)
     instead = f"--target_dtype {config.model.dtype}"
     check_stored_groups(config.model.target_dtype, label, world_size, source, instead)
-    check_saves(config.low_bit, label, source.config)
+    if config.model.target_dtype == STORED:
+        check_saves(config.low_bit, label, source.config)
 
 
 def check_backend(config: ResolvedConfig, backend: str, flag: str, source: ModelSource) -> None:

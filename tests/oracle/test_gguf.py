@@ -424,6 +424,7 @@ def test_keys_that_would_change_the_computation_are_refused(tmp_path: Path) -> N
     path = tmp_path / "model.gguf"
     model = reference_model("Llama")
     for key, value, message in (
+        ("block_count", 1 << 31, "block_count 2147483648 is over 10000"),
         ("attention.sliding_window", 128, "llama.attention.sliding_window 128 is not read"),
         ("expert_count", 8, "llama.expert_count 8 is not read"),
         ("rope.scaling.type", "longrope", "rope.scaling.type longrope is not read"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launches import Recorder, compile_apart
+from test_grouped import make_numbers
 from test_low_bit import exact
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ FORMATS = (
     NumberFormat(4, 128, "float16", True, 0),
     NumberFormat(8, 16, "float32", False, -128),
     NumberFormat(8, 32, "float16", False, -128),
+    NumberFormat(4, 64, "bfloat16", False, -7),
 )
 SHAPES = [(2048, 2048), (16384, 2048), (128256, 2048), (4096, 14336)]  # outputs, inputs
 
@@ -138,3 +140,38 @@ def test_the_kernel_fits_gpus_that_are_not_here(tmp_path: Path) -> None:
     """Compiled to machine code: nothing is spilled, shared memory is there, weights are loaded
     ahead."""
     compile_apart(COMPILE, tmp_path)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 40])
+def test_numbers_in_groups_are_multiplied_in_bfloat16(
+    kind: NumberFormat, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU by the assembly of each `least`, exactly; a row has the same bits in any batch."""
+    monkeypatch.setattr(triton, "serves", lambda *of_call: True)
+    numbers = make_numbers((130, 256), kind)
+    layer = GroupedLinear(numbers, None).to(DEVICE)
+    x = torch.randn(rows, 256).to(DEVICE, BF16)
+    out = layer(x)
+    expected = F.linear(x.cpu().double(), numbers.dense().double())
+    error = (out.cpu().double() - expected).abs()
+    assert (error <= expected.abs() * 2**-7 + 1e-5 * expected.abs().max()).all()
+    assert torch.equal(layer(x[-1:])[0], out[-1])
+
+
+def test_the_constants_of_the_assembly_are_the_numbers_that_it_adds() -> None:
+    """And groups are divided alike for any number of rows."""
+    for least in range(-16, 1):
+        bits = torch.tensor([triton.added_to_halves(least)], dtype=torch.int32).to(torch.int16)
+        assert bits.view(BF16).item() == -(128 - least)
+    kind = FORMATS[0]
+    for outputs in (97, 4096, 60000, 70000, 128256):
+        recorder = Recorder()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton, "kernels", lambda device, recorder=recorder: recorder)
+            for rows in (1, 17, 64):
+                x = torch.empty(rows, 64, dtype=BF16, device="meta")
+                weight = torch.empty(outputs, 32, dtype=torch.uint8, device="meta")
+                scale = torch.empty(2, outputs, device="meta")
+                triton.multiply_groups(x, weight, scale, None, kind)
+        assert len({launch.options["SPLITS"] for launch in recorder.launches}) == 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.families.hf_config import parse_hf_config
+from magicdec.model.families.hf_config import MOST_LAYERS, parse_hf_config
 from magicdec.model.gguf.file import GgufFile, read_gguf
 
 EMBEDDING = "token_embd.weight"
@@ -91,11 +91,14 @@ def load_gguf_config(path: Path) -> ModelConfig:
     """Raises ValueError, one line with the file, for a model that is not certainly computed."""
     file = read_gguf(path)
     try:
-        return parse_hf_config(hf_fields(file), name=path.stem)
+        config = parse_hf_config(hf_fields(file), name=path.stem)
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing") from None
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from None
+    if config.num_layers > MOST_LAYERS:  # for each of which tables have an entry
+        raise ValueError(f"{path}: block_count {config.num_layers} is over {MOST_LAYERS}")
+    return config
 
 
 def architecture_of(file: GgufFile) -> Architecture:

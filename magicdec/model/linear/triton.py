@@ -24,8 +24,40 @@ ROWS = 16  # of a tile: the least that tensor cores multiply
 # Of products in groups (an H200, docs/log/gpu.md): programs below which groups are divided.
 PROGRAMS = 2048
 MOST_SPLITS = 4
+FEWEST_OUTPUTS = 32  # of a tile
 MOST_TILES = 1 << 16
 INPUTS = {torch.bfloat16: 256, torch.float32: 64}  # of a step, by the dtype of x
+
+# Of four bytes of a register at a time: the bits 0x4300 | n are 128 + n in bfloat16, n below 128.
+HALVES = """{
+    .reg .b32 a, b, c, d, one, zero;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 zero, ZERO;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    shr.u32 c, a, 4;
+    shr.u32 d, b, 4;
+    lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, a, one, zero;
+    fma.rn.bf16x2 $1, b, one, zero;
+    fma.rn.bf16x2 $2, c, one, zero;
+    fma.rn.bf16x2 $3, d, one, zero;
+}"""
+
+
+def added_to_halves(least: int) -> int:
+    """The bits of bfloat16 -(128 - least), for `least` 0 to -127."""
+    return 0xC300 - least
+
+
+def halves_as_bfloat16(least: int) -> str:
+    """Assembly that makes the numbers in the lower and in the upper halves of bytes, plus `least`,
+    bfloat16."""
+    zero = added_to_halves(least)
+    return HALVES.replace("ZERO", f"0x{zero:04X}{zero:04X}")
 
 
 @cache
@@ -87,10 +119,11 @@ def multiply_groups(
     num_rows = x.numel() // width
     out = x.new_empty(*x.shape[:-1], num_outputs)
     rows = min(64, max(ROWS, next_power(num_rows)))
-    outputs = 32 if rows == ROWS else 64
+    outputs = FEWEST_OUTPUTS if rows == ROWS else 2 * FEWEST_OUTPUTS
     tiles = -(-num_outputs // outputs)
     row_tiles = -(-num_rows // rows)
-    splits = min(MOST_SPLITS, next_power(-(-PROGRAMS // tiles)))
+    # By the matrix alone: a row has the same sums whatever the number of rows.
+    splits = min(MOST_SPLITS, next_power(-(-PROGRAMS * FEWEST_OUTPUTS // num_outputs)))
     sums_of_x = None
     if minimum is not None:
         sums_of_x = x.view(num_rows, -1, numbers.group).sum(2, dtype=torch.float32)
@@ -114,9 +147,10 @@ def multiply_groups(
         GROUP=numbers.group,
         BITS=numbers.bits,
         LEAST=numbers.least,
+        HALVES_AS_BFLOAT16=halves_as_bfloat16(numbers.least),
         BLOCK_M=rows,
         BLOCK_N=outputs,
-        STEP=min(4, max(1, 128 // numbers.group)),
+        STEP=1 if x.dtype == torch.float32 else min(4, max(1, 128 // numbers.group)),
         SPLITS=splits,
         IS_FAST=x.device.type != "cpu" and x.dtype == torch.bfloat16,
         num_warps=outputs // 16,

@@ -46,65 +46,8 @@ def multiply_rows(
     tl.store(place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
-# Four bytes of a register at a time. Bits of a number below a fixed exponent are that number plus a
-# constant: 0x4300 is 128 in bfloat16, with room for the numbers 0 .. 127, and 0x4B000000 is 2^23 in
+# Four bytes of a register at a time, as in triton.py: the bits 0x4B000000 | n are 2^23 + n in
 # float32.
-@triton.jit
-def _halves_as_bfloat16(both, LEAST: tl.constexpr):
-    """The numbers in the lower and in the upper halves of bytes, plus LEAST (0 or -8), bfloat16."""
-    if LEAST == 0:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d, one, zero;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 zero, 0xC300C300;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shr.u32 c, a, 4;
-            shr.u32 d, b, 4;
-            lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, a, one, zero;
-            fma.rn.bf16x2 $1, b, one, zero;
-            fma.rn.bf16x2 $2, c, one, zero;
-            fma.rn.bf16x2 $3, d, one, zero;
-            }""",
-            "=r,=r,=r,=r,r",
-            [both],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d, one, zero;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 zero, 0xC308C308;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shr.u32 c, a, 4;
-            shr.u32 d, b, 4;
-            lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, a, one, zero;
-            fma.rn.bf16x2 $1, b, one, zero;
-            fma.rn.bf16x2 $2, c, one, zero;
-            fma.rn.bf16x2 $3, d, one, zero;
-            }""",
-            "=r,=r,=r,=r,r",
-            [both],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    return low, high
-
-
 @triton.jit
 def _bytes_as_bfloat16(numbers):
     """int8 numbers as bfloat16."""
@@ -152,6 +95,7 @@ def multiply_groups(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     LEAST: tl.constexpr,
+    HALVES_AS_BFLOAT16: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,
@@ -163,7 +107,8 @@ def multiply_groups(
     minimum. Numbers are exact in bfloat16: each group is a product of tensor cores, whose sum is
     then multiplied by the scales. STEP groups are a turn of the loop; groups are divided among
     SPLITS programs, of which the last adds up their `parts` [SPLITS, num_rows, num_outputs].
-    IS_FAST: x is bfloat16 and a GPU is there. Grid: (tiles of outputs, tiles of rows, SPLITS)."""
+    IS_FAST: x is bfloat16 and a GPU is there; it
+    then runs the assembly HALVES_AS_BFLOAT16. Grid: (tiles of outputs, tiles of rows, SPLITS)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_output = n < num_outputs
@@ -187,7 +132,14 @@ def multiply_groups(
             if BITS == 4:
                 right = tl.load(x_at + g * GROUP + SPAN, mask=mask, other=0.0)
                 if IS_FAST:
-                    low, high = _halves_as_bfloat16(numbers, LEAST)
+                    low, high = tl.inline_asm_elementwise(
+                        HALVES_AS_BFLOAT16,
+                        "=r,=r,=r,=r,r",
+                        [numbers],
+                        dtype=(tl.bfloat16, tl.bfloat16),
+                        is_pure=True,
+                        pack=4,
+                    )
                 else:
                     low = (numbers & 15).to(tl.float32) + LEAST
                     high = (numbers >> 4).to(tl.float32) + LEAST
