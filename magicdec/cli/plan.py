@@ -30,7 +30,15 @@ from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_qu
 from magicdec.hardware.costs import DTYPE_BYTES, Deployment
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
-from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, SAME
+from magicdec.names import (
+    DEFAULT_KV_POLICY,
+    DTYPES,
+    FULL_KV_POLICY,
+    KV_POLICIES,
+    NARROW,
+    SAME,
+    STORED,
+)
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_writable, write_text
 from magicdec.predict.curves import (
@@ -208,7 +216,9 @@ def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deploymen
     """The model on the `--tp` ranks of `nodes` hosts."""
     hardware = find_hardware(args, config.num_layers)
     weights = choose_weights("--target_dtype", args.target_dtype, args.dtype)
-    low_bit = weights if weights in LOW_BIT else None
+    if config.stored_bytes is not None and args.target_dtype == "auto":
+        weights = STORED
+    low_bit = weights if weights in NARROW else None
     return Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, nodes, low_bit)
 
 
@@ -249,11 +259,10 @@ def find_link(args: PlanSection, flag: str, measured: Link | None, is_needed: bo
 
 
 def find_stored(flag: str, name: str) -> ModelConfig:
-    """The config of a name. Reading weights imports torch, so only a tied head, which they decide,
-    looks at them."""
-    config = find_config(flag, name)
-    if not (config.tie_word_embeddings and Path(name).expanduser().exists()):
-        return config
+    """The config of a name. The weights decide whether a head is tied and how many bits matrices
+    have; reading them imports torch, which presets need not."""
+    if not Path(name).expanduser().exists():
+        return find_config(flag, name)
     from magicdec.model.checkpoint.source import find_stored_config
 
     return find_stored_config(flag, name)
@@ -341,6 +350,8 @@ def find_draft(args: PlanSection, target: Deployment) -> Deployment:
             f"--draft {args.draft} has a vocabulary of {config.vocab_size}, "
             f"--model {args.model} one of {target.config.vocab_size}; they must be equal"
         )
+    if low_bit is None and config.stored_bytes is not None:
+        low_bit = STORED
     return replace(target, config=config, tp=1, nodes=1, low_bit=low_bit)
 
 

@@ -97,6 +97,18 @@ struct InOrder {
     }
 };
 
+// The sums of both products of pairs of 16 bits: those of each lane, and a pair for all lanes.
+typedef int32_t integers __attribute__((vector_size(W * 4)));
+inline integers pair_products(bits w, int32_t x) {
+#if defined(__AVX512BW__)
+    return (integers)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+    return (integers)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
+#else
+    return (integers)(w & 0xffff) * int32_t(int16_t(x)) + (integers)(w >> 16) * int32_t(int16_t(x >> 16));
+#endif
+}
+
 // 2^x for x <= 0: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two; below 2^-126
 // the result is 2^-126.
 inline vec exp2_wide(vec x) {

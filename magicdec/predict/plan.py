@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from magicdec.hardware.costs import Deployment
-from magicdec.names import LOW_BIT
+from magicdec.names import NARROW
 from magicdec.output.tables import Column, Table
 from magicdec.predict.curves import AcceptanceCurve, expected_tokens
 from magicdec.predict.speculation import (
@@ -210,7 +210,7 @@ def _name(model: dict[str, Any]) -> str:
     tp = model["tp"]
     nodes = model["nodes"]
     over = f" over {nodes} nodes" if nodes > 1 else ""
-    weights = f" in {model['target_dtype']}" if model["target_dtype"] in LOW_BIT else ""
+    weights = f" in {model['target_dtype']}" if model["target_dtype"] in NARROW else ""
     return f"{model['model']}{weights} on {tp} rank{'s' * (tp > 1)}{over}"
 
 

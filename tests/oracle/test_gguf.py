@@ -499,6 +499,9 @@ def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Comm
         with pytest.raises(ValueError, match=f"{message}.*choose same, or leave it out"):
             check_saves(low_bit, "it", few)
     check_saves("int4", "it", replace(config, stored_bytes=1.0625))
+    rates = ("--bandwidth", 40, "--flops", 0.4, "--acceptance", 0.8)
+    done = command("plan", "--model", path, *rates, "--B", 1, "--prefix_len", 100)
+    assert done.code == 0 and "model in stored on 1 rank" in done.out, done
     flags = ("--model", path, "--device", "cpu", "--prefix_len", 64, "--gen_len", 8, "--B", 1)
     done = command("run", *flags, "--draft", "self", "--draft_weights", "same")
     assert done.code == 0, done.err

@@ -35,7 +35,6 @@ struct Weights {
     const uint32_t* block(int64_t b, int64_t K) const { return packed + b * (K / format.group) * format.words(); }
 };
 
-typedef int32_t integers __attribute__((vector_size(W * 4)));
 
 inline float half_to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
@@ -216,7 +215,7 @@ struct Sums {
     bits part = {};  // of 4 bits: sums in 16 bits of the products that half of a lane takes
     void add(bits w, const int32_t* quad, const int32_t* pair) {
         if constexpr (BITS == 8) {
-            sum += products(w & 0x00ff00ff, pair[0]) + products(w >> 8 & 0x00ff00ff, pair[1]);
+            sum += pair_products(w & 0x00ff00ff, pair[0]) + pair_products(w >> 8 & 0x00ff00ff, pair[1]);
         } else {
 #if defined(__AVX512BW__)
             const __m512i each = _mm512_maddubs_epi16((__m512i)w, _mm512_set1_epi32(*quad));
@@ -228,15 +227,6 @@ struct Sums {
             for (int i = 0; i < 32; i += 8) sum += (integers)(w >> i & 0xff) * int32_t(int8_t(*quad >> i));
 #endif
         }
-    }
-    static integers products(bits w, int32_t x) {
-#if defined(__AVX512BW__)
-        return (integers)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
-        return (integers)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
-#else
-        return (integers)(w & 0xffff) * int32_t(int16_t(x)) + (integers)(w >> 16) * int32_t(int16_t(x >> 16));
-#endif
     }
     void end() {
 #if defined(__AVX512BW__)

@@ -17,7 +17,6 @@ constexpr int64_t CHUNK = 16;  // rows that are multiplied by a block of weights
 constexpr int64_t FEWEST_ON_TILES = 4;
 constexpr int64_t AHEAD = 4096;  // prefetch distance in bytes of weights
 constexpr float LARGEST = 127 * 256;  // of a rounded input, whose upper byte is then at most 127
-typedef int32_t integers __attribute__((vector_size(W * 4)));
 
 inline int64_t whole_tiles(int64_t K) { return (K + TILE - 1) / TILE * TILE; }
 
@@ -100,16 +99,7 @@ struct Weights {
 struct Sums {
     integers sum = {};
     void add(const Weights& w, const int32_t* x, int64_t other) {
-        sum += products(w.even, x[0]) + products(w.odd, x[other]);
-    }
-    static integers products(bits w, int32_t x) {
-#if defined(__AVX512BW__)
-        return (integers)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
-        return (integers)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
-#else
-        return (integers)(w & 0xffff) * int32_t(int16_t(x)) + (integers)(w >> 16) * int32_t(int16_t(x >> 16));
-#endif
+        sum += pair_products(w.even, x[0]) + pair_products(w.odd, x[other]);
     }
     integers total() const { return sum; }
 };
