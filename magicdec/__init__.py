@@ -11,7 +11,7 @@ __all__ = ["LLM"]
 # OpenMP reads this when torch is loaded: threads without work spin for about a millisecond, then
 # sleep. That is longer than the host's work between two forwards, and by default they spin for many
 # milliseconds, which they take from whatever else runs on the same cores. Within a forward threads
-# wait at a barrier of our own (`kernels/barrier.h`).
+# share loops in a way of our own (`kernels/team.h`).
 SPIN_COUNT = "30000"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

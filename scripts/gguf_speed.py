@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,15 @@ OURS = (
 VERIFIED = 5  # tokens of a verification
 FORWARDS = 30
 
-Times = dict[tuple[str, int, str], list[float]]
-"""Milliseconds by way, context and forward."""
+Times = dict[tuple[str, int, int, str], list[float]]
+"""Milliseconds by way, batch size, context and forward."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--llama", metavar="PYTHON")
+    parser.add_argument("--B", type=int, nargs="+", default=[1])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 7680])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -50,50 +53,74 @@ def main() -> int:
     times: Times = defaultdict(list)
     for _ in range(args.rounds):
         for way in OURS:
-            time_ours(args, way, times)
+            time_ours(args.model, args.B, args.contexts, args.threads, way, times)
         for kv in GGML_TYPES if args.llama else ():
-            shared = ["--model", args.model, "--threads", str(args.threads)]
-            contexts = ["--contexts", *map(str, args.contexts)]
-            call = [args.llama, __file__, "--inside_llama", kv, *shared, *contexts]
-            done = subprocess.run(call, capture_output=True, text=True, check=True)
-            for context, forward, ms in json.loads(done.stdout.splitlines()[-1]):
-                times[f"llama.cpp, KV {kv}", context, forward].append(ms)
-    print("| way | context | forward | ms, median of rounds | rounds |\n|---|--:|---|--:|---|")
-    for (name, context, forward), found in sorted(times.items()):
+            for B in args.B:
+                rows = llama_times(args.llama, args.model, kv, B, args.contexts, args.threads)
+                for context, forward, ms in rows:
+                    times[f"llama.cpp, KV {kv}", B, context, forward].append(ms)
+    print("| B | context | forward | way | ms, median of rounds | rounds |")
+    print("|--:|--:|---|---|--:|---|")
+    for (name, *place, forward), found in sorted(times.items(), key=lambda item: item[0][1:]):
         listed = ", ".join(f"{ms:.2f}" for ms in found)
-        print(f"| {name} | {context} | {forward} | {statistics.median(found):.2f} | {listed} |")
+        shown = f"{statistics.median(found):.2f} | {listed}"
+        print("|", " | ".join(map(str, place)), f"| {forward} | {name} | {shown} |")
     return 0
 
 
-def time_ours(args: argparse.Namespace, way: tuple[str, str, str], times: Times) -> None:
+def time_ours(
+    model: str,
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int],
+    threads: int,
+    way: tuple[str, str, str],
+    times: Times,
+    tree: Path | None = None,
+) -> None:
+    """`tree`: the checkout that is timed, if not this one."""
     weights, linear, dtype = way
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "latency.jsonl"
         call = [
-            *(sys.executable, "-m", "magicdec", "latency", "--model", args.model, "--B", "1"),
-            *("--prefix_len", *map(str, args.contexts), "--T", str(VERIFIED), "--budget", "129"),
-            *("--threads", str(args.threads), "--repeats", str(FORWARDS), "--out", str(out)),
+            *(sys.executable, "-m", "magicdec", "latency", "--model", str(Path(model).resolve())),
+            *("--B", *map(str, batch_sizes), "--prefix_len", *map(str, contexts)),
+            *("--T", str(VERIFIED), "--budget", "129", "--repeats", str(FORWARDS)),
+            *("--threads", str(threads), "--out", str(out)),
             *("--target_dtype", weights, "--linear", linear, "--dtype", dtype),
         ]
-        subprocess.run(call, capture_output=True, check=True)
+        environment = os.environ | ({"PYTHONPATH": str(tree)} if tree else {})
+        subprocess.run(call, capture_output=True, check=True, env=environment, cwd=tree)
         record = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
     name = f"ours, {weights}, {linear}"
     for row in record["rows"]:
         forward = row["phase"] if row["T"] == 1 else f"{row['phase']}, T {row['T']}"
-        times[name, row["context"], forward].append(row["ms_median"])
+        times[name, row["B"], row["context"], forward].append(row["ms_median"])
+
+
+def llama_times(
+    python: str, model: str, kv: str, B: int, contexts: Sequence[int], threads: int
+) -> list[tuple[int, str, float]]:
+    """Context, forward and milliseconds."""
+    shared = ["--model", model, "--threads", str(threads), "--B", str(B)]
+    call = [python, __file__, "--inside_llama", kv, *shared, "--contexts", *map(str, contexts)]
+    done = subprocess.run(call, capture_output=True, text=True, check=True)
+    rows: list[tuple[int, str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
 
 
 def time_llama(args: argparse.Namespace) -> list[tuple[int, str, float]]:
-    """Runs where llama.cpp is. Prompts of random tokens; a verification is taken back."""
+    """Runs where llama.cpp is. Prompts of random tokens; what a forward appends is taken back."""
     import llama_cpp as lib
 
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(args.model.encode(), lib.llama_model_default_params())
     size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    (B,) = args.B
     found = []
     for context in args.contexts:
         params = lib.llama_context_default_params()
-        params.n_ctx = -(-(context + 2 * FORWARDS + VERIFIED) // 256) * 256
+        params.n_ctx = B * (-(-(context + VERIFIED) // 256) * 256)
+        params.n_seq_max = B
         params.n_batch = params.n_ubatch = CHUNK
         params.n_threads = params.n_threads_batch = args.threads
         params.type_k = params.type_v = GGML_TYPES[args.inside_llama]
@@ -103,29 +130,36 @@ def time_llama(args: argparse.Namespace) -> list[tuple[int, str, float]]:
         started = time.perf_counter()
         for first in range(0, context, CHUNK):
             count = min(CHUNK, context - first)
-            decode(lib, state, batch, [(7 * (first + i)) % size for i in range(count)], first)
+            ids = [(7 * (first + i)) % size for i in range(count)]
+            for row in range(B):
+                decode(lib, state, batch, ids, first, [row])
         found.append((context, "prefill", 1e3 * (time.perf_counter() - started)))
         for name, count in (("decode", 1), (f"verify, T {VERIFIED}", VERIFIED)):
             taken = []
             for turn in range(FORWARDS + 3):
                 at = time.perf_counter()
-                decode(lib, state, batch, [11 + turn] * count, context)
+                decode(lib, state, batch, [11 + turn] * count, context, range(B))
                 lib.llama_synchronize(state)
                 taken.append(1e3 * (time.perf_counter() - at))
-                lib.llama_memory_seq_rm(lib.llama_get_memory(state), 0, context, -1)
+                for row in range(B):
+                    lib.llama_memory_seq_rm(lib.llama_get_memory(state), row, context, -1)
             found.append((context, name, statistics.median(taken[3:])))
         lib.llama_free(state)
     return found
 
 
-def decode(lib: Any, state: Any, batch: Any, ids: list[int], first: int) -> None:
-    batch.n_tokens = len(ids)
-    for i, token in enumerate(ids):
-        batch.token[i] = token
-        batch.pos[i] = first + i
-        batch.n_seq_id[i] = 1
-        batch.seq_id[i][0] = 0
-        batch.logits[i] = len(ids) <= VERIFIED or i + 1 == len(ids)
+def decode(
+    lib: Any, state: Any, batch: Any, ids: list[int], first: int, rows: Sequence[int]
+) -> None:
+    """The same ids for each of the rows."""
+    batch.n_tokens = len(ids) * len(rows)
+    for at in range(batch.n_tokens):
+        i = at % len(ids)
+        batch.token[at] = ids[i]
+        batch.pos[at] = first + i
+        batch.n_seq_id[at] = 1
+        batch.seq_id[at][0] = rows[at // len(ids)]
+        batch.logits[at] = len(ids) <= VERIFIED or i + 1 == len(ids)
     if lib.llama_decode(state, batch):
         raise RuntimeError("llama.cpp cannot decode the batch")
 

@@ -26,7 +26,7 @@ HEADERS = (
     *sorted(SOURCE.parent.glob("*.h")),
     SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
-    SHARED_HEADERS / "barrier.h",
+    SHARED_HEADERS / "team.h",
     SHARED_HEADERS / "bf16.h",
     SHARED_HEADERS / "wide.h",
 )

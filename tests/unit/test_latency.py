@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TINY, make_runner, tiny_transformer
 from recorder import Recorder
-from torch import Tensor
+from torch import Tensor, nn
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench.latency import forwards
@@ -19,6 +19,7 @@ from magicdec.bench.latency.forwards import (
     fill,
     make_forwards,
     plan_place,
+    seconds_of_products,
     time_once,
     time_place,
 )
@@ -29,6 +30,8 @@ from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Group, Launch
+from magicdec.model.linear.grouped import GroupedNumbers
+from magicdec.model.linear.packed import INT4_FORMAT, PackedLinear, first_outputs, pack
 from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.policies.verified import VerifiedKV
@@ -91,14 +94,14 @@ def test_forwards_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     config = resolve(RunConfig(attention=AttentionSection("grouped")), Machine(2))
     place = tiny_transformer(), Group((0,), 0), config, grid, 2, 50
     timings = time_place(*place, advance=lambda: None)
-    cells = [cell for cell, _, _ in timings]
+    cells = [cell for cell, *_ in timings]
     assert names(cells) == [
         ("decode", 1, None), ("verify", 3, None), ("verify", 3, "verified"),
         ("draft", 1, "streaming_llm"), ("draft", 1, "snapkv"), ("first_draft", 1, "verified"),
         ("draft", 1, "verified"), ("draft", 1, "full"),
     ]  # fmt: skip
     assert ran == [*cells, *reversed(cells), *cells]
-    assert [len(seconds) for _, seconds, _ in timings] == [2] * len(cells)
+    assert [len(seconds) for _, seconds, *_ in timings] == [2] * len(cells)
 
 
 def test_every_forward_finds_and_leaves_the_cache_at_its_context() -> None:
@@ -188,11 +191,28 @@ def test_the_cache_is_filled_with_keys_to_choose_by() -> None:
 
 def test_a_repeat_lasts_as_long_as_its_slowest_rank() -> None:
     cell = LatencyCell("draft", 4, 100, 1, 24, "snapkv")
-    ranks = [[(cell, [1.0, 4.0, 2.0], 600)], [(cell, [3.0, 1.0, 2.0], 400)]]
+    ranks = [[(cell, [1.0, 4.0, 2.0], 600, 0.6)], [(cell, [3.0, 1.0, 2.0], 400, 0.9)]]
     (row,) = summarise(ranks, bandwidth=1000.0)
     assert (row.ms_median, row.ms_p10, row.ms_p90) == pytest.approx((3e3, 2.2e3, 3.8e3))
     assert (row.bytes, row.tokens) == (1000, 4)
     assert row.roofline_fraction == pytest.approx(1000 / 1000.0 / 3.0)
+    assert row.products_fraction == pytest.approx(0.9 / 3.0)
+
+
+@pytest.mark.parametrize("linear", ["torch", "packed", "packed, int4"])
+def test_products_by_themselves_are_those_of_the_first_outputs(linear: str) -> None:
+    layer = nn.Linear(64, 3000)
+    if linear == "packed, int4":
+        numbers = torch.randint(-8, 8, (3000, 64), dtype=torch.int8)
+        numbers = GroupedNumbers(INT4_FORMAT, numbers, torch.rand(3000, 2).bfloat16(), None)
+        whole = PackedLinear(numbers, layer.bias)
+    else:
+        whole = layer if linear == "torch" else pack(layer)
+    part = first_outputs(whole, 10_000)
+    x = torch.randn(3, 64)
+    assert 0 < part.out_features < 3000
+    assert torch.equal(part(x), whole(x)[:, : part.out_features])
+    assert seconds_of_products(tiny_transformer(), 3, torch.device("cpu")) > 0
 
 
 ALONE, MODELS = Launch(0, 1, 0, 1), Models(TINY)

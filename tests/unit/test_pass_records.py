@@ -209,7 +209,14 @@ def test_forwards_are_compared_with_those_of_the_same_weights(
 ) -> None:
     """Of a draft as of a target."""
     base = make()
-    times = {"ms_p10": 1.0, "ms_p90": 1.0, "bytes": 9, "roofline_fraction": 0.5, "tokens": 1}
+    times = {
+        "ms_p10": 1.0,
+        "ms_p90": 1.0,
+        "bytes": 9,
+        "roofline_fraction": 0.5,
+        "tokens": 1,
+        "products_fraction": 0.2,
+    }
     place = {"phase": "draft", "B": 1, "context": 9, "T": 1, "budget": 5, "kv_policy": "snapkv"}
     rows = [
         place | times | {"draft_weights": weights, "ms_median": ms}

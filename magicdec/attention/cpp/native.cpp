@@ -27,17 +27,15 @@ void run(const Problem& p, const S* q, Strides qs, const S* k, Strides ks, const
     Attention<Kernel, S>& attention = own;  // each OpenMP thread has its own thread-locals, so pass a reference
     attention.plan_view(p, table, ranges, mass);
     attention.keys_read = 0;
-#pragma omp parallel
-    {
-#pragma omp for collapse(2) schedule(static)
-        for (int64_t b = 0; b < p.B; ++b)
-            for (int64_t t = 0; t < p.T; ++t)
-                attention.place(p, table, pools, b, t, q + b * qs.row + t * qs.token, k + b * ks.row + t * ks.token,
-                                v + b * vs.row + t * vs.token);
+    in_team([&] {
+        share(p.B * p.T, [&](int64_t i) {
+            const int64_t b = i / p.T, t = i % p.T;
+            attention.place(p, table, pools, b, t, q + b * qs.row + t * qs.token, k + b * ks.row + t * ks.token,
+                            v + b * vs.row + t * vs.token);
+        });
         attention.attend(p, pools, mass);
-        wait_for_threads();
         attention.merge(p, out, lse, mass, num_blocks);
-    }
+    });
     keys_read += attention.keys_read;
 }
 

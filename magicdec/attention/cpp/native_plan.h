@@ -11,7 +11,7 @@ struct Plan {
     std::vector<Piece> pieces;        // those of one row and head are adjacent
     std::vector<int64_t> first_piece;  // by row and head, then the end
     std::vector<Task> tasks;
-    int64_t query_block, mass_size;
+    int64_t query_block, mass_size, most_blocks;  // most_blocks: of a piece
 };
 
 struct Table {
@@ -70,7 +70,7 @@ void make_plan(const Problem& p, const Table& table, const Ranges& ranges, int64
     plan.pieces.clear();
     plan.first_piece.clear();
     plan.tasks.clear();
-    plan.mass_size = 0;
+    plan.mass_size = plan.most_blocks = 0;
     // Pieces of one head are adjacent. A thread that takes several of them reads memory sequentially, and its prefetches
     // beyond the end of one piece fall into the next.
     for (int64_t b = 0; b < p.B; ++b)
@@ -93,7 +93,10 @@ void make_plan(const Problem& p, const Table& table, const Ranges& ranges, int64
         }
     plan.first_piece.push_back(int64_t(plan.pieces.size()));
     int64_t num_keys = 0;
-    for (const Piece& piece : plan.pieces) num_keys += piece.num_keys;
+    for (const Piece& piece : plan.pieces) {
+        num_keys += piece.num_keys;
+        plan.most_blocks = std::max(plan.most_blocks, piece.num_blocks);
+    }
     for (size_t i = 0; i < plan.tasks.size(); ++i) {
         const Task& next = plan.tasks[std::min(i + 1, plan.tasks.size() - 1)];
         const Segment& segment = plan.segments[next.segment_begin];

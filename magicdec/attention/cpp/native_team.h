@@ -1,6 +1,6 @@
 // One layer's attention, computed together by the threads of a parallel region.
 #pragma once
-#include "../../kernels/barrier.h"
+#include "../../kernels/team.h"
 #include "native_plan.h"
 
 namespace {
@@ -36,9 +36,8 @@ struct Pools {
     typename Kernel::Pool *k, *v;
 };
 
-// Attention of one forward over a planned view. `plan_view` is called by one thread, `place` for each token, and
-// `attend` and `merge` by all threads of a parallel region, in this order. Threads must meet after each of these three,
-// which do not wait, so that several calls can be computed at once. Every layer of a forward may use one plan.
+// Attention of one forward over a planned view. `plan_view` is called by one thread when the team has met, `place` for each
+// token, and `attend` and `merge` by all threads of a team, in this order. Every layer of a forward may use one plan.
 template <typename Kernel, typename S>
 class Attention {
 public:
@@ -64,37 +63,47 @@ public:
     }
 
     void attend(const Problem& p, Pools<Kernel> pools, bool with_mass) {
-        const int64_t M = p.num_queries(), tasks = int64_t(plan.tasks.size());
-        const int64_t taken = std::max<int64_t>(1, tasks / (16 * omp_get_num_threads()));
+        const int64_t M = p.num_queries();
         typename Kernel::Scratch scratch;
-#pragma omp for schedule(dynamic, taken) nowait
-        for (int64_t i = 0; i < tasks; ++i) {
-            const Task& task = plan.tasks[i];
-            float* result = results.data() + task.piece * width(p);
-            const Piece& piece = plan.pieces[task.piece];
-            float* mass = with_mass ? sums.data() + piece.mass + task.first_query * piece.num_blocks : nullptr;
-            keys_read += Kernel::attend(
-                p, task, plan.segments.data(), pools.k, pools.v,
-                queries.data() + ((task.row * p.G + task.head) * M + task.first_query) * Kernel::QUERY_SIZE, scratch,
-                result + task.first_query, result + M + task.first_query,
-                result + 2 * M + task.first_query * HEAD_SIZE, Mass{mass, piece.num_blocks});
-        }
+        // What a task finds: maxima, sums of weights and weighted sums of values, and the mass of each query.
+        alignas(64) float maxima[MAX_QUERIES], totals[MAX_QUERIES], values[MAX_QUERIES * HEAD_SIZE];
+        static thread_local std::vector<float> masses;
+        int64_t read = 0;
+        if (with_mass) masses.resize(std::max(masses.size(), size_t(MAX_QUERIES * plan.most_blocks)));
+        float* mass = with_mass ? masses.data() : nullptr;
+        share(
+            int64_t(plan.tasks.size()),
+            [&](int64_t i) {
+                const Task& task = plan.tasks[i];
+                read = Kernel::attend(
+                    p, task, plan.segments.data(), pools.k, pools.v,
+                    queries.data() + ((task.row * p.G + task.head) * M + task.first_query) * Kernel::QUERY_SIZE, scratch,
+                    maxima, totals, values, Mass{mass, plan.pieces[task.piece].num_blocks});
+            },
+            [&](int64_t i) {
+                const Task& task = plan.tasks[i];
+                const Piece& piece = plan.pieces[task.piece];
+                float* result = results.data() + task.piece * width(p);
+                std::copy_n(maxima, task.num_queries, result + task.first_query);
+                std::copy_n(totals, task.num_queries, result + M + task.first_query);
+                std::copy_n(values, task.num_queries * HEAD_SIZE, result + 2 * M + task.first_query * HEAD_SIZE);
+                if (mass)
+                    std::copy_n(mass, task.num_queries * piece.num_blocks,
+                                sums.data() + piece.mass + task.first_query * piece.num_blocks);
+                keys_read += read;
+            });
     }
 
     // Merge the pieces of each row into out [B, T, H, D] and the log-sum-exp of the scores, lse [B, T, H]. If `mass`
     // [B, G, num_blocks] is given, it receives the attention weights of each block.
     void merge(const Problem& p, S* out, float* lse, float* mass, int64_t num_blocks) {
-#pragma omp for collapse(2) schedule(static) nowait
-        for (int64_t b = 0; b < p.B; ++b)
-            for (int64_t t = 0; t < p.T; ++t)
-                for (int64_t h = 0; h < p.H; ++h) merge_head(p, b, t, h, out, lse);
+        share(p.B * p.T, [&](int64_t i) {
+            for (int64_t h = 0; h < p.H; ++h) merge_head(p, i / p.T, i % p.T, h, out, lse);
+        });
         if (!mass) return;
-        wait_for_threads();
-#pragma omp for collapse(2) schedule(static) nowait
-        for (int64_t b = 0; b < p.B; ++b)
-            for (int64_t g = 0; g < p.G; ++g)
-                merge_mass(p, plan, b, g, results.data(), width(p), sums.data(), lse, mass + (b * p.G + g) * num_blocks,
-                           num_blocks);
+        share(p.B * p.G, [&](int64_t i) {
+            merge_mass(p, plan, i / p.G, i % p.G, results.data(), width(p), sums.data(), lse, mass + i * num_blocks, num_blocks);
+        });
     }
 
     std::atomic<int64_t> keys_read{0};  // keys (per row and KV head, each with its value) that were read so far

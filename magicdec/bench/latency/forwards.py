@@ -10,9 +10,11 @@ Shapes: B rows, T new tokens a row.
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -24,10 +26,11 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group, Launch
 from magicdec.hardware.other_load import LoadWatch
-from magicdec.hardware.timing import read_bandwidth, synchronize
+from magicdec.hardware.timing import read_bandwidth, seconds_of, synchronize
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.linear.packed import Linear, first_outputs
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import make_progress
 from magicdec.records.environment import Environment
@@ -45,6 +48,8 @@ from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.speculation.steps.recorder import Eager, RecordedWork, Recorder, make_recorder, record
 
 GREEDY = SamplingParams(max_new_tokens=1)
+# Bytes of weights that a core's second-level cache keeps from one call to the next.
+IN_CACHE = 1 << 19
 
 
 def measure(
@@ -108,11 +113,34 @@ def time_place(
         advance()
     for forward in forwards:
         check_finite(forward, batch)
-    return [
-        (f.cell, f.seconds, bytes_read(f.runner.model, f.counts))
-        for f in forwards
-        if f.counts is not None
-    ]
+    products: dict[tuple[int, int], float] = {}
+    timings = list[TimedCell]()
+    for f in forwards:
+        if f.counts is not None:
+            model = f.runner.model
+            tokens = f.cell.B * f.cell.T
+            if (key := (id(model), tokens)) not in products:
+                products[key] = seconds_of_products(model, tokens, runner.device)
+            timings.append((f.cell, f.seconds, bytes_read(model, f.counts), products[key]))
+    return timings
+
+
+@torch.inference_mode()
+def seconds_of_products(model: Transformer, tokens: int, device: torch.device) -> float:
+    """Seconds that the products of this rank's linear layers would take for so many tokens, at the
+    rate of the fastest of them on weights that stay in the processor's cache: a forward without
+    memory."""
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    dtype = next(model.parameters()).dtype
+    fastest = 0.0
+    for inputs, layer in {layer.in_features: layer for layer in layers}.items():
+        part = first_outputs(layer, IN_CACHE * torch.get_num_threads())
+        x = torch.randn(tokens, inputs, device=device).to(dtype)
+        seconds = statistics.median(seconds_of(partial(part, x), device, 4) for _ in range(7))
+        fastest = max(fastest, tokens * inputs * part.out_features / seconds)
+    sizes = sum(layer.in_features * layer.out_features for layer in layers)
+    head = model.tied_head.numel() if model.has_head and model.head is None else 0
+    return tokens * (sizes + head) / fastest
 
 
 def check_finite(forward: TimedForward, batch: Batch) -> None:

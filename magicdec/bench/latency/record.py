@@ -65,16 +65,25 @@ class LatencyRow(LatencyCell):
         "(`environment`); above 1 if they were read from a CPU or GPU cache instead of memory",
         "ratio",
     )
+    products_fraction: float | None = recorded(
+        "the time that the products of the forward's linear layers take by themselves, with "
+        "weights that are in the processor's cache, divided by the median time: what the "
+        "arithmetic alone would leave of it",
+        "ratio",
+        null="records of before it was measured",
+        default=None,
+    )
 
 
-TimedCell = tuple[LatencyCell, list[float], int]
-"""A cell, the seconds of each repeat on this rank, and the bytes that this rank must read in each
-repeat."""
+TimedCell = tuple[LatencyCell, list[float], int, float]
+"""A cell, the seconds of each repeat on this rank, the bytes that this rank must read in each
+repeat, and the seconds of its products by themselves."""
 
 
 def summarise(ranks: list[list[TimedCell]], bandwidth: float) -> list[LatencyRow]:
-    """A row for each cell from the timings of all ranks: the times of the slowest rank, and the sum
-    of bytes. `bandwidth` is the read bandwidth of all ranks together, in bytes/s."""
+    """A row for each cell from the timings of all ranks: the times of the slowest rank, the sum of
+    bytes, and the products of the rank with the most. `bandwidth` is the read bandwidth of all
+    ranks together, in bytes/s."""
     rows = []
     for parts in zip(*ranks, strict=True):
         cell = parts[0][0]
@@ -91,6 +100,7 @@ def summarise(ranks: list[list[TimedCell]], bandwidth: float) -> list[LatencyRow
             ms_p90=1e3 * p90,
             bytes=num_bytes,
             roofline_fraction=num_bytes / bandwidth / median,
+            products_fraction=max(part[3] for part in parts) / median,
         )
         rows.append(row)
     return rows
@@ -167,20 +177,22 @@ def _table_of(record: LatencyRecord) -> Table:
             lines += [RULE] if lines else []
             decode_ms = row.ms_median
         place = (row.B, row.context) if is_first else (None, None)
-        times = (fixed(ms, 3) for ms in (row.ms_median, row.ms_p10, row.ms_p90))
+        in_ms = (fixed(ms, 3) for ms in (row.ms_median, row.ms_p10, row.ms_p90))
         lines.append(
             (
                 *place,
                 _label(row),
                 row.tokens,
-                *times,
+                *in_ms,
                 fixed(row.ms_median / decode_ms, 2, "x"),
                 fixed(row.bytes, 1, scale=1e-6),
                 fixed(row.roofline_fraction, 1, " %", 100),
+                fixed(row.products_fraction, 1, " %", 100),
             )
         )
-    labels = ("tokens", "median, ms", "p10", "p90", "of decode", "MB read", "of the roofline")
-    columns = ("B", "context", Column("forward", is_text=True), *labels)
+    times = ("median, ms", "p10", "p90", "of decode")
+    limits = ("MB read", "of bytes", "of products")
+    columns = ("B", "context", Column("forward", is_text=True), "tokens", *times, *limits)
     return Table(columns, lines, title=_title(record))
 
 

@@ -19,8 +19,7 @@ extern "C" void magicdec_pack_float32(const float* weight, int64_t N, int64_t K,
 // See `linear` of packed_float32.h. `room` is scratch memory for R * (K + 64) floats, here and below.
 extern "C" void magicdec_linear_float32(const float* x, int64_t R, const float* packed, int64_t N, int64_t K,
                                         const float* bias, float* room, float* out) {
-#pragma omp parallel
-    linear_float32(x, R, packed, N, K, bias, room, out);
+    in_team([&] { linear_float32(x, R, packed, N, K, bias, room, out); });
 }
 
 // weight [N, K] (K even) to packed [ceil(N / 64), K / 2, 64] pairs; rows past N are zeros.
@@ -85,24 +84,20 @@ extern "C" void magicdec_pack_groups(const int8_t* numbers, const void* scale, c
 // See `linear_bf16`, `int8::linear` and `groups::linear`.
 extern "C" void magicdec_linear(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
                                 const uint16_t* bias, float* room, uint16_t* out) {
-#pragma omp parallel
-    linear_bf16(x, R, packed, N, K, bias, room, out);
+    in_team([&] { linear_bf16(x, R, packed, N, K, bias, room, out); });
 }
 
 extern "C" void magicdec_linear_int8(const uint16_t* x, int64_t R, const uint32_t* packed, const float* scale, int64_t N,
                                      int64_t K, const uint16_t* bias, float* room, uint16_t* out) {
-#pragma omp parallel
-    int8::linear((const bfloat16*)x, R, packed, scale, N, K, (const bfloat16*)bias, room, (bfloat16*)out);
+    in_team([&] { int8::linear((const bfloat16*)x, R, packed, scale, N, K, (const bfloat16*)bias, room, (bfloat16*)out); });
 }
 
 extern "C" void magicdec_linear_groups(const uint16_t* x, int64_t R, const groups::Weights* packed, int64_t N, int64_t K,
                                        int64_t rounds, const uint16_t* bias, float* room, uint16_t* out) {
-#pragma omp parallel
-    groups::linear((const bfloat16*)x, R, *packed, N, K, rounds, (const bfloat16*)bias, room, (bfloat16*)out);
+    in_team([&] { groups::linear((const bfloat16*)x, R, *packed, N, K, rounds, (const bfloat16*)bias, room, (bfloat16*)out); });
 }
 
 extern "C" void magicdec_linear_groups_float32(const float* x, int64_t R, const groups::Weights* packed, int64_t N, int64_t K,
                                                int64_t rounds, const float* bias, float* room, float* out) {
-#pragma omp parallel
-    groups::linear(x, R, *packed, N, K, rounds, bias, room, out);
+    in_team([&] { groups::linear(x, R, *packed, N, K, rounds, bias, room, out); });
 }

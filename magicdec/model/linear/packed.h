@@ -1,11 +1,10 @@
 // Linear layers in bfloat16 for CPUs with bfloat16 dot products. Weights are packed once and read once per call, for any
 // number of rows. With few rows a call is limited by the memory bandwidth, with many by the dot products.
 //
-// The loops over blocks are shared by the threads of the parallel region from which they are called.
+// The loops over blocks are shared by the team of the threads that call them.
 #pragma once
-#include <omp.h>
-
 #include "../../kernels/bf16.h"
+#include "../../kernels/team.h"
 
 namespace {
 
@@ -38,15 +37,20 @@ void product(const uint32_t* x, int64_t x_stride, const uint32_t* block, int64_t
     finish<N, 4>(sums, bias, width, out, out_stride);
 }
 
-// Calls body(first row, rows, block) for chunks of at most `most` of R rows and blocks of N output channels, distributed over threads.
-template <typename Body>
-inline void for_blocks(int64_t R, int64_t N, int64_t most, Body body) {
-    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + most - 1) / most;
-#pragma omp for collapse(2) schedule(static) nowait
-    for (int64_t block = 0; block < blocks; ++block)
-        for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            body(chunk * most, std::min(most, R - chunk * most), block);
-    wait_for_threads();
+// Calls body(first row, rows, block, out [rows][WIDTH]) for chunks of at most MOST of R rows and blocks of N output channels,
+// distributed over threads, and writes to out [R, N].
+template <int64_t MOST, typename Body>
+inline void for_blocks(int64_t R, int64_t N, uint16_t* out, Body body) {
+    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + MOST - 1) / MOST;
+    alignas(64) uint16_t results[MOST * WIDTH];
+    const auto rows = [&](int64_t part) { return std::min(MOST, R - part % chunks * MOST); };
+    share(
+        blocks * chunks, [&](int64_t part) { body(part % chunks * MOST, rows(part), part / chunks, results); },
+        [&](int64_t part) {
+            const int64_t column = part / chunks * WIDTH, width = std::min<int64_t>(WIDTH, N - column);
+            uint16_t* to = out + part % chunks * MOST * N + column;
+            for (int64_t r = 0; r < rows(part); ++r) std::copy_n(results + r * WIDTH, width, to + r * N);
+        });
 }
 
 }  // namespace
@@ -62,13 +66,13 @@ inline void linear_bf16(const uint16_t* x, int64_t R, const uint32_t* packed, in
     if (amx_serves(K)) return linear_amx(x, R, packed, N, K, bias, out);
 #endif
     const int64_t pairs = K / 2;
-    for_blocks(R, N, CHUNK, [&](int64_t first, int64_t count, int64_t block) {
+    for_blocks<CHUNK>(R, N, out, [&](int64_t first, int64_t count, int64_t block, uint16_t* to) {
         const int64_t column = block * WIDTH;
         const uint32_t* rows = reinterpret_cast<const uint32_t*>(x + first * K);
         in_blocks(count, [&]<int rows_here>(int64_t r) {
             product<rows_here>(rows + r * pairs, pairs, packed + block * pairs * WIDTH, pairs,
                                bias ? bias + column : nullptr, std::min<int64_t>(WIDTH, N - column),
-                               out + (first + r) * N + column, N);
+                               to + r * WIDTH, WIDTH);
         });
     });
 }

@@ -9,6 +9,7 @@ row's result is bitwise independent of other rows.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable
 from functools import cache
@@ -37,7 +38,7 @@ HEADERS = (
     SOURCE.with_name("packed_int8.h"),
     SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
-    SHARED_HEADERS / "barrier.h",
+    SHARED_HEADERS / "team.h",
     SHARED_HEADERS / "bf16.h",
     SHARED_HEADERS / "wide.h",
 )
@@ -303,6 +304,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.adds_bias = adds_bias
         self.bias = bias
+        self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
 
@@ -376,3 +378,21 @@ def pack(linear: Linear, rounds: bool = False) -> Linear:
         return PackedLinear(linear.weight, linear.bias, linear.adds_bias, linear.scale)
     assert isinstance(linear, nn.Linear)
     return PackedLinear(linear.weight, linear.bias, not isinstance(linear, PartialLinear))
+
+
+def first_outputs(linear: Linear, num_bytes: int) -> Linear:
+    """The layer with as many of its first outputs as `num_bytes` hold, at least WIDTH for each
+    thread. It shares their weights."""
+    parameters = dict(linear.named_parameters(recurse=False))
+    size = sum(p.nbytes for p in parameters.values()) // linear.out_features
+    least = WIDTH * torch.get_num_threads()
+    outputs = min(linear.out_features, max(num_bytes // size // least, 1) * least)
+    part = copy.copy(linear)
+    part._parameters = dict(linear._parameters)
+    for name, whole in parameters.items():
+        is_by_group = name in ("scale", "minimum") and whole.ndim == 2
+        of_outputs = slice(-(-outputs // WIDTH) if name == "packed" else outputs)
+        values = whole[:, of_outputs] if is_by_group else whole[of_outputs]
+        part.register_parameter(name, nn.Parameter(values, requires_grad=False))
+    part.out_features = outputs
+    return part

@@ -3,13 +3,11 @@
 // in registers. Each output is one chain of additions in the order of the inputs, so its bits do not depend on what else is
 // computed in the same call.
 //
-// The loops over blocks are shared by the threads of the parallel region from which they are called.
+// The loops over blocks are shared by the team of the threads that call them.
 #pragma once
 #include <bit>
 
-#include <omp.h>
-
-#include "../../kernels/barrier.h"
+#include "../../kernels/team.h"
 #include "../../kernels/wide.h"
 
 // Numbers without their sign, in their order, as bits: compilers may take comparisons of floats to be of finite ones. From
@@ -32,15 +30,14 @@ inline int64_t group_start(int64_t R, int64_t g) { return R * g / num_groups(R);
 template <typename S>
 inline void interleave(const S* x, int64_t R, int64_t K, float* out) {
     constexpr int64_t part = 256;
-#pragma omp for collapse(2) schedule(static) nowait
-    for (int64_t g = 0; g < num_groups(R); ++g)
-        for (int64_t from = 0; from < K; from += part) {
-            const int64_t first = group_start(R, g), rows = group_start(R, g + 1) - first;
-            for (int64_t r = 0; r < rows; ++r)
-                for (int64_t k = from; k < std::min(K, from + part); ++k)
-                    out[first * K + k * rows + r] = to_float(x[(first + r) * K + k]);
-        }
-    wait_for_threads();
+    const int64_t parts = (K + part - 1) / part;
+    share(num_groups(R) * parts, [&](int64_t i) {
+        const int64_t g = i / parts, from = i % parts * part;
+        const int64_t first = group_start(R, g), rows = group_start(R, g + 1) - first;
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t k = from; k < std::min(K, from + part); ++k)
+                out[first * K + k * rows + r] = to_float(x[(first + r) * K + k]);
+    });
 }
 
 // The weights of a block of output channels, by their storage. `at` is where those of an input begin. `add<N, V>` adds to sums
@@ -111,15 +108,28 @@ inline void store_all(bfloat16* out, const float* sums, int64_t count) {
     for (int64_t i = 0; i < count; i += W) store(&out[i].value, load(sums + i), count - i);
 }
 
+// out [row .. row + count - 1][N] of a block of output channels = sums [count][WIDTH], plus bias [N] or null.
+template <typename S>
+inline void add_bias_and_store(float* sums, int64_t row, int64_t count, int64_t block, int64_t N, const S* bias, S* out) {
+    const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
+    for (int64_t r = 0; r < count; ++r) {
+        float* sum = sums + r * WIDTH;
+        if (bias)
+            for (int64_t i = 0; i < width; ++i) sum[i] += to_float(bias[channel + i]);
+        store_all(out + (row + r) * N + channel, sum, width);
+    }
+}
+
 // out [R, N] = x [R, K] times the packed weight, plus bias [N] or null. `room` is scratch memory for R * K numbers.
 template <typename Weights, typename S>
 void linear(const S* x, int64_t R, const void* packed, int64_t N, int64_t K, const S* bias, float* room, S* out) {
     interleave(x, R, K, room);
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = num_groups(R), chunks = (groups + CHUNK - 1) / CHUNK;
-#pragma omp for collapse(2) schedule(static) nowait
-    for (int64_t block = 0; block < blocks; ++block)
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            alignas(64) float sums[CHUNK * ROWS * WIDTH];
+    alignas(64) float sums[CHUNK * ROWS * WIDTH];
+    share(
+        blocks * chunks,
+        [&](int64_t part) {
+            const int64_t block = part / chunks, chunk = part % chunks;
             const int64_t from = groups * chunk / chunks, to = groups * (chunk + 1) / chunks;
             const int64_t begin = group_start(R, from), end = group_start(R, to);
             std::fill_n(sums, (end - begin) * WIDTH, 0.0f);
@@ -155,15 +165,12 @@ void linear(const S* x, int64_t R, const void* packed, int64_t N, int64_t K, con
                     });
                 }
             }
-            const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
-            for (int64_t row = begin; row < end; ++row) {
-                float* sum = sums + (row - begin) * WIDTH;
-                if (bias)
-                    for (int64_t i = 0; i < width; ++i) sum[i] += to_float(bias[channel + i]);
-                store_all(out + row * N + channel, sum, width);
-            }
-        }
-    wait_for_threads();
+        },
+        [&](int64_t part) {
+            const int64_t block = part / chunks, chunk = part % chunks;
+            const int64_t begin = group_start(R, groups * chunk / chunks), end = group_start(R, groups * (chunk + 1) / chunks);
+            add_bias_and_store(sums, begin, end - begin, block, N, bias, out);
+        });
 }
 
 }  // namespace float32

@@ -351,25 +351,22 @@ inline void multiply_amx(const Activations& x, const Format& f, int64_t row, int
 }
 #endif
 
-// Calls body(sums [rows][WIDTH], first row, rows) for all rows from `row` to `end`, times a block of weights.
-template <int BITS, typename Body>
-inline void multiply_rows(const Activations& x, const Format& f, int64_t row, int64_t end, const uint32_t* block, Body body) {
-    alignas(64) float sums[CHUNK * WIDTH];
+// sums [end - row][WIDTH] = the rows from `row` to `end`, times a block of weights.
+template <int BITS>
+inline void multiply_rows(const Activations& x, const Format& f, int64_t row, int64_t end, const uint32_t* block, float* sums) {
 #if defined(HAS_TILES) && defined(__AMX_INT8__)
     if (BITS == 4 && f.group == PART && end - row >= FEWEST_ON_TILES && may_use_tiles()) {
         amx::Registers registers(PART / 4);
         const int64_t count = end - row, first = count <= amx::ROWS ? count : (count + 1) / 2;
         registers.load(first, count <= amx::ROWS ? count : count - first);
         const auto multiply = count <= amx::ROWS ? multiply_amx<1> : multiply_amx<2>;
-        multiply(x, f, row, first, count, block, sums);
-        return body(sums, row, count);
+        return multiply(x, f, row, first, count, block, sums);
     }
 #endif
-    for (int64_t count; row < end; row += count) {
+    for (int64_t count; row < end; row += count, sums += count * WIDTH) {
         const int64_t left = end - row;
         count = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
         with_count<MOST>(count, [&]<int rows>() { multiply<BITS, rows>(x, f, row, block, sums); });
-        body(sums, row, count);
     }
 }
 
@@ -378,24 +375,22 @@ inline void linear_rounded(const S* x, int64_t R, const Weights& w, int64_t N, i
     const Format& f = w.format;
     const Activations rounded(room, R, K, f.group);
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = K / f.group, chunks = (R + CHUNK - 1) / CHUNK;
-#pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < R * groups; ++i) rounded.round_group(x + i * f.group, i);
-    wait_for_threads();
-#pragma omp for collapse(2) schedule(static) nowait
-    for (int64_t block = 0; block < blocks; ++block)
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
-            const auto finish = [&](float* sums, int64_t row, int64_t count) {
-                for (int64_t r = 0; r < count; ++r) {
-                    float* sum = sums + r * WIDTH;
-                    if (bias)
-                        for (int64_t i = 0; i < width; ++i) sum[i] += to_float(bias[channel + i]);
-                    float32::store_all(out + (row + r) * N + channel, sum, width);
-                }
-            };
-            multiply_rows<BITS>(rounded, f, chunk * CHUNK, std::min(R, (chunk + 1) * CHUNK), w.block(block, K), finish);
-        }
-    wait_for_threads();
+    constexpr int64_t together = 8;  // groups that a thread rounds at a time
+    share((R * groups + together - 1) / together, [&](int64_t part) {
+        for (int64_t i = part * together; i < std::min(R * groups, (part + 1) * together); ++i)
+            rounded.round_group(x + i * f.group, i);
+    });
+    alignas(64) float sums[CHUNK * WIDTH];
+    share(
+        blocks * chunks,
+        [&](int64_t part) {
+            const int64_t row = part % chunks * CHUNK;
+            multiply_rows<BITS>(rounded, f, row, std::min(R, row + CHUNK), w.block(part / chunks, K), sums);
+        },
+        [&](int64_t part) {
+            const int64_t row = part % chunks * CHUNK;
+            float32::add_bias_and_store(sums, row, std::min(CHUNK, R - row), part / chunks, N, bias, out);
+        });
 }
 
 // out [R, N] = x [R, K] times the packed weight, plus bias [N] or null. `rounds`: with rounded activations. `room` is scratch

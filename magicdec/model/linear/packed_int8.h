@@ -195,25 +195,27 @@ inline void linear(const bfloat16* x, int64_t R, const uint32_t* packed, const f
                    const bfloat16* bias, float* room, bfloat16* out) {
     Activations rounded(room, R, K);
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + CHUNK - 1) / CHUNK;
-#pragma omp for collapse(2) schedule(static) nowait
-    for (int64_t r = 0; r < R; ++r)
-        for (int64_t g = 0; g < rounded.groups; ++g) rounded.round_group(x + r * K + g * GROUP, K, r, g);
-    wait_for_threads();
-#pragma omp for collapse(2) schedule(static) nowait
-    for (int64_t block = 0; block < blocks; ++block)
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            alignas(64) float sums[CHUNK * WIDTH];
-            const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
-            const int64_t row = chunk * CHUNK, count = std::min(CHUNK, R - row);
-            multiply_rows(rounded, row, count, packed + block * rounded.width / 4 * WIDTH, sums);
+    share(R * rounded.groups, [&](int64_t i) {
+        const int64_t r = i / rounded.groups, g = i % rounded.groups;
+        rounded.round_group(x + r * K + g * GROUP, K, r, g);
+    });
+    alignas(64) float sums[CHUNK * WIDTH];
+    share(
+        blocks * chunks,
+        [&](int64_t part) {
+            const int64_t row = part % chunks * CHUNK, count = std::min(CHUNK, R - row);
+            multiply_rows(rounded, row, count, packed + part / chunks * rounded.width / 4 * WIDTH, sums);
+        },
+        [&](int64_t part) {
+            const int64_t channel = part / chunks * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
+            const int64_t row = part % chunks * CHUNK, count = std::min(CHUNK, R - row);
             for (int64_t r = 0; r < count; ++r) {
                 float* sum = sums + r * WIDTH;
                 for (int64_t i = 0; i < width; ++i)
                     sum[i] = std::fma(sum[i], scale[channel + i], bias ? to_float(bias[channel + i]) : 0.0f);
                 float32::store_all(out + (row + r) * N + channel, sum, width);
             }
-        }
-    wait_for_threads();
+        });
 }
 
 }  // namespace int8

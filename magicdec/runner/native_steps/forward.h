@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "../../distributed/shared_memory.h"
-#include "../../kernels/barrier.h"
+#include "../../kernels/team.h"
 #include "forward_part.h"
 #include "../../model/linear/packed_float32.h"
 #include "../../model/linear/packed_groups.h"
@@ -87,11 +87,9 @@ public:
         }
         goes_on.assign(c->B, true);
         resize(first);
-#pragma omp parallel
-        {
-            const Barrier::Member member(barrier);
+        team.run([&] {
             for (int64_t step = 0; step < c->steps && !is_ended; ++step) run_step(step);
-        }
+        });
         for (PartOfThis* part : parts) part->call->keys_read = part->keys_read();
         return status;
     }
@@ -99,9 +97,10 @@ public:
 private:
     using PartOfThis = Part<S, Kernel, Short>;
 
-    // All functions from here on are called by all threads of the parallel region, but for those that say otherwise.
+    // All functions from here on are called by all threads of the team, but for those that say otherwise.
     void run_step(int64_t step) {
-        by_one([&] { begin(step); });
+        if (step) team.meet();  // late threads may still read the plans of the step before
+        team.by_one([&] { begin(step); });
         embed();
         for (int64_t layer = 0; layer < m->num_layers && !is_cancelled(layer); ++layer) run_layer(layer);
         if (is_ended) return;
@@ -112,18 +111,10 @@ private:
         if (c->drafts) draft(step);
     }
 
-    // The others wait.
-    template <typename Body>
-    static void by_one(Body body) {
-#pragma omp single nowait
-        body();
-        wait_for_threads();
-    }
-
     // Whether the forward ends before this layer: the same on all threads.
     bool is_cancelled(int64_t layer) {
         if (!c->cancelled) return false;
-        by_one([&] {
+        team.by_one([&] {
             const volatile int64_t* numbers = c->cancelled;
             is_ended = numbers[0] == c->cancelled_value && now_ns() >= numbers[1];
             if (!is_ended) c->layers_done = layer + 1;
@@ -172,15 +163,13 @@ private:
         const void* weight = m->layers[0].attention_norm;
         for (const PartOfThis* part : parts) {
             const S* rows = (const S*)(part->call->hidden_in ? part->call->hidden_in : m->embedding);
-#pragma omp for schedule(static) nowait
-            for (int64_t i = 0; i < part->num_tokens(); ++i) {
+            team.share(part->num_tokens(), [&](int64_t i) {
                 const int64_t r = part->first + i;
                 std::memcpy(&x[r * m->hidden], rows + (part->call->hidden_in ? i : tokens[r]) * m->hidden,
                             m->hidden * sizeof(S));
                 norm(weight, r);
-            }
+            });
         }
-        wait_for_threads();
     }
 
     void norm(const void* weight, int64_t r) {
@@ -196,35 +185,31 @@ private:
         add_part(w.output_bias, w.mlp_norm);
         linear(w.gate_up, normed.data(), R, room, gate_up.data());
         const int64_t width = w.gate_up.N / 2, stride = w.down.K;  // the kernel pads an odd width by one zero
-#pragma omp for schedule(static) nowait
-        for (int64_t r = 0; r < R; ++r) {
+        team.share(R, [&](int64_t r) {
             silu_gate_row(&gate_up[r * 2 * width], width, &hidden[r * stride]);
             std::fill(&hidden[r * stride] + width, &hidden[r * stride] + stride, S{});
-        }
-        wait_for_threads();
+        });
         linear(w.down, hidden.data(), R, room, part.data());
         const bool is_last = layer + 1 == m->num_layers;
         add_part(w.down_bias, !is_last ? m->layers[layer + 1].attention_norm : c->hidden_out ? nullptr : m->norm);
     }
 
     void attend(int64_t layer) {
-        if (has_ranges_by_layer())
-            by_one([&] {
+        if (has_ranges_by_layer()) {
+            team.meet();  // late threads may still read the plan of the layer before
+            team.by_one([&] {
                 for (PartOfThis* part : parts)
                     if (part->call->range_layers > 1) part->plan_layer(layer);
             });
+        }
         const int64_t width = (m->H + 2 * m->G) * HEAD_SIZE;
         for (PartOfThis* part : parts) {
-#pragma omp for collapse(2) schedule(static) nowait
-            for (int64_t b = 0; b < part->problem.B; ++b)
-                for (int64_t t = 0; t < part->problem.T; ++t)
-                    part->place(layer, b, t, &qkv[(part->first + b * part->problem.T + t) * width]);
+            const int64_t T = part->problem.T;
+            team.share(part->problem.B * T,
+                       [&](int64_t i) { part->place(layer, i / T, i % T, &qkv[(part->first + i) * width]); });
         }
-        wait_for_threads();
         for (PartOfThis* part : parts) part->attend(layer);
-        wait_for_threads();
         for (PartOfThis* part : parts) part->merge(layer, mixed.data(), lse.data());
-        wait_for_threads();
     }
 
     bool has_ranges_by_layer() const {
@@ -233,26 +218,20 @@ private:
 
     // Sum `part` over the ranks, add it to x, and norm x for what follows, if anything does.
     void add_part(const void* bias, const void* weight) {
-        if (peers->size > 1) {
-#pragma omp master
-            all_reduce(part.data(), num_tokens * m->hidden);
-            wait_for_threads();
-        }
-#pragma omp for schedule(static) nowait
-        for (int64_t r = 0; r < num_tokens; ++r) {
+        if (peers->size > 1) team.by_first([&] { all_reduce(part.data(), num_tokens * m->hidden); });
+        team.share(num_tokens, [&](int64_t r) {
             if (bias) add_row((const S*)bias, m->hidden, &part[r * m->hidden]);
             add_row(&part[r * m->hidden], m->hidden, &x[r * m->hidden]);
             if (weight) norm(weight, r);
-        }
-        wait_for_threads();
+        });
     }
 
     void hand_on() {
-        by_one([&] { copy_outputs(x.data(), (S*)c->hidden_out); });
+        team.by_one([&] { copy_outputs(x.data(), (S*)c->hidden_out); });
     }
 
     void run_head() {
-        if (num_outputs < num_tokens) by_one([&] { copy_outputs(normed.data(), normed.data()); });
+        if (num_outputs < num_tokens) team.by_one([&] { copy_outputs(normed.data(), normed.data()); });
         if (!num_outputs) return;
         linear(m->head, normed.data(), num_outputs, room, logits_data());
         if (!c->drafts) look_for_flaws();
@@ -263,15 +242,15 @@ private:
         constexpr int64_t PART = 4096;
         const S* from = logits_data();
         const int64_t count = num_outputs * m->head.N;
-#pragma omp for schedule(static) nowait
-        for (int64_t first = 0; first < count; first += PART) {
+        team.share((count + PART - 1) / PART, [&](int64_t i) {
+            const int64_t first = i * PART;
             int64_t wrong = 0;
             for (int64_t i = first; i < std::min(first + PART, count); ++i) wrong += !is_finite(from[i]);
             if (wrong) {
 #pragma omp atomic write
                 c->not_finite = 1;
             }
-        }
+        });
     }
 
     // The hidden states of the tokens that are wanted, one after the other; called by one thread.
@@ -288,8 +267,7 @@ private:
     // The id of the largest logit of each row, the smallest of equal ones, becomes its next token.
     void draft(int64_t step) {
         const int64_t V = m->head.N;
-#pragma omp for schedule(static) nowait
-        for (int64_t b = 0; b < c->B; ++b) {
+        team.share(c->B, [&](int64_t b) {
             const S* row = logits_data() + b * V;
             float most = to_float(row[0]);
             for (int64_t i = 1; i < V; ++i) most = std::max(most, to_float(row[i]));
@@ -301,9 +279,8 @@ private:
             int64_t wrong = 0;
             for (int64_t i = 0; i < V; ++i) wrong += !is_finite(row[i]);
             best[b] = {most, double(id + m->first_id), sum, double(wrong)};
-        }
-        wait_for_threads();
-        by_one([&] {
+        });
+        team.by_one([&] {
             choose();
             for (int64_t b = 0; b < c->B; ++b) c->drafts[b * c->steps + step] = tokens[b];
             c->num_drafted = step + 1;
@@ -377,9 +354,9 @@ private:
     Call* c;  // the first one
     std::deque<PartOfThis> room_for_parts;  // which keeps their memory from one forward to the next
     std::vector<PartOfThis*> parts;
-    Barrier barrier;
+    Team team;
     int64_t status, num_tokens, num_outputs;
-    bool is_ended;
+    std::atomic<bool> is_ended;
     std::vector<int64_t> tokens;
     std::vector<S> x, normed, part, qkv, mixed, gate_up, hidden, logits;
     std::vector<float> lse, room;  // room: scratch memory of linear layers
