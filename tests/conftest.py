@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,9 +27,12 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
 
+from _pytest import runner
 from rank_server import NOTICE_S, Job, RankServer
+from roomy import call_with_room
 from safetensors.torch import save_file
 from tiers import choose, ordered
+from triton_interpreter import patch_once
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
@@ -62,6 +66,8 @@ from magicdec.speculation.rolling_runner import RollingRunner
 from magicdec.speculation.steps.recorder import Eager, Recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
+if not torch.cuda.is_available() and find_spec("triton") is not None:
+    patch_once()
 # No test asserts a bandwidth, and reading the real buffer takes as long as a small run. The small
 # one is used in the tests' process and in the ranks of rank_server.py, not in other processes.
 timing.BANDWIDTH_BYTES = 1 << 22
@@ -124,6 +130,11 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup() -> None:
     start_alike()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    return call_with_room(lambda: runner.pytest_runtest_protocol(item, nextitem))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from nested import map_tensors, tensors_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 import magicdec
 
@@ -98,7 +98,7 @@ class Factories(TorchDispatchMode):
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operator over the values of its tensors, on the device if they are there."""
-    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+    tensors = tensors_in((args, kwargs))
     ours = [t for t in tensors if isinstance(t, OnDevice)]
     packet, device = func.overloadpacket, kwargs.get("device")
     if packet in (aten.pin_memory, aten._pin_memory):
@@ -119,7 +119,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     is_mask = packet in INDEXING and any(t is not None and t.dtype == torch.bool for t in args[1])
     if packet in READS or func in SIZED_BY_VALUES or is_mask:
         note(packet.__name__)
-    return wrapped(func(*tree_map(values_of, args), **tree_map(values_of, kwargs)), ours)
+    given = map_tensors(values_of, (args, kwargs))
+    return wrapped(func(*given[0], **given[1]), ours)
 
 
 def wrapped(out: Any, given: list[OnDevice]) -> Any:
@@ -128,12 +129,10 @@ def wrapped(out: Any, given: list[OnDevice]) -> Any:
     for tensor in given:
         assert tensor.shape == tensor.values.shape, "no operator changes a shape in place"
 
-    def wrap(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def wrap(value: Tensor) -> Tensor:
         return owners[id(value)] if id(value) in owners else OnDevice(value)
 
-    return tree_map(wrap, out)
+    return map_tensors(wrap, out)
 
 
 def values_of(value: Any) -> Any:

@@ -23,6 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO
 
+from roomy import call_with_room
+
 TESTS = Path(__file__).parent
 # After the first failure of a rank, the others may end by themselves for NOTICE_S seconds (or for
 # those of the job), and have GRACE_S in all.
@@ -184,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    call_with_room(main)

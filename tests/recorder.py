@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nested import map_tensors, tensors_in
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 REFUSED = {
@@ -45,15 +45,14 @@ class Call:
     """A recorded operator. Where its arguments have tensors is found once, because searching nested
     arguments takes longer than most operators."""
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """The arguments and results, with `Made` or weak references in the places of tensors."""
+    def __init__(self, func: Any, args: Any, kwargs: Any, out: list[Any]) -> None:
+        """The arguments and the tensors of the result, with `Made` or weak references in the places
+        of tensors."""
         self.func = func
         self.places: list[tuple[Any, Any, Any]] = []  # (list or dict, index or key, reference)
         self.args, self.kwargs = self._open(args), self._open(kwargs)
         self.results = [
-            (index, each.number)
-            for index, each in enumerate(tree_flatten(out)[0])
-            if isinstance(each, Made)
+            (index, each.number) for index, each in enumerate(out) if isinstance(each, Made)
         ]
 
     def _open(self, value: Any) -> Any:
@@ -78,9 +77,9 @@ class Call:
         out = self.func(*self.args, **self.kwargs)
         for holder, key, _ in self.places:
             holder[key] = None  # keeps no tensor alive
-        tensors = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
+        tensors = tensors_in(out)
         if self.func.namespace == "c10d":
-            Work.unbox(tensors[-1]).wait()
+            Work.unbox(out[-1] if isinstance(out, tuple) else out).wait()
         for index, number in self.results:
             made[number] = tensors[index]
 
@@ -113,19 +112,18 @@ class _Keep(TorchDispatchMode):
         if packet in INDEXING and any(t is not None and t.dtype == torch.bool for t in args[1]):
             raise HostTouched(f"{func} by a mask")
         out = func(*args, **(kwargs or {}))
-        given = tree_map(self.refer, (args, kwargs or {}))
-        for tensor in tree_flatten(out)[0]:
-            is_new = isinstance(self.refer(tensor), weakref.ref)
-            if is_new and all(tensor is not each for each in tree_flatten((args, kwargs))[0]):
+        given = map_tensors(self.refer, (args, kwargs or {}))
+        results, read = tensors_in(out), tensors_in((args, kwargs))
+        for tensor in results:
+            is_new = id(tensor) not in self.made
+            if is_new and all(tensor is not each for each in read):
                 self.made[id(tensor)] = Made(len(self.alive))
                 self.alive.append(tensor)
-        self.calls.append(Call(func, *given, tree_map(self.refer, out)))
+        self.calls.append(Call(func, *given, [self.refer(tensor) for tensor in results]))
         return out
 
-    def refer(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return self.made.get(id(value)) or weakref.ref(value)
+    def refer(self, tensor: Tensor) -> Made | weakref.ref[Tensor]:
+        return self.made.get(id(tensor)) or weakref.ref(tensor)
 
 
 class Recorder:

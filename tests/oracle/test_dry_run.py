@@ -192,15 +192,16 @@ def test_a_forward_launches_few_kernels_beside_its_layers(
     """A decode, a verification of 5 tokens and a draft after the first of a step, as they are
     captured; and what a whole verification of 4 drafts launches, and the drafts. The numbers are
     those of docs/gpu.md. Kernels are interpreted and those of layers not counted, so that one
-    layer is enough, except where a policy keeps something of each."""
+    layer is enough, except where a policy keeps something of each, and so are keys that are not
+    split."""
     monkeypatch.setattr(triton, "count_resident", lambda *kernel: 4)  # nothing is compiled
     layers = 2 if policy == "verified" else 1
     config = replace(TINY, num_layers=layers, num_heads=2, num_kv_heads=1)
     model = tiny_transformer(config).to(DEVICE)
     model.use(TritonElementwise())
-    runner = make_runner(model, 2, 48, TritonBackend(2))
+    runner = make_runner(model, 2, 48, TritonBackend(1))
     engine = Engine(runner, 40)
-    requests = engine.prefill(make_requests(random_prompts([26, 22], 97), [3, 3]))
+    requests = engine.prefill(make_requests(random_prompts([26, 22], 97), [2, 2]))
     section = KVSection(policy, -1 if policy == "full" else 20, 4, 8)
     kv, rows = make_draft_kv(runner, section), BatchRows.of([0, 1], DEVICE, 6)
     kv.admit(requests)
@@ -245,12 +246,13 @@ def test_low_bit_drafts_by_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their products are our kernel's, as on a GPU. The sizes are multiples of a group of int4, and
-    the outputs are short, because the kernel is interpreted."""
-    monkeypatch.setattr(test_replay, "TINY", test_low_bit.SMALL)
+    there is one layer and the outputs are short, because the kernel is interpreted."""
+    config = replace(test_low_bit.SMALL, num_layers=1)
+    monkeypatch.setattr(test_replay, "TINY", config)
     monkeypatch.setattr(test_replay, "NUM_NEW", [6, 3, 7, 2, 4])
     kv = section_of("streaming_llm")
     tokens = run(*started(), None, kv, 3, None)[0]
-    model = tiny_transformer(test_low_bit.SMALL)
+    model = tiny_transformer(config)
     copy = low_bit_copy(model, weights, False).to(DEVICE)
     engine, requests = started(device=str(DEVICE))
     engine.runner.drafting = engine.runner.with_model(copy, None)
