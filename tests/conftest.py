@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,8 +65,6 @@ from magicdec.speculation.rolling_runner import RollingRunner
 from magicdec.speculation.steps.recorder import Eager, Recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
-if not torch.cuda.is_available() and find_spec("triton") is not None:
-    patch_once()
 # No test asserts a bandwidth, and reading the real buffer takes as long as a small run. The small
 # one is used in the tests' process and in the ranks of rank_server.py, not in other processes.
 timing.BANDWIDTH_BYTES = 1 << 22
@@ -134,6 +131,8 @@ def pytest_fixture_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    if "triton.runtime.interpreter" in sys.modules:  # importing it takes too long for most tests
+        patch_once()
     return call_with_room(lambda: runner.pytest_runtest_protocol(item, nextitem))
 
 

@@ -8,18 +8,20 @@ replaced once in a launch.
 
 from typing import Any
 
-_names = "_patch_lang", "_get_np_dtype", "_LangPatchScope", "GridExecutor"
+NAMES = "_patch_lang", "_get_np_dtype", "GridExecutor", "_LangPatchScope"
 
 
 def patch_once() -> None:
-    """From now on, in this process. Another version of Triton, without these functions, stays as it
-    is."""
+    """From now on, in this process, however often it is called. Another version of Triton, without
+    these functions, stays as it is."""
     from triton import language as tl
     from triton.runtime import interpreter
 
-    if any(not hasattr(interpreter, name) for name in _names):
+    if any(not hasattr(interpreter, name) for name in NAMES):
         return
-    patch, dtype_of, launch = (getattr(interpreter, name) for name in (*_names[:2], _names[3]))
+    if interpreter._patch_lang.__module__ == __name__:
+        return
+    patch, dtype_of, launch = (getattr(interpreter, name) for name in NAMES[:3])
     start = launch.__call__
     inside: list[set[int]] = []  # for each launch that is running, the modules replaced within it
     dtypes: dict[str, Any] = {}
