@@ -1,14 +1,16 @@
 """The Triton kernel for int8 and int4 weights, interpreted if there is no GPU: its products, which
 layers call it, and its machine code."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from launches import Recorder, compile_apart
+from launches import Launch, Recorder, compile_apart
 from test_grouped import make_numbers
 from test_low_bit import exact
+from tiers import covering
 from torch import Tensor, nn
 
 from magicdec.model.checkpoint.quantization import channel_scales, quantize, quantize_groups
@@ -115,31 +117,49 @@ def test_a_product_is_one_launch() -> None:
     assert grids == {(64, 1, 4), (512, 1, 4), (4008, 1, 1), (128, 1, 4), (22, 1, 4)}
 
 
+def launches_to_compile(size: int) -> list[tuple[Launch, int]]:
+    """Launches of `launch_all`, each with a GPU's capability, that together have every combination
+    of `size` of these: what a program does in a turn, how many turns there are, the capability."""
+    recorder = Recorder()
+    launch_all(recorder)
+    found = list(product(recorder.launches, (80, 90)))
+    cases = []
+    for launch, capability in found:
+        of_loop = {name: launch.options.get(name) for name in ("WIDTH", "SPLITS")}
+        a_turn = launch.options | dict.fromkeys(of_loop) | {"dtype": launch.args[0].dtype}
+        cases.append({"turn": a_turn, "loop": of_loop, "capability": capability})
+    return [found[index] for index in sorted(covering(cases, size))]
+
+
 COMPILE = """
-from launches import Recorder, compile_launch, resources
-from test_low_bit_triton import launch_all
+from launches import compile_launch, resources
+from test_low_bit_triton import launches_to_compile
 from magicdec.model.linear import triton_kernels
 
-recorder = Recorder()
-launch_all(recorder)
-for launch in recorder.launches:
-    for capability in (80, 90):
-        kernel = triton_kernels.multiply_groups
-        if "BLOCK_K" in launch.options:
-            kernel = triton_kernels.multiply_rows
-        made = compile_launch(kernel, launch, capability)
-        numbers, what = resources(made.asm["cubin"]), (launch, capability)
-        assert numbers["STACK"] == numbers["LOCAL"] == 0, (what, numbers)
-        assert made.metadata.shared <= 99 * 1024, what
-        if launch.options["WIDTH"] > 1024:
-            assert "async_wait" in made.asm["ttgir"], "the next weights are not loaded ahead"
+for launch, capability in launches_to_compile(SIZE):
+    kernel = triton_kernels.multiply_groups
+    if "BLOCK_K" in launch.options:
+        kernel = triton_kernels.multiply_rows
+    made = compile_launch(kernel, launch, capability)
+    numbers, what = resources(made.asm["cubin"]), (launch, capability)
+    assert numbers["STACK"] == numbers["LOCAL"] == 0, (what, numbers)
+    assert made.metadata.shared <= 99 * 1024, what
+    if launch.options["WIDTH"] > 1024:
+        assert "async_wait" in made.asm["ttgir"], "the next weights are not loaded ahead"
 """
 
 
-def test_the_kernel_fits_gpus_that_are_not_here(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton's cache: what the first test has compiled is there for the second."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.wide)])
+def test_the_kernel_fits_gpus_that_are_not_here(size: int, compiled: Path) -> None:
     """Compiled to machine code: nothing is spilled, shared memory is there, weights are loaded
     ahead."""
-    compile_apart(COMPILE, tmp_path)
+    compile_apart(COMPILE.replace("SIZE)", f"{size})"), compiled)
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)

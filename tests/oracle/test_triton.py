@@ -208,12 +208,18 @@ for case in chosen_cases(SIZE):
 """
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton's cache: what the first test has compiled is there for the second."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.wide)])
-def test_kernels_fit_gpus_that_are_not_here(size: int, tmp_path: Path) -> None:
+def test_kernels_fit_gpus_that_are_not_here(size: int, compiled: Path) -> None:
     """What a forward launches is compiled to machine code: nothing is spilled, the shared memory is
     there, and the next tile of keys and of values is loaded while one is computed with. The cases
     have every value of SIZES together; in `make test-all` every pair of them."""
-    compile_apart(COMPILE.replace("SIZE)", f"{size})"), tmp_path)
+    compile_apart(COMPILE.replace("SIZE)", f"{size})"), compiled)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
