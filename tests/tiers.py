@@ -1,9 +1,10 @@
 """Which tests `make test` runs, and the order of the test files, which two processes take one after
 the other (see the Makefile).
 
-Files that start several ranks are spread among the others, so that two of them seldom run at once:
-ranks that wait for each other waste time where more of them run than the machine has cores. The
-short files of `unit/` come last, so that both processes end at about the same time."""
+Files that start several ranks, or other processes at once, are spread among the others, so that two
+of them seldom run at once: ranks that wait for each other waste time where more of them run than
+the machine has cores. The short files of `unit/` come last, so that both processes end at about the
+same time; the file that plants faults takes minutes."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -56,13 +57,14 @@ def combinations_of(case: dict[str, Any], size: int) -> set[Hashable]:
 
 
 BETWEEN = 2  # files of one rank between two of several
+SEVERAL = "test_planted_errors.py"  # the file of another folder that is like those of several ranks
 
 
 def ordered(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The items in the order of their files. Items of one file stay in their order."""
     files = list(dict.fromkeys(item.path for item in items))
-    several = [file for file in files if file.parent.name == "distributed"]
-    others = [file for file in files if file.parent.name != "distributed"]
+    several = [file for file in files if file.parent.name == "distributed" or file.name == SEVERAL]
+    others = [file for file in files if file not in several]
     spread = [*others]
     for index, file in enumerate(several):
         spread.insert(index * (BETWEEN + 1), file)

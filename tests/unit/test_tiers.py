@@ -1,8 +1,12 @@
-"""Which cases `make test` runs: that they have every pair. Every architecture has a tiny model."""
+"""Which cases `make test` runs: that they have every pair; and the order of the files. Every
+architecture has a tiny model."""
 
 from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
 
-from tiers import covering
+from conftest import ROOT
+from tiers import SEVERAL, covering, ordered
 from tiny_families import CLASSES, MODELS
 
 from magicdec.names import ARCHITECTURES
@@ -16,6 +20,19 @@ def test_the_kept_cases_have_every_pair_and_are_few() -> None:
         assert {(c[one], c[other]) for c in kept} == set(product(axes[one], axes[other]))
     assert len(kept) < len(cases) / 4
     assert len(covering(cases, 1)) == 5
+
+
+def test_files_that_start_processes_are_spread_and_none_is_late() -> None:
+    """Each item of a file keeps its place in the file."""
+    paths = [Path(*words) for words in (("distributed", "a"), ("distributed", "b"))]
+    paths += [Path("oracle", str(number)) for number in range(6)]
+    paths += [Path("unit", name) for name in ("k", SEVERAL, "w", "x")]
+    items = [SimpleNamespace(path=path, place=place) for path in paths for place in range(2)]
+    found = ordered(items)  # type: ignore[arg-type]
+    names = [item.path.name for item in found]
+    assert names[::2] == names[1::2] and [item.place for item in found] == [0, 1] * len(paths)
+    assert names[::2] == ["a", "0", "1", "b", "2", "3", SEVERAL, "4", "5", "k", "w", "x"]
+    assert (ROOT / "tests" / "unit" / SEVERAL).is_file()
 
 
 def test_every_architecture_has_a_tiny_family() -> None:
