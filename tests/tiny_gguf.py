@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType as Type
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from magicdec.model.checkpoint.gguf_weights import PARTS, WHOLE
 
 OURS = {f"blk.{{}}.{ours}": f"model.layers.{{}}.{theirs}" for ours, theirs in PARTS.items()} | WHOLE
 MOST_LAYERS = 4
+STD = 0.1  # large enough that every layer changes the logits
 
 
 def name_of(hf_name: str) -> str:
@@ -39,8 +41,9 @@ def permuted(rows: Tensor, num_heads: int) -> Tensor:
     return out
 
 
-def random_blocks(shape: tuple[int, ...], kind: Type, seed: int) -> NDArray[np.uint8]:
-    """Random blocks [outputs, bytes of a row] whose scales are small and finite."""
+def random_blocks(shape: tuple[int, int], kind: Type, seed: int) -> NDArray[np.uint8]:
+    """Random blocks [outputs, bytes of a row] of weights with a standard deviation of STD, or of
+    about as much in MXFP4."""
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (shape[0], shape[1] // block, num_bytes), dtype=np.uint8)
@@ -50,11 +53,16 @@ def random_blocks(shape: tuple[int, ...], kind: Type, seed: int) -> NDArray[np.u
         **{Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2)},
         Type.MXFP4: (),
     }[kind]
-    for at in scales:
-        values = generator.normal(0, 2e-4, blocks.shape[:2]).astype(np.float16)
-        blocks[:, :, at : at + 2] = values[:, :, None].view(np.uint8)
+    values = {at: generator.normal(0, 1, blocks.shape[:2]) for at in scales}
+    spread = 1.0
+    for _ in range(2):  # first to see how large the weights of these scales are
+        for at, scale in values.items():
+            halves = (scale * spread).astype(np.float16)
+            blocks[:, :, at : at + 2] = halves[:, :, None].view(np.uint8)
+        if scales:
+            spread *= STD / float(dequantize(blocks.reshape(shape[0], -1), kind).std())
     if kind == Type.MXFP4:
-        blocks[:, :, 0] = generator.integers(116, 122, blocks.shape[:2])
+        blocks[:, :, 0] = generator.integers(122, 126, blocks.shape[:2])
     return blocks.reshape(shape[0], -1)
 
 

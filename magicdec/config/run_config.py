@@ -60,6 +60,11 @@ class RunConfig:
         section = replace(self.draft or DraftSection(), model=name) if is_named else None
         return replace(self, draft=section, decoding=decoding)
 
+    def without_drafts(self) -> RunConfig:
+        """The config of what does not draft, beside others that do as this one says."""
+        decoding = replace(self.decoding, draft_weights=None)
+        return replace(self, decoding=decoding).with_draft(NONE)
+
     def check(self, world_size: int) -> None:
         """Raises ValueError, one line naming the flag, for values that are wrong for every
         model."""

@@ -18,7 +18,7 @@ import torch
 from magicdec.config.choices.collectives import Transport
 from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import NONE, SamplingSection, WorkloadSection
+from magicdec.config.sections import SamplingSection, WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.engine.scheduler import StepCounts
 from magicdec.hardware.threads import ThreadCount
@@ -153,7 +153,7 @@ class System(ABC):
     ) -> ResolvedRun:
         """The models for such a batch, as by `setup.prepare.find`; without a draft model if no pass
         drafts."""
-        config = run_config if self.has_drafts else run_config.with_draft(NONE)
+        config = run_config if self.has_drafts else run_config.without_drafts()
         models = find(replace(config, workload=workload), self.launch, cache, placement)
         most = models.source.config.max_length
         name = config.model.model

@@ -16,7 +16,7 @@ import torch
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import NONE, SELF, DraftSection
+from magicdec.config.sections import SELF, DraftSection
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layout import PipelineLayout, make_layout, make_stage_grid
@@ -66,7 +66,7 @@ class SpeculativePipeline(StagedSystem):
         options = self.options
         self.rank = self.launch.rank
         if options.emulate_acceptance is not None:
-            run_config = run_config.with_draft(NONE)
+            run_config = run_config.without_drafts()
         models = self._find_models(run_config, cache)
         model = models.source.config
         world_size = self.launch.world_size
