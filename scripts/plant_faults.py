@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE, TESTS = ROOT / "magicdec", ROOT / "tests"
 IMPORTED = (
     *("hypothesis", "numpy", "pandas", "pydantic.dataclasses", "safetensors.torch"),
-    *("scipy.stats", "torch.distributed"),
+    *("scipy.stats", "torch.distributed", "gguf", "transformers.models.llama.modeling_llama"),
 )
 PROCESSES = 2
 # A test takes a second, but a fault may make it wait for ever.

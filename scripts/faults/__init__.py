@@ -13,6 +13,7 @@ from faults import (
     simulator,
     speculation,
     verdict,
+    weights,
 )
 
 PROPERTIES = (
@@ -25,4 +26,5 @@ PROPERTIES = (
     *gate.PROPERTIES,
     *choices.PROPERTIES,
     *verdict.PROPERTIES,
+    *weights.PROPERTIES,
 )

@@ -247,6 +247,9 @@ def test_slices_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
         for rows in (slice(0, 7), slice(60, 70), slice(1, len(parameter) - 3)):
             found = weights.read(name, (rows, slice(32, 96)))
             assert torch.equal(found.float(), parameter[rows, 32:96]), (name, rows)
+            if weights.tensors[name].numbers is not None:
+                numbers = weights.read_numbers(name, (rows, slice(32, 96)))
+                assert torch.equal(numbers.dense(), parameter[rows, 32:96]), (name, rows)
 
 
 # --- tokenizers ---
@@ -492,7 +495,7 @@ def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Comm
     model = reference_model("Llama", vocab_size=420)
     save(path, "llama", model, (Type.Q4_0,), strings=strings)
     config = find_model("--model", str(path)).config
-    assert config.stored_bytes is not None and 0.5625 < config.stored_bytes < 1  # a float16 head
+    assert (config.stored_bytes, config.plain_share, config.head_bytes) == (0.5625, 0.0, None)
     for low_bit, stored in (("int4", 0.5625), ("int4", 0.65), ("int8", 1.0625)):
         few = replace(config, stored_bytes=stored)
         message = f"--draft_weights {low_bit}: the weights of it have {8 * stored:.1f} bits"
@@ -527,5 +530,5 @@ def test_a_file_is_converted_to_a_directory_of_hugging_face(
     assert load_tokenizer(out.parent).encode(TEXTS[0]) == load_tokenizer(path).encode(TEXTS[0])
     source = find_model("--model", str(out.parent))
     assert replace(source.config, name="") == replace(
-        find_model("--model", str(path)).config, name="", stored_bytes=None
+        find_model("--model", str(path)).config, name="", stored_bytes=None, plain_share=0.0
     )
