@@ -111,20 +111,25 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
 
 def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
     """Bytes of this rank's matrices, head included; int8 adds a float32 scale per output
-    channel. `low_bit`: one of `NARROW`."""
-    if low_bit == STORED:
-        assert config.stored_bytes is not None, "the checkpoint stores numbers in groups"
-        return round(linear_parameters(config, shard) * config.stored_bytes)
+    channel."""
     weights = int(linear_parameters(config, shard) * OF_LOW_BIT[low_bit])
     outputs = sum(outputs for outputs, _ in matrices(config, shard))
     return weights + (outputs * SCALE_BYTES if low_bit == "int8" else 0)
 
 
+def bytes_as_stored(config: ModelConfig, shapes: list[tuple[int, int]], dtype_bytes: int) -> int:
+    """Bytes of matrices as a checkpoint stores them in groups, those of layers and then the head;
+    plain ones have `dtype_bytes`."""
+    *layers, head = [outputs * inputs for outputs, inputs in shapes]
+    of_head = dtype_bytes if config.head_bytes is None else config.head_bytes
+    return round(sum(layers) * config.average_bytes(dtype_bytes) + head * of_head)
+
+
 def weight_bytes(
     config: ModelConfig, shard: Shard, dtype_bytes: int, low_bit: str | None = None
 ) -> int:
-    """Bytes of this rank's weights that one forward reads, with matrices in `low_bit`, int8 or
-    int4. Embedding rows count as 0."""
+    """Bytes of this rank's weights that one forward reads, with matrices in `low_bit`, one of
+    `NARROW`. Embedding rows count as 0."""
     q, kv, ffn, head = _widths(config, shard)
     hidden = config.hidden_size
     up = (2 if config.gated_mlp else 1) * ffn
@@ -136,7 +141,11 @@ def weight_bytes(
         return (linear_parameters(config, shard) + vectors) * dtype_bytes
     if config.tie_word_embeddings:  # a low-bit model has an untied head, without a bias
         vectors -= head * config.head_bias
-    return low_bit_bytes(config, shard, low_bit) + vectors * dtype_bytes
+    if low_bit == STORED:
+        of_matrices = bytes_as_stored(config, matrices(config, shard), dtype_bytes)
+    else:
+        of_matrices = low_bit_bytes(config, shard, low_bit)
+    return of_matrices + vectors * dtype_bytes
 
 
 def stored_bytes(

@@ -74,7 +74,8 @@ class ModelConfig:
     2022). `residual`: the MLP follows attention (sequential), or both read the block's input,
     through two norms (parallel) or one (parallel_shared_norm). `qk_norm`: an RMS norm on every
     head of q and k. `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers
-    in groups, with scales, on average."""
+    in groups, with scales, on average over its layers; `plain_share` of their weights are plain
+    numbers. `head_bytes`: of a weight of the head, None if it is plain."""
 
     name: str
     vocab_size: int
@@ -105,6 +106,8 @@ class ModelConfig:
     embedding_norm: bool = False
     head_bias: bool = False
     stored_bytes: float | None = None
+    plain_share: float = 0.0
+    head_bytes: float | None = None
 
     def __post_init__(self) -> None:
         assert self.norm in NORMS and self.positions in POSITIONS
@@ -124,6 +127,11 @@ class ModelConfig:
             what = "head_dim" if self.rope.rotary_dim is None else "rotary_dim"
             why = "odd; rotary needs it even" if rotated % 2 else f"over head_dim {self.head_dim}"
             raise ValueError(f"model {self.name}: {what} {rotated} is {why}")
+
+    def average_bytes(self, dtype_bytes: int) -> float:
+        """Of a weight of the layers as they are stored, of which plain ones have `dtype_bytes`."""
+        assert self.stored_bytes is not None, "the checkpoint stores numbers in groups"
+        return self.stored_bytes * (1 - self.plain_share) + dtype_bytes * self.plain_share
 
     @property
     def group_size(self) -> int:

@@ -13,7 +13,7 @@ from magicdec.config.capabilities import (
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.hardware.costs import OF_LOW_BIT
+from magicdec.hardware.costs import DTYPE_BYTES, OF_LOW_BIT
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ModelConfig
@@ -189,9 +189,10 @@ def check_saves(low_bit: str | None, label: str, model: ModelConfig) -> None:
     """Raises ValueError for a low-bit copy of matrices that are stored in as few bits."""
     if low_bit is None or model.stored_bytes is None:
         return
-    if OF_LOW_BIT[low_bit] > MOST_OF_STORED * model.stored_bytes:
+    num_bytes = model.average_bytes(DTYPE_BYTES["bfloat16"])
+    if OF_LOW_BIT[low_bit] > MOST_OF_STORED * num_bytes:
         raise ValueError(
-            f"--draft_weights {low_bit}: the weights of {label} have {8 * model.stored_bytes:.1f} "
+            f"--draft_weights {low_bit}: the weights of {label} have {8 * num_bytes:.1f} "
             f"bits, so that a copy would hardly read less; choose {SAME}, or leave it out"
         )
 

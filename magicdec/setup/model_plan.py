@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig, tokens_of_rows
@@ -12,6 +11,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
     DTYPE_BYTES,
     OF_LOW_BIT,
+    bytes_as_stored,
     kv_bytes_per_token,
     low_bit_bytes,
     matrices,
@@ -193,18 +193,18 @@ class ModelPlan:
         if kinds.linear not in PACKED:
             return 0
         low_bit = kinds.weights if kinds.weights in NARROW else None
-        size = Fraction(DTYPE_BYTES[kinds.dtype])
-        if low_bit == STORED:
-            size = Fraction(self.model.stored_bytes or 0)
-        elif low_bit is not None:
-            size = OF_LOW_BIT[low_bit]
+        size = DTYPE_BYTES[kinds.dtype]
         part = TILE if low_bit == "int8" else 2 if low_bit is None and size == 2 else 1
-        shapes = matrices(self.part_model, self.shard)
-        numbers = sum(
-            -(-outputs // WIDTH) * WIDTH * -(-inputs // part) * part - outputs * inputs
-            for outputs, inputs in (shapes if has_head else shapes[:-1])
-        )
-        return int(numbers * size)
+        missing = [
+            (-(-outputs // WIDTH) * WIDTH * -(-inputs // part) * part - outputs * inputs, 1)
+            for outputs, inputs in matrices(self.part_model, self.shard)
+        ]
+        if not has_head:
+            missing[-1] = 0, 1
+        if low_bit == STORED:
+            return bytes_as_stored(self.model, missing, size)
+        numbers = sum(number for number, _ in missing)
+        return int(numbers * (size if low_bit is None else OF_LOW_BIT[low_bit]))
 
     @property
     def kv_bytes(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -153,7 +153,7 @@ def find_model(flag: str, name: str) -> ModelSource:
         config = find_config(flag, name)
         has_tokenizer = path.is_dir() or is_gguf(path)
         config, weights = as_stored(config, _stored(path, config))
-        config = replace(config, stored_bytes=bytes_if_whole(weights, config))
+        config = with_stored_bytes(config, weights)
         tokenizer_path = path if has_tokenizer else path.parent
         source = ModelSource(config.name, config, weights, tokenizer_path, is_random=False)
     else:
@@ -177,7 +177,7 @@ def find_stored_config(flag: str, name: str) -> ModelConfig:
     if name in DEMO_DIRECTORIES or not has_weights:
         return config
     config, weights = as_stored(config, _stored(path, config))
-    return replace(config, stored_bytes=bytes_if_whole(weights, config))
+    return with_stored_bytes(config, weights)
 
 
 def load_transformer(
@@ -252,12 +252,19 @@ def _grouped(
     return layer
 
 
-def bytes_if_whole(source: WeightSource, config: ModelConfig) -> float | None:
-    """`stored_bytes`, or None if tensors are missing, which `check_weights` says."""
+def with_stored_bytes(config: ModelConfig, source: WeightSource) -> ModelConfig:
+    """The config with the bytes of what is stored in groups. It is left as it is if tensors are
+    missing, which `check_weights` says."""
     try:
-        return stored_bytes(source, config)
+        head = bytes_in_groups(source, config, lambda parameter: parameter == "head.weight")
+        layers = bytes_in_groups(source, config, lambda parameter: parameter != "head.weight")
     except KeyError:
-        return None
+        return config
+    if head is None and layers is None:
+        return config
+    stored, plain_share = layers or (0.0, 1.0)
+    head_bytes = None if head is None else head[0]
+    return replace(config, stored_bytes=stored, plain_share=plain_share, head_bytes=head_bytes)
 
 
 def with_head(source: WeightSource, config: ModelConfig) -> WeightSource:
@@ -269,26 +276,32 @@ def with_head(source: WeightSource, config: ModelConfig) -> WeightSource:
     return RenamedWeights(source, {head: f"{names.embedding}.weight"})
 
 
-def stored_bytes(source: WeightSource, config: ModelConfig) -> float | None:
-    """Bytes of a weight of the matrices, on average, as `load_transformer` holds them; None unless
-    some are stored in groups."""
+def bytes_in_groups(
+    source: WeightSource, config: ModelConfig, counts: Callable[[str], bool]
+) -> tuple[float, float] | None:
+    """Of the matrices whose parameters count: the bytes of a weight of those that
+    `load_transformer` holds in groups, on average, and the share of the others in the weights; None
+    if all are others."""
     whole = with_head(source, config)
-    total, count = Fraction(0), 0
-    has_groups = False
+    total = Fraction(0)
+    in_groups = 0
+    count = 0
     for parameter, pieces in weight_map(
         untie_head(config), Shard(), range(config.num_layers)
     ).items():
         is_matrix = parameter.endswith(".weight") and len(pieces[0].full_shape) == 2
-        if not is_matrix or "embedding" in parameter:
+        if not is_matrix or "embedding" in parameter or not counts(parameter):
             continue
         size = sum(math.prod(piece.full_shape) for piece in pieces)
+        count += size
         formats = [whole.tensors[piece.name].numbers for piece in pieces]
         known = [each for each in formats if each is not None]
-        has_groups |= len(known) == len(formats)
-        each = common_format(known).bytes_per_weight if len(known) == len(formats) else Fraction(2)
-        total += size * each
-        count += size
-    return float(total / count) if has_groups else None
+        if len(known) == len(formats):
+            total += size * common_format(known).bytes_per_weight
+            in_groups += size
+    if in_groups == 0:
+        return None
+    return float(total / in_groups), 1 - in_groups / count
 
 
 def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
