@@ -416,6 +416,8 @@ def test_counts_offsets_and_types_that_lie_are_refused(tmp_path: Path) -> None:
         (info + 20, "<I", 4, "type number 4, which is retired"),
         (offset, "<Q", 1 << 50, "ends at"),
         (offset, "<Q", 3, "is not aligned to 32"),
+        (offset, "<Q", 32, "token_embd.weight is at .*, but the one before it ends at"),
+        (info + 20, "<I", 1, "attn_q.weight is at .*, but the one before it ends at"),
     ]
     for at, kind, value, message in lies:
         patched(path, whole, at, kind, value)

@@ -195,7 +195,20 @@ class _Header:
             raise self.refuse(f"general.alignment {alignment} is no power of two")
         start = -(-self.position // alignment) * alignment
         tensors = {name: self.tensor(name, *info, start, alignment) for name, info in infos.items()}
+        self.check_order(tensors, start, alignment)
         return GgufFile(self.path, metadata, tensors)
+
+    def check_order(self, tensors: dict[str, GgufTensor], start: int, alignment: int) -> None:
+        """Raise ValueError unless tensors lie one after the other, as ggml demands: else a type or
+        an offset is wrong."""
+        expected = start
+        for name, tensor in tensors.items():
+            if tensor.offset != expected:
+                raise self.refuse(
+                    f"tensor {name} is at {tensor.offset}, but the one before it ends at {expected}"
+                )
+            num_bytes = tensor.num_rows * tensor.row_bytes
+            expected += -(-num_bytes // alignment) * alignment
 
     def info(self, name: str) -> tuple[tuple[int, ...], int, int]:
         count = self.number("I")
