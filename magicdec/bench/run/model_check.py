@@ -32,14 +32,19 @@ from magicdec.model.checkpoint.checked import (
     is_exempt,
     remember,
 )
+from magicdec.model.checkpoint.gguf_weights import GgufWeights
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.model.checkpoint.quantized.weights import PrequantizedWeights
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_files import WEIGHT_FILES
 from magicdec.model.config import ModelConfig
+from magicdec.model.families.config_keys import FOREIGN
+from magicdec.model.families.hf_config import to_hf_config
+from magicdec.model.gguf.named import is_gguf
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.names import BASELINE
 from magicdec.output.console import Silent
+from magicdec.output.files import load_object
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.memory_check import free_device_memory
@@ -111,9 +116,9 @@ def check_model(
     return check
 
 
-def config_of(name: str, dtype: str, longest: int) -> RunConfig:
+def config_of(name: str, dtype: str, longest: int, linear: str = "auto") -> RunConfig:
     return RunConfig(
-        model=ModelSection(name, dtype),
+        model=ModelSection(name, dtype, linear),
         parallel=ParallelSection(device="cpu"),
         decoding=DecodingSection(strategy=BASELINE),
         workload=WorkloadSection(batch_size=1, prefix_len=longest, gen_len=1),
@@ -190,15 +195,20 @@ def obstacle(source: ModelSource) -> str | None:
         return f"it has no class {architecture}"
     if source.is_int8:
         return "it does not read the int8 weights of this project; check what they were made from"
-    if isinstance(source.weights, PrequantizedWeights):
-        return "it computes with the kernels of the program that quantised the checkpoint"
-    if path.name not in READ_BY_OTHERS:
+    if path.name not in READ_BY_OTHERS and not is_dequantised(source):
         return f"it does not read {path.name}; check the directory that it was made from"
     num_bytes = _float32_bytes(source)
     free = free_device_memory("cpu", 0)
     if free is not None and num_bytes > free:
         return f"in float32 it takes {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     return None
+
+
+def is_dequantised(source: ModelSource) -> bool:
+    """Whether transformers gets the weights that this project reads, in its own model: it computes
+    others with the kernels of the program that quantised them, or reads them only with more
+    packages."""
+    return isinstance(source.weights, PrequantizedWeights | GgufWeights)
 
 
 def _float32_bytes(source: ModelSource) -> int:
@@ -221,7 +231,8 @@ def compare(
     one after the other."""
     import transformers
 
-    check.tell(f"compared with transformers {transformers.__version__}, float32, CPU:")
+    weights = " on the dequantised weights" if is_dequantised(source) else ""
+    check.tell(f"compared with transformers {transformers.__version__}{weights}, float32, CPU:")
     with quiet(transformers):
         model, why = load_reference(transformers, source)
         if why is not None:
@@ -251,6 +262,8 @@ def compare(
 
 def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | None]:
     kind = getattr(transformers, source.config.architecture)
+    if is_dequantised(source):
+        return load_dequantised(kind, source)
     directory = source.tokenizer_path
     try:
         model, info = kind.from_pretrained(
@@ -260,6 +273,28 @@ def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | N
         return None, f"transformers cannot load it: {' '.join(str(error).split())[:200]}"
     if missing := sorted(info["missing_keys"]):
         return None, f"transformers does not find {', '.join(missing[:3])}"
+    return model.eval(), None
+
+
+def load_dequantised(kind: Any, source: ModelSource) -> tuple[Any, str | None]:
+    """A model of the class `kind` with the weights as this project reads them, in float32. Its
+    config is the checkpoint's, without the settings of quantisation; a GGUF file has none."""
+    path = source.tokenizer_path
+    assert path is not None, "it is a file or a directory"
+    fields = to_hf_config(source.config) if is_gguf(path) else load_object(path / "config.json")
+    fields.pop(FOREIGN, None)
+    try:
+        model = kind(kind.config_class.from_dict(fields)).float()
+        weights = {name: source.weights.read(name).float() for name in source.weights.tensors}
+        found = model.load_state_dict(weights, strict=False)
+        model.tie_weights()
+    except Exception as error:  # of a library that may raise anything
+        return None, f"transformers cannot load it: {' '.join(str(error).split())[:200]}"
+    tied = {"lm_head.weight"} if source.config.tie_word_embeddings else set()
+    missing = [name for name in found.missing_keys if name not in tied]
+    if missing or found.unexpected_keys:
+        names = sorted([*missing, *found.unexpected_keys])
+        return None, f"transformers has no place for, or does not find, {', '.join(names[:3])}"
     return model.eval(), None
 
 
@@ -319,8 +354,12 @@ def continued_by_others(model: Any, ids: Sequence[int]) -> Continued:
 
 
 def make_checked_runner(name: str, longest: int) -> ModelRunner:
-    """A float32 runner with the kernels that a run on this CPU takes."""
-    run = find(config_of(name, "float32", longest), Launch(), SetupCache())
+    """A float32 runner with the kernels that a run on this CPU takes, of those that round no
+    activations."""
+    cache = SetupCache()
+    run = find(config_of(name, "float32", longest), Launch(), cache)
+    if run.config.model.linear == "packed_a8":
+        run = find(config_of(name, "float32", longest, "packed"), Launch(), cache)
     group = Group((0,), 0)
     device = torch.device("cpu")
     torch.set_num_threads(run.config.parallel.threads)
