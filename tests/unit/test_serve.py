@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import Launch
 from fake_clock import VirtualClock
+from serving_command import prepare_as
 
 from magicdec.bench.serving import measure
 from magicdec.bench.serving.record import ServingRecord
@@ -207,6 +208,13 @@ def test_every_mode_serves_the_tokens_of_the_first(
     assert "10 records appended" in said.err
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
     check_events(json.loads(files["--trace"].read_text())["traceEvents"])
+
+
+def test_weights_that_draft_are_for_the_modes_that_draft(tmp_path: Path) -> None:
+    words = "--modes", "ring", "inflight+draft", "--draft", "self", "--draft_weights", "int4"
+    ring, batching = prepare_as("serve", tmp_path, *words).systems
+    weights = [system.run.config.decoding.draft_weights for system in (ring, batching)]
+    assert weights == [None, "int4"]
 
 
 SMALL = ("--num_requests", "1", "--prefix_len", "8", "--gen_len", "2")
