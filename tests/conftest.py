@@ -3,6 +3,7 @@
 Every fixture and every test starts from the same seeds and the same number of threads, whichever
 tests ran before it."""
 
+import gc
 import json
 import math
 import os
@@ -127,6 +128,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup() -> None:
     start_alike()
+
+
+def pytest_collection_finish() -> None:
+    """No test walks through what was imported and collected when it looks for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
