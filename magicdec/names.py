@@ -100,10 +100,18 @@ QUANTIZATIONS = {
     "fp8": "magicdec.model.checkpoint.quantized.fp8:Fp8",
     "mxfp4": "magicdec.model.checkpoint.quantized.mxfp4:Mxfp4",
 }
+# Formats to which weights are quantised.
+QUANTIZERS = {
+    "int8": "magicdec.model.linear.quantizers:INT8",
+    "int4": "magicdec.model.linear.quantizers:INT4",
+    "q8_0": "magicdec.model.linear.quantizers:Q8_0",
+    "q4_0": "magicdec.model.linear.quantizers:Q4_0",
+    "q4_1": "magicdec.model.linear.quantizers:Q4_1",
+}
 DTYPES = ("float32", "bfloat16")
 STORED = "stored"  # matrices as the checkpoint stores them: numbers in groups
 WEIGHT_DTYPES = (*DTYPES, "int8", STORED)
-LOW_BIT = ("int8", "int4")  # what the matrices of a draft may be instead
+LOW_BIT = ("int8", "int4")  # QUANTIZERS of a model that is loaded
 SAME = "same"  # a draft's matrices: those that it has without a choice
 NARROW = (*LOW_BIT, STORED)  # matrices that are no numbers of the dtype of activations
 DEVICES = ("cpu", "cuda")

@@ -26,8 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from magicdec.model.checkpoint.quantization import channel_scales, quantize
-from magicdec.model.linear.packed import Int8Linear, PackedLinear, pack
+from magicdec.model.checkpoint.quantization import quantized
+from magicdec.model.linear.grouped import GroupedLinear
+from magicdec.model.linear.packed import PackedLinear
+from magicdec.model.linear.quantizers import INT8
 
 SHAPES = ((512, 1024), (2048, 2048), (4096, 4096), (14336, 4096))  # outputs, inputs
 ROWS = (1, 2, 4, 8, 20)
@@ -44,13 +46,8 @@ def make_layers(num_outputs: int, width: int, copies: int) -> dict[str, list[Lay
         narrow = weight.to(torch.bfloat16)
         layers["bfloat16"].append(partial(multiply, narrow))
         layers["packed bfloat16"].append(PackedLinear(narrow))
-        layers["packed int8"].append(pack(quantized(weight)))
+        layers["packed int8"].append(PackedLinear(quantized(weight, INT8), rounds=True))
     return layers
-
-
-def quantized(weight: Tensor) -> Int8Linear:
-    scales = channel_scales(weight)
-    return Int8Linear(quantize(weight, scales.unsqueeze(1)), scales, None)
 
 
 def multiply(weight: Tensor, x: Tensor) -> Tensor:
@@ -82,11 +79,11 @@ def measure(seconds: float) -> list[dict[str, Any]]:
 
 
 def measure_torch(seconds: float) -> list[dict[str, Any]]:
-    """Times of `Int8Linear` and of torch's own layer, in both dtypes."""
+    """Times of `GroupedLinear` and of torch's own layer, in both dtypes."""
     rows: list[dict[str, Any]] = []
     size = 4096
     weights = [torch.randn(size, size) * size**-0.5 for _ in range(COLD_BYTES // (4 * size**2))]
-    ours = [quantized(weight) for weight in weights]
+    ours = [GroupedLinear(quantized(weight, INT8), None) for weight in weights]
     for dtype in (torch.float32, torch.bfloat16):
         plain = [partial(multiply, weight.to(dtype)) for weight in weights]
         for num_rows in (1, 8, 64):

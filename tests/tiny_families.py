@@ -90,6 +90,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "baichuan-13b": ("Baichuan", SIZES | {"num_key_value_heads": HEADS}),
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
+MLP_UNITS = ("intermediate_size", "n_inner", "ffn_hidden_size")
 Logits = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> logits [B, T, VOCAB], by other code than ours."""
 
@@ -147,9 +148,12 @@ def stored(name: str) -> Stored:
         return Stored(directory, make_checkpoint(directory, name))
 
 
-def make_checkpoint(directory: Path, name: str, max_shard_size: str = "1GB") -> Reference:
+def make_checkpoint(
+    directory: Path, name: str, max_shard_size: str = "1GB", mlp_units: int = 100
+) -> Reference:
     """Save a random model of that row."""
     family, sizes = MODELS[name]
+    sizes = {key: mlp_units if key in MLP_UNITS else value for key, value in sizes.items()}
     if family.lower() == "baichuan":
         return make_baichuan(directory, family, sizes)
     model = make_model(family, sizes)

@@ -200,7 +200,7 @@ def prepare(
     for weights in grid.draft_weights:
         check_copy(weights, config.model.target_dtype)
         check_low_bit(weights, config.parallel.device, run.machine)
-        check_groups(weights, f"--model {source.name}", launch.world_size, model)
+        check_groups("--draft_weights", weights, f"--model {source.name}", launch.world_size, model)
     for kv in grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
     context = max(grid.contexts)

@@ -178,10 +178,9 @@ class DecodingSection:
     )
     draft_weights: str | None = setting(
         None,
-        "The matrices that draft. int8 has a scale for each output, int4 for each output and 32 "
-        "inputs; in self-speculation they are a copy of the model's own, beside it. same is the "
-        "default: the model's own, or a standalone draft's as they are stored; latency times "
-        "these, too.",
+        "The matrices that draft. int8 has a scale for up to 128 inputs of an output, int4 for 32; "
+        "in self-speculation they are a copy of the model's own, beside it. same is the default: "
+        "the model's own, or a standalone draft's as they are stored; latency times these, too.",
         choices=(*LOW_BIT, SAME),
     )
     cuda_graphs: str = setting(
@@ -444,8 +443,9 @@ class ModelSection:
     )
     target_dtype: str = setting(
         "auto",
-        "The dtype of the target's matrices. int8 has a scale for each output, while activations "
-        "and KV stay in --dtype. auto is int8 if they are stored so, else --dtype.",
+        "The dtype of the target's matrices, while activations and KV stay in --dtype: int8 has a "
+        "scale for up to 128 inputs of an output, stored is what the checkpoint has. auto is "
+        "stored if that is numbers in groups, else --dtype.",
         choices=("auto", *WEIGHT_DTYPES),
     )
 
@@ -536,7 +536,7 @@ class WrittenSection:
     out: Path | None = setting(
         None,
         "The file or directory to write. Default: machine.json for probe, DIR/model.pth for model "
-        "convert (with --quantize DIR/model_int8.pth), checkpoints/ID for model get; "
+        "convert (with --quantize DIR/model_FORMAT.pth), checkpoints/ID for model get; "
         "config prints, and report and export need it.",
         metavar="PATH",
     )

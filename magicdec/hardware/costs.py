@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import gcd
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ModelConfig
 from magicdec.names import STORED
 
-# Bytes of a weight; those of int4 with the bfloat16 scale of 32 of them.
-OF_LOW_BIT = {"int8": Fraction(1), "int4": Fraction(9, 16)}
-SCALE_BYTES = 4  # per output channel of an int8 matrix
+GROUP = (
+    128  # inputs of an int8 matrix that share a scale, or the most of 64, 32, 16 that divide them
+)
+LEAST_GROUP = 16
 ARGMAX_BYTES = 16  # per token and rank: the best logit and its token id
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -110,11 +112,17 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
 
 
 def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
-    """Bytes of this rank's matrices, head included; int8 adds a float32 scale per output
-    channel."""
-    weights = int(linear_parameters(config, shard) * OF_LOW_BIT[low_bit])
-    outputs = sum(outputs for outputs, _ in matrices(config, shard))
-    return weights + (outputs * SCALE_BYTES if low_bit == "int8" else 0)
+    """Bytes of this rank's matrices, head included. `low_bit`: int8 or int4."""
+    shapes = matrices(config, shard)
+    return round(sum(n * inputs * narrow_bytes(low_bit, inputs) for n, inputs in shapes))
+
+
+def narrow_bytes(low_bit: str, inputs: int) -> Fraction:
+    """Bytes of a weight of a matrix with so many inputs on this rank, with its share of a bfloat16
+    scale."""
+    if low_bit == "int4":
+        return Fraction(4, 8) + Fraction(2, 32)
+    return 1 + Fraction(2, max(LEAST_GROUP, gcd(GROUP, inputs)))
 
 
 def bytes_as_stored(config: ModelConfig, shapes: list[tuple[int, int]], dtype_bytes: int) -> int:
@@ -170,7 +178,7 @@ def stored_bytes(
         stored += ends - embedding_norm
         if is_tied and not (is_packed or low_bit):
             stored -= (last - first) * c.hidden_size * size
-    if has_embedding or (has_head and is_tied and low_bit != "int8"):
+    if has_embedding or (has_head and is_tied and not low_bit):
         stored += c.vocab_size * c.hidden_size * size
     if has_embedding:
         positions = c.max_position_embeddings * c.hidden_size * (c.positions == "learned")

@@ -20,14 +20,13 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import MLP, Attend, Block, RMSNorm, add_norm, make_norm
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
+from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.model.linear.packed import (
-    Int8Linear,
     Linear,
     PackedLinear,
     Reduce,
     exchange,
     pack,
-    to_int8,
 )
 from magicdec.model.positions import (
     PositionEncoding,
@@ -180,10 +179,6 @@ class Transformer(nn.Module):
         """[V, hidden]: this rank's rows of the embedding, as weights of the head."""
         return self.embedding.weight[self.head_rows[0] : self.head_rows[1]]
 
-    def to_int8(self) -> None:
-        assert self.head is not None if self.has_head else True, "int8 models have a head"
-        exchange(self, to_int8)
-
     def use(self, elementwise: Elementwise) -> None:
         """Compute RMS norms, rotary embedding and SiLU gates with `elementwise`. Other norms and
         activations are torch's."""
@@ -193,7 +188,7 @@ class Transformer(nn.Module):
 
     def pack(self, rounds: bool = False) -> None:
         """Pack the weights of all linear layers for `packed.cpp`; `rounds` as in PackedLinear.
-        Raises ValueError unless bfloat16, float32, int8 or in groups."""
+        Raises ValueError unless bfloat16, float32 or in groups."""
         exchange(self, partial(pack, rounds=rounds))
         if self.has_head and self.head is None:
             self.head = PackedLinear(self.tied_head)
@@ -202,7 +197,9 @@ class Transformer(nn.Module):
         """A model that shares all but its linear layers, which `make` makes. A tied head becomes
         a layer of its own."""
         memo: dict[int, Any] = {id(each): each for each in self.parameters()}
-        layers = [m for m in self.modules() if isinstance(m, nn.Linear | PackedLinear | Int8Linear)]
+        layers = [
+            m for m in self.modules() if isinstance(m, nn.Linear | PackedLinear | GroupedLinear)
+        ]
         memo |= {id(layer): make(layer) for layer in layers}
         other = deepcopy(self, memo)
         if other.has_head and other.head is None:

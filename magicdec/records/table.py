@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from magicdec.names import BASELINE, FULL_KV_POLICY
+from magicdec.names import BASELINE, FULL_KV_POLICY, NARROW
 from magicdec.output.tables import Column, Line, Table, text_of
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import (
@@ -88,7 +88,8 @@ def _title(record: RunRecord) -> str:
 
 def _dtypes(model: dict[str, Any]) -> str:
     dtype: str = model["dtype"]
-    return f"{dtype}, int8 weights" if model["target_dtype"] == "int8" else dtype
+    weights = model["target_dtype"]
+    return f"{dtype}, {weights} weights" if weights in NARROW else dtype
 
 
 def verdict_of(record: RunRecord) -> str:

@@ -14,9 +14,8 @@ from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.emulated import EmulatedModel
-from magicdec.model.linear.packed import INT4
 from magicdec.model.transformer import Transformer
-from magicdec.names import ELEMENTWISE, PACKED, STORED, load_named
+from magicdec.names import ELEMENTWISE, NARROW, PACKED, load_named
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
@@ -60,13 +59,11 @@ def load_kind(
 ) -> Transformer:
     dtype = getattr(torch, kinds.dtype)
     is_packed = kinds.linear in PACKED
-    stored_as = kinds.weights if kinds.weights in ("int8", STORED) else None
+    stored_as = kinds.weights if kinds.weights in NARROW else None
     model = load_transformer(
         source.config, source.weights, shard, part.layers, dtype, device, stored_as, part.has_ends
     )
-    if kinds.weights == INT4:
-        model = low_bit_copy(model, INT4, is_packed)
-    elif is_packed:
+    if is_packed:
         model.pack(rounds=kinds.linear == "packed_a8")
     model.use(load_named(ELEMENTWISE, kinds.elementwise)())
     return_freed_memory()

@@ -13,12 +13,11 @@ from dataclasses import astuple, dataclass
 from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import SELF
-from magicdec.hardware.costs import DTYPE_BYTES, stored_bytes
+from magicdec.hardware.costs import DTYPE_BYTES
 from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.packed import INT4
-from magicdec.names import STORED
+from magicdec.names import NARROW
 from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.speculation.observation import heads_at_once
 from magicdec.speculation.policies.policy import load_policy, make_policy
@@ -120,17 +119,15 @@ def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
 
 def _loading_bytes(plan: ModelPlan) -> int:
     """The largest matrix twice, while it is packed or quantised, with the float32 part being read.
-    A low-bit copy has a byte per number until packed; an int4 draft is made of the whole model."""
+    A low-bit copy has a byte per number until packed."""
     model = plan.model
     shard = plan.shard
     vocab = shard.split(model.vocab_size)
     ffn = shard.split(model.intermediate_size)
     largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
     size = DTYPE_BYTES[plan.kinds.dtype]
-    if plan.kinds.weights in ("int8", STORED):
+    if plan.kinds.weights in NARROW:
         return largest + READ_ELEMENTS * (4 + 4 + 1)
-    if plan.kinds.weights == INT4:
-        return stored_bytes(plan.part_model, shard, size, False) + largest + READ_ELEMENTS * 16
     copying = 0 if plan.copy_kinds is None else largest + READ_ELEMENTS * 16
     return largest * size + max(READ_ELEMENTS * 4, copying)
 

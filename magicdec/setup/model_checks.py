@@ -13,13 +13,13 @@ from magicdec.config.capabilities import (
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.hardware.costs import DTYPE_BYTES, OF_LOW_BIT
+from magicdec.hardware.costs import DTYPE_BYTES, LEAST_GROUP, narrow_bytes
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.packed import GROUP, INT4
+from magicdec.model.linear.quantizers import Quantizer
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import REFERENCE_BACKEND, SAME, STORED
+from magicdec.names import LOW_BIT, QUANTIZERS, REFERENCE_BACKEND, SAME, STORED, load_named
 from magicdec.setup.model_plan import max_tokens
 
 MOST_OF_STORED = 0.85  # of the bytes of stored weights that a low-bit copy may read
@@ -38,9 +38,10 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
     check_reach(config, label, draft)
     check_choice(config, draft_flag, draft)
     check_shards(config, label, draft)
-    check_groups(config.draft.draft_dtype, label, len(config.draft.rank_group), draft.config)
+    weights = config.draft.draft_dtype
+    check_groups("--draft_weights", weights, label, len(config.draft.rank_group), draft.config)
     num_ranks = len(config.draft.rank_group)
-    instead = "--draft_weights int8"
+    instead = "another draft"
     check_stored_groups(config.draft.draft_dtype, label, num_ranks, draft, instead)
     check_backend(config, config.draft.backend, draft_flag, draft)
 
@@ -143,30 +144,34 @@ def check_shared(what: str, num_ranks: int, model: ModelConfig) -> None:
         raise ValueError(f"{what}: {error}") from error
 
 
-def check_groups(weights: str | None, label: str, num_ranks: int, model: ModelConfig) -> None:
-    """Raises ValueError if groups of int4 weights do not divide the inputs of every matrix."""
-    if weights != INT4:
+def check_groups(
+    flag: str, weights: str | None, label: str, num_ranks: int, model: ModelConfig
+) -> None:
+    """Raises ValueError if groups of low-bit weights do not divide the inputs of every matrix."""
+    if weights not in LOW_BIT:
         return
+    quantizer: Quantizer = load_named(QUANTIZERS, weights)
     shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
     heads = [s.heads(model.num_heads, model.num_kv_heads)[0] for s in shards]
     units = [s.split(model.intermediate_size) for s in shards]
     widths = {model.hidden_size}
     widths |= {(last - first) * model.head_dim for first, last in heads}
     widths |= {last - first for first, last in units}
-    odd = [width for width in sorted(widths) if width % GROUP]
+    odd = [width for width in sorted(widths) if not quantizer.divides(width)]
     if odd:
         on = f" on {num_ranks} ranks" if num_ranks > 1 else ""
+        other = "choose int8, or " if weights != "int8" else ""
         raise ValueError(
-            f"--draft_weights {weights}: groups of {GROUP} inputs do not divide the {odd[0]} of a "
-            f"matrix of {label}{on}; choose int8, or leave it out"
+            f"{flag} {weights}: groups of {quantizer.least_group} inputs do not divide the "
+            f"{odd[0]} of a matrix of {label}{on}; {other}leave it out"
         )
 
 
 def check_stored_groups(
     weights: str | None, label: str, num_ranks: int, source: ModelSource, instead: str
 ) -> None:
-    """Raises ValueError if a rank's inputs of a matrix begin or end within a group of its numbers.
-    `instead` is a flag that chooses other weights."""
+    """Raises ValueError if a rank's inputs of a matrix begin or end within the smallest group that
+    layers have. `instead` is a flag that chooses other weights."""
     if weights != STORED:
         return
     config = untie_head(source.config)
@@ -177,10 +182,10 @@ def check_stored_groups(
             kind = None if stored is None else stored.numbers
             if kind is None or piece.columns is None:
                 continue
-            if any(column % kind.group for column in piece.columns):
+            if any(column % LEAST_GROUP for column in piece.columns):
                 raise ValueError(
                     f"{label}: {num_ranks} ranks cannot share the {piece.width} inputs of "
-                    f"{piece.name} in whole groups of {kind.group}: rank {rank} has inputs "
+                    f"{piece.name} in groups of {LEAST_GROUP} or more: rank {rank} has inputs "
                     f"{piece.columns[0]} to {piece.columns[1]}; choose {instead}, or fewer ranks"
                 )
 
@@ -190,7 +195,7 @@ def check_saves(low_bit: str | None, label: str, model: ModelConfig) -> None:
     if low_bit is None or model.stored_bytes is None:
         return
     num_bytes = model.average_bytes(DTYPE_BYTES["bfloat16"])
-    if OF_LOW_BIT[low_bit] > MOST_OF_STORED * num_bytes:
+    if narrow_bytes(low_bit, model.hidden_size) > MOST_OF_STORED * num_bytes:
         raise ValueError(
             f"--draft_weights {low_bit}: the weights of {label} have {8 * num_bytes:.1f} "
             f"bits, so that a copy would hardly read less; choose {SAME}, or leave it out"
@@ -231,7 +236,9 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
     label = f"{flag} {source.name}"
-    check_groups(config.low_bit, label, world_size, source.config)
+    check_groups("--draft_weights", config.low_bit, label, world_size, source.config)
+    weights = config.model.target_dtype
+    check_groups("--target_dtype", weights, label, world_size, source.config)
     instead = f"--target_dtype {config.model.dtype}"
     check_stored_groups(config.model.target_dtype, label, world_size, source, instead)
     if config.model.target_dtype == STORED:

@@ -10,16 +10,16 @@ from magicdec.config.sections import SELF
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
     DTYPE_BYTES,
-    OF_LOW_BIT,
     bytes_as_stored,
     kv_bytes_per_token,
     low_bit_bytes,
     matrices,
+    narrow_bytes,
     stored_bytes,
 )
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.packed import TILE, WIDTH
+from magicdec.model.linear.packed import WIDTH
 from magicdec.names import NARROW, PACKED, STORED
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.rolling_runner import BLOCK_SIZE, blocks_held
@@ -103,14 +103,11 @@ class ModelPlan:
 
     @property
     def copy_kinds(self) -> Kinds | None:
-        """The kinds of the low-bit copy that drafts for the target, None without one. Packed int8
-        layers need bfloat16."""
+        """The kinds of the low-bit copy that drafts for the target, None without one."""
         weights = self.config.low_bit
         kinds = self.kinds
         if self.is_draft or weights is None:
             return None
-        if weights == "int8" and kinds.dtype == "float32":
-            kinds = replace(kinds, linear="torch", native_steps="off")
         return replace(kinds, weights=weights)
 
     @property
@@ -188,23 +185,27 @@ class ModelPlan:
         return own + self.padding_bytes(kinds, self.ends[1])
 
     def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
-        """Bytes that fill up packed matrices: outputs to whole blocks, inputs to whole tiles in
-        int8 and to pairs in bfloat16."""
+        """Bytes that fill up packed matrices: outputs to whole blocks, inputs to pairs in
+        bfloat16."""
         if kinds.linear not in PACKED:
             return 0
         low_bit = kinds.weights if kinds.weights in NARROW else None
         size = DTYPE_BYTES[kinds.dtype]
-        part = TILE if low_bit == "int8" else 2 if low_bit is None and size == 2 else 1
+        part = 2 if low_bit is None and size == 2 else 1
         missing = [
-            (-(-outputs // WIDTH) * WIDTH * -(-inputs // part) * part - outputs * inputs, 1)
+            (-(-outputs // WIDTH) * WIDTH * -(-inputs // part) * part - outputs * inputs, inputs)
             for outputs, inputs in matrices(self.part_model, self.shard)
         ]
         if not has_head:
             missing[-1] = 0, 1
         if low_bit == STORED:
-            return bytes_as_stored(self.model, missing, size)
-        numbers = sum(number for number, _ in missing)
-        return int(numbers * (size if low_bit is None else OF_LOW_BIT[low_bit]))
+            return bytes_as_stored(self.model, [(number, 1) for number, _ in missing], size)
+        return int(
+            sum(
+                number * (size if low_bit is None else narrow_bytes(low_bit, inputs))
+                for number, inputs in missing
+            )
+        )
 
     @property
     def kv_bytes(self) -> int:

@@ -302,12 +302,9 @@ def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource,
 def as_stored(
     config: RunConfig, source: ModelSource, draft: ModelSource | None = None
 ) -> RunConfig:
-    """`config` with int8 weights for models stored so. Raises ValueError for another requested
-    dtype."""
-    if source.is_int8:
-        check_int8("--target_dtype", config.model.target_dtype, config.model)
-        config = replace(config, model=replace(config.model, target_dtype="int8"))
-    elif source.has_groups and config.model.target_dtype == "auto":
+    """`config` with weights in groups for models that are stored so, unless others are asked for.
+    Raises ValueError if numbers in groups are asked for and there are none."""
+    if source.has_groups and config.model.target_dtype == "auto":
         config = replace(config, model=replace(config.model, target_dtype=STORED))
     elif config.model.target_dtype == STORED and not source.has_groups:
         flag = flag_of(config.model, "model")
@@ -315,18 +312,6 @@ def as_stored(
             f"--target_dtype {STORED}: {flag} {source.name} stores no numbers in groups; "
             "choose from auto, float32, bfloat16, int8"
         )
-    if draft is not None and draft.is_int8:
-        assert config.draft is not None, "a draft was found for it"
-        check_int8("--draft_weights", config.decoding.draft_weights or "auto", config.draft)
-        config = replace(config, decoding=replace(config.decoding, draft_weights="int8"))
-    elif draft is not None and draft.has_groups and config.decoding.draft_weights is None:
+    if draft is not None and draft.has_groups and config.decoding.draft_weights is None:
         config = replace(config, decoding=replace(config.decoding, draft_weights=STORED))
     return config
-
-
-def check_int8(flag: str, dtype: str, section: ModelSection | DraftSection) -> None:
-    if dtype not in ("auto", "int8"):
-        raise ValueError(
-            f"{flag} {dtype}: {flag_of(section, 'model')} {section.model} holds int8 weights; "
-            "choose from auto, int8"
-        )

@@ -189,9 +189,9 @@ CHAINS = (
     regression("--gamma auto decides half as often", LENGTH, "else 2\n        self._left -= 1",
                "else 4\n        self._left -= 1", AUTO),
     *(regression(f"2 % noise on the scales of {bits} drafts", "model/checkpoint/quantization.py",
-                 "numbers, scale = map(torch.cat, zip(*parts, strict=True))",
-                 "numbers, scale = map(torch.cat, zip(*parts, strict=True))\n"
-                 "    scale = scale * (1 + 0.02 * torch.randn(scale.shape).to(scale.dtype))",
+                 "numbers = quantized(weight, load_named(QUANTIZERS, weights))",
+                 "numbers = quantized(weight, load_named(QUANTIZERS, weights))\n"
+                 "    numbers.scale.mul_(1 + 0.02 * torch.randn(numbers.scale.shape))",
                  f"{PLAIN} --draft_weights {bits}") for bits in ("int8", "int4")),
     regression("2 % noise on the weights of a draft model", "setup/loading.py",
                "        keep_queries(runner, config.kv)\n    first",
@@ -201,7 +201,7 @@ CHAINS = (
                f"{FULL} --gamma 4"),
     regression("an int8 copy is one of int4", "setup/loading.py",
                "low_bit_copy(model, kinds.weights, is_packed)",
-               "low_bit_copy(model, INT4, is_packed)", f"{PLAIN} --draft_weights int8"),
+               "low_bit_copy(model, 'int4', is_packed)", f"{PLAIN} --draft_weights int8"),
 )  # fmt: skip
 JUDGED = "                if token != actual:\n                    break\n"
 LOOKUPS = (

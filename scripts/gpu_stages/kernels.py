@@ -24,8 +24,8 @@ from gpu_stages.whole_runs import (
 )
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers
-from magicdec.model.linear.packed import INT4_FORMAT, Int8Linear
 from magicdec.model.presets.presets import find_config
+from magicdec.names import QUANTIZERS, load_named
 from magicdec.runner.request import Batch
 from magicdec.setup.loading import LoadedModels
 from magicdec.speculation.steps.build import build_decoder
@@ -33,8 +33,7 @@ from magicdec.speculation.steps.recorder import CudaGraphs
 from magicdec.speculation.steps.strategy import DecodingStrategy
 
 ROWS = (1, 8, 32, 140)  # of matrix products; 140 = 28 rows of 5 tokens
-BITS = {"bfloat16": 16, "int8": 8, "int4": 4.5}
-GROUP = 32  # inputs of a scale of int4
+BITS = {"bfloat16": 16, "int8": 8.125, "int4": 4.5}
 MOST_KERNELS = 25
 PROFILED = 3  # steps
 
@@ -73,12 +72,11 @@ def make_linear(storage: str, outputs: int, inputs: int, device: torch.device) -
     if storage == "bfloat16":
         linear = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
         return linear.requires_grad_(False)
+    kind = load_named(QUANTIZERS, storage).format(inputs)
     most = 127 if storage == "int8" else 7
     numbers = torch.randint(-most, most + 1, (outputs, inputs), dtype=torch.int8, device=device)
-    if storage == "int8":
-        return Int8Linear(numbers, torch.ones(outputs, device=device), None)
-    scale = torch.ones(outputs, inputs // GROUP, dtype=torch.bfloat16, device=device)
-    return GroupedLinear(GroupedNumbers(INT4_FORMAT, numbers, scale, None), None)
+    scale = torch.ones(outputs, inputs // kind.group, dtype=torch.bfloat16, device=device)
+    return GroupedLinear(GroupedNumbers(kind, numbers, scale, None), None)
 
 
 @torch.inference_mode()

@@ -15,31 +15,27 @@ template <typename T>
 void write(const std::vector<T>& numbers) { std::fwrite(numbers.data(), sizeof(T), numbers.size(), stdout); }
 
 int main() {
-    // R, N, K; x, weight and bias in bfloat16; int8 weight and scale; int4 weight of K / 32 * 32 inputs and scale.
+    // R, N, K; x, weight and bias in bfloat16; numbers of K / 128 * 128 inputs in groups, and scales, in int4 and int8.
     const auto size = read<int64_t>(3);
     const int64_t R = size[0], N = size[1], K = size[2], blocks = (N + 63) / 64;
     auto x = read<uint16_t>(R * K), weight = read<uint16_t>(N * K), bias = read<uint16_t>(N);
-    auto small = read<int8_t>(N * K);
-    auto scale = read<float>(N), room = std::vector<float>(R * (K + int8::TILE));
+    auto room = std::vector<float>(R * K);
     std::vector<uint32_t> packed(blocks * 64 * K / 2);
-    std::vector<uint32_t> packed_small(blocks * 16 * int8::whole_tiles(K));
     std::vector<uint16_t> out(R * N);
     magicdec_pack(weight.data(), N, K, packed.data());
     magicdec_linear(x.data(), R, packed.data(), N, K, bias.data(), room.data(), out.data());
     write(out);
-    magicdec_pack_int8(small.data(), N, K, (uint8_t*)packed_small.data());
-    magicdec_linear_int8(x.data(), R, packed_small.data(), scale.data(), N, K, bias.data(), room.data(), out.data());
-    write(out);
-    groups::Weights w{nullptr, {4, 32, groups::BFLOAT16, 0, -8}};
-    const int64_t whole = K / w.format.group * w.format.group;
-    auto nibbles = read<int8_t>(N * whole);
-    auto scales = read<uint16_t>(N * whole / w.format.group);
-    std::vector<uint32_t> packed_nibbles(blocks * whole / w.format.group * w.format.words());
-    w.packed = packed_nibbles.data();
-    magicdec_pack_groups(nibbles.data(), scales.data(), nullptr, N, whole, &w.format, packed_nibbles.data());
-    for (int64_t rounds : {1, 0}) {
-        magicdec_linear_groups(x.data(), R, &w, N, whole, rounds, bias.data(), room.data(), out.data());
-        write(out);
+    const int64_t whole = K / 128 * 128;
+    for (const groups::Format& format : {groups::Format{4, 32, groups::BFLOAT16, 0, -8}, {8, 128, groups::BFLOAT16, 0, -128}}) {
+        auto numbers = read<int8_t>(N * whole);
+        auto scales = read<uint16_t>(N * whole / format.group);
+        std::vector<uint32_t> packed_groups(blocks * whole / format.group * format.words());
+        const groups::Weights w{packed_groups.data(), format};
+        magicdec_pack_groups(numbers.data(), scales.data(), nullptr, N, whole, &w.format, packed_groups.data());
+        for (int64_t rounds : {1, 0}) {
+            magicdec_linear_groups(x.data(), R, &w, N, whole, rounds, bias.data(), room.data(), out.data());
+            write(out);
+        }
     }
     // S tokens of one row, H query and G KV heads: q, k, v in bfloat16, which are appended to an empty cache.
     const auto heads = read<int64_t>(3);

@@ -26,7 +26,7 @@ from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ModelSection, WorkloadSection
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.source import find_model
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.gguf.blocks import BLOCK_TYPES
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.linear.grouped import GroupedLinear
@@ -470,24 +470,24 @@ def test_a_split_file_is_read_and_a_missing_part_is_named(tmp_path: Path) -> Non
 def test_ranks_that_would_cut_a_group_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Q4_0 has groups of 32, and 2 ranks share 544 units as 272 each, which are 8.5 groups."""
+    """Q4_0 has groups of 32. 2 ranks share 544 units as 272 each, in groups of 16; 3 cannot."""
     monkeypatch.setitem(globals(), "WIDE", 544)
     path = tmp_path / "model.gguf"
     save(path, "llama", reference_model("Llama"), (Type.Q4_0,))
     source = find_model("--model", str(path))
     workload = WorkloadSection(prefix_len=100, gen_len=20)
-    for weights, num_ranks in ((STORED, 1), ("bfloat16", 2), (STORED, 2)):
+    for weights, num_ranks in ((STORED, 1), (STORED, 2), ("bfloat16", 3), (STORED, 3)):
         section = ModelSection(str(path), "bfloat16", target_dtype=weights)
-        config = resolve(RunConfig(model=section, workload=workload), Machine(2))
-        if (weights, num_ranks) != (STORED, 2):
+        config = resolve(RunConfig(model=section, workload=workload), Machine(3))
+        if (weights, num_ranks) != (STORED, 3):
             check_fits(config, source, num_ranks)
     message = (
-        r"--model model: 2 ranks cannot share the 544 inputs of model\.layers\.0\.mlp\.down_proj\."
-        r"weight in whole groups of 32: rank 0 has inputs 0 to 272; choose --target_dtype "
+        r"--model model: 3 ranks cannot share the 544 inputs of model\.layers\.0\.mlp\.down_proj\."
+        r"weight in groups of 16 or more: rank 0 has inputs 0 to 182; choose --target_dtype "
         r"bfloat16, or fewer ranks$"
     )
     with pytest.raises(ValueError, match=message):
-        check_fits(config, source, 2)
+        check_fits(config, source, 3)
 
 
 def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Command) -> None:
@@ -521,7 +521,7 @@ def test_a_file_is_converted_to_a_directory_of_hugging_face(
     model = reference_model("Qwen2", vocab_size=420)
     save(path, "qwen2", model, strings=vocabulary_of(tokenizer, "llama-bpe"))
     out = tmp_path / "converted" / "model.safetensors"
-    done = command("model", "convert", path, "--out", out)
+    done = command("model", "convert", path, "--out", out, "--dtype", "float32")
     assert done.code == 0, done.err
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out.parent, dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -534,3 +534,36 @@ def test_a_file_is_converted_to_a_directory_of_hugging_face(
     assert replace(source.config, name="") == replace(
         find_model("--model", str(path)).config, name="", stored_bytes=None, plain_share=0.0
     )
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("out", ["model.safetensors", "model.pth"])
+def test_a_converted_file_keeps_the_numbers(
+    kind: str, out: str, tmp_path: Path, command: Command
+) -> None:
+    """To the bit, on ranks too: of all types, permuted rows, and a head that is the embedding."""
+    path = tmp_path / "model.gguf"
+    strings = vocabulary_of(trained_bpe("gpt-2"), "gpt-2")
+    is_tied = kind == "Qwen2"
+    model = reference_model(kind, vocab_size=420, tie_word_embeddings=is_tied)
+    save(path, kind.lower(), model, strings=strings)
+    converted = tmp_path / "converted" / out
+    done = command("model", "convert", path, "--out", converted)
+    assert done.code == 0, done.err
+    sources = [find_model("--model", str(each)) for each in (path, converted)]
+    configs = [replace(source.config, name="") for source in sources]
+    assert configs[0] == configs[1] and configs[0].stored_bytes is not None
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        theirs, ours = (
+            load_transformer(
+                s.config, s.weights, shard, None, torch.float32, torch.device("cpu"), STORED
+            )
+            for s in sources
+        )
+        formats = [getattr(module, "format", None) for module in theirs.modules()]
+        assert len(set(formats)) > 2
+        assert formats == [getattr(module, "format", None) for module in ours.modules()]
+        expected = theirs.state_dict()
+        found = ours.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -1,4 +1,4 @@
-"""Low-bit drafts: int4 layers compared with float64 on every kind of CPU, copies of a model that
+"""Low-bit drafts: layers compared with float64 on every kind of CPU, copies of a model that
 share what they do not quantise, and self-speculation with them, whose tokens stay the target's."""
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from conftest import (
     tiny_transformer,
 )
 from lossless import RAGGED
+from test_grouped import rounded
 from test_linear import AVX2, AVX512, BF16, EVERYTHING, F32, NO_VNNI
 from torch import Tensor, nn
 
@@ -34,12 +35,14 @@ from magicdec.config.sections import DecodingSection, KVSection, ModelSection, S
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs
-from magicdec.model.checkpoint.quantization import low_bit_copy, quantize_groups
+from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.linear import grouped, packed
 from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers
-from magicdec.model.linear.packed import GROUP, INT4_FORMAT, PackedLinear, library
+from magicdec.model.linear.packed import PackedLinear, library
+from magicdec.model.linear.quantizers import Quantizer
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
+from magicdec.names import LOW_BIT, QUANTIZERS, load_named
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.setup.memory_plan import Models, plan_rank
@@ -49,58 +52,51 @@ NO_TILES = ("-U__AMX_INT8__",)
 CPUS = {"any": (), "no tiles": NO_TILES, "no VNNI": NO_VNNI, "AVX2": AVX2, "AVX-512": AVX512}
 
 
-def exact(numbers: Tensor, scales: Tensor) -> Tensor:
-    return numbers.double() * scales.double().repeat_interleave(GROUP, 1)
+def make_numbers(weights: str, rows: Tensor) -> GroupedNumbers:
+    quantizer: Quantizer = load_named(QUANTIZERS, weights)
+    return quantizer(rows)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """As packed int4 layers round activations: int8 with a scale for each row and group, halves
-    away from zero."""
-    groups = x.float().unflatten(-1, (-1, GROUP))
-    most = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, torch.full_like(most, 127) / most, 0.0)
-    halves = torch.where(groups < 0, -0.5, 0.5)
-    numbers = (groups.double() * inverse.double() + halves).float().trunc()
-    return (numbers.double() * (most / 127).double()).flatten(-2)
-
-
-def packed_int4(
-    numbers: Tensor, scales: Tensor, bias: Tensor | None = None, adds_bias: bool = True
+def packed_layer(
+    numbers: GroupedNumbers, bias: Tensor | None = None, adds_bias: bool = True
 ) -> PackedLinear:
-    """The layer of an int4 draft."""
-    grouped = GroupedNumbers(INT4_FORMAT, numbers, scales, None)
-    return PackedLinear(grouped, bias, adds_bias, rounds=True)
+    """The layer of a low-bit draft."""
+    return PackedLinear(numbers, bias, adds_bias, rounds=True)
 
 
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 13, 17, 32, 33, 70])
-@pytest.mark.parametrize("shape", [(64, 32), (1, 64), (97, 96), (130, 352), (256, 704)])
+@pytest.mark.parametrize("shape", [(64, 32), (1, 64), (97, 96), (130, 352), (256, 704), (65, 256)])
+@pytest.mark.parametrize("weights", LOW_BIT)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cpu", CPUS)
-def test_a_packed_int4_layer_multiplies_and_a_row_keeps_its_bits(
-    cpu: str, dtype: torch.dtype, shape: tuple[int, int], rows: int,
+def test_a_packed_layer_multiplies_and_a_row_keeps_its_bits(
+    cpu: str, dtype: torch.dtype, weights: str, shape: tuple[int, int], rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The sums over a group are exact integers, so that every CPU computes the same bits."""
+    """The sums over a group are exact integers, so that every CPU computes the same bits. Groups of
+    int8 have 32, 64 and 128 inputs here."""
     ours, found = library(), library(*CPUS[cpu])
     monkeypatch.setattr(packed, "library", lambda: found)
     torch.manual_seed(0)
-    numbers, scales = quantize_groups(torch.randn(shape))
+    numbers = make_numbers(weights, torch.randn(shape))
+    group = numbers.format.group
     bias, x = torch.randn(shape[0]).to(dtype), torch.randn(rows, shape[1]).to(dtype)
-    x[0, :GROUP] = 0.0
+    x[0, :group] = 0.0
     for b in (None, bias):
-        linear = packed_int4(numbers, scales, b)
+        linear = packed_layer(numbers, b)
         out = linear(x)
-        expected = F.linear(rounded(x), exact(numbers, scales), None if b is None else b.double())
+        wide_bias = None if b is None else b.double()
+        expected = F.linear(rounded(x, group), numbers.dense().double(), wide_bias)
         error = (out.double() - expected).abs()
         bound = expected.abs() * 2**-8 if dtype == BF16 else 0.0
         assert (error <= bound + expected.abs().max() * 1e-5).all()
         assert torch.equal(linear(x[-1:])[0], out[-1])
         assert torch.equal(linear(x[rows // 2 :]), out[rows // 2 :])
-    partial = packed_int4(numbers, scales, bias, False)(x)
-    assert torch.equal(partial, packed_int4(numbers, scales)(x))
+    partial = packed_layer(numbers, bias, False)(x)
+    assert torch.equal(partial, packed_layer(numbers)(x))
     monkeypatch.setattr(packed, "library", lambda: ours)
-    assert torch.equal(packed_int4(numbers, scales, bias)(x), linear(x))
+    assert torch.equal(packed_layer(numbers, bias)(x), linear(x))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -112,11 +108,7 @@ def test_a_row_that_is_not_finite_has_no_number_among_its_outputs(
     found = library(*CPUS[cpu])
     monkeypatch.setattr(packed, "library", lambda: found)
     torch.manual_seed(0)
-    if weights == "int4":
-        linear = packed_int4(*quantize_groups(torch.randn(97, 352)))
-    else:
-        numbers, scales = torch.randint(-127, 128, (97, 352)).to(torch.int8), torch.rand(97)
-        linear = PackedLinear(numbers, scale=scales)
+    linear = packed_layer(make_numbers(weights, torch.randn(97, 352)))
     x = torch.randn(12, 352).to(BF16)
     expected = linear(x)
     for row, number in enumerate((float("nan"), float("inf"), -float("inf"))):
@@ -125,32 +117,36 @@ def test_a_row_that_is_not_finite_has_no_number_among_its_outputs(
     assert torch.equal(linear(x).nan_to_num(9e9), expected.nan_to_num(9e9))
 
 
+@pytest.mark.parametrize("weights", LOW_BIT)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_the_plain_int4_layer(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_layer(dtype: torch.dtype, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "WIDENED", 1 << 13)  # several parts
     torch.manual_seed(0)
-    numbers, scales = quantize_groups(torch.randn(130, 96))
+    numbers = make_numbers(weights, torch.randn(130, 96))
     bias, x = torch.randn(130).to(dtype), torch.randn(2, 3, 96).to(dtype)
-    linear = GroupedLinear(GroupedNumbers(INT4_FORMAT, numbers, scales, None), bias)
-    expected = F.linear(x.double(), exact(numbers, scales), bias.double())
-    assert linear(x).dtype == dtype and linear.weight.nbytes == numbers.nbytes // 2
+    linear = GroupedLinear(numbers, bias)
+    expected = F.linear(x.double(), numbers.dense().double(), bias.double())
+    assert linear(x).dtype == dtype
+    assert linear.weight.nbytes == 130 * 96 * numbers.format.bits // 8
     bound = {F32: 1e-6, BF16: 2**-8}[dtype]
     assert (linear(x).double() - expected).abs().max() <= expected.abs().max() * bound
 
 
-def test_groups_are_rounded_to_the_nearest_of_sixteen_numbers() -> None:
+def test_int4_groups_are_rounded_to_the_nearest_of_sixteen_numbers() -> None:
     torch.manual_seed(0)
+    group = 32
     weight = torch.randn(50, 128)
-    weight[3], weight[4, :GROUP] = 0.0, torch.arange(-8.0, 24.0) / 4
-    numbers, scales = quantize_groups(weight)
+    weight[3], weight[4, :group] = 0.0, torch.arange(-8.0, 24.0) / 4
+    found = make_numbers("int4", weight)
+    numbers, scales = found.numbers, found.scale
     assert numbers.dtype == torch.int8 and scales.dtype == BF16 and scales.shape == (50, 4)
     assert -8 <= int(numbers.min()) < int(numbers.max()) <= 8 - 1
-    step = scales.abs().double().repeat_interleave(GROUP, 1)
-    error = (exact(numbers, scales) - weight.double()).abs()
+    step = scales.abs().double().repeat_interleave(group, 1)
+    error = (found.dense().double() - weight.double()).abs()
     # What is as large as the largest but of the other sign would need 8. Scales have 8 bits.
     assert (error <= step * torch.where(numbers == 7, 1.02, 0.501)).all()
-    assert not exact(numbers, scales)[3].any()
-    used = numbers.unflatten(1, (-1, GROUP))[torch.arange(50) != 3]
+    assert not found.dense()[3].any()
+    used = numbers.unflatten(1, (-1, group))[torch.arange(50) != 3]
     assert (used == -8).any(2).all(), "the largest of each group"
 
 
@@ -174,7 +170,7 @@ def test_a_copy_shares_all_but_its_matrices(weights: str, is_packed: bool, tied:
     assert all(torch.equal(ours, others) for ours, others in pairs)
     shared = {p.data_ptr() for p in plain.parameters()}
     own = [p for p in copy.parameters() if p.data_ptr() not in shared]
-    kinds = (PackedLinear, packed.Int8Linear, GroupedLinear)
+    kinds = (PackedLinear, GroupedLinear)
     layers = [m for m in copy.modules() if isinstance(m, kinds)]
     assert len(layers) == 4 * config.num_layers + 1 and copy.config is not plain.config
     assert sum(p.nbytes for p in own) == costs.low_bit_bytes(config, Shard(), weights)
@@ -215,6 +211,7 @@ def with_copy(
 
 CASES = [
     pytest.param("int8", F32, False, id="int8"),
+    pytest.param("int8", F32, True, id="int8, native float32"),
     pytest.param("int4", F32, False, id="int4"),
     pytest.param("int4", F32, True, id="int4, native float32"),
     pytest.param("int8", BF16, True, id="int8, native bfloat16"),
@@ -348,7 +345,6 @@ SELF_SPEC = RunConfig(decoding=DecodingSection("speculative", "self"))
     [
         ("--draft ngram --draft_weights int8", "--draft_weights does nothing here: prompt lookup"),
         ("--draft none --draft_weights int8", "--draft_weights does nothing here: autoregressive"),
-        ("--draft_weights int4 --target_dtype int8", "--draft_weights int4: the model's own weigh"),
         ("--draft_weights int8 --target_dtype int8", "weights are int8 already; leave it out"),
         ("--draft_weights int2", "--draft_weights"),
         (

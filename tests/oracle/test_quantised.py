@@ -496,17 +496,21 @@ def test_a_tied_head_is_not_quantised(tmp_path: Path) -> None:
     check_logits(tmp_path, model)
 
 
-def test_converting_writes_plain_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["packed, zero points", "awq", "gptq, zero points"])
+def test_converting_keeps_the_numbers_or_writes_plain_weights(tmp_path: Path, name: str) -> None:
     """In a directory of their own, with a config that does not call them quantised."""
-    model = saved(tmp_path / "in", "packed, zero points")
+    model = saved(tmp_path / "in", name)
     source = find_model("--model", str(tmp_path / "in"))
     with pytest.raises(ValueError, match="quantization_config, which does not fit what is written"):
         convert(source, tmp_path / "in" / "model.pth", None)
-    convert(source, tmp_path / "out" / "model.safetensors", None)
-    found = find_model("--model", str(tmp_path / "out"))
-    assert not found.has_groups
-    for name, parameter in model.named_parameters():
-        assert torch.equal(found.weights.read(name), parameter.data), name
+    for dtype in (None, "float32"):
+        convert(source, tmp_path / "out" / "model.safetensors", dtype)
+        found = find_model("--model", str(tmp_path / "out"))
+        assert found.has_groups == (dtype is None)
+        assert not dtype or found.config.stored_bytes is None
+        assert dtype or found.config.stored_bytes == source.config.stored_bytes
+        for tensor, parameter in model.named_parameters():
+            assert torch.equal(found.weights.read(tensor), parameter.data), tensor
 
 
 def test_a_plan_needs_the_weights(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Small checkpoints for the tests of finding, checking and loading. Contains no tests."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ CONFIG = ModelConfig(
     "tiny", 50, 2, 32, 40, 4, 2, 8, 64, qkv_bias=True, architecture="Qwen2ForCausalLM",
     bos_token_id=1, eos_token_ids=(2,), dtype="float32",
 )  # fmt: skip
+EVEN = replace(CONFIG, intermediate_size=64)  # its inputs are whole groups
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 Tensors = dict[str, Tensor]
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from checkpoint_files import (
     CONFIG,
+    EVEN,
     Q_PROJ,
     expected_shard,
     load,
     make_tensors,
     write,
     write_bin,
+    write_config,
     write_pth,
     write_sharded,
     write_sharded_bin,
@@ -136,7 +138,7 @@ def watch():
 
 torch.set_num_threads(1)
 source = find_checkpoint("--checkpoint_dir", Path(sys.argv[1]))
-source = quantized(source) if "int8" in sys.argv[2] else source
+source = quantized(source, "int8") if "int8" in sys.argv[2] else source
 before, seen, done = held(), [], threading.Event()
 thread = threading.Thread(target=watch)
 thread.start()
@@ -230,21 +232,27 @@ def test_the_command(
 def test_the_command_quantises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights that are int8 already are copied unchanged."""
-    write_bin(tmp_path, make_tensors())
+    """Numbers in groups are copied unchanged, unless --dtype widens them."""
+    write_bin(tmp_path, make_tensors(EVEN))
+    write_config(tmp_path, EVEN)
     out = tmp_path / "model_int8.pth"
     assert run(monkeypatch, "--checkpoint_dir", tmp_path, "--quantize", "int8") == 0
-    assert f"{out}: 42 tensors, float32 and int8" in capsys.readouterr().out
+    assert f"{out}: 57 tensors, bfloat16 and float32 and int8" in capsys.readouterr().out
     (tmp_path / "plain").mkdir()
-    plain = quantized(
-        find_checkpoint("--checkpoint_dir", write(tmp_path / "plain", make_tensors()))
-    )
+    whole = write(tmp_path / "plain", make_tensors(EVEN), EVEN)
+    plain = quantized(find_checkpoint("--checkpoint_dir", whole), "int8")
     convert(plain, tmp_path / "int8" / "model.safetensors", None)
     expected = load_file(tmp_path / "int8" / "model.safetensors")
     torch.testing.assert_close(torch.load(out, weights_only=True), expected, atol=0, rtol=0)
     again = ("--checkpoint_dir", tmp_path / "int8", "--out", tmp_path / "again.safetensors")
-    assert run(monkeypatch, *again, "--dtype", "bfloat16") == 2
-    assert "holds int8 weights; leave --dtype out" in capsys.readouterr().err
+    assert run(monkeypatch, *again) == 0
+    copied = load_file(tmp_path / "again.safetensors")
+    torch.testing.assert_close(copied, expected, atol=0, rtol=0)
+    assert run(monkeypatch, *again, "--dtype", "bfloat16") == 0
+    widened = load_file(tmp_path / "again.safetensors")
+    int8 = find_checkpoint("--checkpoint_dir", tmp_path / "int8")
+    assert widened.keys() == make_tensors(EVEN).keys()
+    assert torch.equal(widened[Q_PROJ], int8.weights.read(Q_PROJ).bfloat16())
     assert run(monkeypatch, *again, "--dtype", "bfloat16", "--quantize", "int8") == 0
     stored = load_file(tmp_path / "again.safetensors")
     assert torch.equal(stored[Q_PROJ], expected[Q_PROJ])
@@ -259,8 +267,8 @@ def test_the_command_quantises(
         (("--verify", "x", "--quantize", "int8"), "--verify writes nothing; leave out --out"),
         (("--checkpoint_dir", "x", "--out", "y.bin"), "must end in one of .safetensors, .pth"),
         (
-            ("--checkpoint_dir", "x", "--quantize", "int4"),
-            "--quantize int4 is not known; choose from int8",
+            ("--checkpoint_dir", "x", "--quantize", "q2_k"),
+            "--quantize q2_k is not known; choose from int8, int4, q8_0, q4_0, q4_1",
         ),
         (("--checkpoint_dir", "nowhere"), "--checkpoint_dir nowhere is not a directory"),
         (("--verify", "nowhere.pth"), "nowhere.pth.manifest.json: No such file"),

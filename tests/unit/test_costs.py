@@ -15,10 +15,13 @@ from magicdec.engine.engine import Engine
 from magicdec.hardware import costs
 from magicdec.hardware.ceiling_file import Hardware, Link
 from magicdec.hardware.costs import Deployment
-from magicdec.model.checkpoint.weight_map import untie_head
+from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.source import load_transformer
+from magicdec.model.checkpoint.weight_map import expected_shapes
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
+from magicdec.names import LOW_BIT
 from magicdec.predict.curves import AcceptanceCurve, conditional_rate, expected_tokens
 from magicdec.predict.speculation import (
     SelectionCost,
@@ -63,11 +66,25 @@ def test_every_shard_has_the_bytes_of_the_roofline(size: int, biases: bool, is_t
         model = Transformer(config, shard)
         assert costs.weight_bytes(config, shard, 4) == roofline.weight_bytes(model)
         assert costs.kv_bytes_per_token(config, shard, 4) == roofline.kv_bytes_per_token(model)
-        int8 = Transformer(untie_head(config), shard)
-        int8.to_int8()
-        bytes_read = roofline.weight_bytes(int8)
-        assert costs.weight_bytes(config, shard, 4, low_bit="int8") == bytes_read
-        assert bytes_read < 0.5 * roofline.weight_bytes(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("low_bit", LOW_BIT)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_shard_of_low_bit_weights_has_the_bytes_of_the_roofline(
+    size: int, low_bit: str, is_tied: bool
+) -> None:
+    """Groups of 64, 32 and 16 inputs, by what divides those of a rank, whose shares are equal."""
+    config = replace(TINY, num_kv_heads=6, hidden_size=96, head_dim=32, intermediate_size=192)
+    config = replace(config, qkv_bias=True, tie_word_embeddings=is_tied)
+    source = RandomWeights(expected_shapes(config))
+    for shard in (Shard(rank, size) for rank in range(size)):
+        place = (shard, None, torch.float32, torch.device("cpu"))
+        model = load_transformer(config, source, *place, stored_as=low_bit)
+        bytes_read = roofline.weight_bytes(model)
+        assert costs.weight_bytes(config, shard, 4, low_bit=low_bit) == bytes_read
+        plain = roofline.weight_bytes(Transformer(config, shard))
+        assert bytes_read < 0.5 * plain
 
 
 def test_a_forward_has_the_bytes_that_the_runner_counts() -> None:

@@ -12,6 +12,7 @@ import torch
 from checkpoint_files import (
     CONFIG,
     CPU,
+    EVEN,
     Q_PROJ,
     Tensors,
     load,
@@ -30,7 +31,8 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.convert import convert, quantized
 from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.source import find_model, load_transformer
-from magicdec.model.config import RopeConfig
+from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.names import STORED
 from magicdec.output.console import Silent
 from magicdec.setup.loading import load_model
 from magicdec.setup.model_plan import Kinds
@@ -40,8 +42,13 @@ NORM = "model.norm.weight"
 NAN, INF = float("nan"), float("inf")
 
 
-def spoiled(name: str = DOWN, at: tuple[int, ...] = (3, 5), value: float = NAN) -> Tensors:
-    tensors = make_tensors()
+def spoiled(
+    name: str = DOWN,
+    at: tuple[int, ...] = (3, 5),
+    value: float = NAN,
+    config: ModelConfig = CONFIG,
+) -> Tensors:
+    tensors = make_tensors(config)
     tensors[name][at] = value
     return tensors
 
@@ -107,26 +114,30 @@ def test_a_value_that_the_dtype_does_not_hold_is_refused(
 
 
 def test_int8_and_converted_files_are_checked(tmp_path: Path) -> None:
-    source = find_model("--model", str(write(tmp_path, spoiled())))
+    source = find_model("--model", str(write(tmp_path, spoiled(config=EVEN), EVEN)))
     with pytest.raises(WeightsRefused, match=f"tensor {DOWN} holds nan"):
         load_transformer(
             source.config, source.weights, Shard(), None, torch.float32, CPU, stored_as="int8"
         )
-    for each, dtype in ((source, None), (source, "bfloat16"), (quantized(source), None)):
+    for each, dtype in ((source, None), (source, "bfloat16"), (quantized(source, "int8"), None)):
         out = tmp_path / "out.safetensors"
         with pytest.raises(WeightsRefused, match=f"tensor {DOWN} holds nan"):
             convert(each, out, dtype)
         assert not out.exists()
-    whole = find_model("--model", str(write(tmp_path, make_tensors())))
+    whole = find_model("--model", str(write(tmp_path, make_tensors(EVEN), EVEN)))
     file = tmp_path / "int8.safetensors"
-    convert(quantized(whole), file, None)
+    convert(quantized(whole, "int8"), file, None)
     tensors = load_file(file)
     tensors[f"{DOWN}_scale"][3] = INF
-    with pytest.raises(WeightsRefused, match=f"tensor {DOWN}_scale holds inf at"):
-        int8 = find_model("--model", str(write(tmp_path, tensors)))
-        load_transformer(
-            int8.config, int8.weights, Shard(), None, torch.float32, CPU, stored_as="int8"
-        )
+    int8 = find_model("--model", str(write(tmp_path, tensors, EVEN)))
+    for stored_as, what in (
+        (STORED, f"{DOWN} has a scale that is not finite"),
+        (None, "holds inf"),
+    ):
+        with pytest.raises(WeightsRefused, match=what):
+            load_transformer(
+                int8.config, int8.weights, Shard(), None, torch.float32, CPU, stored_as=stored_as
+            )
 
 
 def test_a_run_is_refused_in_one_line(

@@ -50,10 +50,14 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
 from magicdec.hardware.costs import stored_bytes
-from magicdec.model.checkpoint.weight_map import untie_head
-from magicdec.model.linear.packed import Int8Linear, Linear, PackedLinear, exchange
+from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.source import load_transformer
+from magicdec.model.checkpoint.weight_map import expected_shapes
+from magicdec.model.config import ModelConfig
+from magicdec.model.linear.packed import Linear, PackedLinear, exchange
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
+from magicdec.names import LOW_BIT
 from magicdec.records.reading import load_records
 from magicdec.runner.request import Batch
 from magicdec.setup import loading, prepare
@@ -89,11 +93,6 @@ def test_weights_are_those_of_the_model(tied: bool, shard: Shard, biases: bool) 
     )
     model = Transformer(config, shard)
     assert stored_bytes(config, shard, 4, is_packed=False) == parameter_bytes(model)
-    model = Transformer(untie_head(config), shard)
-    model.to_int8()
-    for is_packed in (False, True):
-        stored = stored_bytes(config, shard, 4, is_packed, "int8")
-        assert stored == parameter_bytes(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -105,29 +104,36 @@ def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.Monke
     model.pack()
     assert any(isinstance(m, PackedLinear) for m in model.modules())
     assert stored_bytes(config, Shard(), 2, is_packed=True) == parameter_bytes(model)
-    model = Transformer(untie_head(config)).to(torch.bfloat16)
-    model.to_int8()
-    model.pack()
-    assert not any(isinstance(m, Int8Linear) for m in model.modules())
-    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
-    assert packed and all(m.packed.dtype == torch.uint8 for m in packed)
-    stored = stored_bytes(config, Shard(), 2, is_packed=True, low_bit="int8")
-    assert stored == parameter_bytes(model)
+    for low_bit in LOW_BIT:
+        model = loaded(config, low_bit)
+        plain = stored_bytes(config, Shard(), 2, is_packed=False, low_bit=low_bit)
+        assert plain == parameter_bytes(model)
+        model.pack()
+        packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+        assert packed and all(m.packed.dtype == torch.uint8 for m in packed)
+        stored = stored_bytes(config, Shard(), 2, is_packed=True, low_bit=low_bit)
+        assert stored == parameter_bytes(model) == plain
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def loaded(config: ModelConfig, low_bit: str) -> Transformer:
+    source = RandomWeights(expected_shapes(config))
+    place = (Shard(), None, torch.bfloat16, torch.device("cpu"))
+    return load_transformer(config, source, *place, stored_as=low_bit)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *LOW_BIT])
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_fills_up_packed_weights_is_planned(
     tied: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No size of the tiny model is that of a whole block or tile."""
+    """No number of outputs of the tiny model is that of a whole block."""
     monkeypatch.setattr("magicdec.model.linear.packed.library", lambda: FakeLibrary)
     config = replace(TINY, tie_word_embeddings=tied)
-    model = Transformer(untie_head(config) if dtype == "int8" else config)
-    if dtype != "float32":
-        model.to(torch.bfloat16)
-    if dtype == "int8":
-        model.to_int8()
+    if dtype in LOW_BIT:
+        config = replace(config, hidden_size=96, intermediate_size=96)
+        model = loaded(config, dtype)
+    else:
+        model = Transformer(config).to(getattr(torch, dtype))
     model.pack()
     kinds = Kinds("float32" if dtype == "float32" else "bfloat16", dtype, "packed")
     plan = ModelPlan(config_of("llama-68m"), config, (0,), 0)
@@ -142,7 +148,7 @@ class FakeLibrary:
     def magicdec_pack(*args: object) -> None:
         pass
 
-    magicdec_pack_int8 = magicdec_pack_float32 = magicdec_pack
+    magicdec_pack_groups = magicdec_pack_float32 = magicdec_pack
 
 
 def speculative(drafter: str, kv: KVSection, backend: str = "auto") -> RunConfig:
@@ -284,9 +290,9 @@ def test_int8_weights_are_a_byte_each() -> None:
     config = replace(config, model=replace(config.model, target_dtype="int8"))
     plan = plan_rank(config, Models(model), 0)
     matrices = 16 * (2048 * (2048 + 512 + 512 + 2048) + 3 * 2048 * 8192)
-    outputs = 16 * (2048 + 512 + 512 + 2048 + 2 * 8192 + 2048)
     head, norms = 128256 * 2048, 33 * 2048
-    assert plan.weights == matrices + head + 4 * (outputs + 128256) + 2 * (head + norms)
+    scales = (matrices + head) // 128 * 2
+    assert plan.weights == matrices + head + scales + 2 * (head + norms)
     section = ResolvedDraft("demo-draft", (0,), Choice("grouped"), Choice("off"), "int8")
     draft = replace(config, draft=section, model=replace(config.model, target_dtype="bfloat16"))
     both = plan_rank(draft, Models(model, model), 0)

@@ -121,13 +121,13 @@ def test_another_file_is_another_model(model: Path, remembered: Path) -> None:
 def test_what_cannot_be_compared_is_said(
     kind: str, tmp_path: Path, remembered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = make_model(tmp_path / "model", kind, {})
+    directory = make_model(tmp_path / "model", kind, {"intermediate_size": 96})
     source = find_model("--model", str(directory))
     convert(source, tmp_path / "out" / "model.pth", None)
-    convert(quantized(source), tmp_path / "int8" / "model.safetensors", None)
+    convert(quantized(source, "int8"), tmp_path / "int8" / "model.safetensors", None)
     for name, why in (
         (str(tmp_path / "out"), "it does not read model.pth"),
-        (str(tmp_path / "int8"), "it does not read the int8 weights"),
+        (str(tmp_path / "int8"), "it does not read weights in groups"),
         ("random:llama-68m", "random weights are in no file"),
     ):
         check = check_model(name, 1e6)

@@ -1,5 +1,5 @@
-"""int8 weights: the arithmetic by hand, every family's shards compared with the whole model,
-checkpoints stored in int8, and errors."""
+"""Weights that this project quantises: rounding by hand, every family's shards compared with the
+whole model, checkpoints that hold numbers in groups, and errors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,45 +7,63 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import CONFIG, CPU, Q_PROJ, Tensors, make_tensors, refuse, write
+from checkpoint_files import CPU, EVEN, Q_PROJ, Tensors, make_tensors, refuse, write
 from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, make_checkpoint
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.convert import convert, find_checkpoint, find_damage, quantized
-from magicdec.model.checkpoint.quantization import channel_scales, quantize
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.checkpoint.weight_files import Index, WeightSource
-from magicdec.model.checkpoint.weight_map import (
-    SCALE,
-    expected_shapes,
-    untie_head,
-    weight_map,
-)
+from magicdec.model.checkpoint.weight_map import untie_head, weight_map
+from magicdec.model.linear.grouped import GroupedNumbers
+from magicdec.model.linear.quantizers import INT4, INT8, Quantizer
 from magicdec.model.transformer import Transformer
+from magicdec.names import QUANTIZERS, STORED, load_named
 
-TIED = replace(CONFIG, tie_word_embeddings=True)
+TIED = replace(EVEN, tie_word_embeddings=True)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def test_by_hand() -> None:
-    rows = torch.tensor(
-        [[254.0, -1.0, 3.0, 5.0], [0, 0, 0, 0], [-1e-3, 5e-4, 0, 0], [127, 63, 0, 1]]
-    )
-    scales = channel_scales(rows)
-    assert scales.tolist() == [2.0, 1.0, torch.tensor(1e-3).div(127).item(), 1.0]
-    values = quantize(rows, scales.unsqueeze(1))
-    assert values.dtype == torch.int8
-    # Halves go to the even neighbour: -0.5, 1.5, 2.5; 63.5 of -1e-3's half.
-    assert values.tolist() == [[127, 0, 2, 2], [0] * 4, [-127, 64, 0, 0], [127, 63, 0, 1]]
+    rows = torch.zeros(4, 16)
+    rows[0, :4] = torch.tensor([254.0, -1.0, 3.0, 5.0])
+    rows[2, :2] = torch.tensor([-127 / 64, 63.5 / 64])
+    rows[3, :4] = torch.tensor([127.0, 63, 0, 1])
+    numbers = INT8(rows)
+    assert numbers.scale.tolist() == [[2.0], [0.0], [1 / 64], [1.0]]
+    # Halves go to the even neighbour: -0.5, 1.5, 2.5; 63.5.
+    found = [row[:4] for row in numbers.numbers.tolist()]
+    assert found == [[127, 0, 2, 2], [0] * 4, [-127, 64, 0, 0], [127, 63, 0, 1]]
+    rows = torch.zeros(2, 32)
+    rows[0, :4] = torch.tensor([16.0, -14.0, 3.0, 5.0])
+    numbers = INT4(rows)
+    assert numbers.scale.tolist() == [[-2.0], [0.0]]
+    assert numbers.numbers[0, :4].tolist() == [-8, 7, -2, -2] and not numbers.numbers[1].any()
 
 
-def test_no_weight_leaves_the_range() -> None:
-    """Also if the scale is too small for an exact division."""
-    rows = torch.tensor([[1e-45, 3e-45], [1e-38, -1e-38], [3e38, -3.4e38]])
-    values = quantize(rows, channel_scales(rows).unsqueeze(1))
-    assert values.abs().max() <= 127 and values[2].tolist() == [112, -127]
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_no_weight_leaves_the_range(name: str) -> None:
+    """Also if a scale is too small for an exact division."""
+    quantizer: Quantizer = load_named(QUANTIZERS, name)
+    rows = torch.zeros(4, 64)
+    rows[0, :3] = torch.tensor([1e-45, 3e-45, -3e-45])
+    rows[1, :2] = torch.tensor([1e-38, -1e-38])
+    rows[2, :2] = torch.tensor([5e4, -5e4])
+    rows[3] = 1e-5 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    found = quantizer(rows)
+    most = quantizer.least + 2**quantizer.bits - 1
+    assert found.numbers.min() >= quantizer.least and found.numbers.max() <= most
+    assert (found.dense()[2:] - rows[2:]).abs().max() <= 5.1e4 / (8 if quantizer.bits == 4 else 127)
+
+
+@pytest.mark.parametrize("width", [16, 48, 96, 192, 11008, 4544])
+def test_groups_are_the_widest_that_divide_the_inputs(width: int) -> None:
+    group = INT8.format(width).group
+    assert width % group == 0 and (group == 128 or width % (2 * group))
+    assert INT8.divides(width) and not INT8.divides(width + 8)
+    assert INT4.divides(width) == (width % 32 == 0)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +74,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSou
     def get(name: str) -> ModelSource:
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
-            make_checkpoint(directory, name)
+            make_checkpoint(directory, name, mlp_units=96)
             made[name] = find_model("--model", str(directory))
         return made[name]
 
@@ -64,15 +82,38 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSou
 
 
 def load(
-    source: ModelSource, shard: Shard = Shard(), dtype: torch.dtype = torch.float32
+    source: ModelSource,
+    shard: Shard = Shard(),
+    dtype: torch.dtype = torch.float32,
+    stored_as: str = "int8",
 ) -> Tensors:
+    """Plain tensors, and the weights of matrices in groups, as float32."""
     place = (shard, None, dtype, CPU)
-    model = load_transformer(source.config, source.weights, *place, stored_as="int8")
+    model = load_transformer(source.config, source.weights, *place, stored_as=stored_as)
     assert isinstance(model, Transformer) and not model.training
-    return dict(model.state_dict())
+    tensors = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if hasattr(module, "scale"):
+            del tensors[f"{name}.scale"]
+            tensors.pop(f"{name}.minimum", None)
+            tensors[f"{name}.weight"] = module.dense()
+    return tensors
 
 
 TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+
+
+def plainly(whole: Tensor) -> Tensor:
+    """A matrix [N, K] in int8, group by group."""
+    width = whole.shape[1]
+    group = next(each for each in (128, 64, 32, 16) if width % each == 0)
+    weights = torch.empty_like(whole)
+    for first in range(0, width, group):
+        part = whole[:, first : first + group]
+        scale = (part.abs().max(dim=1, keepdim=True).values / 127).bfloat16().float()
+        scale[scale == 0] = 1
+        weights[:, first : first + group] = (part / scale).round().clamp(-127, 127) * scale
+    return weights
 
 
 def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
@@ -80,7 +121,7 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
     config = untie_head(source.config)
     out = {}
     for parameter, pieces in weight_map(config, shard, range(config.num_layers)).items():
-        parts, scales = [], []
+        parts = []
         for piece in pieces:
             name = piece.name
             if name == HEAD and source.config.tie_word_embeddings:
@@ -90,14 +131,9 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
             rows, columns = slice(*piece.rows), slice(*(piece.columns or (0, None)))
             if len(piece.full_shape) == 1 or "embedding" in parameter:
                 parts.append(whole[rows])
-                continue
-            scale = whole.abs().max(dim=1, keepdim=True).values / 127
-            scale[scale == 0] = 1
-            parts.append((whole / scale).round()[rows, columns].to(torch.int8))
-            scales.append(scale[rows, 0])
+            else:
+                parts.append(plainly(whole)[rows, columns])
         out[parameter] = torch.cat(parts)
-        if scales:
-            out[parameter.removesuffix("weight") + "scale"] = torch.cat(scales)
     return out
 
 
@@ -107,41 +143,27 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
 def test_shards_have_the_weights_of_the_whole(
     name: str, num_ranks: int, family: Callable[[str], ModelSource]
 ) -> None:
-    """Equal to the bit for every layout: separate, stacked, grouped, transposed, tied."""
+    """Equal to the bit for every layout: separate, stacked, grouped, transposed, tied; on ranks
+    whose inputs begin within a group too."""
     source = family(name)
-    shards = [load(source, Shard(rank, num_ranks)) for rank in range(num_ranks)]
-    for rank, shard in enumerate(shards):
-        expected = by_the_whole(source, Shard(rank, num_ranks))
-        assert shard.keys() == expected.keys()
+    c = source.config
+    shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
+    ends = [shard.heads(c.num_heads, c.num_kv_heads)[0][1] * c.head_dim for shard in shards]
+    ends += [shard.split(c.intermediate_size)[1] for shard in shards]
+    if any(end % 16 for end in ends):
+        pytest.skip("ranks have inputs that no group divides, which is refused")
+    for shard in shards:
+        expected = by_the_whole(source, shard)
+        found = load(source, shard)
+        assert found.keys() == expected.keys()
         for parameter, tensor in expected.items():
-            assert shard[parameter].dtype == tensor.dtype and torch.equal(
-                shard[parameter], tensor
-            ), parameter
-    whole = load(source)
-    kinds = {t.dtype for n, t in whole.items() if n.endswith(("qkv.weight", "head.weight"))}
-    assert kinds == {torch.int8} and whole["embedding.weight"].dtype == torch.float32
-    for leaf in ("attention.output", "mlp.down"):  # inputs over ranks: every rank has all scales
-        parameter = f"blocks.1.{leaf}"
-        together = torch.cat([shard[f"{parameter}.weight"] for shard in shards], dim=1)
-        assert torch.equal(together, whole[f"{parameter}.weight"])
-        assert all(
-            torch.equal(s[f"{parameter}.scale"], whole[f"{parameter}.scale"]) for s in shards
-        )
+            assert torch.equal(found[parameter], tensor), parameter
 
 
-def test_a_scale_of_the_shard_alone_would_be_another(family: Callable[[str], ModelSource]) -> None:
-    """Shows that the test above can fail: some rows have their largest weight on the other rank."""
-    source = family("llama-2")
-    shard, whole = load(source, Shard(1, 2)), load(source)
-    name = "blocks.0.mlp.down"
-    ours = shard[f"{name}.weight"].abs().amax(dim=1)
-    assert (ours < 127).any() and (whole[f"{name}.weight"].abs().amax(dim=1) == 127).all()
-
-
-def int8_directory(directory: Path, source: Path, dtype: str | None = None) -> Path:
-    """`source` converted, with its config, in `directory`."""
-    found = quantized(find_checkpoint("--checkpoint_dir", source))
-    convert(found, directory / "model.safetensors", dtype)
+def converted(directory: Path, source: Path, name: str = "int8", dtype: str | None = None) -> Path:
+    """`source` quantised, with its config, in `directory`."""
+    found = quantized(find_checkpoint("--checkpoint_dir", source), name)
+    convert(found, directory / "model.safetensors", dtype, widens=False)
     return directory
 
 
@@ -150,41 +172,99 @@ def test_stored_int8_is_int8_made_while_loading(
     name: str, tmp_path: Path, family: Callable[[str], ModelSource]
 ) -> None:
     source = family(name)
-    out = int8_directory(tmp_path, Path(str(source.tokenizer_path)))
+    out = converted(tmp_path, Path(str(source.tokenizer_path)))
     stored = find_model("--model", str(out))
-    assert stored.is_int8 and not source.is_int8
-    assert replace(stored.config, name="") == replace(source.config, name="")
-    for shard in (Shard(), Shard(1, 2), Shard(2, 3)):
-        made, read = load(source, shard), load(stored, shard)
+    assert stored.has_groups and not source.has_groups
+    # 64, 96 and 256 inputs have groups of 64, 32 and 128.
+    assert stored.config.stored_bytes is not None
+    assert 1 + 2 / 128 < stored.config.stored_bytes < 1 + 2 / 32
+    for shard in (Shard(), Shard(1, 2)):
+        made, read = load(source, shard), load(stored, shard, stored_as=STORED)
         assert made.keys() == read.keys()
         assert all(torch.equal(made[n], read[n]) for n in made)
-    shapes = {n: tuple(t.shape) for n, t in load_file(out / "model.safetensors").items()}
-    assert shapes == expected_shapes(source.config, is_int8=True)
-    assert shapes == {name: tensor.shape for name, tensor in stored.tensors.items()}
+        again = load(stored, shard)  # quantised once more: the same numbers
+        assert all(torch.equal(made[n], again[n]) for n in made)
+    widened = load_transformer(stored.config, stored.weights, Shard(), None, torch.float32, CPU)
+    ours = load(stored, stored_as=STORED)
+    assert all(torch.equal(t, ours[n]) for n, t in widened.state_dict().items())
 
 
+@pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.parametrize("out", ["model.safetensors", "model.pth"])
-def test_the_file_and_its_manifest(tmp_path: Path, out: str) -> None:
+def test_every_format_is_stored_and_found_again(tmp_path: Path, out: str, name: str) -> None:
     (tmp_path / "in").mkdir()
     tensors = make_tensors(TIED)
-    source = quantized(find_checkpoint("--checkpoint_dir", write(tmp_path / "in", tensors, TIED)))
+    found = find_checkpoint("--checkpoint_dir", write(tmp_path / "in", tensors, TIED))
+    source = quantized(found, name)
     path = tmp_path / "out" / out
-    convert(source, path, "bfloat16")
+    written = convert(source, path, "bfloat16", widens=False)
     assert find_damage(path) is None
     stored = find_model("--model", str(path))
-    kinds = {name: tensor.dtype for name, tensor in stored.tensors.items()}
-    assert (kinds[Q_PROJ], kinds[Q_PROJ + SCALE]) == ("int8", "float32")
-    assert (kinds[HEAD], kinds[HEAD + SCALE]) == ("int8", "float32")
-    assert (kinds[EMBEDDING], kinds["model.norm.weight"]) == ("bfloat16", "bfloat16")
+    assert stored.tensors[EMBEDDING].dtype == stored.tensors["model.norm.weight"].dtype
+    assert stored.tensors[EMBEDDING].numbers is None and not stored.config.tie_word_embeddings
+    quantizer: Quantizer = load_named(QUANTIZERS, name)
+    read = 0
     # The head is quantised from the float32 embedding, not from the rounded one.
-    scales = channel_scales(tensors[EMBEDDING])
-    expected = quantize(tensors[EMBEDDING], scales.unsqueeze(1))
-    assert torch.equal(load(stored)["head.weight"], expected)
+    for matrix, origin in ((Q_PROJ, Q_PROJ), (HEAD, EMBEDDING)):
+        expected = quantizer(tensors[origin])
+        ours = stored.weights.read_numbers(matrix)
+        assert_equal(ours, expected)
+        some = stored.weights.read_numbers(matrix, (slice(3, 9),))
+        assert_equal(some, quantizer(tensors[origin][3:9]))
+        assert torch.equal(stored.weights.read(matrix), expected.dense())
+        read += int(expected.numbers.numel() * expected.format.bytes_per_weight)
+    sizes = {n: torch.Size(t.shape).numel() for n, t in written.items()}
+    of_both = [n for n in sizes if n.startswith((Q_PROJ, HEAD)) and not n.endswith("_least")]
+    kinds = {n: getattr(torch, written[n].dtype) for n in of_both}
+    assert sum(sizes[n] * kinds[n].itemsize for n in of_both) == read
     convert(find_checkpoint("--checkpoint_dir", path.parent), tmp_path / "again.pth", None)
     again = torch.load(tmp_path / "again.pth", weights_only=True)
     everything = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
-    assert again.keys() == everything.keys()
+    assert again.keys() == everything.keys() == written.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in everything.items())
+
+
+def assert_equal(ours: GroupedNumbers, expected: GroupedNumbers) -> None:
+    assert ours.format == expected.format
+    assert torch.equal(ours.numbers, expected.numbers) and torch.equal(ours.scale, expected.scale)
+    assert (ours.minimum is None) == (expected.minimum is None)
+    if ours.minimum is not None and expected.minimum is not None:
+        assert torch.equal(ours.minimum, expected.minimum)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_int8_checkpoint_with_a_scale_for_each_output(
+    transposed: bool, tmp_path: Path, family: Callable[[str], ModelSource]
+) -> None:
+    """As `model convert` wrote them until 2026-11-27: weight = int8 * scale, exactly."""
+    source = family("gpt2" if transposed else "qwen2.5")
+    directory = Path(str(source.tokenizer_path))
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    tensors, expected = {}, {}
+    converted_source = quantized(source, "int8")
+    for name, header in converted_source.tensors.items():
+        if header.numbers is None:
+            tensors[name] = source.weights.read(name)
+            continue
+        shape = header.shape
+        numbers = torch.randint(-127, 128, shape).to(torch.int8)
+        is_transposed = transposed and name != HEAD
+        scale = torch.rand(shape[1 if is_transposed else 0]) / 100
+        tensors |= {name: numbers, f"{name}_scale": scale}
+        expected[name] = numbers.float() * (scale if is_transposed else scale[:, None])
+    save_file(tensors, tmp_path / "model.safetensors")
+    old = find_model("--model", str(tmp_path))
+    assert old.has_groups and old.config.stored_bytes is not None
+    for name, weights in expected.items():
+        assert torch.equal(old.weights.read(name), weights), name
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        ours = load(old, shard, stored_as=STORED)
+        plain = load_transformer(old.config, old.weights, shard, None, torch.float32, CPU)
+        assert all(torch.equal(ours[n], t) for n, t in plain.state_dict().items())
+    convert(old, tmp_path / "new" / "model.safetensors", None)
+    new = find_model("--model", str(tmp_path / "new"))
+    for name, weights in expected.items():
+        assert torch.equal(new.weights.read(name), weights), name
 
 
 class Counting(WeightSource):
@@ -205,60 +285,82 @@ def test_a_matrix_is_read_in_parts_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("magicdec.model.checkpoint.weight_files.READ_ELEMENTS", 300 * 32)
-    config = replace(CONFIG, vocab_size=700)
+    config = replace(EVEN, vocab_size=700)
     source = find_model("--model", str(write(tmp_path, make_tensors(config), config)))
     counting = Counting(source)
     place = (Shard(0, 2), None, torch.float32, CPU)
-    model = load_transformer(config, counting, *place, stored_as="int8")
+    load_transformer(config, counting, *place, stored_as="int8")
     assert counting.largest == 256 * 32  # of an embedding of 700 rows: parts of 256
     plain = Counting(source)
     load_transformer(config, plain, *place)
     assert counting.reads == plain.reads
-    assert torch.equal(model.state_dict()["head.weight"], load(source, Shard(0, 2))["head.weight"])
 
 
 def test_infinities_are_refused(tmp_path: Path) -> None:
     for value in (float("inf"), float("nan")):
-        tensors = make_tensors()
+        tensors = make_tensors(EVEN)
         tensors[Q_PROJ][3, 4] = value
-        source = find_model("--model", str(write(tmp_path, tensors)))
+        source = find_model("--model", str(write(tmp_path, tensors, EVEN)))
         with pytest.raises(
             ValueError, match=rf"model\.safetensors: tensor {Q_PROJ} holds {value:g}"
         ):
             load(source)
 
 
+def test_scales_that_overflow_are_refused(tmp_path: Path) -> None:
+    """Those of llama.cpp's formats are float16."""
+    tensors = make_tensors(EVEN)
+    tensors[Q_PROJ][3, 4] = 6e5 * 127
+    source = find_model("--model", str(write(tmp_path, tensors, EVEN)))
+    with pytest.raises(ValueError, match=rf"tensor {Q_PROJ}_scale holds inf at \[3, 0\]"):
+        convert(quantized(source, "q8_0"), tmp_path / "out" / "model.safetensors", None)
+    convert(quantized(source, "int8"), tmp_path / "out" / "model.safetensors", None)
+
+
+def test_groups_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
+    source = find_model("--model", str(write(tmp_path, make_tensors())))
+    message = r"--quantize int8: groups of 16 do not divide the 40 inputs of .*0\.mlp\.down_proj"
+    with pytest.raises(ValueError, match=message):
+        quantized(source, "int8")
+
+
 def change(directory: Path, **tensors: Tensor | None) -> Path:
     """An int8 checkpoint with some tensors replaced, or removed."""
     (directory / "in").mkdir()
-    int8_directory(directory, write(directory / "in", make_tensors()))
+    converted(directory, write(directory / "in", make_tensors(EVEN), EVEN))
     stored = load_file(directory / "model.safetensors")
     stored = {n: t for n, t in (stored | tensors).items() if t is not None}
     save_file(stored, directory / "model.safetensors")
     return directory
 
 
+SCALE, LEAST = f"{Q_PROJ}_scale", f"{Q_PROJ}_least"
 WRONG = {
-    "no scale": (Q_PROJ + SCALE, None, f"{Q_PROJ}{SCALE} is missing"),
+    "no scale": (SCALE, None, f"{Q_PROJ} is stored as int8, expected floating-point"),
+    "no numbers": (Q_PROJ, None, f"{Q_PROJ} is missing"),
     "a matrix in float": (
         Q_PROJ, torch.zeros(32, 32),
-        f"{Q_PROJ} is stored as float32, expected int8",
+        f"{Q_PROJ} is stored as float32, expected int8 or uint8",
     ),
     "a scale of int32": (
-        Q_PROJ + SCALE, torch.zeros(32, dtype=torch.int32),
-        f"{Q_PROJ}{SCALE} is stored as int32, expected float32",
+        SCALE, torch.zeros(32, 1, dtype=torch.int32),
+        f"{SCALE} is stored as int32, expected float32 or bfloat16 or float16",
+    ),
+    "groups of 8": (SCALE, torch.zeros(32, 4), "makes no groups of 16, 32, 64, 128 of 32 inputs"),
+    "a minimum of another dtype": (
+        f"{Q_PROJ}_minimum", torch.zeros(32, 1),
+        "weight_minimum is stored as float32, expected bfloat16",
+    ),
+    "no least number": (LEAST, None, f"{LEAST} is missing"),
+    "another least number": (LEAST, torch.tensor([-8], dtype=torch.int8), "is -8, which no"),
+    "another number of inputs": (
+        Q_PROJ, torch.zeros(32, 64, dtype=torch.int8),
+        f"{Q_PROJ} has shape (32, 64), expected (32, 32)",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_an_int8_checkpoint_of_other_tensors_is_refused(wrong: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_tensors_is_refused(wrong: str, tmp_path: Path) -> None:
     name, tensor, said = WRONG[wrong]
     refuse(change(tmp_path, **{name: tensor}), "model.safetensors", said)
-
-
-def test_the_value_that_has_no_negative_is_refused(tmp_path: Path) -> None:
-    directory = change(tmp_path, **{Q_PROJ: torch.full((32, 32), -128, dtype=torch.int8)})
-    source = find_model("--model", str(directory))
-    with pytest.raises(ValueError, match=rf"model\.safetensors: {Q_PROJ} holds -128; int8 weights"):
-        load(source)

@@ -34,6 +34,7 @@ from magicdec.model.checkpoint.checked import (
 )
 from magicdec.model.checkpoint.gguf_weights import GgufWeights
 from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.model.checkpoint.quantized.converted import ConvertedWeights
 from magicdec.model.checkpoint.quantized.weights import PrequantizedWeights
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_files import WEIGHT_FILES
@@ -193,8 +194,8 @@ def obstacle(source: ModelSource) -> str | None:
         return "random weights are in no file"
     if getattr(transformers, architecture, None) is None:
         return f"it has no class {architecture}"
-    if source.is_int8:
-        return "it does not read the int8 weights of this project; check what they were made from"
+    if isinstance(source.weights, ConvertedWeights):
+        return "it does not read weights in groups of this project; check what they were made from"
     if path.name not in READ_BY_OTHERS and not is_dequantised(source):
         return f"it does not read {path.name}; check the directory that it was made from"
     num_bytes = _float32_bytes(source)

@@ -21,7 +21,7 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.hardware.costs import linear_parameters
 from magicdec.kv.cache import upload
 from magicdec.model.transformer import Transformer
-from magicdec.names import STORED
+from magicdec.names import NARROW
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.model_plan import Kinds, StagePart
 
@@ -36,7 +36,7 @@ def wider_kinds(config: ResolvedConfig) -> Kinds:
     """The kinds of the target in a wider dtype, by torch's own operators."""
     dtype = WIDER[config.model.dtype]
     weights = config.model.target_dtype
-    return Kinds(dtype, weights if weights in ("int8", STORED) else dtype)
+    return Kinds(dtype, weights if weights in NARROW else dtype)
 
 
 @dataclass(frozen=True)

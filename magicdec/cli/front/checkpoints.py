@@ -22,6 +22,7 @@ from magicdec.config.setting import same, setting
 from magicdec.model.checkpoint.hub import DIRECTORY, find_repository
 from magicdec.model.checkpoint.hub import download as fetch_files
 from magicdec.model.gguf.named import is_gguf
+from magicdec.names import QUANTIZERS
 
 ABOUT_DOWNLOAD = (
     "Download the files that running a model needs (safetensors, config and tokenizer, never "
@@ -34,7 +35,6 @@ ABOUT_CONVERT = (
 )
 OUTPUTS = (".safetensors", ".pth")
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8",)
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class ConvertSection:
     dtype: str | None = same(ModelSection, "dtype", None, is_default=True, choices=DTYPES)
     quantize: str | None = setting(
         None,
-        "Store all matrices except embeddings in int8, with one scale for each output; --dtype "
-        "then applies to the other tensors. Default: do not quantize.",
-        choices=QUANTIZATIONS,
+        "Store the matrices of all layers and the head in this format (docs/models.md); --dtype "
+        "then applies to the other tensors. Default: as they are stored.",
+        choices=tuple(QUANTIZERS),
     )
     verify: Path | None = setting(
         None, "Compare the file with the manifest of checksums beside it. Writes nothing."
@@ -139,29 +139,24 @@ def convert_or_verify(values: ParsedValues) -> int:
     directory = args.checkpoint_dir
     assert directory is not None, "one of the two was given"
     folder = directory.parent if is_gguf(directory) else directory
-    out = args.out or folder / ("model_int8.pth" if args.quantize else "model.pth")
+    out = args.out or folder / (f"model_{args.quantize}.pth" if args.quantize else "model.pth")
     if out.suffix not in OUTPUTS:
         raise ValueError(f"--out {out}: its name must end in one of {', '.join(OUTPUTS)}")
-    write_one_file(flag, directory, out, args.dtype, args.quantize is not None)
+    write_one_file(flag, directory, out, args.dtype, args.quantize)
     return 0
 
 
 def write_one_file(
-    flag: str, directory: Path, out: Path, dtype: str | None, is_quantized: bool
+    flag: str, directory: Path, out: Path, dtype: str | None, quantize: str | None
 ) -> None:
     from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
     from magicdec.output.console import make_progress
 
     source = find_checkpoint(flag, directory)
-    if is_quantized:
-        source = quantized(source)
-    elif source.is_int8 and dtype:
-        raise ValueError(
-            f"--dtype {dtype}: {directory} holds int8 weights; leave --dtype out, or give "
-            "--quantize int8 too: then --dtype applies to the other tensors"
-        )
+    if quantize is not None:
+        source = quantized(source, quantize)
     with make_progress(True).task(f"writing {out.name}", len(source.tensors)) as advance:
-        tensors = convert(source, out, dtype, lambda name: advance())
+        tensors = convert(source, out, dtype, lambda name: advance(), widens=quantize is None)
     dtypes = sorted({tensor.dtype for tensor in tensors.values()})
     print(
         f"{out}: {len(tensors)} tensors, {' and '.join(dtypes)}, "

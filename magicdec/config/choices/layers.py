@@ -13,6 +13,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.names import (
     ELEMENTWISE_BESIDE_PACKED,
     ELEMENTWISE_ON_CUDA,
+    NARROW,
     PACKED,
     PORTABLE_ELEMENTWISE,
     STORED,
@@ -27,7 +28,7 @@ def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
     model = config.model
     if model.dtype != "auto":
         return model.dtype
-    if model.target_dtype not in ("auto", "int8", STORED):
+    if model.target_dtype not in ("auto", *NARROW):
         return model.target_dtype
     if device == "cuda" or machine.has_bfloat16_products:
         return "bfloat16"
@@ -41,7 +42,7 @@ def choose_weights(flag: str, value: str, dtype: str) -> str:
     """The dtype of matrices. Raises ValueError for a floating-point type other than `dtype`."""
     if value in ("auto", dtype):
         return dtype
-    if value in ("int8", STORED):
+    if value in NARROW:
         return value
     raise ValueError(
         f"{flag} {value}: weights that are not int8 or as they are stored have the --dtype of the "
@@ -57,10 +58,11 @@ def check_low_bit(low_bit: str | None, device: str, machine: Machine) -> None:
 
 
 def check_copy(low_bit: str | None, weights: str) -> None:
-    """Raises ValueError for a self-draft copy of matrices that are int8 themselves."""
-    if low_bit is not None and weights == "int8":
+    """Raises ValueError for a self-draft copy of matrices that are in this format themselves."""
+    if low_bit is not None and low_bit == weights:
         raise ValueError(
-            f"--draft_weights {low_bit}: the model's own weights are int8 already; leave it out"
+            f"--draft_weights {low_bit}: the model's own weights are {weights} already; leave it "
+            "out"
         )
 
 
@@ -68,20 +70,18 @@ def choose_linear(
     value: str, device: str, dtype: str, machine: Machine, weights: Sequence[str] = ()
 ) -> str:
     """The kind of matrix products. Raises ValueError for one that is impossible. `auto` rounds the
-    activations of stored numbers in groups, which is faster."""
-    is_bfloat16 = dtype == "bfloat16"
-    has_groups = STORED in weights
+    activations of numbers in groups, which is faster."""
+    has_groups = any(each in NARROW for each in weights)
     obstacles = {
         "it is for --device cpu": device != "cpu",
         f"it is for --dtype bfloat16 and float32, not {dtype}": dtype not in PACKED_DTYPES,
-        "it is for int8 weights in --dtype bfloat16 only": not is_bfloat16 and "int8" in weights,
         "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
     }
     obstacle = first_obstacle(obstacles)
     if value == "auto":
         return "torch" if obstacle else "packed_a8" if has_groups else "packed"
     if value == "packed_a8" and not has_groups:
-        obstacle = obstacle or "it is for weights that are stored in groups"
+        obstacle = obstacle or "it is for weights in groups: int8, or stored so"
     refused = obstacle if value in PACKED else None
     return str(asked_for("--linear", value, refused, "auto, torch"))
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from magicdec.model.checkpoint.finite import check_finite
 from magicdec.model.checkpoint.quantization import QuantizedWeights
+from magicdec.model.checkpoint.quantized.converted import stored_parts, values_of_parts
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_files import (
     TORCH_NAMES,
@@ -29,7 +30,7 @@ from magicdec.model.checkpoint.weight_files import (
     WeightSource,
     row_spans,
 )
-from magicdec.model.checkpoint.weight_map import SCALE
+from magicdec.model.checkpoint.weight_map import Piece, find_pieces, matrix_pieces, untie_head
 from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.gguf.file import read_gguf
@@ -40,6 +41,8 @@ from magicdec.model.gguf.vocabulary import (
     sentencepiece_model,
     tokenizers_file,
 )
+from magicdec.model.linear.quantizers import Quantizer
+from magicdec.names import QUANTIZERS, load_named
 from magicdec.output.files import complete_file, hash_file, load_json, load_object, make_new
 from magicdec.output.writing import to_json, write_text
 
@@ -67,10 +70,19 @@ def find_checkpoint(flag: str, directory: Path) -> ModelSource:
     return find_model(flag, str(directory.resolve()))  # never a packaged model of that name
 
 
-def quantized(source: ModelSource) -> ModelSource:
-    if source.is_int8:
-        return source
-    return replace(source, weights=QuantizedWeights(source.weights, source.config))
+def quantized(source: ModelSource, name: str) -> ModelSource:
+    """The source with its matrices in the format of that name. Raises ValueError for a matrix that
+    its groups do not divide."""
+    quantizer: Quantizer = load_named(QUANTIZERS, name)
+    config = untie_head(source.config)
+    odd = next((p for p in matrix_pieces(config) if not quantizer.divides(p.width)), None)
+    if odd is not None:
+        raise ValueError(
+            f"--quantize {name}: groups of {quantizer.least_group} do not divide the "
+            f"{odd.width} inputs of {odd.name}; leave it out"
+        )
+    weights = QuantizedWeights(source.weights, source.config, quantizer)
+    return replace(source, config=config, weights=weights)
 
 
 def convert(
@@ -78,12 +90,13 @@ def convert(
     out: Path,
     dtype: str | None,
     progress: Callable[[str], None] = lambda name: None,
+    widens: bool = True,
 ) -> Tensors:
     """Write the model's tensors to `out` (`.safetensors` or `.pth`), with a manifest. Returns
     the tensors written.
 
-    `dtype` None keeps stored dtypes; int8 matrices and scales are always kept. `progress` gets
-    tensor names.
+    `dtype` None keeps stored dtypes, and numbers in groups. `widens`: a dtype is that of matrices
+    in groups too. `progress` gets tensor names.
 
     Raises:
         ValueError: `out` is an input file or beside the config of quantised weights, the disk has
@@ -95,9 +108,10 @@ def convert(
     if out.exists() and any(file is not None and file.samefile(out) for file in files):
         raise ValueError(f"{FLAG} {out} is a file of the checkpoint to convert; name another file")
     if dtype is not None:
-        int8_names = {name for name in tensors if name.endswith(SCALE) or name + SCALE in tensors}
         tensors = {
-            name: tensor if name in int8_names else tensor._replace(dtype=dtype)
+            name: tensor
+            if tensor.numbers and not widens
+            else tensor._replace(dtype=dtype, numbers=None)
             for name, tensor in tensors.items()
         }
     beside = out.parent / CONFIG
@@ -107,7 +121,10 @@ def convert(
             "written; name a file in another directory"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    size = sum(prod(shape) * _dtype(kind).itemsize for shape, kind, *_ in tensors.values())
+    pieces = find_pieces(source.config)
+    parts = {name: parts_of(pieces[name], tensor) for name, tensor in tensors.items()}
+    written = _flat(parts)
+    size = sum(prod(shape) * _dtype(kind).itemsize for shape, kind, *_ in written.values())
     size = size * (2 if out.suffix == ".pth" else 1)
     free = shutil.disk_usage(out.parent).free
     if size > free:
@@ -115,13 +132,22 @@ def convert(
             f"{FLAG} {out} needs {size / 1e9:.2f} GB of disk while it is written, "
             f"{free / 1e9:.2f} GB are free there"
         )
-    write_checkpoint(out, source.weights, tensors, progress)
+    write_checkpoint(out, source.weights, parts, progress)
     copy_companions(source, out.parent)
-    return tensors
+    return written
+
+
+def parts_of(piece: Piece, tensor: StoredTensor) -> Tensors:
+    """What is written of a tensor: itself, or those that hold its numbers in groups."""
+    if tensor.numbers is None:
+        return {piece.name: tensor}
+    first, second = tensor.shape
+    shape = (second, first) if piece.transposed else (first, second)
+    return stored_parts(piece.name, shape, tensor.numbers)
 
 
 def write_checkpoint(
-    out: Path, source: WeightSource, tensors: Tensors, progress: Callable[[str], None]
+    out: Path, source: WeightSource, parts: Mapping[str, Tensors], progress: Callable[[str], None]
 ) -> None:
     """Write the tensors to `out`, then its manifest. After a crash `out` may lack one, but never
     has another file's."""
@@ -130,12 +156,12 @@ def write_checkpoint(
             flat = partial.with_suffix(".tensors")
             try:
                 make_new(flat)
-                start = _write_safetensors(flat, source, tensors, progress)
-                _write_pth(partial, flat, start, tensors)
+                start = _write_safetensors(flat, source, parts, progress)
+                _write_pth(partial, flat, start, parts)
             finally:
                 flat.unlink(missing_ok=True)
         else:
-            _write_safetensors(partial, source, tensors, progress)
+            _write_safetensors(partial, source, parts, progress)
         manifest = {"file": out.name, "size": partial.stat().st_size, "sha256": hash_file(partial)}
         manifest_path(out).unlink(missing_ok=True)
     content = to_json({"version": MANIFEST_VERSION, **manifest}, indent=1)
@@ -143,21 +169,46 @@ def write_checkpoint(
 
 
 def _write_safetensors(
-    path: Path, source: WeightSource, tensors: Tensors, progress: Callable[[str], None]
+    path: Path, source: WeightSource, parts: Mapping[str, Tensors], progress: Callable[[str], None]
 ) -> int:
     """Returns the byte offset of the first tensor. The library would need all in memory."""
-    header = safetensors_header(tensors)
+    header = safetensors_header(_flat(parts))
     with path.open("wb") as handle:
         handle.write(header)
-        for name, (shape, dtype, *_) in tensors.items():
+        for name, written in parts.items():
             progress(name)
-            for rows in row_spans((0, shape[0]), prod(shape[1:])):
-                index = (slice(*rows),)
-                stored = source.read(name, index)
-                values = stored.to(_dtype(dtype)).contiguous()
-                check_finite(values, stored, source, name, index)
-                handle.write(values.view(-1).view(torch.uint8).numpy().data)
+            starts = {}
+            end = handle.tell()
+            for part, (shape, dtype, *_) in written.items():
+                starts[part] = end
+                end += prod(shape) * _dtype(dtype).itemsize
+            outputs, *rest = next(iter(written.values())).shape
+            for rows in row_spans((0, outputs), prod(rest)):
+                for part, values in _values(source, name, slice(*rows), written).items():
+                    handle.seek(starts[part])
+                    starts[part] += handle.write(values.view(-1).view(torch.uint8).numpy().data)
+            handle.seek(end)
     return len(header)
+
+
+def _flat(parts: Mapping[str, Tensors]) -> Tensors:
+    return {name: each for written in parts.values() for name, each in written.items()}
+
+
+def _values(source: WeightSource, name: str, rows: slice, written: Tensors) -> dict[str, Tensor]:
+    """The values of what is written of some rows of a tensor, by name. Raises WeightsRefused for
+    one that is not finite."""
+    if len(written) == 1:
+        stored = source.read(name, (rows,))
+        values = stored.to(_dtype(written[name].dtype)).contiguous()
+        check_finite(values, stored, source, name, (rows,))
+        return {name: values}
+    parts = values_of_parts(name, source.read_numbers(name, (rows,)))
+    for part, values in parts.items():
+        check_finite(values, values, source, part, (rows,))
+    if rows.start:
+        del parts[f"{name}_least"]  # is written
+    return {part: values.contiguous() for part, values in parts.items()}
 
 
 def safetensors_header(tensors: Tensors) -> bytes:
@@ -173,9 +224,9 @@ def safetensors_header(tensors: Tensors) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_pth(path: Path, flat: Path, start: int, tensors: Tensors) -> None:
+def _write_pth(path: Path, flat: Path, start: int, parts: Mapping[str, Tensors]) -> None:
     saved: dict[str, Tensor] = {}
-    for name, (shape, dtype, *_) in tensors.items():
+    for name, (shape, dtype, *_) in _flat(parts).items():
         size = prod(shape) * _dtype(dtype).itemsize
         # Mapped as writable, because torch warns about read-only arrays; nothing is written.
         mapped = np.memmap(flat, np.uint8, "r+", start, (size,))

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.finite import WeightsRefused, check_finite
 from magicdec.model.checkpoint.gguf_weights import GgufWeights
-from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
+from magicdec.model.checkpoint.quantization import QuantizedWeights, with_head
+from magicdec.model.checkpoint.quantized.converted import converted
 from magicdec.model.checkpoint.quantized.weights import dequantized, read_method
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.tying import as_stored
 from magicdec.model.checkpoint.weight_files import (
     WEIGHT_FILES,
-    RenamedWeights,
     StoredTensor,
     WeightSource,
     open_weights,
@@ -31,7 +31,6 @@ from magicdec.model.checkpoint.weight_files import (
     with_body,
 )
 from magicdec.model.checkpoint.weight_map import (
-    SCALE,
     Piece,
     expected_shapes,
     untie_head,
@@ -41,8 +40,13 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.family import find_family
 from magicdec.model.gguf.named import is_gguf
-from magicdec.model.linear.grouped import GroupedLinear, common_format, stack_rows
-from magicdec.model.linear.packed import Int8Linear, PartialLinear
+from magicdec.model.linear.grouped import (
+    GroupedLinear,
+    GroupedNumbers,
+    common_format,
+    stack_rows,
+)
+from magicdec.model.linear.packed import PartialLinear
 from magicdec.model.presets.presets import (
     DEMO_DIRECTORIES,
     RANDOM_PREFIX,
@@ -52,7 +56,7 @@ from magicdec.model.presets.presets import (
     unknown_model,
 )
 from magicdec.model.transformer import Transformer
-from magicdec.names import STORED
+from magicdec.names import QUANTIZERS, STORED, load_named
 
 PROBLEMS_SHOWN = 3
 GPT_FAST_NAME = "tok_embeddings.weight"  # in the files of the original suite's converter
@@ -70,7 +74,7 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
             f"{source.where('') or config.name}: the weights do not fit the config: "
             f"{num_tensors} tensors cannot make {config.num_layers} layers"
         )
-    problems = _problems(config, source, expected_shapes(config, holds_int8(source)))
+    problems = _problems(config, source, expected_shapes(config))
     if problems:
         file = source.where(next(iter(problems))) or config.name
         listing = "; ".join([f"{name} {what}" for name, what in problems.items()][:PROBLEMS_SHOWN])
@@ -82,7 +86,7 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
 def _problems(
     config: ModelConfig, source: WeightSource, expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """Faults by tensor, missing ones first. Integer weights without scales are faulty."""
+    """Faults by tensor, missing ones first. Integer weights are faulty."""
     # Rotary frequencies and masks that old checkpoints store, and a stored copy of a tied head.
     family = find_family(config.architecture)
     tied_head = f"{family.names(config).head}.weight" if config.tie_word_embeddings else None
@@ -97,9 +101,8 @@ def _problems(
             continue
         if stored.shape != shape:
             misshapen[name] = f"has shape {stored.shape}, expected {shape}"
-        dtype = "int8" if name + SCALE in expected else "float32" if name.endswith(SCALE) else ""
-        if not (stored.dtype == dtype if dtype else stored.dtype.startswith(("float", "bfloat"))):
-            mistyped[name] = f"is stored as {stored.dtype}, expected {dtype or 'floating-point'}"
+        if not stored.dtype.startswith(("float", "bfloat")):
+            mistyped[name] = f"is stored as {stored.dtype}, expected floating-point"
     for name, stored in source.tensors.items():
         if name not in expected and name != tied_head and not name.endswith(family.buffers):
             unexpected[name] = f"of shape {stored.shape} is not part of the model"
@@ -124,17 +127,13 @@ class ModelSource:
     is_random: bool
 
     @property
-    def is_int8(self) -> bool:
-        return holds_int8(self.weights)
-
-    @property
     def has_groups(self) -> bool:
         """Whether matrices are stored as numbers in groups."""
         return self.config.stored_bytes is not None
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        return {n: self.weights.tensors[n] for n in expected_shapes(self.config, self.is_int8)}
+        return {n: self.weights.tensors[n] for n in expected_shapes(self.config)}
 
 
 def find_model(flag: str, name: str) -> ModelSource:
@@ -193,41 +192,34 @@ def load_transformer(
     """Layers `layers` (None: all) of the shard, frozen, in eval mode, without a rotary table.
     `has_ends`: see `Transformer`.
 
-    Reads only this rank's slices, into tensors of `dtype` on `device`. `stored_as`: int8, to which
-    matrices are quantised here unless they are stored so, or STORED, numbers in groups.
+    Reads only this rank's slices, into tensors of `dtype` on `device`. `stored_as`: STORED, numbers
+    in groups, or one of LOW_BIT, to which matrices are quantised here.
 
     Raises:
         ValueError: a file became unreadable after `find_model`.
         WeightsRefused: a value is not finite in `dtype`.
     """
     layers = range(config.num_layers) if layers is None else layers
-    is_int8 = stored_as == "int8"
-    assert is_int8 or not holds_int8(source), "is_int8 is set if the stored weights are int8"
-    if is_int8 and not holds_int8(source):
-        source = QuantizedWeights(source, config)
+    if stored_as is not None and stored_as != STORED:
+        source = QuantizedWeights(source, config, load_named(QUANTIZERS, stored_as))
+    elif stored_as == STORED:
+        source = with_head(source, config)
     elif isinstance(source, RandomWeights):
         source = source.on(device)
-    if stored_as == STORED:
-        source = with_head(source, config)
     config = untie_head(config) if stored_as else config
     with torch.device("meta"):
         model = Transformer(config, shard, layers, has_ends)
-        if is_int8:
-            model.to_int8()
-    for parameter, pieces in weight_map(config, shard, layers, is_int8, has_ends).items():
+    for parameter, pieces in weight_map(config, shard, layers, has_ends).items():
         module_name, _, leaf = parameter.rpartition(".")
         module = model.get_submodule(module_name)
         template = module.get_parameter(leaf)
-        if stored_as == STORED and leaf == "weight" and isinstance(module, nn.Linear):
+        if stored_as and leaf == "weight" and isinstance(module, nn.Linear):
             layer = _grouped(module, pieces, source, device)
             if layer is not None:
                 parent, _, name = module_name.rpartition(".")
                 setattr(model.get_submodule(parent), name, layer)
                 continue
-        keeps_dtype = isinstance(module, Int8Linear) and leaf != "bias"
-        tensor = torch.empty(
-            template.shape, dtype=template.dtype if keeps_dtype else dtype, device=device
-        )
+        tensor = torch.empty(template.shape, dtype=dtype, device=device)
         _fill(tensor, pieces, source)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     assert not any(parameter.is_meta for parameter in model.parameters()), "a weight was not loaded"
@@ -241,7 +233,7 @@ def _grouped(
     if it has one, is still to be filled."""
     if any(source.tensors[piece.name].numbers is None for piece in pieces):
         return None
-    numbers = stack_rows([source.read_numbers(piece.name, piece.stored) for piece in pieces])
+    numbers = stack_rows([_numbers(piece, source) for piece in pieces])
     adds_bias = not isinstance(module, PartialLinear)
     layer = GroupedLinear(numbers, None, adds_bias).to(device)
     for part in (layer.scale, layer.minimum):
@@ -250,6 +242,16 @@ def _grouped(
             raise WeightsRefused(f"{source.where(name)}: {name} has a scale that is not finite")
     layer.bias = module.bias
     return layer
+
+
+def _numbers(piece: Piece, source: WeightSource) -> GroupedNumbers:
+    """In smaller groups where a rank's inputs begin or end within one."""
+    kind = source.tensors[piece.name].numbers
+    assert kind is not None, "it is stored in groups"
+    first, last = piece.inputs
+    start, stop = first // kind.group * kind.group, -(-last // kind.group) * kind.group
+    numbers = source.read_numbers(piece.name, (slice(*piece.rows), slice(start, stop)))
+    return numbers.inputs(first - start, last - start)
 
 
 def with_stored_bytes(config: ModelConfig, source: WeightSource) -> ModelConfig:
@@ -265,15 +267,6 @@ def with_stored_bytes(config: ModelConfig, source: WeightSource) -> ModelConfig:
     stored, plain_share = layers or (0.0, 1.0)
     head_bytes = None if head is None else head[0]
     return replace(config, stored_bytes=stored, plain_share=plain_share, head_bytes=head_bytes)
-
-
-def with_head(source: WeightSource, config: ModelConfig) -> WeightSource:
-    """The weights with a head of its own, where it is tied to the embedding."""
-    names = find_family(config.architecture).names(config)
-    head = f"{names.head}.weight"
-    if head in source.tensors:
-        return source
-    return RenamedWeights(source, {head: f"{names.embedding}.weight"})
 
 
 def bytes_in_groups(
@@ -312,9 +305,7 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
         for rows in row_spans(piece.rows, piece.width):
             index = replace(piece, rows=rows).stored
             values = source.read(piece.name, index)
-            assert values.is_floating_point() == tensor.is_floating_point(), "dtypes are checked"
-            if values.dtype == torch.int8:
-                check_range(f"{source.where(piece.name)}: {piece.name}", values)
+            assert values.is_floating_point(), "dtypes are checked"
             num_rows = rows[1] - rows[0]
             filling = tensor[filled : filled + num_rows]
             filling = filling.T if piece.transposed else filling
@@ -344,7 +335,7 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
     directory = path if path.is_dir() else path.parent
     method = read_method(directory)
     if method is None:
-        return whole
+        return converted(whole, config)
     return dequantized(whole, method, config, directory / "config.json")
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from magicdec.model.checkpoint.weight_files import RenamedWeights, WeightSource, row_spans
-from magicdec.model.checkpoint.weight_map import SCALE
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
 
@@ -29,9 +28,7 @@ def as_stored(config: ModelConfig, source: WeightSource) -> tuple[ModelConfig, W
         source = RenamedWeights(source, {embedding: head})
     elif has_bias and head not in source.tensors and embedding in source.tensors:
         source = RenamedWeights(source, {head: embedding})
-    # A head in int8 is one of its own in any case, which the loader knows (`untie_head`).
-    is_float = head in source.tensors and head + SCALE not in source.tensors
-    is_own = is_float and not are_equal(source, head, embedding)
+    is_own = head in source.tensors and not are_equal(source, head, embedding)
     if is_own or has_bias:  # a tied head is computed without a bias
         config = replace(config, tie_word_embeddings=False, head_bias=has_bias)
     return config, source

@@ -65,8 +65,8 @@ class WeightSource:
         raise NotImplementedError
 
     def read_numbers(self, name: str, index: Index = ()) -> GroupedNumbers:
-        """The same of a tensor that is stored in groups, as its numbers. A slice of inputs begins
-        and ends with groups."""
+        """The same of a matrix that is stored in groups, as its numbers, by slices of outputs and
+        inputs. A slice of inputs begins and ends with groups."""
         raise NotImplementedError
 
 

@@ -14,7 +14,6 @@ from magicdec.model.families.family import Names, find_family
 from magicdec.output.files import load_json
 
 IndexRange = tuple[int, int]
-SCALE = "_scale"  # suffix that names the scales of a quantised tensor
 WeightPart = tuple[str, IndexRange, int]
 """(checkpoint name without ".weight", this rank's rows, number of rows of the whole tensor)."""
 
@@ -53,15 +52,14 @@ class Piece:
         return 1 if len(self.full_shape) == 1 else self.full_shape[0 if self.transposed else 1]
 
     @property
-    def scales(self) -> Piece:
-        outputs = self.full_shape[1 if self.transposed else 0]
-        return Piece(self.name + SCALE, self.rows, None, (outputs,))
+    def inputs(self) -> IndexRange:
+        return self.columns or (0, self.width)
 
     @property
     def stored(self) -> tuple[slice, ...]:
         rows = slice(*self.rows)
         if self.transposed:
-            return slice(*(self.columns or (0, self.width))), rows
+            return slice(*self.inputs), rows
         return (rows,) if self.columns is None else (rows, slice(*self.columns))
 
 
@@ -69,12 +67,11 @@ def weight_map(
     config: ModelConfig,
     shard: Shard,
     layers: range,
-    with_scales: bool = False,
     has_ends: bool | None = None,
 ) -> dict[str, list[Piece]]:
     """For each parameter of `Transformer(config, shard, layers, has_ends)`, the pieces to stack
-    by rows. `with_scales`: with those of an int8 checkpoint."""
-    table = _Table(config, shard, with_scales)
+    by rows."""
+    table = _Table(config, shard)
     names = table.names
     has_embedding = layers.start == 0 if has_ends is None else has_ends
     has_head = layers.stop == config.num_layers if has_ends is None else has_ends
@@ -99,33 +96,41 @@ def weight_map(
 
 
 def untie_head(config: ModelConfig) -> ModelConfig:
-    """The config with int8 weights: the head is quantised and the embedding is not, so it is
+    """The config with matrices in groups: the head has numbers and the embedding has not, so it is
     untied."""
     if not config.tie_word_embeddings:
         return config
     return replace(config, tie_word_embeddings=False, head_bias=False)
 
 
-def find_pieces(config: ModelConfig, is_int8: bool = False) -> dict[str, Piece]:
-    """The unsharded model's pieces by tensor name; `is_int8`: with scales and an untied head."""
-    config = untie_head(config) if is_int8 else config
-    table = weight_map(config, Shard(), range(config.num_layers), is_int8)
+def find_pieces(config: ModelConfig) -> dict[str, Piece]:
+    """The unsharded model's pieces by tensor name."""
+    table = weight_map(config, Shard(), range(config.num_layers))
     return {piece.name: piece for pieces in table.values() for piece in pieces}
 
 
-def expected_shapes(config: ModelConfig, is_int8: bool = False) -> dict[str, tuple[int, ...]]:
-    """Full shapes of a checkpoint's tensors by Hugging Face name. In int8 checkpoints a tensor
-    is int8 if another has its name with suffix `SCALE`."""
-    return {name: piece.full_shape for name, piece in find_pieces(config, is_int8).items()}
+def matrix_pieces(config: ModelConfig) -> list[Piece]:
+    """Those of the unsharded model's linear layers, the head included unless it is tied."""
+    table = weight_map(config, Shard(), range(config.num_layers))
+    return [
+        piece
+        for parameter, pieces in table.items()
+        for piece in pieces
+        if len(piece.full_shape) == 2 and "embedding" not in parameter
+    ]
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Full shapes of a checkpoint's tensors by Hugging Face name."""
+    return {name: piece.full_shape for name, piece in find_pieces(config).items()}
 
 
 class _Table:
     """The pieces of one model's shard."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, with_scales: bool) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
         self.config = config
         self.shard = shard
-        self.with_scales = with_scales
         self.names: Names = find_family(config.architecture).names(config)
         self.pieces: dict[str, list[Piece]] = {}
 
@@ -170,7 +175,6 @@ class _Table:
             )
             for name, rows, full in parts
         ]
-        self.scales(parameter)
         if bias:
             self.pieces[f"{parameter}.bias"] = [
                 Piece(f"{name}.bias", rows, None, (full,)) for name, rows, full in parts
@@ -186,14 +190,8 @@ class _Table:
         self.pieces[f"{parameter}.weight"] = [
             Piece(f"{name}.weight", (0, hidden), columns, shape, transposed)
         ]
-        self.scales(parameter)
         if bias:
             self.vector(f"{parameter}.bias", f"{name}.bias", hidden)
-
-    def scales(self, parameter: str) -> None:
-        if self.with_scales:
-            weights = self.pieces[f"{parameter}.weight"]
-            self.pieces[f"{parameter}.scale"] = [piece.scales for piece in weights]
 
     def norm(self, parameter: str, name: str) -> None:
         self.vector(f"{parameter}.weight", f"{name}.weight", self.config.hidden_size)

@@ -82,6 +82,20 @@ class GroupedNumbers:
             minimum = torch.zeros_like(scale)
         return GroupedNumbers(wanted, self.numbers, scale, minimum)
 
+    def inputs(self, first: int, last: int) -> GroupedNumbers:
+        """Those of some inputs, in smaller groups if they begin or end within one."""
+        group = math.gcd(self.format.group, first, last)
+        assert group in GROUPS, "it is checked"
+        finer = self.to(replace(self.format, group=group))
+        part = slice(first // group, last // group)
+        minimum = finer.minimum
+        return GroupedNumbers(
+            finer.format,
+            finer.numbers[:, first:last],
+            finer.scale[:, part],
+            None if minimum is None else minimum[:, part],
+        )
+
     def dense(self) -> Tensor:
         """The weights, float32 [N, K]."""
         numbers = self.numbers.unflatten(1, (-1, self.format.group)).float()
@@ -93,6 +107,8 @@ class GroupedNumbers:
 
 def stack_rows(parts: Sequence[GroupedNumbers]) -> GroupedNumbers:
     """The parts one below the other, in their common format."""
+    if len(parts) == 1:
+        return parts[0]
     wanted = common_format([part.format for part in parts])
     alike = [part.to(wanted) for part in parts]
     minima = [part.minimum for part in alike if part.minimum is not None]
@@ -146,14 +162,10 @@ class GroupedLinear(nn.Module):
     def numbers(self, outputs: slice = slice(None)) -> GroupedNumbers:
         """The layer's numbers, or those of some outputs."""
         weight = self.weight[outputs]
-        if self.format.bits == 4:
-            both = weight.unflatten(1, (-1, self.format.group // 2))
-            halves = torch.cat([both & 15, both >> 4], dim=2)
-            weight = (halves.to(torch.int8) + self.format.least).flatten(1)
         minimum = self.minimum
         return GroupedNumbers(
             self.format,
-            weight,
+            expanded(weight, self.format),
             self.scale[:, outputs].T,
             None if minimum is None else minimum[:, outputs].T,
         )
@@ -170,6 +182,15 @@ def compressed(numbers: GroupedNumbers) -> Tensor:
     groups = (numbers.numbers - wanted.least).to(torch.uint8).unflatten(1, (-1, wanted.group))
     low, high = groups.chunk(2, dim=2)
     return (low | high << 4).flatten(1)
+
+
+def expanded(weight: Tensor, kind: NumberFormat) -> Tensor:
+    """The numbers, int8 [N, K], of the `weight` of a layer or of some of its outputs."""
+    if kind.bits == 8:
+        return weight
+    both = weight.unflatten(1, (-1, kind.group // 2))
+    halves = torch.cat([both & 15, both >> 4], dim=2)
+    return (halves.to(torch.int8) + kind.least).flatten(1)
 
 
 def narrowed(numbers: GroupedNumbers) -> GroupedNumbers:

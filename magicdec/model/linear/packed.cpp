@@ -1,7 +1,6 @@
 // Packing of weights, and linear layers over packed weights, as Python calls them.
 #include "packed_float32.h"
 #include "packed_groups.h"
-#include "packed_int8.h"
 #if defined(__AVX512BF16__)
 #include "packed.h"
 #endif
@@ -16,7 +15,7 @@ extern "C" void magicdec_pack_float32(const float* weight, int64_t N, int64_t K,
                 packed[(block * K + k) * width + j] = (row = block * width + j) < N ? weight[row * K + k] : 0.0f;
 }
 
-// See `linear` of packed_float32.h. `room` is scratch memory for R * (K + 64) floats, here and below.
+// See `linear` of packed_float32.h. `room` is scratch memory for R * K floats, here and below.
 extern "C" void magicdec_linear_float32(const float* x, int64_t R, const float* packed, int64_t N, int64_t K,
                                         const float* bias, float* room, float* out) {
     in_team([&] { linear_float32(x, R, packed, N, K, bias, room, out); });
@@ -34,21 +33,6 @@ extern "C" void magicdec_pack(const uint16_t* weight, int64_t N, int64_t K, uint
                 uint32_t numbers[part] = {};
                 if (row < N) std::memcpy(numbers, weight + row * K + 2 * first, 4 * count);
                 for (int64_t i = 0; i < count; ++i) packed[(block * pairs + first + i) * width + j] = numbers[i];
-            }
-}
-
-// weight [N, K] (-127 .. 127) to packed [ceil(N / 64), whole_tiles(K) / 4, 64] quads of number + 128; rows past N and inputs
-// past K are zeros.
-extern "C" void magicdec_pack_int8(const int8_t* weight, int64_t N, int64_t K, uint8_t* packed) {
-    constexpr int64_t width = int8::WIDTH;
-    const int64_t whole = int8::whole_tiles(K);
-#pragma omp parallel for
-    for (int64_t block = 0; block < (N + width - 1) / width; ++block)
-        for (int64_t k = 0; k < whole; ++k)
-            for (int64_t j = 0; j < width; ++j) {
-                const int64_t row = block * width + j;
-                packed[(block * whole + k / 4 * 4) * width + 4 * j + k % 4] =
-                    uint8_t(128 + (row < N && k < K ? weight[row * K + k] : 0));
             }
 }
 
@@ -81,15 +65,10 @@ extern "C" void magicdec_pack_groups(const int8_t* numbers, const void* scale, c
         }
 }
 
-// See `linear_bf16`, `int8::linear` and `groups::linear`.
+// See `linear_bf16` and `groups::linear`.
 extern "C" void magicdec_linear(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
                                 const uint16_t* bias, float* room, uint16_t* out) {
     in_team([&] { linear_bf16(x, R, packed, N, K, bias, room, out); });
-}
-
-extern "C" void magicdec_linear_int8(const uint16_t* x, int64_t R, const uint32_t* packed, const float* scale, int64_t N,
-                                     int64_t K, const uint16_t* bias, float* room, uint16_t* out) {
-    in_team([&] { int8::linear((const bfloat16*)x, R, packed, scale, N, K, (const bfloat16*)bias, room, (bfloat16*)out); });
 }
 
 extern "C" void magicdec_linear_groups(const uint16_t* x, int64_t R, const groups::Weights* packed, int64_t N, int64_t K,

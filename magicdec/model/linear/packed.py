@@ -1,10 +1,7 @@
-"""Linear layers: torch's own, with int8 or int4 weights, and with weights packed for small GEMMs
-(`packed.cpp`).
+"""Linear layers: torch's own, and with weights packed for small GEMMs (`packed.cpp`): plain
+numbers, or numbers in groups of inputs (`grouped.py`).
 
-Int8 layers have a float32 scale per output channel, y = (x w) * scale + bias; int4 layers a
-bfloat16 scale per output channel and GROUP inputs. Packed int8 and int4 round activations, to 16
-and 8 bits, with a scale for each row and group of inputs. A packed call reads weights once; a
-row's result is bitwise independent of other rows.
+A packed call reads weights once; a row's result is bitwise independent of other rows.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp, use_huge_pages
-from magicdec.model.linear import triton
 from magicdec.model.linear.grouped import (
     SCALES,
     GroupedLinear,
@@ -35,7 +31,6 @@ HEADERS = (
     SOURCE.with_name("packed_float32.h"),
     SOURCE.with_name("packed_amx.h"),
     SOURCE.with_name("packed_groups.h"),
-    SOURCE.with_name("packed_int8.h"),
     SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "team.h",
@@ -43,17 +38,11 @@ HEADERS = (
     SHARED_HEADERS / "wide.h",
 )
 WIDTH = 64  # output channels per block of packed weights
-TILE = 64  # the inputs of an int8 layer are filled up to a multiple of it
-GROUP = 32  # inputs that share a scale of an int4 layer
-INT4 = "int4"  # has no dtype of its own
-# The numbers of an int4 draft: a bfloat16 scale for a group.
-INT4_FORMAT = NumberFormat(4, GROUP, "bfloat16", False, -8)
 # By the dtype of the weights: a block's sizes before WIDTH by the number of inputs, its dtype, and
 # the function that packs.
 PACKERS: dict[torch.dtype, tuple[Callable[[int], tuple[int, ...]], torch.dtype, str]] = {
     torch.float32: (lambda width: (width,), torch.float32, "magicdec_pack_float32"),
     torch.bfloat16: (lambda width: (width // 2,), torch.int32, "magicdec_pack"),
-    torch.int8: (lambda width: (-(-width // TILE) * TILE,), torch.uint8, "magicdec_pack_int8"),
 }
 
 
@@ -70,9 +59,9 @@ class GroupFields(ctypes.Structure):
 
 
 class PackedLinear(nn.Module):
-    """x [..., K] -> [..., N] with packed weights: `weight` [N, K] in bfloat16 or float32, or
-    int8 with float32 `scale` [N], or numbers in groups. int8 takes x in bfloat16, groups take both.
-    Unless `adds_bias`, the caller adds `bias`.
+    """x [..., K] -> [..., N] with packed weights: `weight` [N, K] in bfloat16 or float32, which is
+    also the dtype of x, or numbers in groups, which take both. Unless `adds_bias`, the caller adds
+    `bias`.
 
     `rounds`: activations that numbers in groups are multiplied with are rounded to int8."""
 
@@ -81,7 +70,6 @@ class PackedLinear(nn.Module):
         weight: Tensor | GroupedNumbers,
         bias: Tensor | None = None,
         adds_bias: bool = True,
-        scale: Tensor | None = None,
         rounds: bool = False,
     ) -> None:
         super().__init__()
@@ -90,7 +78,6 @@ class PackedLinear(nn.Module):
         self.rounds = rounds
         self.format: NumberFormat | None = None
         self.is_odd = False
-        self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
         if isinstance(weight, GroupedNumbers):
             self.format = weight.format
             self.out_features, self.in_features = weight.numbers.shape
@@ -104,7 +91,7 @@ class PackedLinear(nn.Module):
             raise ValueError(
                 f"--linear packed needs bfloat16 or float32 weights, not {weight.dtype}"
             )
-        # Padded: the kernels for bfloat16 and int8 multiply pairs of inputs.
+        # Padded: the kernels for bfloat16 multiply pairs of inputs.
         self.is_odd = weight.dtype != torch.float32 and weight.shape[1] % 2 == 1
         weight = (F.pad(weight, (0, 1)) if self.is_odd else weight).contiguous()
         self.out_features, self.in_features = weight.shape
@@ -122,7 +109,7 @@ class PackedLinear(nn.Module):
         if self.format is not None:
             groups = group_fields(self.format, self.packed)
             return packed_groups(x, groups, bias, self.out_features, self.rounds)
-        return packed_linear(x, self.packed, self.scale, bias, self.out_features)
+        return packed_linear(x, self.packed, bias, self.out_features)
 
     def dense(self) -> Tensor:
         """The weights [N, K]; float32 of numbers in groups."""
@@ -197,7 +184,7 @@ def packed_groups(
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
     rows = x.numel() // width
     name = "magicdec_linear_groups" + "_float32" * (x.dtype == torch.float32)
-    room = torch.empty(rows * (width + TILE))
+    room = torch.empty(rows * width)
     getattr(library(), name)(
         x.data_ptr(),
         rows,
@@ -231,25 +218,11 @@ def library(*flags: str) -> ctypes.CDLL:
         multiply.argtypes = (pointer, size, pointer, size, size, pointer, pointer, pointer)
     for multiply in (native.magicdec_linear_groups, native.magicdec_linear_groups_float32):
         multiply.argtypes = (pointer, size, pointer, size, size, size, pointer, pointer, pointer)
-    native.magicdec_pack_int8.argtypes = (pointer, size, size, pointer)
     native.magicdec_pack_groups.argtypes = (pointer, pointer, pointer, size, size, pointer, pointer)
-    native.magicdec_linear_int8.argtypes = (
-        pointer,
-        size,
-        pointer,
-        pointer,
-        size,
-        size,
-        pointer,
-        pointer,
-        pointer,
-    )
     return native
 
 
-def packed_linear(
-    x: Tensor, packed: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int
-) -> Tensor:
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     is_float32 = x.dtype == torch.float32
     assert is_float32 == (packed.dtype == torch.float32)
     x = x.contiguous()
@@ -258,20 +231,7 @@ def packed_linear(
     rows = x.numel() // width
     bias_at = None if bias is None else bias.data_ptr()
     # Scratch: the kernels widen, reorder or round the activations into it.
-    room = torch.empty(rows * (width + TILE))
-    if scale is not None:
-        library().magicdec_linear_int8(
-            x.data_ptr(),
-            rows,
-            packed.data_ptr(),
-            scale.data_ptr(),
-            out_features,
-            width,
-            bias_at,
-            room.data_ptr(),
-            out.data_ptr(),
-        )
-        return out
+    room = torch.empty(rows * width)
     name = "magicdec_linear" + "_float32" * is_float32
     getattr(library(), name)(
         x.data_ptr(),
@@ -286,49 +246,7 @@ def packed_linear(
     return out
 
 
-# int8 weights converted to the activations' dtype at a time. It bounds the extra memory, and should
-# be small enough for the converted weights to stay in a core's cache until they are multiplied.
-CONVERTED = 1 << 19
-# A GPU launches few kernels rather than small ones: on an H200 parts of a CPU's size took 40 to 85
-# times as long as the product in bfloat16.
-CONVERTED_ON_GPU = 1 << 26
-
-
-class Int8Linear(nn.Module):
-    """x [..., K] -> [..., N] with `weight` [N, K] int8, `scale` [N] float32. Unless `adds_bias`,
-    the caller adds `bias`."""
-
-    def __init__(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None, adds_bias: bool = True
-    ) -> None:
-        super().__init__()
-        self.adds_bias = adds_bias
-        self.bias = bias
-        self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        num_outputs = len(self.weight)
-        width = x.shape[-1]
-        if triton.serves(x.device.type, x.numel() // width, x.dtype):
-            out = triton.multiply(x, self.weight, self.scale)
-        else:
-            out = x.new_empty(*x.shape[:-1], num_outputs)
-            most = CONVERTED_ON_GPU if x.device.type == "cuda" else CONVERTED
-            step = max(1, most // width)
-            for first in range(0, num_outputs, step):
-                part = slice(first, first + step)
-                out[..., part] = self.multiply(x, part)
-        return out + self.bias if self.adds_bias and self.bias is not None else out
-
-    def multiply(self, x: Tensor, part: slice) -> Tensor:
-        """The outputs `part`. Every dtype of x represents int8 exactly; sums are scaled in
-        float32 or wider."""
-        return F.linear(x, self.weight[part].to(x.dtype)) * self.scale[part]
-
-
-Linear = nn.Linear | PackedLinear | Int8Linear | GroupedLinear
+Linear = nn.Linear | PackedLinear | GroupedLinear
 """x [..., K] -> [..., N]. `bias` is None or a parameter, added by `forward` or by its caller."""
 
 
@@ -355,27 +273,17 @@ def exchange(model: nn.Module, make: Callable[[Linear], Linear]) -> None:
         (module, name)
         for module in model.modules()
         for name, child in module.named_children()
-        if isinstance(child, nn.Linear | Int8Linear | GroupedLinear)
+        if isinstance(child, nn.Linear | GroupedLinear)
     ]
     for module, name in places:
         setattr(module, name, make(cast(Linear, module.get_submodule(name))))
 
 
-def to_int8(linear: Linear) -> Linear:
-    """An int8 layer of the same size, empty, for the loader to fill."""
-    assert isinstance(linear, nn.Linear)
-    weight = torch.empty_like(linear.weight, dtype=torch.int8)
-    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    return Int8Linear(weight, scale, linear.bias, not isinstance(linear, PartialLinear))
-
-
 def pack(linear: Linear, rounds: bool = False) -> Linear:
-    """The layer with packed weights. Raises ValueError unless bfloat16, float32, int8 or in
-    groups, for which `rounds` is as in PackedLinear."""
+    """The layer with packed weights. Raises ValueError unless bfloat16, float32 or in groups, for
+    which `rounds` is as in PackedLinear."""
     if isinstance(linear, GroupedLinear):
         return PackedLinear(linear.numbers(), linear.bias, linear.adds_bias, rounds=rounds)
-    if isinstance(linear, Int8Linear):
-        return PackedLinear(linear.weight, linear.bias, linear.adds_bias, linear.scale)
     assert isinstance(linear, nn.Linear)
     return PackedLinear(linear.weight, linear.bias, not isinstance(linear, PartialLinear))
 

@@ -1,6 +1,6 @@
-"""Int8 weights, and numbers in groups, times a few rows in Triton: a launch reads stored weights
-once. Interpreted on a CPU, for tests. Grid and tiles follow from shapes, so that a CUDA graph can
-capture a call after a warm-up.
+"""Numbers in groups times a few rows in Triton: a launch reads stored weights once. Interpreted on
+a CPU, for tests. Grid and tiles follow from shapes, so that a CUDA graph can capture a call after a
+warm-up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ PROGRAMS = 2048
 MOST_SPLITS = 4
 FEWEST_OUTPUTS = 32  # of a tile
 MOST_TILES = 1 << 16
-INPUTS = {torch.bfloat16: 256, torch.float32: 64}  # of a step, by the dtype of x
 
 # Of four bytes of a register at a time: the bits 0x4300 | n are 128 + n in bfloat16, n below 128.
 HALVES = """{
@@ -71,41 +70,8 @@ def kernels(device: str) -> ModuleType:
 
 
 def serves(device: str, num_rows: int, dtype: torch.dtype) -> bool:
-    """Whether `multiply` is meant for `num_rows` rows. Without Triton, torch multiplies."""
+    """Whether `multiply_groups` is meant for `num_rows` rows. Without Triton, torch multiplies."""
     return device == "cuda" and num_rows <= FEW_ROWS and dtype in STORAGE and is_installed()
-
-
-def choose_outputs(num_outputs: int) -> int:
-    """Outputs of a tile: fewer of few, so that more processors have a tile."""
-    return 16 if num_outputs <= 4096 else 32 if num_outputs <= 16384 else 64
-
-
-def multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [..., K] -> [..., N] in x's dtype, without bias, with `weight` and `scale` of an
-    `Int8Linear`."""
-    assert x.dtype in STORAGE and weight.is_contiguous() and scale.is_contiguous()
-    x = x.contiguous()
-    num_outputs, width = weight.shape
-    out = x.new_empty(*x.shape[:-1], num_outputs)
-    num_rows = x.numel() // width
-    block = choose_outputs(num_outputs)
-    grid = -(-num_outputs // block), -(-num_rows // ROWS)
-    kernels(x.device.type).multiply_rows[grid](
-        x,
-        weight,
-        scale,
-        out,
-        num_rows,
-        num_outputs,
-        WIDTH=width,
-        BLOCK_M=ROWS,
-        BLOCK_N=block,
-        BLOCK_K=min(INPUTS[x.dtype], max(32, next_power(width))),
-        INTERPRETED=x.device.type == "cpu",
-        num_warps=block // 8,
-        num_stages=4,
-    )
-    return out
 
 
 def multiply_groups(

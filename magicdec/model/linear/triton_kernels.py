@@ -1,49 +1,11 @@
-"""Triton kernels for a few rows times int8 weights, or numbers of 4 or 8 bits in groups, converted
-in registers, summed in float32. Imported only where Triton is installed. Inputs are divided by the
-matrix alone.
+"""A Triton kernel for a few rows times numbers of 4 or 8 bits in groups, converted in registers,
+summed in float32. Imported only where Triton is installed. Inputs are divided by the matrix alone.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def multiply_rows(
-    x,
-    weight,
-    scale,
-    out,
-    num_rows,
-    num_outputs,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """out [num_rows, num_outputs] = x [num_rows, WIDTH] times the transposed weight, int8
-    [num_outputs, WIDTH] with scale [num_outputs]. All contiguous. Grid: (tiles of outputs, tiles of
-    rows)."""
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_output = n < num_outputs
-    is_row = m < num_rows
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, WIDTH, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        mask = is_row[:, None] & (k < WIDTH)[None, :]
-        left = tl.load(x + m[:, None] * WIDTH + k[None, :], mask=mask, other=0.0)
-        mask = is_output[:, None] & (k < WIDTH)[None, :]
-        right = tl.load(weight + n[:, None] * WIDTH + k[None, :], mask=mask, other=0)
-        if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as integers
-            left = left.to(tl.float32)
-            right = right.to(tl.float32)
-        sums += tl.dot(left, tl.trans(right.to(left.dtype)), input_precision="ieee")
-    sums *= tl.load(scale + n, mask=is_output, other=0.0)[None, :]
-    place = out + m[:, None] * num_outputs + n[None, :]
-    tl.store(place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 # Four bytes of a register at a time, as in triton.py: the bits 0x4B000000 | n are 2^23 + n in

@@ -27,9 +27,7 @@ def _fields(pointers_and_counts: str) -> list[tuple[str, Any]]:
 
 
 class LinearFields(ctypes.Structure):
-    _fields_: ClassVar = _fields(
-        "packed* bias* scale* N K bits group scale_type has_minimum least rounds"
-    )
+    _fields_: ClassVar = _fields("packed* bias* N K bits group scale_type has_minimum least rounds")
 
 
 class LayerFields(ctypes.Structure):
@@ -138,7 +136,6 @@ def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
     return LinearFields(
         linear.packed.data_ptr(),
         pointer(linear.bias if adds_bias else None),
-        pointer(linear.scale),
         linear.out_features,
         linear.in_features,
         *(format_numbers(linear.format) if linear.format is not None else [0] * 5),

@@ -19,7 +19,6 @@
 #include "forward_part.h"
 #include "../../model/linear/packed_float32.h"
 #include "../../model/linear/packed_groups.h"
-#include "../../model/linear/packed_int8.h"
 #if defined(__AVX512BF16__)
 #include "../../model/linear/packed.h"
 #endif
@@ -40,10 +39,7 @@ inline void linear(const LinearLayer& w, const float* x, int64_t R, std::vector<
 inline void linear(const LinearLayer& w, const bfloat16* x, int64_t R, std::vector<float>& room, bfloat16* out) {
     if (w.bits) return linear_groups(w, x, R, room, out);
     const auto from = (const uint16_t*)x, bias = (const uint16_t*)w.bias;
-    if (w.scale)
-        int8::linear(x, R, (const uint32_t*)w.packed, w.scale, w.N, w.K, (const bfloat16*)w.bias, room.data(), out);
-    else
-        linear_bf16(from, R, (const uint32_t*)w.packed, w.N, w.K, bias, room.data(), (uint16_t*)out);
+    linear_bf16(from, R, (const uint32_t*)w.packed, w.N, w.K, bias, room.data(), (uint16_t*)out);
 }
 
 // x += y, rounded once.
@@ -139,7 +135,7 @@ private:
         lse.resize(R * m->H);
         gate_up.resize(R * mlp);
         hidden.resize(R * inner);
-        room.resize(R * (std::max({m->hidden, m->H * HEAD_SIZE, inner}) + int8::TILE));
+        room.resize(R * std::max({m->hidden, m->H * HEAD_SIZE, inner}));
         if (!c->logits) logits.resize(c->B * m->head.N);
         best.resize(c->B);
         found.resize(c->B * peers->size);

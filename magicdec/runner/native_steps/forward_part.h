@@ -8,7 +8,6 @@
 // These are filled by executor.py, field by field in this order.
 struct LinearLayer {
     const void *packed, *bias;  // bias: added by the layer, or null
-    const float* scale;         // of int8 weights, or null
     int64_t N, K;
     int64_t bits, group, scale_type, has_minimum, least;  // of numbers in groups (packed_groups.h); bits is 0 of others
     int64_t rounds;                                       // the activations that these are multiplied with

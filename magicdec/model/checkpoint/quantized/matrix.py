@@ -78,10 +78,11 @@ class Parts:
 
 class QuantizedMatrix(ABC):
     """A weight [N, K] that is presented in place of the tensors `leaves` of its module. `format` is
-    None if it is dense, in float32."""
+    None if it is dense, in float32. `is_transposed`: its family names it as [K, N]."""
 
     shape: tuple[int, int]
     leaves: tuple[str, ...]
+    is_transposed: bool = False
     format: NumberFormat | None = None
     file: Path | None = None
 

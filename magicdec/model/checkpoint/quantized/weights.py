@@ -8,11 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.quantized.matrix import Parts, QuantizedMatrix
 from magicdec.model.checkpoint.quantized.method import QuantizationMethod
 from magicdec.model.checkpoint.weight_files import Index, StoredTensor, WeightSource
-from magicdec.model.checkpoint.weight_map import untie_head, weight_map
+from magicdec.model.checkpoint.weight_map import matrix_pieces, untie_head
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import FOREIGN, WAY_OUT
 from magicdec.model.families.family import find_family
@@ -36,17 +35,21 @@ class PrequantizedWeights(WeightSource):
         self.tensors = {name: t for name, t in source.tensors.items() if name not in taken}
         for module, matrix in matrices.items():
             file = source.where(f"{module}.{matrix.leaves[0]}")
-            self.tensors[f"{module}.weight"] = StoredTensor(
-                matrix.shape, "float32", file, matrix.format
-            )
+            shape = matrix.shape[::-1] if matrix.is_transposed else matrix.shape
+            self.tensors[f"{module}.weight"] = StoredTensor(shape, "float32", file, matrix.format)
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         if name not in self._matrices:
             return self._source.read(name, index)
-        return self._matrices[name].dense(*_bounded(index, self.tensors[name].shape))
+        matrix = self._matrices[name]
+        first, second = _bounded(index, self.tensors[name].shape)
+        return (
+            matrix.dense(second, first).T if matrix.is_transposed else matrix.dense(first, second)
+        )
 
     def read_numbers(self, name: str, index: Index = ()) -> GroupedNumbers:
-        return self._matrices[name].numbers(*_bounded(index, self.tensors[name].shape))
+        matrix = self._matrices[name]
+        return matrix.numbers(*_bounded(index, matrix.shape))
 
 
 def _bounded(index: Index, shape: tuple[int, ...]) -> tuple[slice, slice]:
@@ -110,14 +113,8 @@ def dequantized(
 
 def linear_modules(config: ModelConfig) -> list[str]:
     """The modules of all linear layers, the head included, by Hugging Face names."""
-    table = weight_map(untie_head(config), Shard(), range(config.num_layers))
-    names = (
-        piece.name.removesuffix(".weight")
-        for parameter, pieces in table.items()
-        for piece in pieces
-        if len(piece.full_shape) == 2 and "embedding" not in parameter
-    )
-    return list(dict.fromkeys(names))
+    pieces = matrix_pieces(untie_head(config))
+    return list(dict.fromkeys(piece.name.removesuffix(".weight") for piece in pieces))
 
 
 def _check_leaves(parts: Parts, leaves: Collection[str]) -> None:
