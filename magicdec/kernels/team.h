@@ -152,10 +152,13 @@ public:
     // The team of this thread.
     static Team& of_thread() { return Member::current->team; }
 
+    // Makes the team that of this thread in another library, which has its own thread-locals, as long as the object lives.
+    class Guest;
+
 private:
     class Member {
     public:
-        explicit Member(Team& team) : team(team) { current = this; }
+        explicit Member(Team& team) : team(team) { current = team.seats[id].member = this; }
         ~Member() { current = nullptr; }
         Team& team;
         const int id = omp_get_thread_num(), num_threads = omp_get_num_threads();
@@ -178,6 +181,7 @@ private:
     struct alignas(128) Seat {
         std::atomic<uint64_t> word{0};
         std::atomic<uint64_t> done{0};  // the loop, and parts that were committed but not added to `progress`
+        Member* member = nullptr;
     };
     struct Range { uint64_t begin, end; };
 
@@ -284,6 +288,12 @@ private:
     std::atomic<int> num_asleep{0};
     std::unique_ptr<Seat[]> seats;
     int room = 0;
+};
+
+class Team::Guest {
+public:
+    explicit Guest(Team& team) { Member::current = team.seats[omp_get_thread_num()].member; }
+    ~Guest() { Member::current = nullptr; }
 };
 
 // See Team::run; the team is this thread's.

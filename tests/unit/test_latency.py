@@ -30,8 +30,8 @@ from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Group, Launch
-from magicdec.model.linear.grouped import GroupedNumbers
-from magicdec.model.linear.packed import INT4_FORMAT, PackedLinear, first_outputs, pack
+from magicdec.model.linear.packed import PackedLinear, first_outputs, pack
+from magicdec.model.linear.quantizers import INT4
 from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.policies.verified import VerifiedKV
@@ -203,9 +203,7 @@ def test_a_repeat_lasts_as_long_as_its_slowest_rank() -> None:
 def test_products_by_themselves_are_those_of_the_first_outputs(linear: str) -> None:
     layer = nn.Linear(64, 3000)
     if linear == "packed, int4":
-        numbers = torch.randint(-8, 8, (3000, 64), dtype=torch.int8)
-        numbers = GroupedNumbers(INT4_FORMAT, numbers, torch.rand(3000, 2).bfloat16(), None)
-        whole = PackedLinear(numbers, layer.bias)
+        whole = PackedLinear(INT4(layer.weight), layer.bias)
     else:
         whole = layer if linear == "torch" else pack(layer)
     part = first_outputs(whole, 10_000)

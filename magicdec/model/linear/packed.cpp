@@ -1,4 +1,5 @@
 // Packing of weights, and linear layers over packed weights, as Python calls them.
+#include "layer.h"
 #include "packed_float32.h"
 #include "packed_groups.h"
 #if defined(__AVX512BF16__)
@@ -79,4 +80,28 @@ extern "C" void magicdec_linear_groups(const uint16_t* x, int64_t R, const group
 extern "C" void magicdec_linear_groups_float32(const float* x, int64_t R, const groups::Weights* packed, int64_t N, int64_t K,
                                                int64_t rounds, const float* bias, float* room, float* out) {
     in_team([&] { groups::linear(x, R, *packed, N, K, rounds, bias, room, out); });
+}
+
+namespace {
+
+template <typename S>
+inline void linear_groups(const LinearLayer& w, const S* x, int64_t R, float* room, S* out) {
+    const groups::Weights weights{(const uint32_t*)w.packed, {w.bits, w.group, w.scale_type, w.has_minimum, w.least}};
+    groups::linear(x, R, weights, w.N, w.K, w.rounds, (const S*)w.bias, room, out);
+}
+
+}  // namespace
+
+// See MultiplyInTeam.
+extern "C" void magicdec_linear_in_team(void* team, const LinearLayer* w, const void* x, int64_t R, float* room, void* out) {
+    const Team::Guest guest(*(Team*)team);
+    if (w->bits) return linear_groups(*w, (const bfloat16*)x, R, room, (bfloat16*)out);
+    linear_bf16((const uint16_t*)x, R, (const uint32_t*)w->packed, w->N, w->K, (const uint16_t*)w->bias, room, (uint16_t*)out);
+}
+
+extern "C" void magicdec_linear_in_team_float32(void* team, const LinearLayer* w, const void* x, int64_t R, float* room,
+                                                void* out) {
+    const Team::Guest guest(*(Team*)team);
+    if (w->bits) return linear_groups(*w, (const float*)x, R, room, (float*)out);
+    linear_float32((const float*)x, R, (const float*)w->packed, w->N, w->K, (const float*)w->bias, room, (float*)out);
 }

@@ -26,7 +26,9 @@ from magicdec.model.linear.grouped import (
 )
 
 SOURCE = Path(__file__).with_name("packed.cpp")
+LAYER_HEADER = SOURCE.with_name("layer.h")
 HEADERS = (
+    LAYER_HEADER,
     SOURCE.with_suffix(".h"),
     SOURCE.with_name("packed_float32.h"),
     SOURCE.with_name("packed_amx.h"),
@@ -220,6 +222,14 @@ def library(*flags: str) -> ctypes.CDLL:
         multiply.argtypes = (pointer, size, pointer, size, size, size, pointer, pointer, pointer)
     native.magicdec_pack_groups.argtypes = (pointer, pointer, pointer, size, size, pointer, pointer)
     return native
+
+
+def multiply_in_team(dtype: torch.dtype) -> int:
+    """The address of a `MultiplyInTeam` of layer.h for activations of a dtype."""
+    name = "magicdec_linear_in_team" + "_float32" * (dtype == torch.float32)
+    address = ctypes.cast(getattr(library(), name), ctypes.c_void_p).value
+    assert address is not None, "the library has it"
+    return address
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

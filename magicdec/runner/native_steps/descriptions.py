@@ -7,12 +7,13 @@ from __future__ import annotations
 import ctypes
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from magicdec.kv.cache import KVCache
 from magicdec.model.block import Block
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear.packed import PackedLinear, format_numbers
+from magicdec.model.linear.packed import PackedLinear, format_numbers, multiply_in_team
 from magicdec.model.transformer import Transformer
 
 _POINTER = ctypes.c_void_p
@@ -44,7 +45,7 @@ class ModelFields(ctypes.Structure):
         ("query_scale", ctypes.c_float),
         *_fields("embedding* norm* rope*"),
         ("head", LinearFields),
-        ("first_id", _COUNT),
+        *_fields("multiply* first_id"),
         ("layers", ctypes.POINTER(LayerFields)),
     ]
 
@@ -75,7 +76,11 @@ class CallFields(ctypes.Structure):
 
 
 def describe_model(
-    model: Transformer, num_heads: int, num_kv_heads: int, layers: ctypes.Array[LayerFields]
+    model: Transformer,
+    num_heads: int,
+    num_kv_heads: int,
+    layers: ctypes.Array[LayerFields],
+    dtype: torch.dtype,
 ) -> ModelFields:
     """`num_heads` and `num_kv_heads` are this rank's. Parts of a model get null pointers for
     weights that they lack."""
@@ -99,6 +104,7 @@ def describe_model(
         model.norm.weight.data_ptr() if has_head else None,
         model.rope.data_ptr(),
         head,
+        multiply_in_team(dtype),
         model.head_rows[0],
         layers,
     )

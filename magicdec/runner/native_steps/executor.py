@@ -28,7 +28,7 @@ from magicdec.kv.cache import BatchRows, KVCache
 from magicdec.kv.view import KVView
 from magicdec.model.block import Block
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
-from magicdec.model.linear.packed import HEADERS as LINEAR_HEADERS
+from magicdec.model.linear.packed import LAYER_HEADER
 from magicdec.model.transformer import Transformer
 from magicdec.runner.native_steps.descriptions import (
     CacheFields,
@@ -69,7 +69,8 @@ SOURCE = Path(__file__).with_name("forward.cpp")
 HEADERS = (
     SOURCE.with_suffix(".h"),
     SOURCE.with_name("forward_part.h"),
-    *dict.fromkeys((*ATTENTION_HEADERS, *EXCHANGE_HEADERS, *ELEMENTWISE_HEADERS, *LINEAR_HEADERS)),
+    LAYER_HEADER,
+    *dict.fromkeys((*ATTENTION_HEADERS, *EXCHANGE_HEADERS, *ELEMENTWISE_HEADERS)),
 )
 # what the library returns; 0: done
 INTERRUPTED = 1
@@ -319,6 +320,6 @@ class Executor:
         if self._model is None or self._rope is not self.model.rope:
             self._rope = self.model.rope
             self._model = describe_model(
-                self.model, self.num_heads, self.num_kv_heads, self._layers
+                self.model, self.num_heads, self.num_kv_heads, self._layers, self.dtype
             )
         return self._model

@@ -17,30 +17,10 @@
 #include "../../distributed/shared_memory.h"
 #include "../../kernels/team.h"
 #include "forward_part.h"
-#include "../../model/linear/packed_float32.h"
-#include "../../model/linear/packed_groups.h"
-#if defined(__AVX512BF16__)
-#include "../../model/linear/packed.h"
-#endif
 
 enum { DONE, INTERRUPTED, UNKNOWN_TOKEN };
 
 namespace {
-
-template <typename S>
-inline void linear_groups(const LinearLayer& w, const S* x, int64_t R, std::vector<float>& room, S* out) {
-    const groups::Weights weights{(const uint32_t*)w.packed, {w.bits, w.group, w.scale_type, w.has_minimum, w.least}};
-    groups::linear(x, R, weights, w.N, w.K, w.rounds, (const S*)w.bias, room.data(), out);
-}
-inline void linear(const LinearLayer& w, const float* x, int64_t R, std::vector<float>& room, float* out) {
-    if (w.bits) return linear_groups(w, x, R, room, out);
-    linear_float32(x, R, (const float*)w.packed, w.N, w.K, (const float*)w.bias, room.data(), out);
-}
-inline void linear(const LinearLayer& w, const bfloat16* x, int64_t R, std::vector<float>& room, bfloat16* out) {
-    if (w.bits) return linear_groups(w, x, R, room, out);
-    const auto from = (const uint16_t*)x, bias = (const uint16_t*)w.bias;
-    linear_bf16(from, R, (const uint32_t*)w.packed, w.N, w.K, bias, room.data(), (uint16_t*)out);
-}
 
 // x += y, rounded once.
 template <typename S>
@@ -168,6 +148,10 @@ private:
         }
     }
 
+    void linear(const LinearLayer& w, const S* from, int64_t R, S* to) {
+        m->multiply(&team, &w, from, R, room.data(), to);
+    }
+
     void norm(const void* weight, int64_t r) {
         rms_norm_row(&x[r * m->hidden], (const S*)weight, m->eps, m->hidden, &normed[r * m->hidden]);
     }
@@ -175,17 +159,17 @@ private:
     void run_layer(int64_t layer) {
         const Layer& w = m->layers[layer];
         const int64_t R = num_tokens;
-        linear(w.qkv, normed.data(), R, room, qkv.data());
+        linear(w.qkv, normed.data(), R, qkv.data());
         attend(layer);
-        linear(w.output, mixed.data(), R, room, part.data());
+        linear(w.output, mixed.data(), R, part.data());
         add_part(w.output_bias, w.mlp_norm);
-        linear(w.gate_up, normed.data(), R, room, gate_up.data());
+        linear(w.gate_up, normed.data(), R, gate_up.data());
         const int64_t width = w.gate_up.N / 2, stride = w.down.K;  // the kernel pads an odd width by one zero
         team.share(R, [&](int64_t r) {
             silu_gate_row(&gate_up[r * 2 * width], width, &hidden[r * stride]);
             std::fill(&hidden[r * stride] + width, &hidden[r * stride] + stride, S{});
         });
-        linear(w.down, hidden.data(), R, room, part.data());
+        linear(w.down, hidden.data(), R, part.data());
         const bool is_last = layer + 1 == m->num_layers;
         add_part(w.down_bias, !is_last ? m->layers[layer + 1].attention_norm : c->hidden_out ? nullptr : m->norm);
     }
@@ -229,7 +213,7 @@ private:
     void run_head() {
         if (num_outputs < num_tokens) team.by_one([&] { copy_outputs(normed.data(), normed.data()); });
         if (!num_outputs) return;
-        linear(m->head, normed.data(), num_outputs, room, logits_data());
+        linear(m->head, normed.data(), num_outputs, logits_data());
         if (!c->drafts) look_for_flaws();
     }
 

@@ -4,14 +4,9 @@
 
 #include "../../attention/cpp/native_team.h"
 #include "../../model/elementwise/rows.h"
+#include "../../model/linear/layer.h"
 
 // These are filled by executor.py, field by field in this order.
-struct LinearLayer {
-    const void *packed, *bias;  // bias: added by the layer, or null
-    int64_t N, K;
-    int64_t bits, group, scale_type, has_minimum, least;  // of numbers in groups (packed_groups.h); bits is 0 of others
-    int64_t rounds;                                       // the activations that these are multiplied with
-};
 struct Layer {
     const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
     const void *output_bias, *down_bias;                      // added after the all-reduce; may be null
@@ -23,6 +18,7 @@ struct Model {
     const void *embedding, *norm;  // null where this part of the model has none
     const float* rope;  // [positions, 2, rope_pairs]
     LinearLayer head;  // N is 0 without a head
+    MultiplyInTeam multiply;  // computes all linear layers
     int64_t first_id;  // vocabulary id of the head's first row
     const Layer* layers;
 };
