@@ -24,7 +24,13 @@ from magicdec.distributed.groups import Group
 from magicdec.kv.cache import upload
 from magicdec.runner.request import Batch
 from magicdec.speculation import forecast
-from magicdec.speculation.forecast import Acceptance, ChainLengths, StepTimes, tokens_of_steps
+from magicdec.speculation.forecast import (
+    MOST_LIKELY,
+    Acceptance,
+    ChainLengths,
+    StepTimes,
+    tokens_of_steps,
+)
 
 Measure = Callable[[Batch], Sequence[float]]
 """Gives the seconds of a step of the batch with 0, 1, 2, ... draft tokens. Changes nothing."""
@@ -34,6 +40,9 @@ WINDOW = 32  # most steps between two decisions: a decision takes about 5 % of a
 MARGIN = 1.03  # predicted speedup needed to draft: the best of many predictions is too optimistic
 PROBE_COST = 0.005  # share of the time that may go into steps of the kind that was not chosen
 MIN_PROBE_STEPS = 32
+# Tokens still wanted for each row of the batch: of fewer, less is hoped, as there is less to win,
+# and many rows need no patience, because they judge many drafts in few steps.
+WORTH_TRYING = 64
 COST_UNIT = 10**4  # a cost of 1 as it is broadcast
 
 
@@ -210,7 +219,11 @@ class AutoLength(DraftLength):
         self.times.settle()
         until_done = self.predict(batch)
         drafting = min(self.choices[1:], key=until_done.__getitem__)
-        best = drafting if until_done[drafting] * MARGIN < until_done[0] else 0
+        # Few unlucky drafts are no reason to stop, and would not be corrected soon.
+        wanted = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests)
+        share = min(1.0, wanted / (WORTH_TRYING * len(batch.requests)))
+        hoped = self.predict(batch, 1 + share * (self.acceptance.hope - 1))[drafting]
+        best = drafting if hoped * MARGIN < until_done[0] else 0
         rows = len(batch.requests)
         other = 0 if best else 1
         seconds = {k: self.seconds(rows, k) for k in self.choices}
@@ -249,9 +262,14 @@ class AutoLength(DraftLength):
         split = forecast.fastest_split(tokens, count, MARGIN * uniform, self.seconds)
         return [count * is_drafting for is_drafting in split]
 
-    def predict(self, batch: Batch) -> dict[int, float]:
+    def predict(self, batch: Batch, factor: float = 1.0) -> dict[int, float]:
+        """Seconds until the batch is done, by draft length, with all rates times a factor."""
         remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
-        steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
+        rates = [self.acceptance.rates(r.request_id) for r in batch.requests]
+        steps = [
+            tokens_of_steps([min(MOST_LIKELY, factor * rate) for rate in of_row])
+            for of_row in rates
+        ]
         return {
             count: forecast.seconds_until_done(
                 remaining, [of_row[count] for of_row in steps], partial(self.seconds, asked=count)

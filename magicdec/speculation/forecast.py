@@ -30,6 +30,7 @@ class Acceptance:
         self.judged = [0.0] * max_gamma
         self.accepted = [0.0] * max_gamma
         self._rows: dict[int, tuple[float, float]] = {}  # request -> accepted, expected to be
+        self.num_judged = 0  # drafts ever judged
 
     def keep_rows(self, requests: Collection[int]) -> None:
         """Forget all other requests, but no rates of positions."""
@@ -45,6 +46,7 @@ class Acceptance:
         for request, most, number in zip(requests, drafted, accepted, strict=True):
             count = min(number, most)
             reached = min(count + 1, most)
+            self.num_judged += reached
             for k in range(reached):
                 self.judged[k] += 1
                 self.accepted[k] += k < count
@@ -57,9 +59,21 @@ class Acceptance:
             got, expected = self._rows.get(request, (0.0, 0.0))
             self._rows[request] = FADE * got, FADE * expected
 
+    @property
+    def pooled(self) -> float:
+        """The mean of all positions and requests."""
+        return (sum(self.accepted) + PRIOR * PRIOR_WEIGHT) / (sum(self.judged) + PRIOR_WEIGHT)
+
+    @property
+    def hope(self) -> float:
+        """By what factor rates may be higher than they look: by a standard deviation of the mean of
+        as many drafts as were judged so far (an upper confidence bound; Auer et al. 2002)."""
+        count = self.num_judged + PRIOR_WEIGHT
+        return 1 + math.sqrt((1 - self.pooled) / (self.pooled * count))
+
     def rates(self, request: int | None = None) -> list[float]:
         """The rate of each position for a request, or the mean of all requests."""
-        pooled = (sum(self.accepted) + PRIOR * PRIOR_WEIGHT) / (sum(self.judged) + PRIOR_WEIGHT)
+        pooled = self.pooled
         got, expected = self._rows.get(request, (0.0, 0.0)) if request is not None else (0.0, 0.0)
         weight = ROW_WEIGHT * pooled
         factor = (got + weight) / (expected + weight)
