@@ -92,7 +92,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     source = find_model("--model", path)
     layers = split_layers(None, grid.num_stages, source.config.num_layers)[groups.stage]
     shard = Shard(groups.target.index, groups.target.size)
-    place = (shard, layers, torch.float32, device, False, groups.stage == 0)
+    place = (shard, layers, torch.float32, device, None, groups.stage == 0)
     model = load_transformer(source.config, source.weights, *place)
     num_lanes = max(1, case.rounds * grid.num_stages)
     sizes = num_lanes * case.lane_size, MAX_TOKENS
