@@ -1,7 +1,7 @@
 """Decode steps and verifications of a GGUF file, ours and llama.cpp's in turns.
 
     python scripts/gguf_speed.py --model checkpoints/smollm2/model.gguf --llama PYTHON \
-        [--contexts 512 7680] [--rounds 3] [--threads 2]
+        [--B 1] [--contexts 512 7680] [--rounds 3] [--threads 2]
 
 `--llama` names a Python that has `llama-cpp-python`. Each side is a process of its own in each
 round. Ours is `magicdec latency`, by each arithmetic; llama.cpp has its KV cache in float16 and

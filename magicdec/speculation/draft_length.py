@@ -217,12 +217,13 @@ class AutoLength(DraftLength):
         the steps after it, and `_split_rows`. At times the next step is one of the other kind,
         to measure it."""
         self.times.settle()
-        until_done = self.predict(batch)
+        until_done = self.predict(batch, self.choices)
         drafting = min(self.choices[1:], key=until_done.__getitem__)
         # Few unlucky drafts are no reason to stop, and would not be corrected soon.
         wanted = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests)
         share = min(1.0, wanted / (WORTH_TRYING * len(batch.requests)))
-        hoped = self.predict(batch, 1 + share * (self.acceptance.hope - 1))[drafting]
+        hope = 1 + share * (self.acceptance.hope - 1)
+        hoped = self.predict(batch, [drafting], hope)[drafting]
         best = drafting if hoped * MARGIN < until_done[0] else 0
         rows = len(batch.requests)
         other = 0 if best else 1
@@ -262,7 +263,7 @@ class AutoLength(DraftLength):
         split = forecast.fastest_split(tokens, count, MARGIN * uniform, self.seconds)
         return [count * is_drafting for is_drafting in split]
 
-    def predict(self, batch: Batch, factor: float = 1.0) -> dict[int, float]:
+    def predict(self, batch: Batch, counts: Sequence[int], factor: float = 1.0) -> dict[int, float]:
         """Seconds until the batch is done, by draft length, with all rates times a factor."""
         remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         rates = [self.acceptance.rates(r.request_id) for r in batch.requests]
@@ -274,7 +275,7 @@ class AutoLength(DraftLength):
             count: forecast.seconds_until_done(
                 remaining, [of_row[count] for of_row in steps], partial(self.seconds, asked=count)
             )
-            for count in self.choices
+            for count in counts
         }
 
     def seconds(self, rows: int, asked: int) -> float:

@@ -1,4 +1,4 @@
-// One layer's attention, computed together by the threads of a parallel region.
+// One layer's attention, computed together by the threads of a team.
 #pragma once
 #include "../../kernels/team.h"
 #include "native_plan.h"
