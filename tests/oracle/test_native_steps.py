@@ -1,9 +1,12 @@
 """Native steps: a forward in one native call returns the bits that the layers return one by one,
 and a chain of drafts is the chain of forwards."""
 
+import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,10 +20,12 @@ from torch import Tensor
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
 from magicdec.engine.engine import Engine
+from magicdec.kernels.build import FAST_MATH, load_library
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps import executor
 from magicdec.runner.native_steps.descriptions import layer_obstacle
 from magicdec.runner.native_steps.executor import Cancelled, Executor
 from magicdec.runner.sampling.metadata import SamplingMetadata
@@ -63,9 +68,9 @@ def make_pair(
         generator = torch.Generator().manual_seed(1)
         for row, length in enumerate(lengths):  # written by the layers in both
             ids = torch.randint(config.vocab_size, (1, length), generator=generator)
-            executor, runner.executor = runner.executor, None
+            native, runner.executor = runner.executor, None
             runner.forward(ids, [row], num_outputs=1)
-            runner.executor = executor
+            runner.executor = native
     return first, second
 
 
@@ -199,8 +204,10 @@ def test_native_stages_have_the_bits_of_their_layers(ends: str, dtype: torch.dty
     for layers in (range(0, 1), range(1, 3), range(3, 4)):
         has_ends = None if ends == "chain" else layers.start == 0
         model = pack(tiny_transformer(config, dtype=dtype, layers=layers, has_ends=has_ends))
-        for runners, executor in ((native, Executor(model, group)), (layered, None)):
-            runners.append(ModelRunner(model, NativeBackend(), group, 2, MOST, executor=executor))
+        for runners, native_or_none in ((native, Executor(model, group)), (layered, None)):
+            runners.append(
+                ModelRunner(model, NativeBackend(), group, 2, MOST, executor=native_or_none)
+            )
             for row in range(len(lengths)):
                 runners[-1].allocate(row)
     for count, num_outputs in ((20, 1), (1, 1), (5, None), (5, 1), (1, None), (6, 0)):
@@ -317,3 +324,32 @@ def test_a_cancelled_forward_appends_nothing(dtype: torch.dtype) -> None:
                 logits = runner.forward(token_ids, [0], cancellation=cancellation)
                 assert torch.equal(logits, expected)
             runner.truncate([0], [5])
+
+
+usual_library = executor.library
+
+
+@cache
+def library_on_trial(head_size: int) -> ctypes.CDLL:
+    source = Path(__file__).with_name("forward_on_trial.cpp")
+    flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}")
+    native = load_library(source, flags, (executor.SOURCE, *executor.HEADERS))
+    native.magicdec_forward.restype = ctypes.c_int64
+    native.magicdec_forward.argtypes = usual_library(head_size).magicdec_forward.argtypes
+    return native
+
+
+@pytest.mark.timeout(120, method="thread")  # a thread that waits for ever is in native code
+def test_threads_may_be_late_in_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it ends early: threads that are late take the loops that the others took."""
+    monkeypatch.setattr(executor, "library", library_on_trial)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        test_a_native_chain_stops_where_the_forwards_do(torch.float32)
+        test_ranges_of_single_heads_are_read()
+        test_attention_weights_and_queries_are_shown(torch.float32)
+        for _ in range(20):
+            test_a_cancelled_forward_appends_nothing(torch.float32)
+    finally:
+        torch.set_num_threads(num_threads)

@@ -49,7 +49,7 @@ public:
     int64_t run(const Model& model, const Cache& cache, Exchange& exchange, Call* calls, int64_t num_calls) {
         m = &model, peers = &exchange, c = calls;
         status = DONE;
-        is_ended = false;
+        num_steps = c->steps, cancelled_at = model.num_layers;
         tokens.clear();
         while (int64_t(room_for_parts.size()) < num_calls) room_for_parts.emplace_back();
         parts.clear();
@@ -64,7 +64,7 @@ public:
         goes_on.assign(c->B, true);
         resize(first);
         team.run([&] {
-            for (int64_t step = 0; step < c->steps && !is_ended; ++step) run_step(step);
+            for (int64_t step = 0; step < num_steps; ++step) run_step(step);
         });
         for (PartOfThis* part : parts) part->call->keys_read = part->keys_read();
         return status;
@@ -78,8 +78,10 @@ private:
         if (step) team.meet();  // late threads may still read the plans of the step before
         team.by_one([&] { begin(step); });
         embed();
-        for (int64_t layer = 0; layer < m->num_layers && !is_cancelled(layer); ++layer) run_layer(layer);
-        if (is_ended) return;
+        for (int64_t layer = 0; layer < m->num_layers; ++layer) {
+            if (is_cancelled(layer)) return;
+            run_layer(layer);
+        }
         if (c->hidden_out)
             hand_on();
         else
@@ -87,15 +89,18 @@ private:
         if (c->drafts) draft(step);
     }
 
-    // Whether the forward ends before this layer: the same on all threads.
+    // Whether the forward ends before this layer: the same on all threads, also on one that is late and finds that the others
+    // were cancelled before a later layer.
     bool is_cancelled(int64_t layer) {
         if (!c->cancelled) return false;
         team.by_one([&] {
             const volatile int64_t* numbers = c->cancelled;
-            is_ended = numbers[0] == c->cancelled_value && now_ns() >= numbers[1];
-            if (!is_ended) c->layers_done = layer + 1;
+            if (numbers[0] == c->cancelled_value && now_ns() >= numbers[1])
+                cancelled_at = layer;
+            else
+                c->layers_done = layer + 1;
         });
-        return is_ended;
+        return cancelled_at <= layer;
     }
 
     static int64_t now_ns() {
@@ -264,7 +269,7 @@ private:
             choose();
             for (int64_t b = 0; b < c->B; ++b) c->drafts[b * c->steps + step] = tokens[b];
             c->num_drafted = step + 1;
-            is_ended = std::find(goes_on.begin(), goes_on.end(), true) == goes_on.end();
+            if (std::find(goes_on.begin(), goes_on.end(), true) == goes_on.end()) num_steps = step + 1;
         });
     }
 
@@ -336,7 +341,8 @@ private:
     std::vector<PartOfThis*> parts;
     Team team;
     int64_t status, num_tokens, num_outputs;
-    std::atomic<bool> is_ended;
+    // Set while late threads read them, and so that these still take all loops that the others took.
+    std::atomic<int64_t> num_steps, cancelled_at;
     std::vector<int64_t> tokens;
     std::vector<S> x, normed, part, qkv, mixed, gate_up, hidden, logits;
     std::vector<float> lse, room;  // room: scratch memory of linear layers
