@@ -43,8 +43,11 @@ DRAFTERS = {
     "model": "magicdec.speculation.model_drafter:ModelDrafter",
     "ngram": "magicdec.speculation.ngram:NgramDrafter",
     "ngram+self": "magicdec.speculation.mixed:MixedDrafter",
+    "eagle": "magicdec.speculation.eagle:EagleDrafter",
     "ngram+model": "magicdec.speculation.mixed:MixedDrafter",
+    "ngram+eagle": "magicdec.speculation.mixed:MixedDrafter",
 }
+EAGLE = "eagle"
 NGRAM_AND = "ngram+"  # a drafter that looks up first, and after which the other one is named
 # When the requests of a serving workload arrive.
 ARRIVALS = {
@@ -92,6 +95,9 @@ ARCHITECTURES = {
     "FalconForCausalLM": "magicdec.model.families.gpt:FALCON",
     "BloomForCausalLM": "magicdec.model.families.gpt:BLOOM",
 }
+# A draft head, whatever its config.json calls it, and the family that names its tensors.
+EAGLE_HEAD = "Eagle3Speculator"
+DRAFT_HEADS = {EAGLE_HEAD: "magicdec.model.families.eagle:EAGLE3"}
 # What `quantization_config` calls the program that quantised a checkpoint: its format.
 QUANTIZATIONS = {
     "gptq": "magicdec.model.checkpoint.quantized.gptq:Gptq",

@@ -38,7 +38,13 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.cli.commands import console
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, DraftSection, KVSection, SamplingSection
+from magicdec.config.sections import (
+    NAMED,
+    DecodingSection,
+    DraftSection,
+    KVSection,
+    SamplingSection,
+)
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
@@ -62,7 +68,7 @@ from magicdec.speculation.draft_length import DraftCost
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries, make_policy
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
-from magicdec.speculation.rolling_runner import RollingRunner
+from magicdec.speculation.rolling_runner import MOST_REWOUND, RollingRunner
 from magicdec.speculation.steps.recorder import Eager, Recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
@@ -244,8 +250,11 @@ def make_draft(
     if not isinstance(policy, StreamingLLM):
         runner = ModelRunner(*place, *rows, max_following=max_following)
         return DraftModel(runner, source, chunk)
-    tail = chunk + max_drafts
-    runner = RollingRunner(*place, *rows, policy, max_tail=tail, block_size=block_size)
+    rewound = MOST_REWOUND if model.config.eagle is None else max_drafts + 1
+    tail = max(chunk, rewound) + max_drafts
+    runner = RollingRunner(
+        *place, *rows, policy, max_tail=tail, block_size=block_size, most_rewound=rewound
+    )
     return DraftModel(runner, source, chunk, is_rolling=True)
 
 
@@ -370,7 +379,7 @@ def lookups_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(drafter: str, kv: KVSection) -> str | None:
     """What `config` tells a run of the two; None where it is served."""
-    draft = DraftSection() if drafter.endswith("model") else None
+    draft = DraftSection() if drafter.removeprefix(NGRAM_AND) in NAMED else None
     config = RunConfig(draft=draft, kv=kv, decoding=DecodingSection("speculative", drafter, 4))
     try:
         config.check(world_size=1)

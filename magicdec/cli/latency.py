@@ -15,7 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.bench.latency.record import KV_FIELDS, LatencyGrid, make_record, tables
+from magicdec.bench.latency.record import (
+    KV_FIELDS,
+    LatencyGrid,
+    break_even_table,
+    make_record,
+    tables,
+)
 from magicdec.bench.study.study import Settings
 from magicdec.cli.flags import (
     announce_backend,
@@ -83,6 +89,11 @@ class GridSection:
     )
     repeats: int = same(Settings, "repeats", 20)
     warmup: int = setting(3, "Rounds before the timed ones.", least=0)
+    break_even: bool = setting(
+        False,
+        "Also print from how many emitted tokens of a step drafting pays, by draft and number of "
+        "draft tokens.",
+    )
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
 
 
@@ -108,6 +119,8 @@ def run(words: Sequence[str], launch: Launch) -> int:
             print(f"record appended to {args.out}", file=sys.stderr)
         finally:
             print_tables(tables([record]))
+            if args.break_even:
+                print_tables([break_even_table(record)])
             warn_of_load([environment], "grids")
     return 0
 

@@ -40,10 +40,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """The facts of a model: cached head size, ALiBi, sliding window in tokens (None without), and
-    what native steps do not compute of it."""
+    """The facts of a model: cached head size, ALiBi, sliding window in tokens (None without), what
+    native steps do not compute of it, and the target's layers that give states to an EAGLE-3
+    head."""
 
     head_dim: int = 64
     has_alibi: bool = False
     sliding_window: int | None = None
     layer_obstacle: str | None = None
+    state_layers: tuple[int, ...] = ()

@@ -100,6 +100,7 @@ def resolve(
             of_draft,
             choose_native_steps(config.model.native_steps, parts, draft.layer_obstacle),
             low_bit or dtype,
+            draft.state_layers,
         )
     graphs = choose_graphs(decoding.cuda_graphs, device, backends, is_staged, decoding.pa)
     chosen = {"gamma": decoding.gamma_or_default, "cuda_graphs": graphs}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from magicdec.config.capabilities import check_standalone, policy_name
 from magicdec.config.sections import (
+    EAGLE_PREFIX,
     MODEL_PREFIX,
+    NAMED,
     NGRAM,
     NONE,
     SELF,
@@ -23,10 +26,29 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import check_values
-from magicdec.names import BASELINE, NGRAM_AND
+from magicdec.names import BASELINE, DEFAULT_KV_POLICY, EAGLE, FULL_KV_POLICY, NGRAM_AND
 
 MODEL = f"{MODEL_PREFIX}NAME"
-DRAFTS = (SELF, MODEL, NGRAM, NGRAM_AND + SELF, NGRAM_AND + MODEL, NONE)
+HEAD = f"{EAGLE_PREFIX}DIR"
+EAGLE_POLICIES = (FULL_KV_POLICY, DEFAULT_KV_POLICY)
+EXAMPLES = {"model": MODEL, EAGLE: HEAD}
+DRAFTS = (
+    *(SELF, MODEL, HEAD, NGRAM),
+    *(NGRAM_AND + SELF, NGRAM_AND + MODEL, NGRAM_AND + HEAD, NONE),
+)
+
+
+def split_draft(draft: str) -> tuple[str, str | None]:
+    """The drafter of `--draft`, and the name of the model that it names: ngram+model:NAME is
+    ngram+model with NAME."""
+    drafter, colon, name = draft.partition(":")
+    is_named = colon and name and drafter.removeprefix(NGRAM_AND) in NAMED
+    return (drafter, name) if is_named else (draft, None)
+
+
+def join_draft(drafter: str, name: str | None) -> str:
+    """The inverse of `split_draft`. Other drafters have no name of a model."""
+    return f"{drafter}:{name}" if drafter.removeprefix(NGRAM_AND) in NAMED else drafter
 
 
 @dataclass(frozen=True)
@@ -44,20 +66,20 @@ class RunConfig:
     def with_draft(self, draft: str, choices: Sequence[str] = DRAFTS) -> RunConfig:
         """The config with what `--draft` names, with the settings of `self.draft`. Raises
         ValueError outside `choices`."""
-        before, prefix, name = draft.partition(MODEL_PREFIX)
-        is_named = bool(prefix and name)
-        if (f"{before}{MODEL}" if is_named else draft) not in choices:
+        drafter, name = split_draft(draft)
+        looked_up, _, last = drafter.rpartition("+")
+        lookup = NGRAM_AND if looked_up else ""
+        if (draft if name is None else lookup + EXAMPLES[last]) not in choices:
             first, _, second = draft.partition("+")
             if first and first == second:
                 raise ValueError(f"--draft {draft} names one source twice; give {first}")
             raise ValueError(f"--draft {draft} is not known; choose from {', '.join(choices)}")
-        drafter = f"{before}model" if is_named else draft
         decoding = replace(
             self.decoding,
             strategy=BASELINE if draft == NONE else "speculative",
             drafter=None if draft == NONE else drafter,
         )
-        section = replace(self.draft or DraftSection(), model=name) if is_named else None
+        section = None if name is None else replace(self.draft or DraftSection(), model=name)
         return replace(self, draft=section, decoding=decoding)
 
     def without_drafts(self) -> RunConfig:
@@ -84,7 +106,18 @@ class RunConfig:
         policy = policy_name(kv.policy, kv.budget)
         if self.draft is not None:
             check_rank_group("--draft_ranks", self.draft.rank_group, world_size, is_target=False)
-            check_standalone(policy)
+            if d.model_drafter != EAGLE:
+                check_standalone(policy)
+            elif policy not in EAGLE_POLICIES:
+                raise ValueError(
+                    f"--kv_policy {policy}: an EAGLE-3 head keeps its whole cache or a window of "
+                    f"it; choose from {', '.join(EAGLE_POLICIES)}"
+                )
+            if self.draft.eagle_layers is not None and d.model_drafter != EAGLE:
+                layers = " ".join(map(str, self.draft.eagle_layers))
+                raise ValueError(
+                    f"--eagle_layers {layers}: no EAGLE-3 head drafts here; leave it out"
+                )
 
     def _refusals(self) -> list[tuple[bool, str]]:
         """Settings that exclude each other: whether they do here, and the refusal."""
@@ -104,11 +137,11 @@ class RunConfig:
                 "self or model",
             ),
             (
-                d.model_drafter == "model" and not has_draft,
+                d.model_drafter in NAMED and not has_draft,
                 f"--drafter {drafter}: no draft is named here; that is longspec",
             ),
             (
-                d.model_drafter != "model" and has_draft,
+                d.model_drafter not in NAMED and has_draft,
                 f"--drafter {drafter}: the draft --model would do nothing; choose model, or run "
                 "selfspec",
             ),
@@ -116,12 +149,38 @@ class RunConfig:
                 d.draft_weights is not None and d.model_drafter is None,
                 f"--draft_weights {d.draft_weights}: no model drafts here; leave it out",
             ),
+            *_refusals_of_emulation(d),
             (
                 has_draft and self.kv.reselect_every > 0,
                 f"--reselect_every {self.kv.reselect_every}: a standalone draft keeps no whole "
                 "context to choose from anew; leave it at 0",
             ),
         ]
+
+
+def _refusals_of_emulation(d: DecodingSection) -> list[tuple[bool, str]]:
+    rates = d.emulate_acceptance or ()
+    flag = f"--emulate_acceptance {' '.join(f'{rate:g}' for rate in rates)}"
+    is_length = len(rates) == 1 and rates[0] >= 1
+    most = d.max_gamma + 1
+    falls = all(a >= b for a, b in pairwise(rates))
+    return [
+        (bool(rates) and d.drafter is None, f"{flag}: nothing drafts here; leave it out"),
+        (
+            is_length and rates[0] > most,
+            f"{flag}: a step emits at most {most} tokens; give a smaller one, or a larger --gamma",
+        ),
+        (
+            not is_length and (any(rate > 1 for rate in rates) or not falls),
+            f"{flag}: rates are from 0 to 1 and never rise, because a draft is accepted only with "
+            "all before it",
+        ),
+        (
+            not is_length and len(rates) > d.max_gamma,
+            f"{flag}: a step drafts at most {d.max_gamma} tokens; give fewer rates, or a larger "
+            "--gamma",
+        ),
+    ]
 
 
 def check_filters_act(values: SamplingSection) -> None:

@@ -18,6 +18,7 @@ from magicdec.names import (
     DEVICES,
     DRAFTERS,
     DTYPES,
+    EAGLE,
     ELEMENTWISE,
     ELEMENTWISE_BESIDE_PACKED,
     ELEMENTWISE_ON_CUDA,
@@ -34,6 +35,9 @@ SELF = "self"
 NGRAM = "ngram"
 NONE = "none"
 MODEL_PREFIX = "model:"
+EAGLE_PREFIX = f"{EAGLE}:"
+# Drafters that need a model beside the target: in `--draft`, a colon and its name follow.
+NAMED = ("model", EAGLE)
 PLAIN = "plain"
 CHAT = "chat"
 PROMPT_FORMATS = (PLAIN, CHAT)
@@ -192,6 +196,14 @@ class DecodingSection:
     baseline: bool = setting(
         True, "Skip the autoregressive baseline and the check against it.", "--no_baseline"
     )
+    emulate_acceptance: tuple[float, ...] | None = setting(
+        None,
+        "Draft, verify and measure as ever, but accept drafts by chance, whatever they are: a "
+        "number from 1 on is the tokens that a step emits on average, others are rates: for each "
+        "draft position, how often it is accepted with all before it. The text means nothing.",
+        metavar="A",
+        least=0,
+    )
     lookup_corpus: str | None = setting(
         None,
         "Prompt lookup also searches these files: text as --dataset takes it, or the .jsonl that "
@@ -208,12 +220,29 @@ class DecodingSection:
             object.__setattr__(self, "draft_weights", None)
 
     @property
+    def emulated_rates(self) -> tuple[float, ...] | None:
+        """For each draft position how often it is accepted, given that all before it are; None
+        where the target judges. A length is emulated with as little variance as possible, as vLLM
+        does (`rejection_sample_method` synthetic)."""
+        given = self.emulate_acceptance
+        if given is None:
+            return None
+        joint = given
+        if len(given) == 1 and given[0] >= 1:
+            accepted = given[0] - 1
+            whole = int(accepted)
+            joint = (*[1.0] * whole, accepted - whole)
+        padded = (*joint, *[0.0] * self.max_gamma)[: self.max_gamma]
+        before = (1.0, *padded)
+        return tuple(p / q if q > 0 else 0.0 for p, q in zip(padded, before, strict=False))
+
+    @property
     def looks_up(self) -> bool:
         return (self.drafter or "").startswith(NGRAM)
 
     @property
     def model_drafter(self) -> str | None:
-        """The model that drafts, also beside prompt lookup: self, model, or None."""
+        """The model that drafts, also beside prompt lookup: self, model, eagle, or None."""
         name = (self.drafter or "").removeprefix(NGRAM_AND)
         return None if name in ("", NGRAM) else name
 
@@ -379,6 +408,12 @@ class DraftSection:
         "The ranks that hold the draft, in shard order. Default: the first of the target's.",
         "--draft_ranks",
     )
+    eagle_layers: tuple[int, ...] | None = setting(
+        None,
+        "Numbers of the target's layers after which an EAGLE-3 head takes hidden states, as in "
+        "2 15 27 of 30. Default: those of the head's config, if programs agree about them.",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -457,9 +492,10 @@ class DraftChoice:
     draft: str = setting(
         "self",
         "What proposes draft tokens: self (the model itself, with a small part of its KV cache), "
-        "model:NAME (a smaller model, named as --model is), ngram (text of the prompt and the "
-        "output), ngram+self or ngram+model:NAME (a lookup where it promises more, else the "
-        "model), or none. Commands that serve requests serve them without drafts too.",
+        "model:NAME (a smaller model, named as --model is), eagle:DIR (an EAGLE-3 head), ngram "
+        "(text of the prompt and the output), ngram+self, ngram+model:NAME or ngram+eagle:DIR (a "
+        "lookup where it promises more, else the model), or none. Commands that serve requests "
+        "serve them without drafts too.",
         metavar="DRAFT",
         other_defaults="none in serve, inflight, recurrent and gate save, model:demo-draft in "
         "pipeline, self ngram ngram+self in advise",

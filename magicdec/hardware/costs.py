@@ -103,7 +103,12 @@ def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
     hidden = config.hidden_size
     up = (2 if config.gated_mlp else 1) * ffn
     layer = [(q + 2 * kv, hidden), (hidden, q), (up, hidden), (hidden, ffn)]
-    return layer * config.num_layers + [(head, hidden)]
+    shapes = layer * config.num_layers + [(head, hidden)]
+    if config.eagle is None:
+        return shapes
+    states = config.eagle.num_states * config.eagle.state_size
+    first = [(q + 2 * kv, 2 * hidden)] if config.num_layers else []
+    return [(hidden, states), *first, *shapes[len(first) :]]
 
 
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:
@@ -179,7 +184,7 @@ def stored_bytes(
         if is_tied and not (is_packed or low_bit):
             stored -= (last - first) * c.hidden_size * size
     if has_embedding or (has_head and is_tied and not low_bit):
-        stored += c.vocab_size * c.hidden_size * size
+        stored += c.embedding_rows * c.hidden_size * size
     if has_embedding:
         positions = c.max_position_embeddings * c.hidden_size * (c.positions == "learned")
         stored += embedding_norm + positions * size

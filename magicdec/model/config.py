@@ -67,6 +67,31 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class EagleConfig:
+    """What an EAGLE-3 head (Li et al., arXiv 2503.01840) has beside its layers, which are those of
+    a ModelConfig whose `vocab_size` is the draft vocabulary.
+
+    `num_states` hidden states of `state_size` numbers come from the target; `capture` are their
+    numbers as the config lists them, None without a list. `norm_before_fc`: one RMS norm of all
+    states; `fc_norm`: one of each. `norm_before_residual`: the residual of the first layer is
+    normed. `norm_output`: the next draft step gets the normed output (EAGLE-3.1, arXiv 2605.09992).
+    `has_embedding`: the head has one of its own, else it shares the target's. `has_map`: draft ids
+    are not target ids. `is_exact`: `capture` counts layers before the state, without doubt."""
+
+    target_vocab_size: int
+    state_size: int
+    num_states: int = 3
+    capture: tuple[int, ...] | None = None
+    is_exact: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    has_embedding: bool = False
+    has_map: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder, Llama by default, with sizes of the whole model (`Shard` computes a rank's).
 
@@ -75,7 +100,8 @@ class ModelConfig:
     through two norms (parallel) or one (parallel_shared_norm). `qk_norm`: an RMS norm on every
     head of q and k. `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers
     in groups, with scales, on average over its layers; `plain_share` of their weights are plain
-    numbers. `head_bytes`: of a weight of the head, None if it is plain."""
+    numbers. `head_bytes`: of a weight of the head, None if it is plain. `eagle`: of a head that
+    drafts for another model, None of a model."""
 
     name: str
     vocab_size: int
@@ -108,6 +134,7 @@ class ModelConfig:
     stored_bytes: float | None = None
     plain_share: float = 0.0
     head_bytes: float | None = None
+    eagle: EagleConfig | None = None
 
     def __post_init__(self) -> None:
         assert self.norm in NORMS and self.positions in POSITIONS
@@ -162,7 +189,19 @@ class ModelConfig:
         """Parameters of all norms except the embedding's, on every rank."""
         each = self.hidden_size * (2 if self.norm == "layer" else 1)
         of_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
-        return self.num_layers * (of_layer + 2 * self.head_dim * self.qk_norm) + each
+        of_layers = self.num_layers * (of_layer + 2 * self.head_dim * self.qk_norm)
+        if self.eagle is None:
+            return of_layers + each
+        of_states = self.eagle.num_states * self.eagle.state_size
+        num_norms = self.eagle.norm_before_fc + self.eagle.fc_norm
+        return of_layers + each + self.hidden_size + num_norms * of_states
+
+    @property
+    def embedding_rows(self) -> int:
+        """Tokens that the model's own embedding has; a draft head may take the target's."""
+        if self.eagle is None:
+            return self.vocab_size
+        return self.eagle.target_vocab_size * self.eagle.has_embedding
 
     @property
     def embedding_norm_parameters(self) -> int:

@@ -13,7 +13,7 @@ from magicdec.model.block import Attend
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.packed import Reduce
-from magicdec.model.transformer import BeforeLayer, Transformer
+from magicdec.model.transformer import BeforeLayer, KeepState, Transformer
 
 DIGITS = 3  # of a position in a hidden state
 BASE = 256  # integers up to it are exact in bfloat16
@@ -51,6 +51,7 @@ class EmulatedModel(Transformer):
         reduce: Reduce,
         num_outputs: int | None = None,
         before_layer: BeforeLayer = lambda layer: None,
+        keep: KeepState | None = None,
     ) -> Tensor:
         DUE.begin()
         for layer in self.layers:

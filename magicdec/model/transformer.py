@@ -40,6 +40,8 @@ from magicdec.model.positions import (
 BeforeLayer = Callable[[int], None]
 """A function that is called with each layer before it is computed. An exception in it ends the
 forward."""
+KeepState = Callable[[int, Tensor], None]
+"""A function of a number of layers and the hidden states [B, T, hidden] after them."""
 
 
 class Embedding(nn.Embedding):
@@ -124,17 +126,23 @@ class Transformer(nn.Module):
         reduce: Reduce,
         num_outputs: int | None = None,
         before_layer: BeforeLayer = lambda layer: None,
+        keep: KeepState | None = None,
     ) -> Tensor:
         """Token ids [B,T], or hidden states [B,T,hidden] without the embedding, to this rank's
         logits [B,T,V], or hidden states without last layer and head. After the last layer only
-        the last `num_outputs` positions are kept, by default all."""
+        the last `num_outputs` positions are kept, by default all. `keep` is called before each
+        layer and after the last."""
         if self.has_embedding:
             x = self._embed(x, positions)
         encode = self._position_encoding(positions)
         y: Tensor | None = None  # what the layer before adds to x
         for layer, block in zip(self.layers, self.blocks, strict=True):
             before_layer(layer)
+            if keep is not None:
+                keep(layer, x if y is None else x + y)
             x, y = block(x, y, layer, encode, attend, reduce)
+        if keep is not None and y is not None:
+            keep(self.layers.stop, x + y)
         assert y is not None, "a part has at least one layer"
         if self.is_last and num_outputs is not None:
             x, y = (part[:, part.shape[1] - num_outputs :] for part in (x, y))

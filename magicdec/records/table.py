@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from magicdec.names import BASELINE, FULL_KV_POLICY, NARROW
+from magicdec.names import BASELINE, EAGLE, FULL_KV_POLICY, NARROW
 from magicdec.output.tables import Column, Line, Table, text_of
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import (
@@ -56,13 +56,16 @@ def method_of(config: dict[str, Any]) -> str:
     kv = config["kv"]
     if decoding["strategy"] == BASELINE:
         return BASELINE
-    names = {"model": "standalone draft", "self": "self-speculation"}
+    names = {"model": "standalone draft", "self": "self-speculation", EAGLE: "EAGLE-3 head"}
     looked_up, plus, last = decoding["drafter"].rpartition("+")
     drafter = looked_up + plus + names.get(last, f"{last} draft")
     weights = decoding.get("draft_weights")
     drafter += f" in {weights}" if weights else ""
     budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
     gamma = f"gamma {decoding['gamma']}"
+    emulated = decoding.get("emulate_acceptance")
+    if emulated is not None:
+        gamma += f", EMULATED acceptance {' '.join(f'{rate:g}' for rate in emulated)}"
     if decoding.get("pa") is not None:
         gamma += f", pa {decoding['pa']:g}"
     return ", ".join([drafter, *([budget] if policy_of(config) else []), gamma])
@@ -207,6 +210,7 @@ SHOWN = (
     *("mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
     *("mean_ttft_ms", "prefill_tokens_per_s", "answer_score"),
     *("draft_acceptance_rate", "mean_acceptance_length", "mean_emitted_tokens"),
+    "break_even_length",
     *("acceptance_per_position", "num_cancelled_draft_tokens"),
     *("mean_draft_tokens", "kv_tokens_read"),
     *("begin_ms", "draft_prefill_ms", "calibration_ms", "warmup_calibration_ms"),

@@ -20,6 +20,7 @@ from magicdec.distributed.groups import Group
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.kv.hidden_states import HiddenStates
 from magicdec.kv.kernel_view import make_kernel_view
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
@@ -81,6 +82,7 @@ class ModelRunner:
     deferred: list[NativeForward] = field(init=False, default_factory=list)  # by `defer`
     has_flaws: bool = field(init=False, default=False)  # native calls computed NaN or infinity
     draft_log: DraftLog | None = field(init=False, default=None)  # None: none is kept
+    states: HiddenStates | None = field(init=False, default=None)  # see `keep_states`
 
     def __post_init__(self) -> None:
         weight = next(self.model.parameters())
@@ -140,6 +142,7 @@ class ModelRunner:
         runner.deferred = []
         runner.has_flaws = False
         runner.counts = self._make_counts()
+        runner.states = None
         model.set_positions(self.max_tokens, self.device)
         return runner
 
@@ -156,6 +159,13 @@ class ModelRunner:
 
     def allocate(self, row: int) -> None:
         self.cache.allocate(row, self.max_tokens)
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Keep the hidden states after so many of the layers, of all tokens from now on."""
+        size = self.model.config.hidden_size
+        dtype = self.cache.k.dtype
+        place = self.num_rows, self.max_tokens, size, dtype, self.device
+        self.states = HiddenStates(layers, *place)
 
     @torch.inference_mode()
     def defer(
@@ -212,12 +222,15 @@ class ModelRunner:
         assert self.executor is not None, "only its forwards are deferred"
         forwards = self.deferred
         self.deferred = []
-        keys, is_finite = self.executor.forward(forwards, self.offsets)
+        layers = () if self.states is None else self.states.layers
+        keys, is_finite = self.executor.forward(forwards, self.offsets, layers)
         self.has_flaws |= not is_finite
         self.counts.num_forwards += 1
         for each, num_keys in zip(forwards, keys, strict=True):
             num_new = each.view.num_new
             num_rows = len(each.rows)
+            if self.states is not None and each.states is not None:
+                self.states.write(each.rows.index, each.view.positions(), each.x, each.states)
             self.cache.advance(each.rows, num_new)
             self.counts.count(0, num_new * num_rows, num_keys, num_rows * each.is_draft)
 
@@ -252,14 +265,26 @@ class ModelRunner:
             if forward.cancellation is not None and forward.cancellation.is_set():
                 raise Cancelled(layer - first)
 
+        states = self.states
+        kept = dict[int, Tensor]()
+
+        def keep(layer: int, state: Tensor) -> None:
+            if states is not None and layer in states.layers:
+                kept[layer] = state
+
+        positions = view.positions()
         forward.out = self.model(
             forward.x,
-            view.positions(),
+            positions,
             attend,
             self.group.all_reduce,
             forward.num_outputs,
             before_layer,
+            None if states is None else keep,
         )
+        if states is not None:
+            stacked = torch.stack([kept[layer] for layer in states.layers])
+            states.write(rows.index, positions, forward.x, stacked)
         self.cache.advance(rows, view.num_new)
         counts = self.counts
         num_tokens = view.num_new * len(rows)
@@ -295,14 +320,20 @@ class ModelRunner:
         committed: Lengths | Sequence[int],
         count: int,
         pa: float = 0.0,
+        states: Tensor | None = None,
     ) -> Tensor:
         """At most `count` greedy draft ids [B, K] of each row after token_ids [B, T]. All tokens
-        but the last draft are appended. Chains stop at `pa` as in `draft_chain`."""
+        but the last draft are appended. Chains stop at `pa` as in `draft_chain`. `states` [B, T,
+        hidden]: of an EAGLE-3 head, beside the tokens."""
         assert self.executor is not None, "asked of a runner that can chain"
         num_new = token_ids.shape[1]
         rows = BatchRows.of(rows, self.device)
+        room = self.make_room(rows, num_new + count - 1, policy, committed)
+        committed = committed if room is None else room
         view = make_view(self.cache, rows, policy, num_new, committed, self.window)
-        drafts, keys, is_finite = self.executor.draft(token_ids, view, self.offsets, count, pa)
+        drafts, keys, is_finite = self.executor.draft(
+            token_ids, view, self.offsets, count, pa, states
+        )
         self.has_flaws |= not is_finite
         count = drafts.shape[1]
         if self.draft_log is not None:

@@ -13,6 +13,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
+from magicdec.model.eagle import EagleHead
 from magicdec.model.emulated import EmulatedModel
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, NARROW, PACKED, load_named
@@ -176,8 +177,9 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
             plan.rolling_rule,
             executor,
             max_tail=plan.tail,
+            most_rewound=plan.most_rewound,
         )
-    return ModelRunner(
+    runner = ModelRunner(
         model,
         backend,
         group,
@@ -188,6 +190,9 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         num_blocks=plan.storage()[1],
         max_following=max_following(plan.config, plan.tokens),
     )
+    if plan.state_layers:
+        runner.keep_states(plan.state_layers)
+    return runner
 
 
 def make_draft(
@@ -211,6 +216,10 @@ def make_draft(
         )
         runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)
+        if isinstance(runner.model, EagleHead):
+            of_target = ModelPlan(config, run.source.config, groups.target.ranks, groups.rank)
+            target = models.get(run.source, groups.target, of_target.kinds)
+            runner.model.share_embedding(target)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     is_rolling = make_policy(config.kv).can_roll
     return DraftModel(runner, first, config.attention.prefill_chunk, is_rolling)

@@ -173,7 +173,9 @@ def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPla
     for."""
     targets = [each for each in plans if not each.is_draft]
     drafts = [each for each in plans if each.is_draft]
-    kept = sum(each.policy_bytes + keeps_queries * each.query_bytes for each in plans)
+    kept = sum(
+        each.policy_bytes + each.state_bytes + keeps_queries * each.query_bytes for each in plans
+    )
     return MemoryPlan(
         sum(each.weight_bytes for each in targets),
         sum(each.kv_bytes for each in targets),

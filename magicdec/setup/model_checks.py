@@ -31,11 +31,11 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
     )
     draft_flag = flag_of(config.run_config.draft, "model")
     label = f"{draft_flag} {draft.name}"
-    check_vocabularies(
-        label, draft, f"{flag_of(config.run_config.model, 'model')} {target.name}", target
-    )
+    if draft.config.eagle is None:  # heads are used beyond the length that they were trained at
+        target_label = f"{flag_of(config.run_config.model, 'model')} {target.name}"
+        check_vocabularies(label, draft, target_label, target)
+        check_reach(config, label, draft)
     check_rolling(config, label, draft)
-    check_reach(config, label, draft)
     check_choice(config, draft_flag, draft)
     check_shards(config, label, draft)
     weights = config.draft.draft_dtype

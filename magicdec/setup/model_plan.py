@@ -22,7 +22,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import WIDTH
 from magicdec.names import NARROW, PACKED, STORED
 from magicdec.speculation.policies.policy import make_policy
-from magicdec.speculation.rolling_runner import BLOCK_SIZE, blocks_held
+from magicdec.speculation.rolling_runner import BLOCK_SIZE, MOST_REWOUND, blocks_held
 
 
 def max_tokens(config: ResolvedConfig) -> int:
@@ -150,14 +150,22 @@ class ModelPlan:
 
     @property
     def tail(self) -> int:
-        """Tokens after the window of a cache that forgets: a chunk of a prompt, or drafts."""
+        """Tokens after the window of a cache that forgets: a chunk of a prompt, or drafts and, of
+        an EAGLE-3 head, slots that are filled again."""
         chunk = min(self.config.attention.prefill_chunk, self.config.workload.prefix_len)
-        return chunk + self.config.decoding.max_gamma
+        return max(chunk, self.most_rewound) + self.config.decoding.max_gamma
+
+    @property
+    def most_rewound(self) -> int:
+        """Tokens by which a row of such a cache may be rewound before its window."""
+        return MOST_REWOUND if self.model.eagle is None else self.config.decoding.max_gamma + 1
 
     def storage(self) -> tuple[int, int]:
         """(tokens in a block, blocks) of the cache."""
         if self.rolling_rule is not None:
-            num_blocks = blocks_held(self.tokens, self.rolling_rule, self.tail)
+            num_blocks = blocks_held(
+                self.tokens, self.rolling_rule, self.tail, most_rewound=self.most_rewound
+            )
             return BLOCK_SIZE, self.num_rows * num_blocks
         size = backend_class(self.backend)().block_size(self.block_tokens or self.tokens)
         if self.cache_tokens is not None:
@@ -247,6 +255,23 @@ class ModelPlan:
         tokens = w.batch_size * min(make_policy(self.config.kv).observed_tokens, w.prefix_len)
         numbers = self.part_model.num_layers * (last - first) * self.model.cached_head_dim
         return tokens * numbers * DTYPE_BYTES[self.config.model.dtype]
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states this rank keeps for an EAGLE-3 head."""
+        draft = self.config.draft
+        if self.is_draft or draft is None or self.rank not in draft.rank_group:
+            return ()
+        return draft.state_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the hidden states, and token ids, that it keeps of all tokens."""
+        numbers = len(self.state_layers) * self.model.hidden_size
+        if not numbers:
+            return 0
+        each = numbers * DTYPE_BYTES[self.config.model.dtype] + 8
+        return self.num_rows * self.tokens * each
 
     @property
     def bytes_per_token(self) -> int:

@@ -22,6 +22,7 @@ from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import STORED
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.runner.native_steps.descriptions import layer_obstacle
+from magicdec.setup.eagle_checks import check_head, check_kind, check_target, state_layers
 from magicdec.setup.memory_check import check_memory, check_together, free_device_memory, planned
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
@@ -168,7 +169,15 @@ def resolve_run(
     placement: Placement = Placement(),
 ) -> ResolvedRun:
     """The run of found models. Raises ValueError as `resolve` does."""
-    of_draft = ModelTraits() if draft is None else traits_of(draft.config)
+    check_target(flag_of(run_config.model, "model"), source)
+    of_draft = ModelTraits()
+    if draft is not None:
+        check_kind(run_config, draft)
+        of_draft = traits_of(draft.config)
+        if draft.config.eagle is not None:
+            check_head(source, draft, placement.is_staged)
+            layers = state_layers(run_config, source, draft)
+            of_draft = replace(of_draft, state_layers=layers)
     config = resolve(run_config, machine, traits_of(source.config), of_draft, placement)
     return ResolvedRun(config, launch, machine, source, draft)
 

@@ -21,8 +21,7 @@ from magicdec.runner.device_batch import NEWEST
 from magicdec.runner.model_runner import ModelRunner
 
 BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
-# Tokens that are kept before the window: a row may be rewound by so many if another lacks more.
-MOST_REWOUND = NEWEST - 1
+MOST_REWOUND = NEWEST - 1  # tokens by which a row of a draft model is rewound if another lacks more
 
 
 @dataclass
@@ -32,6 +31,7 @@ class RollingRunner(ModelRunner):
 
     max_tail: int = 0
     block_size: int = BLOCK_SIZE
+    most_rewound: int = MOST_REWOUND  # so many tokens are kept before the window
 
     def __post_init__(self) -> None:
         assert self.max_tail > 0
@@ -46,14 +46,11 @@ class RollingRunner(ModelRunner):
         size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
         self.sinks = torch.zeros(self.num_rows, *size, dtype=self.cache.k.dtype, device=self.device)
 
-    @property
-    def can_chain(self) -> bool:
-        """False: the host allocates and frees blocks before each forward."""
-        return False
-
     def storage(self) -> tuple[int, int, int]:
         """As `ModelRunner.storage`, for the blocks that a row holds at one time."""
-        held = blocks_held(self.max_tokens, self.rule, self.max_tail, self.block_size)
+        held = blocks_held(
+            self.max_tokens, self.rule, self.max_tail, self.block_size, self.most_rewound
+        )
         return self.block_size, -(-self.max_tokens // self.block_size), self.num_rows * held
 
     def allocate(self, row: int) -> None:
@@ -88,7 +85,7 @@ class RollingRunner(ModelRunner):
         for row, length in moves:
             self.settled[row] = length
             start = max(self.num_sinks, length - (self.budget - self.num_sinks))
-            last = max(self.num_sinks, start - MOST_REWOUND) // self.block_size
+            last = max(self.num_sinks, start - self.most_rewound) // self.block_size
             gone = self.evicted[row]
             is_there = gone * self.block_size <= start or gone == self._sink_blocks()
             assert is_there, "the window was not evicted"
@@ -118,8 +115,12 @@ class RollingRunner(ModelRunner):
 
 
 def blocks_held(
-    max_tokens: int, policy: SinksAndWindow, max_tail: int, block_size: int = BLOCK_SIZE
+    max_tokens: int,
+    policy: SinksAndWindow,
+    max_tail: int,
+    block_size: int = BLOCK_SIZE,
+    most_rewound: int = MOST_REWOUND,
 ) -> int:
-    window = policy.budget - policy.num_sink_tokens + MOST_REWOUND + max_tail
+    window = policy.budget - policy.num_sink_tokens + most_rewound + max_tail
     num_blocks = -(-policy.num_sink_tokens // block_size) - (-window // block_size) + 1
     return min(num_blocks, -(-max_tokens // block_size))

@@ -23,17 +23,20 @@ from conftest import (
     served_pairs,
     trust_lookups,
 )
+from eagle_heads import FITTED
 from fake_clock import VirtualClock
 from recorder import Recorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
-from magicdec.names import DRAFTERS, NGRAM_AND
+from magicdec.model.eagle import EagleHead
+from magicdec.model.transformer import Transformer
+from magicdec.names import DRAFTERS, EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Request
@@ -77,6 +80,10 @@ class Case:
     is_sampled: bool = False
 
     @property
+    def has_head(self) -> bool:
+        return self.drafter.endswith(EAGLE)
+
+    @property
     def is_native(self) -> bool:
         return self.steps == "native"
 
@@ -112,10 +119,10 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
         if refusal(drafter, kv) or (drafter == "ngram" and index > 0):
             continue  # prompt lookup reads no cache: one row for all policies
         turn = groups[index % len(groups)]
-        if other_groups and drafter == "model":
+        if other_groups and drafter in NAMED:
             cases += [Case(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
         elif not other_groups:
-            cases.append(Case(drafter, kv, gamma, turn if drafter == "model" else None))
+            cases.append(Case(drafter, kv, gamma, turn if drafter in NAMED else None))
     others = [*make_stops(groups), *make_replayed(groups)]
     others += make_in_flight(order)
     return cases if other_groups else [*cases, *others]
@@ -126,7 +133,8 @@ def make_mixed(order: tuple[int, ...]) -> list[tuple[str, KVSection, tuple[int, 
     full, streaming_llm, *others = KV_SECTIONS
     verified = next(kv for kv in others if kv.policy == "verified")
     of_self = [("ngram+self", kv, None) for kv in (streaming_llm, verified)]
-    return [*of_self, ("ngram+model", full, order[:1]), ("ngram+model", streaming_llm, order)]
+    of_model = [("ngram+model", full, order[:1]), ("ngram+model", streaming_llm, order)]
+    return [*of_self, *of_model, ("ngram+eagle", full, order[:1])]
 
 
 def make_stops(groups: Sequence[tuple[int, ...]]) -> list[Case]:
@@ -134,7 +142,8 @@ def make_stops(groups: Sequence[tuple[int, ...]]) -> list[Case]:
     are."""
     _, streaming_llm, *_ = KV_SECTIONS
     of_drafts = [Case("model", streaming_llm, 5, ranks, pa=0.3) for ranks in groups]
-    return [Case("self", streaming_llm, 5, pa=0.3), *of_drafts]
+    of_head = Case("eagle", streaming_llm, 5, groups[0], pa=0.9)
+    return [Case("self", streaming_llm, 5, pa=0.3), *of_drafts, of_head]
 
 
 def make_replayed(groups: Sequence[tuple[int, ...]]) -> list[Case]:
@@ -144,7 +153,7 @@ def make_replayed(groups: Sequence[tuple[int, ...]]) -> list[Case]:
     cases = []
     for (drafter, policy), (steps, is_sampled) in product(sorted(served_pairs(), key=str), kinds):
         kv = KVSection("full") if policy in (None, "full") else KVSection(policy, 40, 4, 8)
-        ranks = groups[0] if drafter == "model" else None
+        ranks = groups[0] if drafter in NAMED else None
         cases.append(Case(drafter, kv, 3, ranks, steps=steps, is_sampled=is_sampled))
     return cases
 
@@ -155,9 +164,10 @@ def make_in_flight(order: tuple[int, ...]) -> list[Case]:
     for drafter, policy in (
         ("ngram", "full"), ("self", "snapkv"), ("self", "verified"), ("self", "streaming_llm"),
         ("model", "streaming_llm"), ("ngram+self", "streaming_llm"), ("ngram+model", "full"),
+        ("eagle", "streaming_llm"), ("eagle", "full"),
     ):  # fmt: skip
         kv = KVSection(policy, -1 if policy == "full" else 40, 4, 8)
-        ranks = order if drafter.endswith("model") else None
+        ranks = order if drafter.removeprefix(NGRAM_AND) in NAMED else None
         cases.append(Case(drafter, kv, 3, ranks, steps="in flight"))
     return cases
 
@@ -189,14 +199,18 @@ class Rank:
             return ModelRunner(model, SDPABackend(8), group, 3, MAX_TOKENS, num_blocks=14)
         if not case.is_native:
             return ModelRunner(model, SDPABackend(16), group, *size)
+        if isinstance(model, EagleHead):
+            return ModelRunner(pack(model), NativeBackend(), group, *size)
         executor = Executor(pack(model), group)
         return ModelRunner(model, NativeBackend(), group, *size, executor=executor)
 
     def decode(self, case: Case, name: str = "speculative") -> Result:
         groups, recorder = self.groups[case.is_native, case.draft_ranks], Recorder()
         runner = self.make_runner(case, 0, groups.target)
+        if groups.draft is not None and case.has_head:
+            runner.keep_states(FITTED.capture)
         decoding = DecodingSection(name, case.drafter, case.gamma, case.pa)
-        is_in_flight, draft = case.steps == "in flight", self.make_draft(case, groups)
+        is_in_flight, draft = case.steps == "in flight", self.make_draft(case, groups, runner.model)
         is_auto = is_in_flight and case.kv.policy == "streaming_llm"
         setup = Setup(
             runner, decoding, case.kv, draft=draft, is_in_flight=is_in_flight,
@@ -231,18 +245,20 @@ class Rank:
         Engine(setup.runner, 16, limits, clock).serve(strategy, requests)
         assert not any(setup.runner.cache.blocks)
 
-    def make_draft(self, case: Case, groups) -> DraftModel | None:
+    def make_draft(self, case: Case, groups, target: Transformer) -> DraftModel | None:
         if case.draft_ranks is None:
             return None
         source = self.order.index(case.draft_ranks[0])
         assert (groups.draft is not None) == (self.launch.rank in case.draft_ranks)
         if groups.draft is None:
             return DraftModel(None, source, 16, case.kv.policy == "streaming_llm")
-        runner = self.make_runner(case, 1, groups.draft)
+        runner = self.make_runner(case, 2 if case.has_head else 1, groups.draft)
         size, place = (len(PROMPTS), MAX_TOKENS), {"group": groups.draft, "source": source}
         draft = make_draft(runner.model, case.kv, *size, runner.backend, **place)
         assert draft.runner is not None
         draft.runner.executor = runner.executor
+        if isinstance(runner.model, EagleHead):
+            runner.model.share_embedding(target)
         return draft
 
 
@@ -258,8 +274,8 @@ def main() -> None:
     torch.set_num_threads(1)
     trust_lookups()
     launch = read_launch()
-    target, draft, which = sys.argv[1:]
-    rank, cases = Rank(launch, [target, draft]), make_cases(launch.world_size, which == "other")
+    *paths, which = sys.argv[1:]
+    rank, cases = Rank(launch, paths), make_cases(launch.world_size, which == "other")
     baseline = rank.decode(Case("self", KV_SECTIONS[0], 1), "autoregressive")
     results = [baseline, *map(rank.decode, cases)]
     if launch.rank == 0:

@@ -19,11 +19,12 @@ from conftest import (
     served_pairs,
     tiny_transformer,
 )
+from eagle_heads import FITTED, fitted_head, write_head
 from matrix import FEW_NEW, MAX_TOKENS, NUM_NEW, PROMPTS, Result, make_cases, make_mixed
 from several_ranks import answer_of, disturbed, generate_alone
 
-from magicdec.config.sections import KVSection
-from magicdec.names import DRAFTERS, KV_POLICIES
+from magicdec.config.sections import NAMED, KVSection
+from magicdec.names import DRAFTERS, EAGLE, KV_POLICIES
 
 LOSSY = pytest.param("lossy", "diverged", marks=pytest.mark.wide)
 
@@ -69,11 +70,15 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
     target = tiny_transformer(replace(TINY, num_kv_heads=kv_heads))
     models = {"target": target, "draft": disturbed(target)}
     paths = [save_checkpoint(model, tmp_path / name) for name, model in models.items()]
+    requests = make_requests(random_prompts(PROMPTS, 97), NUM_NEW)
+    tokens = generate_alone(target, requests, MAX_TOKENS)
+    texts = [[*r.prompt_ids, *ids] for r, ids in zip(requests, tokens, strict=True)]
+    paths.append(tmp_path / "head")
+    write_head(paths[-1], target.config, FITTED, weights=fitted_head(target, texts))
     found = answer_of(launch, "distributed/matrix.py", *paths, groups, num_ranks=num_ranks)
     baseline, *results = (Result(**r) for r in found)
     assert len(results) == len(make_cases(num_ranks, groups == "other"))
-    requests = make_requests(random_prompts(PROMPTS, 97), NUM_NEW)
-    assert baseline.tokens == generate_alone(target, requests, MAX_TOKENS)
+    assert baseline.tokens == tokens
     assert len({tuple(t[:9]) for t in baseline.tokens}) == len(NUM_NEW), "unlike texts"
     few = [tokens[:count] for tokens, count in zip(baseline.tokens, FEW_NEW, strict=True)]
     greedy = [r for r in results if not r.case["is_sampled"]]
@@ -122,9 +127,12 @@ def test_the_table_is_complete() -> None:
         assert pairs == served_pairs() | mixed and {d for d, _ in pairs} == set(DRAFTERS)
     groups = {(0,), (1,), (1, 0)}
     assert {c.draft_ranks for c in cases if c.drafter == "model"} == groups
-    drafts = [c for c in [*cases, *make_cases(2, other_groups=True)] if c.drafter == "model"]
+    drafts = [c for c in [*cases, *make_cases(2, other_groups=True)] if c.drafter in NAMED]
     policies = {policy for drafter, policy in served_pairs() if drafter == "model"}
-    assert {(c.kv.policy, c.draft_ranks) for c in drafts} == set(product(policies, groups))
+    found = {(c.kv.policy, c.draft_ranks) for c in drafts if c.drafter == "model"}
+    assert found == set(product(policies, groups))
+    found = {(c.kv.policy, c.draft_ranks) for c in drafts if c.drafter == EAGLE}
+    assert found == set(product(("full", "streaming_llm"), groups))
 
 
 def test_no_more_is_refused_than_a_draft_that_nothing_verifies() -> None:
@@ -132,5 +140,7 @@ def test_no_more_is_refused_than_a_draft_that_nothing_verifies() -> None:
         said = refusal(drafter, KVSection(policy)) or ""
         if drafter.endswith("model") and policy in ("verified", "retrieval"):
             assert f"--kv_policy {policy}: a standalone draft is never verified itself" in said
+        elif drafter.endswith(EAGLE) and policy not in ("full", "streaming_llm"):
+            assert f"--kv_policy {policy}: an EAGLE-3 head keeps its whole cache" in said
         else:
             assert said == ""

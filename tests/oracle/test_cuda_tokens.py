@@ -12,7 +12,9 @@ from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group
 from magicdec.model.checkpoint.source import find_model
+from magicdec.model.eagle import EagleHead
 from magicdec.model.transformer import Transformer
+from magicdec.names import EAGLE
 from magicdec.output.console import make_progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.loading import load_model, make_backend
@@ -25,6 +27,7 @@ PAIRS = sorted(served_pairs(), key=str)
 FLOAT32_BACKENDS = sorted(list_backends(lambda c: "cuda" in c.devices and "float32" in c.dtypes))
 PROMPTS = [300, 70, 1, 190]
 NUM_NEW = 40
+DEMO_STATES = (1, 3, 5)  # of the layers of the demo model, which its head takes
 
 
 @cache
@@ -54,6 +57,14 @@ def emitted(
         drafts = load("demo-draft", device, elementwise)
         draft = make_draft(
             drafts, kv, len(PROMPTS), total, make_backend(backend), block_size=BLOCK_SIZE
+        )
+    if drafter == EAGLE:
+        head = load("demo-eagle", device, elementwise)
+        assert isinstance(head, EagleHead)
+        head.share_embedding(target)
+        runner.keep_states(DEMO_STATES)
+        draft = make_draft(
+            head, kv, len(PROMPTS), total, make_backend(backend), block_size=BLOCK_SIZE
         )
     requests = make_requests(random_prompts(PROMPTS, target.config.vocab_size), NUM_NEW)
     return decode_both(runner, requests, kv, 4, 64, drafter, draft, recorder)
@@ -90,7 +101,9 @@ def test_tokens_on_a_gpu_are_the_cpus(
 
 
 @pytest.mark.parametrize("replays", [False, True])
-@pytest.mark.parametrize(("drafter", "policy"), [("self", "snapkv"), ("model", "streaming_llm")])
+@pytest.mark.parametrize(
+    ("drafter", "policy"), [("self", "snapkv"), ("model", "streaming_llm"), ("eagle", "full")]
+)
 def test_what_the_gpu_is_held_to_runs_on_a_cpu(drafter: str, policy: str, replays: bool) -> None:
     """The comparison itself: another backend emits the same, and something is accepted."""
     recorder = Recorder() if replays else None

@@ -22,6 +22,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
+from eagle_heads import FITTED, made_head
 from fake_clock import VirtualClock
 from recorder import Recorder
 from tiers import covering
@@ -30,8 +31,10 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
+from magicdec.model.eagle import EagleHead
+from magicdec.names import EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor, NativeForward
 from magicdec.runner.request import Batch, Request, Status
@@ -68,6 +71,9 @@ CASES = [
     ("ngram+self", KVSection("verified", 20, 2, recent_window=2)),
     ("ngram+model", KVSection("full")),
     ("ngram+model", KVSection("streaming_llm", 12, 4)),
+    ("eagle", KVSection("full")),
+    ("eagle", KVSection("streaming_llm", 12, 4)),
+    ("ngram+eagle", KVSection("full")),
 ]
 LONE, MODEL = tiny_transformer(seed=1), tiny_transformer(seed=1)
 PACKED = pack(tiny_transformer(seed=1))
@@ -167,19 +173,30 @@ def lone_output(request: Request) -> list[int]:
     return lone_outputs[key]
 
 
+@cache
+def head() -> EagleHead:
+    """Of which some drafts are accepted."""
+    requests = make_requests(PROMPTS, MOST_NEW, (EOS,))
+    texts = [[*request.prompt_ids, *lone_output(request)] for request in requests]
+    return made_head(tiny_transformer(seed=1), texts)
+
+
 def serve(
     schedule: Schedule, drafter: str | None, kv: KVSection, random: Random, records: bool = False
 ) -> Counter[str]:
     """Serve the requests, and check each step's books. Returns how often things happened."""
     runner, seen = schedule.runner, Counter[str]()
     draft = None
-    if drafter is not None and drafter.endswith("model"):
+    if drafter is not None and drafter.removeprefix(NGRAM_AND) in NAMED:
+        has_head = drafter.endswith(EAGLE)
         draft = make_draft(
-            MODEL, kv, runner.num_rows, MAX_TOKENS, chunk=8, max_drafts=MOST_DRAFTS,
-            max_following=runner.max_following,
+            head() if has_head else MODEL, kv, runner.num_rows, MAX_TOKENS, chunk=8,
+            max_drafts=MOST_DRAFTS, max_following=runner.max_following,
         )  # fmt: skip
+        if has_head:
+            runner.keep_states(FITTED.capture)
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
-    can_stop = drafter in ("self", "model") and not records
+    can_stop = drafter in ("self", "model", EAGLE) and not records
     pa = 0.2 if can_stop and random.random() < 0.5 else None
     decoding = DecodingSection("speculative", drafter or "self", MOST_DRAFTS, pa=pa)
     setup = Setup(

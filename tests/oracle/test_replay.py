@@ -37,6 +37,7 @@ from conftest import (
     served_pairs,
     tiny_transformer,
 )
+from eagle_heads import FITTED, made_head
 from launches import dispatched
 from recorder import HostTouched, Recorder
 from test_lossless import SMALL
@@ -46,7 +47,7 @@ from test_varying_gamma import Scripted
 from magicdec.attention import triton
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
-from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
 from magicdec.kv import kernel_view
 from magicdec.kv.forward_counts import ForwardCounts
@@ -54,6 +55,7 @@ from magicdec.model.elementwise import triton as elementwise
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise
 from magicdec.model.linear import triton as linear
+from magicdec.names import EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request
 from magicdec.runner.sampling.sampling import make_params
@@ -64,7 +66,10 @@ from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 PAIRS = sorted(served_pairs(), key=str)
-MIXED = [("ngram+self", "streaming_llm"), ("ngram+self", "snapkv"), ("ngram+model", "full")]
+MIXED = [
+    *(("ngram+self", "streaming_llm"), ("ngram+self", "snapkv"), ("ngram+model", "full")),
+    ("ngram+eagle", "full"),
+]
 PROMPTS = [60, 1, 30, 80, 20]
 NUM_NEW = [24, 13, 36, 5, 20]  # rows end at different steps; the third row is the last
 MOST = 8
@@ -115,8 +120,13 @@ def started(
     return engine, engine.prefill(requests)
 
 
-def draft_for(kv: KVSection, runner: ModelRunner) -> DraftModel:
+def draft_for(kv: KVSection, runner: ModelRunner, is_head: bool = False) -> DraftModel:
     dtype = next(runner.model.parameters()).dtype
+    if is_head:
+        head = made_head(runner.model).to(runner.device)
+        head.target_ids = head.target_ids.to(runner.device)
+        runner.keep_states(FITTED.capture)
+        return make_draft(head, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
     model = tiny_transformer(SMALL, seed=1, dtype=dtype).to(runner.device)
     return make_draft(model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
 
@@ -136,7 +146,9 @@ def run(
     runner = engine.runner
     engine.rewind(snapshots)
     name = "autoregressive" if drafter is None else "speculative"
-    draft = draft_for(kv, runner) if drafter and drafter.endswith("model") else None
+    draft = None
+    if drafter and drafter.removeprefix(NGRAM_AND) in NAMED:
+        draft = draft_for(kv, runner, drafter.endswith(EAGLE))
     section = DecodingSection(name, drafter, gamma, pa=pa)
     setup = Setup(
         runner, section, kv, draft=draft, draft_length=length, recorder=recorder or Eager()
@@ -234,9 +246,11 @@ def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
         assert ours[0] == run(engine, snapshots, None, kv, 4, None)[0]
     # Lookups of 1, 2, 4, 8, 16 and 31 tokens, or none; a model drafts up to 5. A draft model begins
     # with one token or with two.
+    # A head begins with one token, with two or with nine.
     counts = {"ngram": 7 + 6, "ngram+self": 9 + 8 + 5, "ngram+model": 9 + 8 + 2 * 5}
-    drafts = {"model": 2}.get(drafter, 1)
-    if (drafter, policy) == ("model", "streaming_llm"):  # not captured
+    counts["ngram+eagle"] = 9 + 8 + 3 * 5
+    drafts = {"model": 2, "eagle": 3}.get(drafter, 1)
+    if drafter in NAMED and policy == "streaming_llm":  # not captured
         drafts = 0
     assert recorder.recorded == counts.get(drafter, 1 + (1 + drafts) * 5)
 

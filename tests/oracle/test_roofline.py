@@ -19,6 +19,7 @@ from conftest import (
     served_pairs,
     tiny_transformer,
 )
+from eagle_heads import FITTED, made_head
 from recorder import Recorder
 
 from magicdec.attention.native import NativeBackend, kernel
@@ -26,6 +27,7 @@ from magicdec.bench.run.roofline import bytes_read, kv_bytes_per_token, weight_b
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK
+from magicdec.names import EAGLE
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor, NativeForward
 from magicdec.speculation.steps.strategy import Setup
@@ -127,7 +129,7 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     drafter: str, policy: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that begin within the budget and past it. A standalone draft also takes the draft of the
-    last step that it has not read itself."""
+    last step that it has not read itself, and a head all that the last step has committed."""
     reads: list[int] = []
     run_layers = ModelRunner._run_layers
 
@@ -142,6 +144,9 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     draft = None
     if drafter == "model":
         draft = make_draft(tiny_transformer(seed=1), kv, 3, runner.max_tokens)
+    elif drafter == EAGLE:
+        runner.keep_states(FITTED.capture)
+        draft = make_draft(made_head(model), kv, 3, runner.max_tokens)
     requests = make_requests(random_prompts([100, 20, 60], model.config.vocab_size), NUM_NEW)
     recorder = Recorder() if is_captured else None
     drafting = runner if draft is None or draft.runner is None else draft.runner
@@ -149,7 +154,7 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     how = {"drafter": drafter, "draft": draft, "recorder": recorder, "names": ["speculative"]}
     decode_both(runner, requests, kv, GAMMA, **how)
     used = drafting.counts.minus(before)
-    most = BUDGET + GAMMA + (drafter == "model")
+    most = BUDGET + GAMMA + (drafter == "model") + GAMMA * (drafter == EAGLE)
     assert used.draft_rows > 0 and used.draft_kv_tokens_read <= most * used.draft_rows
     if not is_captured:
         assert (sum(reads), len(reads)) == (used.draft_kv_tokens_read, used.draft_rows)

@@ -6,6 +6,8 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
+from eagle_heads import FITTED, load_head, write_head
 from lossless import speculate
 from torch import Tensor
 from two_stages import serve_with_drafts
@@ -32,6 +35,8 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
 from magicdec.model.checkpoint.quantization import low_bit_copy
+from magicdec.model.eagle import EagleHead
+from magicdec.names import EAGLE
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.metadata import Filters, Penalties
@@ -74,6 +79,15 @@ def exact_distribution(section: SamplingSection) -> dict[tuple[int, ...], float]
     return result
 
 
+@cache
+def toy_head() -> EagleHead:
+    """A head that does not draft all of the toy's tokens."""
+    form = replace(FITTED, draft_vocab=4)
+    with TemporaryDirectory() as directory:
+        write_head(Path(directory), TOY, form)
+        return load_head(Path(directory), tiny_transformer(TOY))
+
+
 def emitted(
     strategy: str,
     drafter: str,
@@ -88,6 +102,10 @@ def emitted(
     if drafter == "self in int8":
         copy_of_it = low_bit_copy(runner.model, "int8", is_packed=False)
         drafter, runner.drafting = "self", runner.with_model(copy_of_it, None)
+    if drafter.endswith(EAGLE):
+        runner.keep_states(FITTED.capture)
+        head = toy_head()
+        draft = make_draft(head, kv, ROWS, 32, copy(backend), max_drafts=16)
     if drafter.endswith("model"):
         size = ROWS, 32
         draft = make_draft(tiny_transformer(TOY, seed=4), kv, *size, copy(backend), max_drafts=16)
@@ -117,6 +135,8 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
         pytest.param("model", KVSection("streaming_llm", 5, 2), 2, marks=pytest.mark.wide),
         ("ngram+self", KVSection("streaming_llm", 3, 1), 2),
         pytest.param("ngram+model", KVSection("full"), 3, marks=pytest.mark.wide),
+        ("eagle", KVSection("full"), 2),
+        pytest.param("ngram+eagle", KVSection("full"), 2, marks=pytest.mark.wide),
     ],
     ids=str,
 )

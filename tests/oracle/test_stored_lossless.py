@@ -5,12 +5,15 @@ ring and in pipelined speculation.
 A new format is a row of tests/stored_formats.py, a new drafter a row in DRAFTS."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from conftest import Launch as LaunchRanks
 from conftest import decode_both, make_requests, random_prompts
+from eagle_heads import HeadForm, write_head
 from fake_clock import VirtualClock
 from several_ranks import read_records
 from stored_formats import FORMATS, VOCAB, stored
@@ -26,9 +29,11 @@ from magicdec.config.sections import (
 )
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.engine.engine import Engine
+from magicdec.model.checkpoint.source import find_model
 from magicdec.names import (
     DEFAULT_KV_POLICY,
     DRAFTERS,
+    EAGLE,
     FULL_KV_POLICY,
     KV_POLICIES,
     LOW_BIT,
@@ -62,6 +67,18 @@ ARITHMETICS = {
 OF_GROUPS = ("a8", "a8, bfloat16")  # there are no others whose activations are rounded
 
 
+HEADS = TemporaryDirectory(prefix="magicdec-heads-")
+
+
+@cache
+def head_for(path: Path) -> Path:
+    """A random head for the model in a directory or file."""
+    config = find_model("--model", str(path)).config
+    head = Path(HEADS.name) / path.name
+    write_head(head, config, HeadForm(capture=(0, 1, config.num_layers)))
+    return head
+
+
 @dataclass(frozen=True)
 class Draft:
     """What `--draft` names, "model" for the checkpoint itself as a standalone draft, and how it
@@ -77,7 +94,8 @@ class Draft:
         return KVSection() if self.drafter == "ngram" else KVSection(self.kv, BUDGET, 4, 8)
 
     def name(self, path: Path) -> str:
-        return self.drafter.replace("model", f"model:{path}")
+        head = f"eagle:{head_for(path)}" if self.drafter.endswith(EAGLE) else EAGLE
+        return self.drafter.replace("model", f"model:{path}").replace(EAGLE, head)
 
     def flags(self, path: Path) -> list[str]:
         flags = ["--draft", self.name(path), "--gamma", str(GAMMA)]
@@ -98,6 +116,8 @@ DRAFTS = {
     "lookup and self": Draft("ngram+self"),
     "model": Draft("model", modes=("ring+draft", "async")),
     "lookup and model": Draft("ngram+model"),
+    "head": Draft("eagle"),
+    "lookup and head": Draft("ngram+eagle"),
 }
 NAMES = "name", "draft", "arithmetic"
 CASES = [
@@ -187,7 +207,8 @@ def test_a_ragged_batch_emits_the_baselines_tokens(
     assert tokens == loaded.baseline(name, arithmetic)
     counts = {count for step in accepted for count in step}
     assert min(counts) < GAMMA
-    assert max(counts) > 0 or how.drafter == "ngram", "nothing is repeated"
+    is_lucky = how.drafter == "ngram" or how.drafter.endswith(EAGLE)
+    assert max(counts) > 0 or is_lucky, "nothing is repeated, and heads are random"
 
 
 @pytest.mark.narrow("values", "values")

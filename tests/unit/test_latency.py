@@ -23,7 +23,14 @@ from magicdec.bench.latency.forwards import (
     time_once,
     time_place,
 )
-from magicdec.bench.latency.record import LatencyCell, LatencyGrid, summarise
+from magicdec.bench.latency.record import (
+    LatencyCell,
+    LatencyGrid,
+    LatencyRecord,
+    LatencyRow,
+    break_even_table,
+    summarise,
+)
 from magicdec.cli.latency import largest_run, parse
 from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
@@ -32,6 +39,7 @@ from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Group, Launch
 from magicdec.model.linear.packed import PackedLinear, first_outputs, pack
 from magicdec.model.linear.quantizers import INT4
+from magicdec.output.tables import Shown
 from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.policies.verified import VerifiedKV
@@ -273,3 +281,40 @@ def test_auto_is_decided_for_the_whole_grid() -> None:
     assert resolve(largest_run(config, grid), machine, window).attention.backend == "sdpa"
     decodes = replace(grid, new_tokens=(1,))
     assert largest_run(config, decodes).decoding.max_gamma == 1
+
+
+def timed(cell: LatencyCell, ms: float) -> LatencyRow:
+    numbers = {"tokens": cell.B * cell.T, "bytes": 1, "roofline_fraction": 1.0}
+    return LatencyRow(**vars(cell), ms_median=ms, ms_p10=ms, ms_p90=ms, **numbers)
+
+
+def test_drafting_pays_from_the_time_of_a_step_by_that_of_a_decode_step() -> None:
+    """By hand, at two places: drafts, and those of a policy that chooses in its first draft and is
+    verified by a forward that is watched."""
+    rows = []
+    for B, decode in ((1, 10.0), (4, 20.0)):
+        for cell, ms in (
+            (LatencyCell("decode", B, 99, 1), decode),
+            (LatencyCell("verify", B, 99, 2), 11.0),
+            (LatencyCell("verify", B, 99, 2, kv_policy="verified"), 12.0),
+            (LatencyCell("verify", B, 99, 5), 15.0),
+            (LatencyCell("verify", B, 99, 5, kv_policy="verified"), 17.0),
+            (LatencyCell("draft", B, 99, 1, 65, "streaming_llm", "int4"), 2.0),
+            (LatencyCell("first_draft", B, 99, 1, 65, "verified"), 7.0),
+            (LatencyCell("draft", B, 99, 1, 65, "verified"), 3.0),
+        ):
+            rows.append(timed(cell, ms))
+    record = LatencyRecord.__new__(LatencyRecord)
+    object.__setattr__(record, "rows", rows)
+    table = break_even_table(record)
+    lines = [line for line in table.rows if len(line) == 5]
+    expected = {
+        "prompt lookup": (1.1, 1.5),
+        "streaming_llm 65, int4 weights": (1.3, 2.3),
+        "verified 65": (1.9, 3.3),
+    }
+    assert [line[2] for line in lines] == [*expected, *expected]
+    found = [[cell.value for cell in line[3:] if isinstance(cell, Shown)] for line in lines]
+    for row, at_one, at_four in zip(expected.values(), found[:3], found[3:], strict=True):
+        assert at_one == pytest.approx(row)
+        assert at_four == pytest.approx([number / 2 for number in row])

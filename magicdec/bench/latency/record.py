@@ -4,6 +4,8 @@ record and its table. docs/latency.md is made from these classes. Imports no tor
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -168,6 +170,53 @@ def tables(records: list[LatencyRecord]) -> list[Table]:
     return [_table_of(record) for record in records]
 
 
+def break_even_table(record: LatencyRecord) -> Table:
+    """The emitted tokens of a step from which drafting pays, by the number of draft tokens: the
+    time of the drafts and of their verification, divided by that of a decode step. Lookups take no
+    time. Drafts of a policy that watches verifications choose in the first of a step, and are
+    verified by a forward that is watched."""
+    lengths = sorted({row.T - 1 for row in record.rows if row.phase == "verify"})
+    lines: list[tuple[Any, ...]] = []
+    for rows in _places(record.rows):
+        decode_ms = rows[0].ms_median
+        lines += [RULE] if lines else []
+        place: tuple[int | None, int | None] = (rows[0].B, rows[0].context)
+        verify_ms = {(row.T, row.kv_policy): row.ms_median for row in rows if row.phase == "verify"}
+        first_ms = {_drafts(row): row.ms_median for row in rows if row.phase == "first_draft"}
+        drafts = [(_drafts(row), row.ms_median) for row in rows if row.phase == "draft"]
+        for draft, ms in [(LOOKUP, 0.0), *drafts]:
+            policy = draft[0] if draft in first_ms else None
+            cells = []
+            for gamma in lengths:
+                of_drafts = first_ms.get(draft, ms) + (gamma - 1) * ms
+                total = of_drafts + verify_ms.get((gamma + 1, policy), math.nan)
+                cells.append(fixed(total / decode_ms, 2))
+            lines.append((*place, _name(draft), *cells))
+            place = None, None
+    columns: list[Column | str] = ["B", "context", Column("drafts", is_text=True)]
+    columns += [f"gamma {number}" for number in lengths]
+    return Table(columns, lines, title="emitted tokens of a step from which drafting pays")
+
+
+def _places(rows: Sequence[LatencyRow]) -> list[list[LatencyRow]]:
+    """The rows of each (B, context), whose first is a decode step."""
+    places = list[list[LatencyRow]]()
+    for row in rows:
+        if row.phase == "decode":
+            places.append([])
+        places[-1].append(row)
+    return places
+
+
+Draft = tuple[str | None, int | None, str | None]
+"""The KV policy, budget and low-bit weights of a draft."""
+LOOKUP: Draft = (None, None, None)
+
+
+def _drafts(row: LatencyRow) -> Draft:
+    return row.kv_policy, row.budget, row.draft_weights
+
+
 def _table_of(record: LatencyRecord) -> Table:
     lines: list[tuple[Any, ...]] = []
     decode_ms = 0.0
@@ -198,13 +247,18 @@ def _table_of(record: LatencyRecord) -> Table:
 
 def _label(row: LatencyRow) -> str:
     if row.phase in ("draft", "first_draft"):
-        name = row.phase.replace("_", " ")
-        weights = f", {row.draft_weights} weights" if row.draft_weights else ""
-        return f"{name}, {row.kv_policy} {row.budget or ''}".rstrip() + weights
+        return f"{row.phase.replace('_', ' ')}, {_name(_drafts(row))}"
     if row.phase == "decode":
         return "decode"
     watched = f", watched for {row.kv_policy}" if row.kv_policy else ""
     return f"verify, T {row.T}{watched}"
+
+
+def _name(draft: Draft) -> str:
+    policy, budget, weights = draft
+    if policy is None:
+        return "prompt lookup"
+    return f"{policy} {budget or ''}".rstrip() + (f", {weights} weights" if weights else "")
 
 
 def _title(record: LatencyRecord) -> str:

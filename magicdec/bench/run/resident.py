@@ -132,7 +132,9 @@ class CacheDemand:
 def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
     """A key that equals another run's if both have the same state after prefill."""
     model = config.model
+    draft = config.draft
     return (
+        () if draft is None else draft.state_layers,
         *(model.model, model.dtype, model.linear, model.elementwise, model.native_steps),
         model.target_dtype,
         config.parallel.rank_group,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from magicdec.bench.serving.metrics import ServingMetrics
-from magicdec.config.sections import MODEL_PREFIX
+from magicdec.config.run_config import split_draft
 from magicdec.names import FULL_KV_POLICY
 from magicdec.records.acceptance import Verification, Verifications
 from magicdec.records.correctness import Correctness
@@ -250,9 +250,9 @@ class ServingRecord(MeasuredRecord):
     def config_as_run(self) -> dict[str, Any]:
         """The sections of a run's config. In pipelined speculation the config of the stages drafts
         nothing."""
-        drafter, is_model, _ = self.config["workload"]["draft"].partition(MODEL_PREFIX)
+        drafter, _ = split_draft(self.config["workload"]["draft"])
         decoding = self.config["decoding"] | {"strategy": "speculative"}
-        decoding |= {"drafter": f"{drafter}model" if is_model else drafter}
+        decoding |= {"drafter": drafter}
         return {"draft": None, "kv": None} | self.config | {"decoding": decoding}
 
     def serving_flags(self) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.cli.records import RecordTableSection
-from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import MODEL_PREFIX, NONE, WrittenSection
+from magicdec.config.run_config import RunConfig, join_draft
+from magicdec.config.sections import NONE, WrittenSection
 from magicdec.config.setting import Declared, same, setting
 from magicdec.config.toml_file import to_toml
 from magicdec.output.writing import write_text
@@ -109,9 +109,8 @@ def draft_of(config: dict[str, Any]) -> str:
     drafter: str | None = config["decoding"]["drafter"]
     if drafter is None:
         return NONE
-    if not drafter.endswith("model"):
-        return drafter
-    return drafter.removesuffix("model") + f"{MODEL_PREFIX}{config['draft']['model']}"
+    draft = config["draft"]
+    return join_draft(drafter, None if draft is None else draft["model"])
 
 
 def with_recorded(run_config: RunConfig, config: dict[str, Any]) -> RunConfig:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import NAMED
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import is_other_start
 from magicdec.names import BASELINE, FULL_KV_POLICY
@@ -46,7 +47,7 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
         return "autoregressive decoding drafts nothing"
     if setting == "decoding.lookup_corpus" and not decoding.looks_up:
         return "nothing is looked up"
-    if section == "draft" and decoding.model_drafter != "model":
+    if section == "draft" and decoding.model_drafter not in NAMED:
         return "no other model drafts"
     if setting == "decoding.draft_weights" and decoding.drafter == "ngram":
         return "prompt lookup has no weights"

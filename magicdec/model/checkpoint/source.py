@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.eagle_weights import head_as_stored, target_ids
 from magicdec.model.checkpoint.finite import WeightsRefused, check_finite
 from magicdec.model.checkpoint.gguf_weights import GgufWeights
 from magicdec.model.checkpoint.quantization import QuantizedWeights, with_head
@@ -37,6 +38,7 @@ from magicdec.model.checkpoint.weight_map import (
     weight_map,
 )
 from magicdec.model.config import ModelConfig
+from magicdec.model.eagle import EagleHead
 from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.family import find_family
 from magicdec.model.gguf.named import is_gguf
@@ -150,10 +152,13 @@ def find_model(flag: str, name: str) -> ModelSource:
         source = ModelSource(name, config, weights, tokenizer_path=None, is_random=True)
     elif path.is_dir() or (path.is_file() and path.suffix in WEIGHT_SUFFIXES):
         config = find_config(flag, name)
-        has_tokenizer = path.is_dir() or is_gguf(path)
-        config, weights = as_stored(config, _stored(path, config))
-        config = with_stored_bytes(config, weights)
-        tokenizer_path = path if has_tokenizer else path.parent
+        tokenizer_path: Path | None = None
+        if config.eagle is not None:
+            config, weights = head_as_stored(config, open_weights(path))
+        else:
+            config, weights = as_stored(config, _stored(path, config))
+            config = with_stored_bytes(config, weights)
+            tokenizer_path = path if path.is_dir() or is_gguf(path) else path.parent
         source = ModelSource(config.name, config, weights, tokenizer_path, is_random=False)
     else:
         raise unknown_model(flag, name, CHOICES)
@@ -207,8 +212,9 @@ def load_transformer(
     elif isinstance(source, RandomWeights):
         source = source.on(device)
     config = untie_head(config) if stored_as else config
+    kind = Transformer if config.eagle is None else EagleHead
     with torch.device("meta"):
-        model = Transformer(config, shard, layers, has_ends)
+        model = kind(config, shard, layers, has_ends)
     for parameter, pieces in weight_map(config, shard, layers, has_ends).items():
         module_name, _, leaf = parameter.rpartition(".")
         module = model.get_submodule(module_name)
@@ -223,6 +229,8 @@ def load_transformer(
         _fill(tensor, pieces, source)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     assert not any(parameter.is_meta for parameter in model.parameters()), "a weight was not loaded"
+    if isinstance(model, EagleHead):
+        model.target_ids = target_ids(config, source).to(device)
     return model.eval()
 
 

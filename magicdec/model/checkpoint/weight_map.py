@@ -73,6 +73,9 @@ def weight_map(
     by rows."""
     table = _Table(config, shard)
     names = table.names
+    if config.eagle is not None:
+        table.eagle_head(layers)
+        return table.pieces
     has_embedding = layers.start == 0 if has_ends is None else has_ends
     has_head = layers.stop == config.num_layers if has_ends is None else has_ends
     if has_embedding or (has_head and config.tie_word_embeddings):
@@ -128,17 +131,42 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class _Table:
     """The pieces of one model's shard."""
 
+    def eagle_head(self, layers: range) -> None:
+        c = self.config
+        eagle = c.eagle
+        assert eagle is not None, "asked of a head"
+        width = eagle.num_states * eagle.state_size
+        if eagle.has_embedding:
+            self.whole("embedding.weight", self.names.embedding, eagle.target_vocab_size)
+        if eagle.norm_before_fc:
+            self.vector("input_norm.weight", "input_norm.weight", width)
+        for number in range(eagle.num_states if eagle.fc_norm else 0):
+            name = f"fc_norm.{number}.weight"
+            self.vector(name, name, eagle.state_size)
+        whole = (0, c.hidden_size)
+        self.column_parallel("fc", [("fc", whole, c.hidden_size)], False, inputs=width)
+        for index in layers:
+            name = self.names.layer.format(index)
+            self.layer(f"blocks.{index}", name, 2 if index == 0 else 1)
+            if index == 0:
+                self.norm("blocks.0.hidden_norm", f"{name}hidden_norm")
+        self.norm("norm", self.names.norm)
+        rows = self.shard.split(c.vocab_size)
+        self.column_parallel("head", [(self.names.head, rows, c.vocab_size)], False, is_head=True)
+
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         self.config = config
         self.shard = shard
         self.names: Names = find_family(config.architecture).names(config)
         self.pieces: dict[str, list[Piece]] = {}
 
-    def layer(self, ours: str, theirs: str) -> None:
+    def layer(self, ours: str, theirs: str, num_inputs: int = 1) -> None:
+        """`num_inputs`: vectors of the hidden size that attention takes, one behind the other."""
         c = self.config
         n = self.names
         self.norm(f"{ours}.attention_norm", theirs + n.attention_norm)
-        self.column_parallel(f"{ours}.attention.qkv", self._qkv(theirs), c.qkv_bias)
+        inputs = num_inputs * c.hidden_size
+        self.column_parallel(f"{ours}.attention.qkv", self._qkv(theirs), c.qkv_bias, inputs=inputs)
         if c.qk_norm:
             for name in (n.q_norm, n.k_norm):
                 leaf = "q_norm" if name == n.q_norm else "k_norm"
@@ -159,11 +187,16 @@ class _Table:
         self.row_parallel(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
 
     def column_parallel(
-        self, parameter: str, parts: Iterable[WeightPart], bias: bool, is_head: bool = False
+        self,
+        parameter: str,
+        parts: Iterable[WeightPart],
+        bias: bool,
+        is_head: bool = False,
+        inputs: int | None = None,
     ) -> None:
-        """A column-parallel layer: this rank's outputs, all inputs."""
+        """A column-parallel layer: this rank's outputs, all inputs (None: the hidden size)."""
         parts = list(parts)
-        hidden = self.config.hidden_size
+        hidden = inputs or self.config.hidden_size
         transposed = self.names.transposed and not is_head
         self.pieces[f"{parameter}.weight"] = [
             Piece(

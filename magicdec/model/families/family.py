@@ -10,7 +10,7 @@ from typing import Any
 
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.fields import ConfigFields
-from magicdec.names import ARCHITECTURES, load_named
+from magicdec.names import ARCHITECTURES, DRAFT_HEADS, load_named
 
 PACKINGS = ("separate", "stacked", "grouped")
 
@@ -66,6 +66,9 @@ class Family:
 
 def find_family(architecture: str) -> Family:
     """The family of an architecture. Raises ValueError listing the supported ones."""
+    if architecture in DRAFT_HEADS:
+        head: Family = load_named(DRAFT_HEADS, architecture)
+        return head
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"architecture {architecture!r} is not supported; "

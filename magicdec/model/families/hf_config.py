@@ -9,6 +9,7 @@ from typing import Any
 
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import check_quantization, check_unread
+from magicdec.model.families.eagle import is_head, read_head
 from magicdec.model.families.family import find_family
 from magicdec.model.families.fields import ConfigFields, only
 from magicdec.output.files import load_object
@@ -52,6 +53,8 @@ def parse_hf_config(
 ) -> ModelConfig:
     """Translate a Hugging Face config (transformers 4 or 5). Raises ValueError, or KeyError for
     a missing field, unless this model is certainly computed."""
+    if is_head(raw):
+        return read_head(raw, name)
     architecture = (raw.get("architectures") or ["unknown"])[0]
     family = find_family(architecture)
     read = ConfigFields(raw)

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.config.capabilities import policy_called
-from magicdec.config.sections import MODEL_PREFIX, NONE, KVSection, SamplingSection
+from magicdec.config.run_config import join_draft
+from magicdec.config.sections import NONE, KVSection, SamplingSection
 from magicdec.config.setting import declared
 from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.output.console import printable
@@ -92,6 +93,7 @@ def conditions(record: DraftingRecord) -> dict[str, Any]:
     config = record.config_as_run()
     workload = record.workload
     cost = config["decoding"].get("step_cost")
+    emulated = config["decoding"].get("emulate_acceptance")
     return {
         **{name: getattr(workload, name) for name in ("model", *OF_TEXT)},
         FORMAT: prompt_format(config),
@@ -102,6 +104,7 @@ def conditions(record: DraftingRecord) -> dict[str, Any]:
         "ignore_eos": config["decoding"]["ignore_eos"],
         "lookup_corpus": config["decoding"].get("lookup_corpus"),
         "step_cost": None if cost is None else list(cost),  # a tuple before it was written
+        "emulate_acceptance": None if emulated is None else list(emulated),
     }
 
 
@@ -148,16 +151,18 @@ def flags_of(
     kv = config["kv"]
     if decoding["strategy"] == BASELINE:
         return f"--draft {NONE}"
-    looked_up, plus, last = decoding["drafter"].rpartition("+")
-    if last == MODEL_PREFIX.removesuffix(":"):
-        last = MODEL_PREFIX + (draft or config["draft"]["model"])
-    words = [f"--draft {looked_up}{plus}{last}"]
+    of_config = config.get("draft")
+    name = draft or (of_config and of_config["model"])
+    words = [f"--draft {join_draft(decoding['drafter'], name)}"]
     words += _flags_of_policy(policy_of(config), kv)
     pa = decoding.get("pa")
     words.append(f"--gamma {decoding['gamma']}")
     words += [] if pa is None else [f"--pa {pa:g}"]
     weights = decoding.get("draft_weights")
     words += [] if weights is None else [f"--draft_weights {weights}"]
+    emulated = decoding.get("emulate_acceptance")
+    if emulated is not None:
+        words.append(f"--emulate_acceptance {' '.join(f'{rate:g}' for rate in emulated)}")
     words += _flags_of_sampling(config.get("sampling"))
     return " ".join(words + _flags_of_ranks(config, num_ranks))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from magicdec.kv.cache import KVCache
 from magicdec.model.block import Block
 from magicdec.model.config import ModelConfig
+from magicdec.model.eagle import EagleHead, FirstBlock
 from magicdec.model.linear.packed import PackedLinear, format_numbers, multiply_in_team
 from magicdec.model.transformer import Transformer
 
@@ -45,7 +46,7 @@ class ModelFields(ctypes.Structure):
         ("query_scale", ctypes.c_float),
         *_fields("embedding* norm* rope*"),
         ("head", LinearFields),
-        *_fields("multiply* first_id"),
+        *_fields("multiply* first_id hidden_norm* target_ids* norm_before_residual norm_output"),
         ("layers", ctypes.POINTER(LayerFields)),
     ]
 
@@ -67,7 +68,8 @@ class CallFields(ctypes.Structure):
         *_fields(
             "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* ranges* range_layers "
             "range_heads num_ranges window num_outputs logits* "
-            "hidden_out* drafts* mass* num_blocks queries* cancelled* "
+            "hidden_out* drafts* mass* num_blocks queries* states* state_layers* num_states "
+            "cancelled* "
             "cancelled_value layers_done keys_seen keys_read num_drafted not_finite"
         ),
         ("pa", ctypes.c_double),
@@ -85,27 +87,35 @@ def describe_model(
     """`num_heads` and `num_kv_heads` are this rank's. Parts of a model get null pointers for
     weights that they lack."""
     config = model.config
-    has_head = model.is_last and model.has_head
+    eagle = config.eagle
+    has_head = model.is_last and (model.has_head or eagle is not None)
     head = LinearFields()
     if has_head:
         assert model.head is not None, "packed models have a head"
         head = _linear(model.head, True)
+    of_head: tuple[int | None, ...] = (None, None, 0, 0)
+    first = model.blocks[0]
+    if isinstance(model, EagleHead) and isinstance(first, FirstBlock):
+        norm: int = first.hidden_norm.weight.data_ptr()
+        switches = int(first.norm_before_residual), int(model.norm_output)
+        of_head = (norm, model.target_ids.data_ptr(), *switches)
     return ModelFields(
         len(model.blocks),
         config.hidden_size,
         num_heads,
         num_kv_heads,
-        config.vocab_size,
+        config.vocab_size if eagle is None else eagle.target_vocab_size,
         model.rope.shape[2],
         config.rope.interleaved,
         config.norm_eps,
         config.rope.attention_factor**2,
-        model.embedding.weight.data_ptr() if model.has_embedding else None,
+        model.embedding.weight.data_ptr() if model.has_embedding or eagle is not None else None,
         model.norm.weight.data_ptr() if has_head else None,
         model.rope.data_ptr(),
         head,
         multiply_in_team(dtype),
         model.head_rows[0],
+        *of_head,
         layers,
     )
 

@@ -103,7 +103,8 @@ class NativeForward:
     """A forward of `rows` with equal numbers of new tokens, computed alone or with others.
 
     `x` are token ids [B, T] or hidden states [B, T, hidden]; `out` [B, num_outputs, V or hidden]
-    is set once computed. `watch` and `watch_queries`: see `ModelRunner.defer`."""
+    is set once computed, and `states` [N, B, T, hidden] if N are asked for. `watch` and
+    `watch_queries`: see `ModelRunner.defer`."""
 
     x: Tensor
     rows: BatchRows
@@ -114,6 +115,7 @@ class NativeForward:
     is_draft: bool = False
     cancellation: Cancellation | None = None
     out: Tensor | None = None
+    states: Tensor | None = None
 
 
 class Executor:
@@ -147,18 +149,24 @@ class Executor:
             segment, group.index, group.size, SLOT_BYTES, WAIT_MS, self._keep_waiting, 0
         )
 
-    @staticmethod
-    def serves(forward: NativeForward) -> bool:
+    def serves(self, forward: NativeForward) -> bool:
         """Whether `forward` can be computed here. Long chunks with watched queries are not: the
-        queries of all layers would be kept."""
+        queries of all layers would be kept. Of an EAGLE-3 head, only chains are."""
+        if self.config.eagle is not None:
+            return False
         return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
 
     def forward(
-        self, forwards: Sequence[NativeForward], offsets: Tensor | None
+        self,
+        forwards: Sequence[NativeForward],
+        offsets: Tensor | None,
+        state_layers: Sequence[int] = (),
     ) -> tuple[list[int], bool]:
         """Compute `forwards` of distinct rows in one call that reads weights once; tokens have
-        the bits of a forward of their own. Returns by forward the keys that one head saw, summed
-        over rows, and whether all logits of this rank are finite.
+        the bits of a forward of their own. `state_layers`: see `HiddenStates.layers`.
+
+        Returns by forward the keys that one head saw, summed over rows, and whether all logits of
+        this rank are finite.
 
         Raises:
             Cancelled: the last forward's cancellation was set before a layer. All forwards end.
@@ -169,10 +177,18 @@ class Executor:
         counts = [len(each.x) * each.num_outputs for each in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
         calls = list[CallFields]()
+        of_states = (ctypes.c_int64 * len(state_layers))(*state_layers)
         watched = list[tuple[AttentionObserver, Tensor]]()
         for each in forwards:
             call = self._call(each.x, each.view, offsets, 1, each.num_outputs)
             calls.append(call)
+            if state_layers:
+                each.states = out.new_empty(
+                    len(state_layers), *each.x.shape[:2], self.config.hidden_size
+                )
+                call.states = each.states.data_ptr()
+                call.state_layers = ctypes.addressof(of_states)
+                call.num_states = len(state_layers)
             if each.watch is not None:
                 shape = layers, len(each.x), self.num_kv_heads, each.view.num_weight_blocks
                 weights = torch.empty(shape)
@@ -202,15 +218,26 @@ class Executor:
         return [call.keys_seen for call in fields], not fields[0].not_finite
 
     def draft(
-        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0
+        self,
+        token_ids: Tensor,
+        view: KVView,
+        offsets: Tensor | None,
+        count: int,
+        pa: float = 0.0,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, int, bool]:
         """At most `count` greedy drafts of each row, int64 [B, K], after token_ids [B, T]; the
         keys that one head saw, summed over rows and forwards; and whether all ranks' logits are
         finite. All tokens but the last draft are appended. Chains stop at `pa` as in
-        `draft_chain`."""
+        `draft_chain`. `states` [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
         call = self._call(token_ids, view, offsets, count, 1)
         call.drafts = drafts.data_ptr()
+        if states is not None:
+            states = states.contiguous()
+            call.tokens = call.hidden_in
+            call.hidden_in = states.data_ptr()
+            call.kept.append(states)
         call.pa = pa
         done = self._run(view.cache, [call])[0]
         return drafts[:, : done.num_drafted], done.keys_seen, not done.not_finite

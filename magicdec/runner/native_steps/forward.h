@@ -77,11 +77,13 @@ private:
     void run_step(int64_t step) {
         if (step) team.meet();  // late threads may still read the plans of the step before
         team.by_one([&] { begin(step); });
-        embed();
+        m->hidden_norm ? embed_pairs(step) : embed();
         for (int64_t layer = 0; layer < m->num_layers; ++layer) {
             if (is_cancelled(layer)) return;
+            keep_states(layer);
             run_layer(layer);
         }
+        keep_states(m->num_layers);
         if (c->hidden_out)
             hand_on();
         else
@@ -103,6 +105,18 @@ private:
         return cancelled_at <= layer;
     }
 
+    void keep_states(int64_t layer) {
+        for (const PartOfThis* part : parts) {
+            const Call& call = *part->call;
+            const int64_t size = part->num_tokens() * m->hidden;
+            for (int64_t i = 0; i < call.num_states; ++i)
+                if (call.state_layers[i] == layer)
+                    team.by_one([&] {
+                        std::memcpy((S*)call.states + i * size, &x[part->first * m->hidden], size * sizeof(S));
+                    });
+        }
+    }
+
     static int64_t now_ns() {
         timespec now;
         clock_gettime(CLOCK_MONOTONIC, &now);
@@ -120,7 +134,9 @@ private:
         lse.resize(R * m->H);
         gate_up.resize(R * mlp);
         hidden.resize(R * inner);
-        room.resize(R * std::max({m->hidden, m->H * HEAD_SIZE, inner}));
+        const int64_t inputs = m->hidden_norm ? 2 * m->hidden : m->hidden;
+        if (m->hidden_norm) pairs.resize(R * inputs), fed_back.resize(c->B * m->hidden);
+        room.resize(R * std::max({inputs, m->H * HEAD_SIZE, inner}));
         if (!c->logits) logits.resize(c->B * m->head.N);
         best.resize(c->B);
         found.resize(c->B * peers->size);
@@ -153,6 +169,22 @@ private:
         }
     }
 
+    // The input of a head: in the first step of a draft with the states that come in, then with the head's own output.
+    void embed_pairs(int64_t step) {
+        const int64_t width = m->hidden;
+        for (const PartOfThis* part : parts) {
+            const S* states = step ? fed_back.data() : (const S*)part->call->hidden_in;
+            team.share(part->num_tokens(), [&](int64_t i) {
+                const int64_t r = part->first + i;
+                const S *state = states + i * width, *embedded = (const S*)m->embedding + tokens[r] * width;
+                S* pair = &pairs[r * 2 * width];
+                rms_norm_row(embedded, (const S*)m->layers[0].attention_norm, m->eps, width, pair);
+                rms_norm_row(state, (const S*)m->hidden_norm, m->eps, width, pair + width);
+                std::memcpy(&x[r * width], m->norm_before_residual ? pair + width : state, width * sizeof(S));
+            });
+        }
+    }
+
     void linear(const LinearLayer& w, const S* from, int64_t R, S* to) {
         m->multiply(&team, &w, from, R, room.data(), to);
     }
@@ -164,7 +196,7 @@ private:
     void run_layer(int64_t layer) {
         const Layer& w = m->layers[layer];
         const int64_t R = num_tokens;
-        linear(w.qkv, normed.data(), R, qkv.data());
+        linear(w.qkv, m->hidden_norm && layer == 0 ? pairs.data() : normed.data(), R, qkv.data());
         attend(layer);
         linear(w.output, mixed.data(), R, part.data());
         add_part(w.output_bias, w.mlp_norm);
@@ -218,6 +250,13 @@ private:
     void run_head() {
         if (num_outputs < num_tokens) team.by_one([&] { copy_outputs(normed.data(), normed.data()); });
         if (!num_outputs) return;
+        if (m->hidden_norm)
+            team.by_one([&] {
+                if (m->norm_output)
+                    std::copy_n(normed.data(), num_outputs * m->hidden, fed_back.data());
+                else
+                    copy_outputs(x.data(), fed_back.data());
+            });
         linear(m->head, normed.data(), num_outputs, logits_data());
         if (!c->drafts) look_for_flaws();
     }
@@ -289,7 +328,7 @@ private:
                 if (part.wrong > 0) c->not_finite = 1;
                 sum += part.sum * std::exp(part.logit - top.logit);
             }
-            tokens[b] = int64_t(top.id);
+            tokens[b] = m->target_ids ? m->target_ids[int64_t(top.id)] : int64_t(top.id);
             if (sum * c->pa > 1) goes_on[b] = false;  // its probability is 1 / sum
         }
     }
@@ -344,7 +383,7 @@ private:
     // Set while late threads read them, and so that these still take all loops that the others took.
     std::atomic<int64_t> num_steps, cancelled_at;
     std::vector<int64_t> tokens;
-    std::vector<S> x, normed, part, qkv, mixed, gate_up, hidden, logits;
+    std::vector<S> x, normed, part, qkv, mixed, gate_up, hidden, logits, pairs, fed_back;
     std::vector<float> lse, room;  // room: scratch memory of linear layers
     std::vector<Best> best, found;
     std::vector<bool> goes_on;  // rows whose chain has not stopped

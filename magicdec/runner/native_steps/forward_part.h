@@ -20,6 +20,11 @@ struct Model {
     LinearLayer head;  // N is 0 without a head
     MultiplyInTeam multiply;  // computes all linear layers
     int64_t first_id;  // vocabulary id of the head's first row
+    // Of an EAGLE-3 head, null or 0 of a model: the norm of the states that its first layer takes beside embeddings, the ids of
+    // its drafts, whether that layer's residual is the normed state, and whether the next draft takes the normed output.
+    const void* hidden_norm;
+    const int64_t* target_ids;
+    int64_t norm_before_residual, norm_output;
     const Layer* layers;
 };
 struct Cache {
@@ -37,7 +42,7 @@ struct Exchange {  // the all-reduce; size 1: none
 struct Call {
     int64_t B, T, steps;  // `steps` forwards: the first over T tokens of each row, the others over one draft token
     const int64_t *tokens, *rows, *seq_lens, *committed, *offsets;  // [B, T], then [B] each; offsets may be null
-    const void* hidden_in;  // S [B, T, hidden] instead of tokens, or null
+    const void* hidden_in;  // S [B, T, hidden] instead of tokens, of a head beside them, or null
     const int64_t* ranges;  // visible committed tokens [range_layers, B, range_heads, num_ranges, 2]
     int64_t range_layers, range_heads, num_ranges, window;
     int64_t num_outputs;  // newest tokens of each row whose logits or hidden states are wanted
@@ -47,6 +52,9 @@ struct Call {
     float* mass;        // attention weights [layers, B, G, num_blocks], or null
     int64_t num_blocks;
     void* queries;      // S [layers, B, T, H, D] after RoPE, or null
+    void* states;       // S [num_states, B, T, hidden]: x before each of the `state_layers`, of which one may follow the last
+    const int64_t* state_layers;
+    int64_t num_states;
     const int64_t* cancelled;  // or null; the forward ends between layers once the first of these two numbers is
     int64_t cancelled_value;   // this one and the monotonic clock has reached the second, in ns
     int64_t layers_done;       // out: layers that were computed, if it may be cancelled

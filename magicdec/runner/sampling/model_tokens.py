@@ -15,9 +15,9 @@ from magicdec.kv.cache import upload
 from magicdec.runner.model_runner import ModelRunner, gather_vocab, greedy
 from magicdec.runner.sampling.coupled import perturb
 from magicdec.runner.sampling.metadata import SamplingMetadata
-from magicdec.runner.sampling.randomness import Purpose
+from magicdec.runner.sampling.randomness import Purpose, uniforms
 from magicdec.runner.sampling.sampling import probabilities, process, sample
-from magicdec.runner.sampling.verification import Judgement, count_accepted, verify
+from magicdec.runner.sampling.verification import Judgement, count_accepted, leading, verify
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,28 @@ def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
     total = logits.double().logsumexp(dim=-1)
     most, total = runner.group.all_gather(torch.stack([most, total], dim=-1)).unbind(-1)
     return (most.amax(dim=0) - total.logsumexp(dim=0)).exp()[:, 0]
+
+
+@dataclass(frozen=True)
+class EmulatedAcceptance:
+    """Acceptance by chance. `rates` float64 [most drafts]: how often a draft is accepted, given that
+    all before it are."""
+
+    rates: Tensor
+
+    def judge(
+        self, proposal: Proposal, target: Judgement, rows: Tensor, starts: Tensor
+    ) -> Judgement:
+        """Accept drafts [B, K] themselves; after them comes a token of the `target`. The random
+        numbers are those of the `rows` [B] and their lengths `starts` [B]."""
+        drafts = proposal.ids
+        steps = torch.arange(drafts.shape[1], device=drafts.device)
+        u = uniforms(rows, starts.unsqueeze(1) + steps, Purpose.ACCEPT)
+        counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
+        accepted = leading(u < self.rates[: drafts.shape[1]], counts)
+        place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+        is_draft = place < accepted.unsqueeze(1)
+        return Judgement(accepted, torch.where(is_draft, F.pad(drafts, (0, 1)), target.ids))
 
 
 def judge(

@@ -22,10 +22,10 @@ from magicdec.runner.sampling.sampling import sample
 def count_accepted(draft_ids: Tensor, target_ids: Tensor, counts: Tensor | None = None) -> Tensor:
     """The number of leading draft ids [B, K], of which `counts` [B] are real, that equal the
     target's [B, K+1]: int64 [B]."""
-    return _leading(draft_ids == target_ids[:, :-1], counts)
+    return leading(draft_ids == target_ids[:, :-1], counts)
 
 
-def _leading(is_kept: Tensor, counts: Tensor | None) -> Tensor:
+def leading(is_kept: Tensor, counts: Tensor | None) -> Tensor:
     """The number of kept drafts [B, K] before the first rejected one, at most `counts`."""
     leading = is_kept.long().cumprod(dim=1).sum(dim=1)
     return leading if counts is None else leading.minimum(counts)
@@ -52,7 +52,7 @@ def verify(
     else:
         # This is u < p / q without the division. A token with p = 0 is never accepted.
         is_kept = u_accept * draft_probs.gather(2, draft_ids.unsqueeze(2)).squeeze(2) < p
-    accepted = _leading(is_kept, counts)
+    accepted = leading(is_kept, counts)
     following = residual(draft_ids, draft_probs, target_probs, accepted, counts)
     u = u_resample.gather(1, accepted.unsqueeze(1)).squeeze(1)
     return accepted, sample(following, u)

@@ -12,7 +12,7 @@ from magicdec.kv.cache import BatchRows, upload
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
-from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal
 from magicdec.speculation.drafter import Drafter, DraftShape
 from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
 from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
@@ -87,8 +87,9 @@ class CapturedSteps(DecodeSteps):
         recorder: Recorder,
         is_in_flight: bool = False,
         witness: Witness | None = None,
+        emulated: EmulatedAcceptance | None = None,
     ) -> None:
-        super().__init__(runner, drafter, phase, is_in_flight, witness)
+        super().__init__(runner, drafter, phase, is_in_flight, witness, emulated)
         self.recorder = recorder
         self._captures_drafts = drafter is not None and drafter.can_capture
         self._works: Works = {}

@@ -11,10 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from magicdec.kv.cache import upload
 from magicdec.kv.draft_log import DraftLog
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request, StepOutput
-from magicdec.runner.sampling.model_tokens import Proposal, join
+from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal, join
 from magicdec.speculation.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.speculation.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.speculation.steps.calibration import measure_steps
@@ -174,8 +177,12 @@ def autoregressive(setup: Setup) -> Speculative:
 
 
 def make_steps(setup: Setup, drafter: Drafter | None) -> DecodeSteps:
+    rates = None if drafter is None else setup.decoding.emulated_rates
+    emulated = None
+    if rates is not None:
+        device = setup.runner.device
+        emulated = EmulatedAcceptance(upload(rates, device, torch.float64))
+    more = setup.is_in_flight, setup.witness, emulated
     if setup.recorder.captures:
-        return CapturedSteps(
-            setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight, setup.witness
-        )
-    return DecodeSteps(setup.runner, drafter, setup.phase, setup.is_in_flight, setup.witness)
+        return CapturedSteps(setup.runner, drafter, setup.phase, setup.recorder, *more)
+    return DecodeSteps(setup.runner, drafter, setup.phase, *more)

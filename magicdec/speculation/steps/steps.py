@@ -17,7 +17,7 @@ from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner, NativeForward
 from magicdec.runner.request import Batch, NotFinite, Request
-from magicdec.runner.sampling.model_tokens import Proposal, judge
+from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal, judge
 from magicdec.speculation.drafter import Drafter, DraftShape
 from magicdec.speculation.steps.strategy import Phase
 from magicdec.speculation.steps.witness import Witness
@@ -58,8 +58,10 @@ class DecodeSteps:
         phase: Phase,
         is_in_flight: bool = False,
         witness: Witness | None = None,
+        emulated: EmulatedAcceptance | None = None,
     ) -> None:
         self.runner = runner
+        self.emulated = emulated
         self.drafter = drafter
         self.witness = witness
         self.phase = phase
@@ -232,6 +234,8 @@ class DecodeSteps:
         judgement = judge(
             runner, batch.sampling, proposal, verification.logits(), verification.places
         )
+        if self.emulated is not None and proposal.ids.shape[1] > 0:
+            judgement = self.emulated.judge(proposal, judgement, rows.index, before.tensor)
         accepted = judgement.accepted
         ids = judgement.ids
         emitted = accepted + 1

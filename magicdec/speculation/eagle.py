@@ -1,0 +1,213 @@
+"""EagleDrafter: drafts by an EAGLE-3 head from the target's hidden states (Li et al., arXiv
+2503.01840, section 3; EAGLE-3.1, arXiv 2605.09992).
+
+The head's slot i is that of the target's token i, and takes token i + 1 too, so that its cache has
+one slot for each token that the target has cached. A draft first fills the slots of the tokens that
+were committed since the last one, with true states, then goes on from its own output. What it wrote
+from its own output is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import KVSection
+from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.hidden_states import HiddenStates
+from magicdec.model.eagle import EagleHead
+from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.model_runner import ModelRunner, gather_vocab, greedy
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.model_tokens import Proposal, confidence
+from magicdec.runner.sampling.randomness import Purpose
+from magicdec.runner.sampling.sampling import probabilities, process, sample
+from magicdec.speculation.draft_kv import DraftKV
+from magicdec.speculation.drafter import Drafter, DraftModel, DraftSetup, DraftShape
+from magicdec.speculation.model_drafter import STOPPED
+from magicdec.speculation.policies.policy import make_draft_kv
+
+# The logit of a token that is not in the draft vocabulary; finite, because all are checked.
+NEVER = -1e30
+
+
+class EagleDrafter(Drafter):
+    """A drafter with a head on some ranks of the target. The others only receive its tokens."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        draft: DraftModel,
+        kv: KVSection,
+        max_gamma: int,
+        pa: float = 0.0,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.pa = pa
+        self.vocab_size = target.model.config.vocab_size
+        self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
+        self.can_capture = not draft.is_rolling
+        # A step commits at most the last of these; few, because each is captured on a GPU.
+        self.pending = tuple(sorted({1, 2, max_gamma + 1}))
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> EagleDrafter:
+        assert setup.draft is not None, "a run with this drafter has a head"
+        decoding = setup.decoding
+        return cls(setup.runner, setup.draft, setup.kv, decoding.max_gamma, decoding.pa or 0.0)
+
+    @property
+    def head(self) -> EagleHead:
+        assert self.draft.runner is not None, "asked on ranks with the head"
+        model = self.draft.runner.model
+        assert isinstance(model, EagleHead), "checked before the run"
+        return model
+
+    @property
+    def states(self) -> HiddenStates:
+        assert self.target.states is not None, "the target keeps them"
+        return self.target.states
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        runner = self.draft.runner
+        if self.draft_kv is None or runner is None:
+            return
+        for request in requests:
+            assert request.row is not None, "an admitted request has a row"
+            runner.cache.release(request.row)
+            runner.allocate(request.row)
+            self._fill(self.draft_kv, request.row, 0, self.target.cache.lengths[request.row] - 1)
+        self.draft_kv.admit(requests)
+
+    def release(self, rows: Sequence[int]) -> None:
+        if self.draft_kv is not None and self.draft.runner is not None:
+            self.draft_kv.release(rows)
+            for row in rows:
+                self.draft.runner.cache.release(row)
+
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
+        """Fill the slots of rows that lack more than a step commits. Returns how many slots the
+        draft fills in each row; those that a row does not lack are filled a second time."""
+        kv = self.draft_kv
+        if kv is None:
+            return 1
+        rows = [request.row for request in requests if request.row is not None]
+        committed = [self.target.cache.lengths[row] for row in rows]
+        filled = kv.lengths(rows).bounds
+        most = max(count for count in self.pending if count <= min(committed))
+        lacking = [1]
+        for row, length, held in zip(rows, committed, filled, strict=True):
+            count = length - held
+            if count > most:
+                self._fill(kv, row, held, length - 1)
+                count = 1
+            lacking.append(count)
+        return min(count for count in self.pending if count >= max(lacking))
+
+    def _fill(self, kv: DraftKV, row: int, first: int, stop: int) -> None:
+        """Slots `first` to `stop` - 1 of a row, whose following tokens the target has cached."""
+        device = kv.runner.device
+        rows = BatchRows.of([row], device)
+        for start in range(first, stop, self.draft.prefill_chunk):
+            end = min(start + self.draft.prefill_chunk, stop)
+            kv.rewind(rows, Lengths.of([start], device))
+            positions = torch.arange(start, end, device=device).unsqueeze(0)
+            following, _ = self.states.read(rows.index, positions + 1)
+            _, states = self.states.read(rows.index, positions)
+            x = self.head.pair(following, self.head.reduced(states))
+            held = kv.lengths(rows)
+            kv.runner.forward(x, rows, kv.select(rows, held), held, num_outputs=0)
+
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        group = self.target.group
+        source = self.draft.source
+        proposal = self._room_for(batch, shape)
+        if self.draft_kv is not None:
+            proposal = self._propose(self.draft_kv, batch, shape)
+        if group.size == 1:
+            return proposal
+        ids = proposal.ids
+        probs = proposal.probabilities
+        if self.pa > 0:  # every rank learns from padding where the chain has stopped
+            padding = shape.gamma - ids.shape[1]
+            ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
+        ids = group.broadcast(ids, source)
+        if self.pa > 0:
+            ids = ids[:, : int((ids[0] != STOPPED).sum())]
+            probs = None if probs is None else probs[:, : ids.shape[1]]
+        return Proposal(ids, None if probs is None else group.broadcast(probs, source))
+
+    def _propose(self, kv: DraftKV, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        rows = batch.rows
+        lengths = self.target.cache.lengths_of(rows)
+        filled = lengths.plus(-shape.pending)
+        kv.rewind(rows, filled)
+        committed = kv.lengths(rows)
+        steps = torch.arange(shape.pending, device=kv.runner.device)
+        positions = filled.tensor.unsqueeze(1) + steps
+        known, _ = self.states.read(rows.index, positions[:, 1:])
+        following = torch.cat([known, batch.newest[:, -1:]], dim=1)
+        _, states = self.states.read(rows.index, positions)
+        state = self.head.reduced(states)
+        if batch.sampling.is_greedy and kv.runner.can_chain:
+            view = kv.select(rows, committed), kv.held(rows, committed)
+            ids = kv.runner.draft(following, rows, *view, shape.gamma, self.pa, state)
+            kv.rewind(rows, lengths)
+            return Proposal(ids)
+        x = self.head.pair(following, state)
+        drafts = batch.newest[:, :0]
+        drawn_from = list[Tensor]()
+        goes_on = None
+        for number in range(shape.gamma):
+            logits, state = self.head.read_out(kv.forward(x, rows, committed, num_outputs=1))
+            newest, probs = self._token(kv.runner, logits, batch.sampling, drafts)
+            drafts = torch.cat([drafts, newest], dim=1)
+            drawn_from += [] if probs is None else [probs]
+            if self.pa > 0:
+                is_sure = confidence(kv.runner, logits) >= self.pa
+                goes_on = is_sure if goes_on is None else goes_on & is_sure
+                if not goes_on.any():
+                    break
+            if number + 1 < shape.gamma:
+                x = self.head.pair(newest, state)
+        kv.rewind(rows, lengths)
+        return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)
+
+    def _token(
+        self, runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `model_tokens.draft_token`, from logits [B, 1, draft vocabulary of this rank]."""
+        head = self.head
+        draws = sampling.draws
+        if draws is None and sampling.penalties is None:
+            ids, sums = greedy(logits, head.head_rows[0], runner.group, sampling.flaws)
+            if sums is not None:
+                sampling.note_sums(sums)
+            return head.target_ids[ids], None
+        among = gather_vocab(logits, runner.vocab_places, runner.group).float()
+        sampling.note(among)
+        whole = among.new_full((*among.shape[:2], self.vocab_size), NEVER)
+        whole[..., head.target_ids] = among
+        whole = process(whole, sampling.penalties, drafts)
+        if draws is None:
+            return whole.argmax(dim=-1), None
+        probs = probabilities(whole, draws.filters)
+        u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
+        return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
+
+    def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        """Zeros into which a rank without the head receives the proposal."""
+        ids = batch.newest.new_zeros(len(batch.rows), shape.gamma)
+        probs = None
+        if batch.sampling.draws is not None:
+            probs = ids.new_zeros(*ids.shape, self.vocab_size, dtype=torch.float64)
+        return Proposal(ids, probs)
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        """The slots of rejected drafts were dropped when they were proposed."""
+        if self.draft_kv is not None:
+            self.draft_kv.rewind(rows, lengths)

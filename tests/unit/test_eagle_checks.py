@@ -1,0 +1,231 @@
+"""What is refused of EAGLE-3 heads, in one line: heads of another model, broken ones, and runs that
+cannot take states; and the conventions by which heads number layers."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, Command, save_checkpoint, tiny_transformer
+from eagle_heads import HeadForm, random_head, write_head
+from safetensors.torch import load_file, save_file
+
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DraftSection
+from magicdec.model.checkpoint.source import find_model
+from magicdec.model.config import ModelConfig
+from magicdec.setup.eagle_checks import state_layers
+
+TARGET = replace(TINY, vocab_size=2051, num_layers=8)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tiny_transformer(TARGET), tmp_path_factory.mktemp("target"))
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    """Change fields of a head's config.json, or remove those that become "absent"."""
+
+    def edit(head: Path) -> None:
+        config = json.loads((head / "config.json").read_text())
+        for field, value in changes.items():
+            config[field] = value
+            if value == "absent":
+                del config[field]
+        (head / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def edit_tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit_file(head: Path) -> None:
+        tensors = load_file(head / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, head / "model.safetensors")
+
+    return edit_file
+
+
+def nothing(head: Path) -> None:
+    pass
+
+
+CASES: dict[str, tuple[HeadForm, ModelConfig, Callable[[Path], None], str, str]] = {
+    "another width": (
+        HeadForm(), replace(TARGET, hidden_size=96), nothing, "",
+        "takes hidden states of 96 numbers, but those of {target} have 48; choose the head of",
+    ),
+    "another vocabulary": (
+        HeadForm(), replace(TARGET, vocab_size=999), nothing, "",
+        "is for a vocabulary of 999 ids, but {target} has 2051; choose the head of this model",
+    ),
+    "another number of states": (
+        HeadForm(capture=(1, 2)), TARGET,
+        edit_config(eagle_aux_hidden_state_layer_ids=[1, 2, 3]), "",
+        "fc.weight takes 2 states, but config.json lists 3 layers for them",
+    ),
+    "states of another size": (
+        HeadForm(), TARGET, edit_config(target_hidden_size=50), "",
+        "fc.weight has shape (48, 144), which takes no whole number of states of 50; correct",
+    ),
+    "layers outside the model": (
+        HeadForm(capture=(2, 4, 9)), TARGET, nothing, "",
+        "the layers 2, 4, 9 are not all from 0 to the 8 of {target}; give --eagle_layers",
+    ),
+    "layers asked for outside the model": (
+        HeadForm(), TARGET, nothing, "--eagle_layers 2 4 -1",
+        "--eagle_layers -1 is too small; it must be at least 0",
+    ),
+    "too few layers asked for": (
+        HeadForm(), TARGET, nothing, "--eagle_layers 2 4",
+        "--eagle_layers 2 4: --draft eagle:{head} takes 3 states, not 2",
+    ),
+    "no map": (
+        HeadForm(), TARGET, edit_tensors(lambda tensors: tensors.pop("d2t")), "",
+        "d2t is missing, which says what the 40 ids of the draft vocabulary are among the",
+    ),
+    "a map to ids that are not there": (
+        HeadForm(), TARGET, edit_tensors(lambda tensors: tensors["d2t"].add_(5000)), "",
+        "d2t maps 40 draft ids to 40 ids from ",
+    ),
+    "a map of another size": (
+        HeadForm(), TARGET, edit_config(draft_vocab_size=41), "",
+        "d2t has shape (40,), expected (41,), the draft vocabulary",
+    ),
+    "no fc": (
+        HeadForm(), TARGET, edit_tensors(lambda tensors: tensors.pop("fc.weight")), "",
+        "fc.weight is missing, which an EAGLE-3 head has",
+    ),
+    "a tensor that is not read": (
+        HeadForm(), TARGET,
+        edit_tensors(lambda tensors: tensors.update(other=torch.zeros(3))), "",
+        "other of shape (3,) is not part of the model",
+    ),
+    "another algorithm": (
+        HeadForm(), TARGET, edit_config(speculators_model_type="dflash"), "",
+        "speculators_model_type 'dflash' is not supported; choose from eagle3",
+    ),
+    "another family of layers": (
+        HeadForm(), TARGET, edit_config(transformer_layer_config={"model_type": "bloom"}), "",
+        "model_type 'bloom' is not supported; choose from llama, qwen3",
+    ),
+    "an unknown field": (
+        HeadForm(), TARGET, edit_config(use_dynamic_tree=True), "",
+        "use_dynamic_tree True is not known for Eagle3Speculator, and might change what it",
+    ),
+    "no word about the residual": (
+        HeadForm(), TARGET, edit_config(norm_before_residual="absent"), "",
+        "norm_before_residual is missing, which some programs read as true and others as false",
+    ),
+    "the last state alone": (
+        HeadForm(program="specforge"), TARGET,
+        edit_config(eagle_config={"use_aux_hidden_state": False}), "",
+        "use_aux_hidden_state False is not supported; choose from True",
+    ),
+    "layers that are counted otherwise": (
+        HeadForm(program="specforge"), TARGET,
+        edit_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}), "",
+        "lists the layers 1, 4, 6, which some programs count from the embedding and others from",
+    ),
+    "a policy that copies": (
+        HeadForm(), TARGET, nothing, "--kv_policy snapkv --budget 40",
+        "--kv_policy snapkv: an EAGLE-3 head keeps its whole cache or a window of it; choose from",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "made_for", "edit", "words", "message"), CASES.values(), ids=CASES
+)
+def test_a_head_that_does_not_fit_is_refused(
+    form: HeadForm,
+    made_for: ModelConfig,
+    edit: Callable[[Path], None],
+    words: str,
+    message: str,
+    target: Path,
+    tmp_path: Path,
+    command: Command,
+) -> None:
+    head = tmp_path / "head"
+    write_head(head, made_for, form)
+    edit(head)
+    draft = f"eagle:{head}"
+    ended = command("run", "--model", target, "--draft", draft, "--prefix_len", 32, *words.split())
+    expected = message.format(target=target.name, head=head.name)
+    assert ended.code == 2 and expected in ended.err, ended.err
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run --model {head}", "--model head: it is an EAGLE-3 head, which drafts for another"),
+        ("run --draft model:{head}", "it is an EAGLE-3 head; name it as --draft eagle:DIR"),
+        ("run --draft eagle:demo-draft", "it is a model, not an EAGLE-3 head; name it as --draft"),
+        ("run --draft eagle", "--draft eagle is not known; choose from self, model:NAME, eagle:"),
+        ("run --draft self --eagle_layers 1 2 3", "--eagle_layers does nothing here"),
+        ("recurrent --nproc 2 --draft eagle:{head}", "takes states of several layers, which"),
+        ("pipeline --nproc 2 --draft eagle:{head}", "takes states of several layers, which"),
+    ],
+)
+def test_a_head_is_named_as_one(words: str, message: str, tmp_path: Path, command: Command) -> None:
+    demo = find_model("--model", "demo").config
+    write_head(tmp_path / "head", demo, HeadForm())
+    ended = command(*words.format(head=tmp_path / "head").split(), "--prefix_len", 32)
+    assert ended.code == 2 and message in ended.err, ended.err
+
+
+@pytest.mark.parametrize(
+    ("listed", "asked", "expected"),
+    [
+        (None, None, (2, 4, 5)),
+        ([2, 4, 5], None, (2, 4, 5)),
+        ([1, 3, 4], None, (2, 4, 5)),  # as SGLang counts
+        ([1, 4, 6], (1, 4, 6), (1, 4, 6)),
+        (None, (0, 3, 8), (0, 3, 8)),
+    ],
+)
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+def test_layers_are_counted_as_the_head_means_them(
+    listed: list[int] | None,
+    asked: tuple[int, ...] | None,
+    expected: tuple[int, ...],
+    place: str,
+    target: Path,
+    tmp_path: Path,
+) -> None:
+    write_head(tmp_path, TARGET, HeadForm(program="specforge"))
+    stated = {"eagle_aux_hidden_state_layer_ids": listed}
+    edit_config(**(stated if place == "top" else {"eagle_config": stated}))(tmp_path)
+    config = RunConfig(draft=DraftSection(str(tmp_path), eagle_layers=asked))
+    sources = (find_model("--model", str(path)) for path in (target, tmp_path))
+    assert state_layers(config, *sources) == expected
+
+
+def test_names_of_other_programs_are_the_same_head(tmp_path: Path) -> None:
+    """AngelSlim's prefix, SGLang's norms of states, EAGLE's pickled file, and its architecture."""
+    form = HeadForm(fc_norm=True)
+    found = random_head(TARGET, form)
+    write_head(tmp_path / "one", TARGET, form)
+    other = tmp_path / "other"
+    write_head(other, TARGET, replace(form, program="specforge"))
+    edit_config(architectures=["LlamaForCausalLM"], use_aux_norm=True, fc_norm="absent")(other)
+    norms = {f"fc_norm.{i}.": f"aux_norm_{name}." for i, name in enumerate(("low", "mid", "high"))}
+    renamed = {}
+    for name, value in found.items():
+        for old, new in norms.items():
+            name = name.replace(old, new)
+        renamed[f"model.{name.replace('layers.0.', 'midlayer.')}"] = value
+    (other / "model.safetensors").unlink()
+    torch.save(renamed, other / "pytorch_model.bin")
+    first, second = (find_model("--draft", str(path)) for path in (tmp_path / "one", other))
+    assert first.config.eagle is not None and second.config.eagle is not None
+    kept = {"capture": None, "is_exact": False}
+    assert replace(first.config.eagle, **kept) == second.config.eagle
+    for name in first.weights.tensors:
+        assert torch.equal(first.weights.read(name), second.weights.read(name)), name

@@ -1,0 +1,120 @@
+"""Acceptance by chance: rates as vLLM makes them, drawn so often, for every drafter, marked in the
+record, and compared with nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    Command,
+    decode,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
+from eagle_heads import FITTED, made_head
+
+from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
+from magicdec.engine.engine import Engine
+from magicdec.names import DRAFTERS, EAGLE, NGRAM_AND
+from magicdec.runner.request import StepOutput
+from magicdec.speculation.steps.strategy import Setup
+
+
+@pytest.mark.parametrize(
+    ("given", "gamma", "rates"),
+    [
+        ((1.0,), 4, (0, 0, 0, 0)),
+        ((2.5,), 4, (1, 0.5, 0, 0)),
+        ((5.0,), 4, (1, 1, 1, 1)),
+        ((0.9, 0.45, 0.09), 4, (0.9, 0.5, 0.2, 0)),
+        ((0.6,), 2, (0.6, 0)),
+        ((0.5, 0.0), 3, (0.5, 0, 0)),
+    ],
+)
+def test_a_length_has_the_rates_of_least_variance_and_rates_are_conditional(
+    given: tuple[float, ...], gamma: int, rates: tuple[float, ...]
+) -> None:
+    section = DecodingSection("speculative", "self", gamma, emulate_acceptance=given)
+    assert section.emulated_rates == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("5.1 --gamma 4", "--emulate_acceptance 5.1: a step emits at most 5 tokens; give a"),
+        ("0.5 0.6 --gamma 4", "--emulate_acceptance 0.5 0.6: rates are from 0 to 1 and never rise"),
+        ("2 0.5 --gamma 4", "--emulate_acceptance 2 0.5: rates are from 0 to 1 and never rise"),
+        ("0.5 0.4 0.3 --gamma 2", "a step drafts at most 2 tokens; give fewer rates, or a larger"),
+        ("-1", "--emulate_acceptance -1 is too small; it must be at least 0"),
+        ("2 --draft none", "--emulate_acceptance 2: nothing drafts here; leave it out"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(words: str, message: str, command: Command) -> None:
+    ended = command("run", "--prefix_len", 32, "--emulate_acceptance", *words.split())
+    assert ended.code == 2 and message in ended.err, ended.err
+
+
+@pytest.mark.usefixtures("lookups_of_ones")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_are_accepted_as_often_as_asked_for(drafter: str, temperature: float) -> None:
+    model = tiny_transformer()
+    rows, new, gamma = 24, 60, 3
+    size = rows, 10 + new + gamma
+    runner = make_runner(model, *size)
+    draft = None
+    kv = KVSection("full")
+    if drafter.endswith(EAGLE):
+        runner.keep_states(FITTED.capture)
+        draft = make_draft(made_head(model), kv, *size)
+    elif drafter.removeprefix(NGRAM_AND) in NAMED:
+        draft = make_draft(tiny_transformer(seed=2), kv, *size)
+    decoding = DecodingSection("speculative", drafter, gamma, emulate_acceptance=(0.8, 0.4, 0.1))
+    engine = Engine(runner, 64)
+    prompts = random_prompts([10] * rows, TINY.vocab_size)
+    requests = make_requests(prompts, new, sampling=SamplingSection(temperature))
+    engine.prefill(requests)
+    counts = torch.zeros(gamma + 1)
+
+    def observe(ids: object, output: StepOutput, seconds: float) -> None:
+        if output.num_accepted is not None and output.padded_gamma == gamma:
+            counts.add_(torch.bincount(torch.tensor(output.num_accepted), minlength=gamma + 1))
+
+    finished = decode(engine, "speculative", Setup(runner, decoding, kv, draft=draft), observe)
+    assert all(len(r.output_ids) == new for r in finished)
+    total = counts.sum()
+    assert total > 300
+    reached = counts.flip(0).cumsum(0).flip(0)[1:] / total
+    expected = torch.tensor([0.8, 0.4, 0.1])
+    allowed = 5 * (expected * (1 - expected) / total).sqrt()
+    assert ((reached - expected).abs() < allowed).all(), reached
+
+
+def test_a_record_says_so_and_is_compared_with_nothing(tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "out.jsonl"
+    words = [
+        "--B",
+        "1",
+        "--prefix_len",
+        "64",
+        "--gen_len",
+        "16",
+        "--num_batches",
+        "1",
+        "--threads",
+        "1",
+        "--gamma",
+        "2",
+    ]
+    ended = command("run", *words, "--emulate_acceptance", 2, "--out", out)
+    assert ended.code == 0, ended.err
+    assert "EMULATED acceptance 2" in ended.out and "not compared" in ended.out
+    record = json.loads(out.read_text())
+    assert record["config"]["decoding"]["emulate_acceptance"] == [2.0]
+    assert record["correctness"]["reference"] is None
+    assert record["metrics"]["acceptance_per_position"] == [1.0, 0.0]
