@@ -6,6 +6,7 @@ from __future__ import annotations
 from faults import (
     choices,
     gate,
+    heads,
     records,
     rings,
     runs,
@@ -27,4 +28,5 @@ PROPERTIES = (
     *choices.PROPERTIES,
     *verdict.PROPERTIES,
     *weights.PROPERTIES,
+    *heads.PROPERTIES,
 )

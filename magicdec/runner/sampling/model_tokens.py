@@ -129,8 +129,8 @@ def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EmulatedAcceptance:
-    """Acceptance by chance. `rates` float64 [most drafts]: how often a draft is accepted, given that
-    all before it are."""
+    """Acceptance by chance. `rates` float64 [most drafts]: how often a draft is accepted, given
+    that all before it are."""
 
     rates: Tensor
 

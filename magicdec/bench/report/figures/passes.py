@@ -348,6 +348,75 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
     return form.of(drafting[[count > 1 for count in num_budgets]])
 
 
+def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
+    """Which drafter wins at which context: emitted tokens with what would pay, and speedup."""
+    held = ["model", "target_dtype", "dtype", "dataset", "gen_len", "temperature", *MACHINE, "B"]
+    num_heads = runs["draft_model"].nunique()
+    heads = runs["draft_model"].map(lambda name: f", {name}" if name and num_heads > 1 else "")
+    named = runs.assign(series=runs["method"].astype(object) + heads)
+    figures: list[Drawn | LeftOut] = []
+    for metric, name, title, label, caption, also in (
+        (
+            "mean_emitted_tokens",
+            "length_by_context",
+            "Emitted tokens of a step against context",
+            "emitted tokens of a step",
+            "Accepted drafts and the target's own token, mean over steps. The dotted line of the "
+            "same colour is the length from which that drafter pays: the time of its steps over "
+            "that of the baseline's. A drafter is worth its time where its line is above its "
+            "dotted one",
+            "break_even_length",
+        ),
+        (
+            "speedup",
+            "speedup_by_context",
+            "Speedup against context",
+            "speedup of decode steps (x)",
+            "Decode tokens/s relative to autoregressive decoding of the same run",
+            None,
+        ),
+    ):
+
+        def show(of: pd.DataFrame, metric: str = metric, also: str | None = also) -> pd.DataFrame:
+            places = of.groupby(["series", "prefix_len"])
+            return frame_of(
+                {"series": series, "prefix_len": prefix}
+                | summarize(same, metric)
+                | ({also: same[also].astype(float).median()} if also else {})
+                for (series, prefix), same in places
+            )
+
+        form = Form(
+            name=name,
+            title=title,
+            reason="no way to draft was measured at two contexts and else equal settings",
+            held=held,
+            places=["prefix_len", "series"],
+            show=show,
+            draw=partial(draw_along_contexts, y=metric, also=also),
+            labels=("prompt tokens", label),
+            caption=(caption, "Of repeated runs the median is shown"),
+            intervals="Bars are 95 % intervals, of repeated runs the range",
+            axes={"sharey": True, "height": 3.4},
+        )
+        measured = named[named[metric].notna()]
+        num_contexts = num_different(measured, [*held, "series"], ["prefix_len"])
+        figures.append(form.of(measured[[count > 1 for count in num_contexts]]))
+    return figures
+
+
+def draw_along_contexts(
+    ax: Axes, table: pd.DataFrame, series: Series, y: str, also: str | None
+) -> dict[str, Any]:
+    handles = draw_curves(ax, table, series, x="prefix_len", y=y, xscale="log")
+    for _, of, style in series if also else ():
+        pays_from = of[also].astype(float)
+        ax.plot(of["prefix_len"], pays_from, color=style.colour, linestyle=(0, (1, 3)), linewidth=1)
+    if also is None:
+        ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
+    return handles
+
+
 def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="speedup_by_acceptance",
