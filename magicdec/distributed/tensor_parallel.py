@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Inputs: those of int4's groups, and of the smallest groups that layers have.
+MLP_GROUPS = (32, 16)
+
 
 def split_evenly(total: int, parts: int, index: int) -> tuple[int, int]:
     """The half-open range of part `index` of `parts`; the first parts are one longer if needed."""
@@ -43,6 +46,17 @@ class Shard:
         """Whether some ranks hold the same KV head."""
         return self.size > num_kv_heads
 
+    def mlp_units(self, total: int) -> tuple[int, int]:
+        """This rank's half-open range of MLP units, the inputs of the down projection: whole groups
+        of its weights where the ranks can share them, so that `total` 8192 on 3 ranks is 2752, 2720
+        and 2720. An even split in multiples of 16 is kept."""
+        group = 1
+        if total % (MLP_GROUPS[-1] * self.size):
+            held = (g for g in MLP_GROUPS if total % g == 0 and total >= g * self.size)
+            group = next(held, 1)
+        first, last = split_evenly(total // group, self.size, self.rank)
+        return first * group, last * group
+
     def split(self, total: int) -> tuple[int, int]:
-        """This rank's half-open range of an evenly split dimension (MLP units, vocabulary rows)."""
+        """This rank's half-open range of evenly split vocabulary rows."""
         return split_evenly(total, self.size, self.rank)

@@ -92,7 +92,8 @@ def slowest_shard(config: ModelConfig, size: int) -> Shard:
 def _widths(config: ModelConfig, shard: Shard) -> tuple[int, int, int, int]:
     """This rank's sizes: query heads x head size, KV heads x head size, MLP units, vocabulary."""
     queries, keys = shard.heads(config.num_heads, config.num_kv_heads)
-    parts = queries, keys, shard.split(config.intermediate_size), shard.split(config.vocab_size)
+    units = shard.mlp_units(config.intermediate_size)
+    parts = queries, keys, units, shard.split(config.vocab_size)
     num_queries, num_keys, ffn, head = (last - first for first, last in parts)
     return num_queries * config.head_dim, num_keys * config.head_dim, ffn, head
 

@@ -29,7 +29,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
-        first, last = shard.split(config.intermediate_size)
+        first, last = shard.mlp_units(config.intermediate_size)
         self.is_gated = config.gated_mlp
         self.activate = ACTIVATION_FUNCTIONS[config.activation]
         self.elementwise = Elementwise()

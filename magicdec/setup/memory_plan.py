@@ -87,7 +87,7 @@ def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool =
     model = plan.model
     backend = backend_class(plan.config.attention.backend)
     call = _call_size(plan, shape)
-    first, last = plan.shard.split(model.intermediate_size)
+    first, last = plan.shard.mlp_units(model.intermediate_size)
     heads = call.num_heads + call.num_kv_heads
     of_attention = 3 * heads * model.head_dim
     of_mlp = 4 * (last - first)
@@ -123,7 +123,7 @@ def _loading_bytes(plan: ModelPlan) -> int:
     model = plan.model
     shard = plan.shard
     vocab = shard.split(model.vocab_size)
-    ffn = shard.split(model.intermediate_size)
+    ffn = shard.mlp_units(model.intermediate_size)
     largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
     size = DTYPE_BYTES[plan.kinds.dtype]
     if plan.kinds.weights in NARROW:

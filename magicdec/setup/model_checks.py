@@ -153,7 +153,7 @@ def check_groups(
     quantizer: Quantizer = load_named(QUANTIZERS, weights)
     shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
     heads = [s.heads(model.num_heads, model.num_kv_heads)[0] for s in shards]
-    units = [s.split(model.intermediate_size) for s in shards]
+    units = [s.mlp_units(model.intermediate_size) for s in shards]
     widths = {model.hidden_size}
     widths |= {(last - first) * model.head_dim for first, last in heads}
     widths |= {last - first for first, last in units}

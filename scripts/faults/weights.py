@@ -86,6 +86,18 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Ranks share the units of a quantised MLP in whole groups.",
+        "test_quantised.py::test_ranks_share_a_quantised_mlp_in_whole_groups",
+        (
+            Fault("units that are shared one by one", "distributed/tensor_parallel.py",
+                  "group = next(held, 1)", "group = 1"),
+            Fault("units of other ranks in gate and up", "model/checkpoint/weight_map.py",
+                  "up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]",
+                  "up = [(theirs + name, (0, ffn[1] - ffn[0]), c.intermediate_size)"
+                  " for name in n.gate_up]"),
+        ),
+    ),
+    Property(
         "GPTQ's weights are those of its definition.",
         f"{MODELS}[gptq, zero points]",
         (

@@ -68,6 +68,12 @@ def test_blocks_are_dequantised_to_the_bit(type_id: int, filling: int | None) ->
     assert np.array_equal(kept, groups.scale, equal_nan=True)
 
 
+def head_sizes(size: int) -> dict[str, int]:
+    """What a file says of heads whose size is not the hidden size / their number."""
+    lengths = dict.fromkeys(("attention.key_length", "attention.value_length"), size)
+    return {"rope.dimension_count": size} | lengths
+
+
 # By architecture: transformers' classes, and what its file says beside the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope.dimension_count": SIZE}),
@@ -470,24 +476,33 @@ def test_a_split_file_is_read_and_a_missing_part_is_named(tmp_path: Path) -> Non
 def test_ranks_that_would_cut_a_group_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Q4_0 has groups of 32. 2 ranks share 544 units as 272 each, in groups of 16; 3 cannot."""
+    """Q4_0 has groups of 32. 3 ranks share the 17 of 544 units; of 4 heads of size 8, the first of
+    3 ranks has one, which is less than a group of 16."""
     monkeypatch.setitem(globals(), "WIDE", 544)
     path = tmp_path / "model.gguf"
-    save(path, "llama", reference_model("Llama"), (Type.Q4_0,))
-    source = find_model("--model", str(path))
     workload = WorkloadSection(prefix_len=100, gen_len=20)
-    for weights, num_ranks in ((STORED, 1), (STORED, 2), ("bfloat16", 3), (STORED, 3)):
+
+    def check(weights: str, num_ranks: int) -> None:
+        source = find_model("--model", str(path))
         section = ModelSection(str(path), "bfloat16", target_dtype=weights)
-        config = resolve(RunConfig(model=section, workload=workload), Machine(3))
-        if (weights, num_ranks) != (STORED, 3):
-            check_fits(config, source, num_ranks)
+        config = resolve(RunConfig(model=section, workload=workload), Machine(num_ranks))
+        check_fits(config, source, num_ranks)
+
+    save(path, "llama", reference_model("Llama"), (Type.Q4_0,))
+    check(STORED, 3)
+    monkeypatch.setitem(globals(), "SIZE", 8)
+    monkeypatch.setitem(MODELS, "llama", ("Llama", head_sizes(8)))
+    path = tmp_path / "small_heads.gguf"
+    save(path, "llama", reference_model("Llama"), (Type.Q4_0,))
+    for weights, num_ranks in ((STORED, 1), (STORED, 2), ("bfloat16", 3)):
+        check(weights, num_ranks)
     message = (
-        r"--model model: 3 ranks cannot share the 544 inputs of model\.layers\.0\.mlp\.down_proj\."
-        r"weight in groups of 16 or more: rank 0 has inputs 0 to 182; choose --target_dtype "
-        r"bfloat16, or fewer ranks$"
+        r"--model small_heads: 3 ranks cannot share the 32 inputs of model\.layers\.0\.self_attn\."
+        r"o_proj\.weight in groups of 16 or more: rank 0 has inputs 0 to 8; choose "
+        r"--target_dtype bfloat16, or fewer ranks$"
     )
     with pytest.raises(ValueError, match=message):
-        check_fits(config, source, 3)
+        check(STORED, 3)
 
 
 def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Command) -> None:

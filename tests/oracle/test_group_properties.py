@@ -11,7 +11,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_gguf import reference_model, save
+from test_gguf import head_sizes, reference_model, save
 from test_grouped import FORMATS, make_numbers, weights_of
 from torch import Tensor
 
@@ -81,26 +81,28 @@ CPU = torch.device("cpu")
 
 
 @settings(max_examples=8)
-@example(Type.Q4_1, 17, 2)  # 272 inputs a rank: half a block
-@example(Type.Q4_1, 17, 4)  # 136 inputs a rank: a quarter
-@example(Type.Q5_1, 12, 3)
-@given(st.sampled_from(BLOCKS), st.integers(4, 20), st.integers(2, 4))
+@example(Type.Q4_1, 17, 2, 64)  # 272 MLP units a rank: half a block
+@example(Type.Q4_1, 17, 3, 64)  # 192, 192 and 160
+@example(Type.Q5_1, 12, 2, 8)  # two heads a rank: half a block
+@example(Type.Q5_1, 12, 3, 8)
+@given(st.sampled_from(BLOCKS), st.integers(4, 20), st.integers(2, 4), st.sampled_from((8, 24, 64)))
 def test_shards_make_the_whole_layers_or_are_refused(
-    kind: Type, num_blocks: int, num_ranks: int
+    kind: Type, num_blocks: int, num_ranks: int, head_size: int
 ) -> None:
     """The rows of q, k, v, gate and up, and the inputs of the other two, in blocks of 32, of which
     ranks may have halves."""
-    wide = 32 * num_blocks
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_gguf, "WIDE", wide)
+        patch.setattr(test_gguf, "WIDE", 32 * num_blocks)
+        patch.setattr(test_gguf, "SIZE", head_size)
+        patch.setitem(test_gguf.MODELS, "llama", ("Llama", head_sizes(head_size)))
         path = Path(directory, "model.gguf")
         save(path, "llama", reference_model("Llama"), (kind,))
         source = find_model("--model", str(path))
         shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
-        bounds = [shard.split(wide) for shard in shards]
+        heads = [shard.heads(test_gguf.HEADS, test_gguf.KV_HEADS)[0] for shard in shards]
         checked = (STORED, "--model m", num_ranks, source, "--target_dtype bfloat16")
-        if any(bound % 16 for span in bounds for bound in span):
-            with pytest.raises(ValueError, match=r"mlp\.down_proj\.weight in groups of 16") as no:
+        if any(head * head_size % 16 for span in heads for head in span):
+            with pytest.raises(ValueError, match=r"attn\.o_proj\.weight in groups of 16") as no:
                 check_stored_groups(*checked)
             assert re.search(r"choose --target_dtype bfloat16, or fewer ranks$", str(no.value))
             return

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_gguf
 import torch
 import transformers
 from conftest import Command, make_runner
@@ -31,6 +32,7 @@ from magicdec.model.checkpoint.convert import convert
 from magicdec.model.checkpoint.quantized import matrix
 from magicdec.model.checkpoint.quantized.mxfp4 import grouped_blocks
 from magicdec.model.checkpoint.source import ModelSource, find_model, find_stored_config
+from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.setup.loading import load_kind
 from magicdec.setup.model_plan import Kinds
 
@@ -242,6 +244,42 @@ def test_a_model_computes_as_transformers_on_the_defined_weights(name: str, tmp_
     assert source.has_groups == (kind is not None)
     check_values(source, model, kind)
     check_logits(tmp_path, model)
+
+
+@pytest.mark.parametrize("weights", ["stored", "int8"])
+def test_ranks_share_a_quantised_mlp_in_whole_groups(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 units are 5 groups of 16, of which 3 ranks have two, two and one. Their partial products
+    make the MLP of transformers with the weights that the numbers stand for."""
+    monkeypatch.setattr(test_gguf, "WIDE", 80)
+    model = saved(tmp_path, "integers, channel")
+    if weights == "int8":
+        round_as_int8(model)
+    source = find_model("--model", str(tmp_path))
+    kinds = Kinds("float32", weights)
+    parts = [load_kind(source, Shard(rank, 3), kinds, torch.device("cpu")) for rank in range(3)]
+    x = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(2))
+    for layer, theirs in enumerate(model.model.layers):
+        mlps = [part.blocks[layer].mlp for part in parts]
+        assert all(isinstance(mlp.down, GroupedLinear) for mlp in mlps)
+        assert [mlp.hidden(x).shape[-1] for mlp in mlps] == [32, 32, 16]
+        with torch.inference_mode():
+            partial = [mlp(x, lambda product: product) for mlp in mlps]
+            expected = theirs.mlp(x)
+        difference = (torch.stack(partial).sum(dim=0) - expected).abs().max()
+        assert difference <= 1e-5 * expected.abs().max()
+
+
+def round_as_int8(model: Any) -> None:
+    """Round an MLP as its definition says: to multiples of a group's largest magnitude / 127, in
+    bfloat16."""
+    for layer in model.model.layers:
+        for name, group in (("gate_proj", 128), ("up_proj", 128), ("down_proj", 16)):
+            weight = getattr(layer.mlp, name).weight.data
+            groups = weight.unflatten(1, (-1, group))
+            scale = (groups.abs().amax(dim=2, keepdim=True) / 127).bfloat16().float()
+            weight.copy_(((groups / scale).round().clamp(-127, 127) * scale).flatten(1))
 
 
 def test_biases_and_layers_that_are_not_quantised(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_shards_have_the_weights_of_the_whole(
     c = source.config
     shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
     ends = [shard.heads(c.num_heads, c.num_kv_heads)[0][1] * c.head_dim for shard in shards]
-    ends += [shard.split(c.intermediate_size)[1] for shard in shards]
+    ends += [shard.mlp_units(c.intermediate_size)[1] for shard in shards]
     if any(end % 16 for end in ends):
         pytest.skip("ranks have inputs that no group divides, which is refused")
     for shard in shards:

@@ -34,6 +34,27 @@ def test_an_even_split_covers_in_order_and_the_first_parts_are_longer(
     assert [Shard(i, parts).split(total) for i in range(parts)] == ranges
 
 
+@given(st.integers(1, 400), st.sampled_from((1, 2, 8, 16, 32)), st.integers(1, 40))
+@example(256, 32, 3)  # 8192 units: 2752, 2720, 2720
+@example(5, 16, 3)
+@example(6, 16, 2)
+def test_mlp_units_are_shared_in_whole_groups(count: int, group: int, size: int) -> None:
+    """In int4's groups of 32, or else in the smallest ones, of 16; each rank has some."""
+    total = count * group
+    ranges = [Shard(rank, size).mlp_units(total) for rank in range(size)]
+    assert ranges[0][0] == 0 and ranges[-1][1] == total
+    assert all(left[1] == right[0] for left, right in pairwise(ranges))
+    lengths = {stop - start for start, stop in ranges}
+    if total % 16 or total < 16 * size:
+        assert max(lengths) - min(lengths) <= 1
+    elif total % (16 * size) == 0:
+        assert lengths == {total // size}
+    else:
+        shared = 16 if total % 32 or total < 32 * size else 32
+        assert not any(bound % shared for bounds in ranges for bound in bounds)
+        assert min(lengths) > 0 and max(lengths) - min(lengths) <= shared
+
+
 @given(layouts())
 @example((6, 3, 2))
 @example((32, 8, 12))

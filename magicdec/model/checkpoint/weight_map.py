@@ -181,7 +181,7 @@ class _Table:
         )
         if c.residual != "parallel_shared_norm":
             self.norm(f"{ours}.mlp_norm", theirs + n.mlp_norm)
-        ffn = self.shard.split(c.intermediate_size)
+        ffn = self.shard.mlp_units(c.intermediate_size)
         up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]
         self.column_parallel(f"{ours}.mlp.gate_up", up, c.mlp_bias)
         self.row_parallel(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
