@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 READ_BYTES = 1 << 22
 MOST_LINE_BYTES = 256 << 20  # of a line; a book is one line of a dataset
 MOST_JSON_BYTES = 64 << 20  # of a file that is one JSON value or TOML; a tokenizer has 20 MB
+# The way out where a checkpoint is damaged or incomplete.
+AGAIN = "fetch or convert the checkpoint again, with all of its files"
 MOST_INTEGER = 1 << 63  # counts and lengths of a file are below it
 KINDS = {
     stat.S_IFIFO: "a pipe",

@@ -2,6 +2,7 @@
 their formats define, slices, and settings and tensors that are refused."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -349,10 +350,15 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return load_file(path / "model.safetensors")
 
 
+WAYS_OUT = "fetch or convert|choose|correct|name it there"
+
+
 def refused(path: Path, message: str) -> None:
+    """In one line, with the file first and a way out last."""
     with pytest.raises(ValueError, match=message) as caught:
         find_model("--model", str(path))
-    assert "\n" not in str(caught.value)
+    line = str(caught.value)
+    assert re.fullmatch(rf"{re.escape(str(path))}\S*: .*; ({WAYS_OUT}) .*", line), line
 
 
 GPTQ_SAVED = "gptq, zero points"
@@ -444,6 +450,11 @@ def named(name: str, value: Tensor) -> Changes:
         (lambda t: t.pop(f"{Q0}.scales"), "scales is missing, expected shape"),
         (changed(f"{Q0}.scales", lambda v: v[:-1].clone()), r"scales has shape \(7, 256\), expec"),
         (changed(f"{Q0}.qzeros", lambda v: v.short()), "qzeros is stored as int16, expected int32"),
+        (
+            named(f"{Q0}.qweight", torch.ones(8192).int()),
+            r"qweight has shape .*, expected a matrix",
+        ),
+        (named(f"{Q0}.qweight", torch.tensor(1)), r"q_proj.qweight has shape \(\), expected a ma"),
         (changed(f"{Q0}.g_idx", lambda v: v + 1), "are numbered 1 to 8, expected 0 to 7"),
         (changed(f"{Q0}.qzeros", lambda v: v | 15), "zero point of 15, which .* gptq_v2"),
         (named(f"{Q0}.input_scale", torch.ones(1)), "input_scale is not read, and might change"),
@@ -459,6 +470,50 @@ def test_tensors_that_do_not_fit_are_refused(
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((gptq_directory / "config.json").read_text())
     refused(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("awq", named(f"{Q0}.qweight", torch.tensor(1)), "qweight has shape"),
+        ("awq", lambda t: t.pop(f"{Q0}.qzeros"), "qzeros is missing, expected shape"),
+        ("packed, group", lambda t: t.pop(f"{Q0}.weight_shape"), "weight_shape is missing"),
+        (
+            "packed, group",
+            changed(f"{Q0}.weight_scale", lambda v: v.int()),
+            "weight_scale is stored as int32, expected float16 or bfloat16 or float32",
+        ),
+        (
+            "integers, zero points",
+            lambda t: t.pop(f"{Q0}.weight_zero_point"),
+            "weight_zero_point is missing",
+        ),
+        (
+            "fp8, blocks",
+            lambda t: t.pop(f"{Q0}.weight_scale_inv"),
+            "weight_scale_inv or weight_scale is expected beside the weight, found 0",
+        ),
+        ("fp8, blocks", named(f"{Q0}.weight_scale_inv", torch.ones(3, 2)), "expected \\(2, 2\\)"),
+        ("fp8, blocks", lambda t: t.pop(f"{Q0}.weight"), "q_proj.weight is missing, expected"),
+    ],
+)
+def test_tensors_of_other_formats_that_do_not_fit_are_refused(
+    name: str, change: Changes, message: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, name)
+    tensors = tensors_of(tmp_path)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    refused(tmp_path, rf"model\.safetensors: .*layers\.0\.self_attn\..*{message}")
+
+
+def test_a_module_of_two_groups_of_settings_is_refused(tmp_path: Path) -> None:
+    table = FORMATS["packed, group"][0]
+    groups = table["config_groups"]
+    twice = table | {"config_groups": groups | {"group_1": groups["group_0"]}}
+    saved(tmp_path, "packed, group")
+    write_table(tmp_path, twice)
+    refused(tmp_path, "q_proj.weight belongs to group_0 and group_1 of config_groups alike")
 
 
 def test_a_plain_matrix_that_should_be_quantised_is_refused(tmp_path: Path) -> None:

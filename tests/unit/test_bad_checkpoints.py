@@ -37,6 +37,7 @@ from magicdec.model.checkpoint.source import check_weights, find_model
 from magicdec.model.config import ROPE_TYPES
 from magicdec.setup.prepare import prepare
 
+AGAIN = "fetch or convert the checkpoint again, with all of its files"
 DEMO = ROOT / "magicdec" / "demo" / "target"
 # The vocabulary size of the demo's tokenizer, which is copied to every checkpoint here.
 FITTING = replace(CONFIG, vocab_size=2048)
@@ -82,7 +83,7 @@ def bit_flipped_name(directory: Path) -> str:
     )
     return (
         f"{file}: the weights do not fit the config: {Q_PROJ} is missing, expected shape (32, 32); "
-        f"{Q_PROJ.replace('proj', 'prok')} of shape (32, 32) is not part of the model"
+        f"{Q_PROJ.replace('proj', 'prok')} of shape (32, 32) is not part of the model; {AGAIN}"
     )
 
 
@@ -105,7 +106,7 @@ def shard_not_in_the_index(directory: Path) -> str:
     lost = [name for name in table if name not in kept]
     shapes = {name: tuple(t.shape) for name, t in make_tensors().items()}
     shown = "; ".join(f"{n} is missing, expected shape {shapes[n]}" for n in lost[:3])
-    return f"{index}: the weights do not fit the config: {shown}; and {len(lost) - 3} more"
+    return f"{index}: the weights do not fit the config: {shown}; and {len(lost) - 3} more; {AGAIN}"
 
 
 def bin_shard_not_there(directory: Path) -> str:
@@ -120,7 +121,7 @@ def bin_shard_not_there(directory: Path) -> str:
 def wrong_dtype(directory: Path) -> str:
     file = fitting(directory, **{Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)})
     what = "is stored as int8, expected floating-point"
-    return f"{file}: the weights do not fit the config: {Q_PROJ} {what}"
+    return f"{file}: the weights do not fit the config: {Q_PROJ} {what}; {AGAIN}"
 
 
 def another_model(directory: Path) -> str:
@@ -132,13 +133,13 @@ def another_model(directory: Path) -> str:
     shown = "; ".join(
         f"{n} has shape {a}, expected {b}" for n, (a, b) in zip(names, shapes, strict=True)
     )
-    return f"{file}: the weights do not fit the config: {shown}; and 3 more"
+    return f"{file}: the weights do not fit the config: {shown}; and 3 more; {AGAIN}"
 
 
 def more_layers_than_tensors(directory: Path) -> str:
     file = write(directory, make_tensors()) / "model.safetensors"
     edit_json(directory / "config.json", num_hidden_layers=1000)
-    return f"{file}: the weights do not fit the config: 27 tensors cannot make 1000 layers"
+    return f"{file}: the weights do not fit the config: 27 tensors cannot make 1000 layers; {AGAIN}"
 
 
 def tokenizer_without_bos(directory: Path) -> str:

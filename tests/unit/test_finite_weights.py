@@ -131,7 +131,7 @@ def test_int8_and_converted_files_are_checked(tmp_path: Path) -> None:
     tensors[f"{DOWN}_scale"][3] = INF
     int8 = find_model("--model", str(write(tmp_path, tensors, EVEN)))
     for stored_as, what in (
-        (STORED, f"{DOWN} has a scale that is not finite"),
+        (STORED, f"{DOWN} has a scale that is not finite; fetch or convert"),
         (None, "holds inf"),
     ):
         with pytest.raises(WeightsRefused, match=what):

@@ -15,7 +15,7 @@ from magicdec.model.families.gguf_config import ROPE_DIVISORS, architecture_of
 from magicdec.model.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, Groups
 from magicdec.model.gguf.file import GgufFile, GgufTensor, read_gguf
 from magicdec.model.linear.grouped import GroupedNumbers, NumberFormat
-from magicdec.output.files import open_regular
+from magicdec.output.files import AGAIN, open_regular
 
 # What "blk.N." and the end of a name stand for.
 PARTS = {
@@ -144,13 +144,22 @@ def dtype_of(tensor: GgufTensor) -> str:
 
 
 def _read_bytes(tensor: GgufTensor, first: int, last: int) -> NDArray[np.uint8]:
-    """The bytes of rows [last - first, row_bytes]. Raises ValueError if the file has ended."""
+    """The bytes of rows [last - first, row_bytes]. Raises ValueError if the file has ended or is
+    gone."""
     width = tensor.row_bytes
-    with open_regular(tensor.file) as file:
-        file.seek(tensor.offset + first * width)
-        data = file.read((last - first) * width)
+    try:
+        with open_regular(tensor.file) as file:
+            file.seek(tensor.offset + first * width)
+            data = file.read((last - first) * width)
+    except OSError as error:
+        raise ValueError(
+            f"{tensor.file}: tensor {tensor.name} cannot be read ({error.strerror}); {AGAIN}"
+        ) from None
     if len(data) != (last - first) * width:
-        raise ValueError(f"{tensor.file}: it has become shorter since its header was read")
+        raise ValueError(
+            f"{tensor.file}: tensor {tensor.name} is cut off, as the file has become shorter since "
+            f"its header was read; {AGAIN}"
+        )
     return np.frombuffer(bytearray(data), np.uint8).reshape(last - first, width)
 
 

@@ -59,6 +59,7 @@ from magicdec.model.presets.presets import (
 )
 from magicdec.model.transformer import Transformer
 from magicdec.names import QUANTIZERS, STORED, load_named
+from magicdec.output.files import AGAIN
 
 PROBLEMS_SHOWN = 3
 GPT_FAST_NAME = "tok_embeddings.weight"  # in the files of the original suite's converter
@@ -74,7 +75,7 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
     if config.num_layers > num_tensors:  # a broken config may ask for a huge number of layers
         raise ValueError(
             f"{source.where('') or config.name}: the weights do not fit the config: "
-            f"{num_tensors} tensors cannot make {config.num_layers} layers"
+            f"{num_tensors} tensors cannot make {config.num_layers} layers; {AGAIN}"
         )
     problems = _problems(config, source, expected_shapes(config))
     if problems:
@@ -82,7 +83,7 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
         listing = "; ".join([f"{name} {what}" for name, what in problems.items()][:PROBLEMS_SHOWN])
         more = len(problems) - PROBLEMS_SHOWN
         rest = f"; and {more} more" if more > 0 else ""
-        raise ValueError(f"{file}: the weights do not fit the config: {listing}{rest}")
+        raise ValueError(f"{file}: the weights do not fit the config: {listing}{rest}; {AGAIN}")
 
 
 def _problems(
@@ -247,7 +248,9 @@ def _grouped(
     for part in (layer.scale, layer.minimum):
         if part is not None and not part.isfinite().all():
             name = pieces[0].name
-            raise WeightsRefused(f"{source.where(name)}: {name} has a scale that is not finite")
+            raise WeightsRefused(
+                f"{source.where(name)}: {name} has a scale that is not finite; {AGAIN}"
+            )
     layer.bias = module.bias
     return layer
 

@@ -15,6 +15,8 @@ import numpy as np
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.hf_config import MOST_LAYERS, parse_hf_config
 from magicdec.model.gguf.file import GgufFile, read_gguf
+from magicdec.model.gguf.named import OTHERWISE
+from magicdec.output.files import AGAIN
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
@@ -93,11 +95,11 @@ def load_gguf_config(path: Path) -> ModelConfig:
     try:
         config = parse_hf_config(hf_fields(file), name=path.stem)
     except KeyError as error:
-        raise ValueError(f"{path}: {error} is missing") from None
+        raise ValueError(f"{path}: {error} is missing; {AGAIN}") from None
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}; {OTHERWISE}") from None
     if config.num_layers > MOST_LAYERS:  # for each of which tables have an entry
-        raise ValueError(f"{path}: block_count {config.num_layers} is over {MOST_LAYERS}")
+        raise ValueError(f"{path}: block_count {config.num_layers} is over {MOST_LAYERS}; {AGAIN}")
     return config
 
 
@@ -105,7 +107,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     found = ARCHITECTURES.get(file.architecture)
     if found is None:
         raise ValueError(
-            f"{file.path}: general.architecture {file.architecture!r} is not read; those that are: "
+            f"general.architecture {file.architecture!r} is not read; those that are: "
             f"{', '.join(ARCHITECTURES)}"
         )
     return found

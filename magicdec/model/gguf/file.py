@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from magicdec.model.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, RETIRED, type_name
-from magicdec.output.files import open_regular
+from magicdec.model.gguf.named import OTHERWISE
+from magicdec.output.files import AGAIN, open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -35,10 +36,11 @@ SPLIT_NAME = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file. `shape` is torch's, [outputs, inputs] of a matrix, the reverse of the
-    stored order; `type_id` is ggml's; `offset` counts from the beginning of the file."""
+    """A tensor of a file, by its `name` there. `shape` is torch's, [outputs, inputs] of a matrix,
+    the reverse of the stored order; `type_id` is ggml's; `offset` is from the file's beginning."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     type_id: int
     offset: int
@@ -72,7 +74,9 @@ def read_gguf(path: Path) -> GgufFile:
         stat = path.stat()
         return _read_known(path, stat.st_size, stat.st_mtime_ns)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); name a .gguf file that you may read"
+        ) from None
 
 
 @lru_cache(maxsize=4)  # config, weights and tokenizer are read one after the other
@@ -90,21 +94,27 @@ def _read_known(path: Path, size: int, time_ns: int) -> GgufFile:
     names = [f"{match[1]}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
     for name in names:
         if not (path.parent / name).is_file():
-            raise ValueError(f"{path}: its part {name} is not beside it")
+            raise ValueError(
+                f"{path}: its part {name} is not beside it; put all {count} into one directory"
+            )
     tensors: dict[str, GgufTensor] = {}
     metadata: dict[str, Any] = {}
     for index, name in enumerate(names):
         part = _read_one(path.parent / name)
         if part.metadata.get("split.no") != index:
-            raise ValueError(f"{part.path}: it says that it is not part {index} (`split.no`)")
+            raise ValueError(
+                f"{part.path}: it says that it is not part {index} (`split.no`); {AGAIN}"
+            )
         twice = next((each for each in part.tensors if each in tensors), None)
         if twice is not None:
-            raise ValueError(f"{part.path}: tensor {twice} is in another part too")
+            raise ValueError(f"{part.path}: tensor {twice} is in another part too; {AGAIN}")
         metadata = part.metadata | metadata  # the first part has the model's
         tensors |= part.tensors
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise ValueError(f"{path}: its parts have {len(tensors)} tensors, it says {expected}")
+        raise ValueError(
+            f"{path}: its parts have {len(tensors)} tensors, it says {expected}; {AGAIN}"
+        )
     return GgufFile(path, metadata, tensors)
 
 
@@ -113,7 +123,7 @@ def _read_one(path: Path) -> GgufFile:
         try:
             return _Header(path, file).read()
         except (UnicodeDecodeError, struct.error, RecursionError):
-            raise ValueError(f"{path}: not a complete GGUF file (broken header)") from None
+            raise ValueError(f"{path}: not a complete GGUF file (broken header); {AGAIN}") from None
 
 
 class _Header:
@@ -126,7 +136,7 @@ class _Header:
         self.position = 0
 
     def refuse(self, why: str) -> ValueError:
-        return ValueError(f"{self.path}: not a complete GGUF file ({why})")
+        return ValueError(f"{self.path}: not a complete GGUF file ({why}); {AGAIN}")
 
     def take(self, count: int) -> bytes:
         if count > min(self.size, MOST_HEADER_BYTES) - self.position:
@@ -177,7 +187,9 @@ class _Header:
         if version not in VERSIONS:
             is_swapped = version >> 24 in VERSIONS and version & 0xFFFFFF == 0
             what = "it is big-endian" if is_swapped else f"version {version}"
-            raise ValueError(f"{self.path}: {what}; little-endian versions 2 and 3 are read")
+            raise ValueError(
+                f"{self.path}: {what}; little-endian versions 2 and 3 are read; {OTHERWISE}"
+            )
         num_tensors = self.count("tensors", 24)
         num_values = self.count("values", 13)
         metadata: dict[str, Any] = {}
@@ -232,17 +244,19 @@ class _Header:
             what = "retired" if type_id in RETIRED else "not read"
             raise ValueError(
                 f"{self.path}: tensor {name} has type {type_name(type_id)}, which is {what}; "
-                f"types that are: {known}"
+                f"types that are: {known}; {OTHERWISE}"
             )
         if min(shape) < 1 or shape[-1] % kind.block:
             raise ValueError(
                 f"{self.path}: tensor {name} has rows of {shape[-1]} numbers, which {kind.name} "
-                f"divides into blocks of {kind.block}"
+                f"divides into blocks of {kind.block}; {AGAIN}"
             )
-        tensor = GgufTensor(self.path, shape, type_id, start + offset)
+        tensor = GgufTensor(self.path, name, shape, type_id, start + offset)
         if offset % alignment:
             raise self.refuse(f"tensor {name} is at {offset}, which is not aligned to {alignment}")
         end = tensor.offset + tensor.num_rows * tensor.row_bytes
         if end > self.size:
-            raise self.refuse(f"tensor {name} ends at {end}, the file at {self.size}")
+            raise self.refuse(
+                f"tensor {name} of type {kind.name} ends at {end}, the file at {self.size}"
+            )
         return tensor

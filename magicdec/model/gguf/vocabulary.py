@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.model.gguf.file import GgufFile
+from magicdec.model.gguf.named import OTHERWISE
+from magicdec.output.files import AGAIN
 
 BYTE_LEVEL = "gpt2"
 SENTENCEPIECE = "llama"
@@ -90,7 +92,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
     if model not in (BYTE_LEVEL, SENTENCEPIECE):
         raise ValueError(
             f"{file.path}: tokenizer.ggml.model {model!r} is not read; "
-            f"{BYTE_LEVEL} and {SENTENCEPIECE} are"
+            f"{BYTE_LEVEL} and {SENTENCEPIECE} are; {OTHERWISE}"
         )
     tokens = get("tokens", [])
     count = len(tokens)
@@ -108,14 +110,14 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
     if not tokens or len(found.types) != count or len(found.scores) != count:
         raise ValueError(
             f"{file.path}: its tokenizer has {count} tokens, {len(found.types)} types and "
-            f"{len(found.scores)} scores"
+            f"{len(found.scores)} scores; {AGAIN}"
         )
     if model == BYTE_LEVEL and len(set(tokens)) != count:
-        raise ValueError(f"{file.path}: a token of its tokenizer is there twice")
+        raise ValueError(f"{file.path}: a token of its tokenizer is there twice; {AGAIN}")
     if model == BYTE_LEVEL and found.splits not in SPLITS:
         raise ValueError(
             f"{file.path}: tokenizer.ggml.pre {found.splits!r} is not known; known are "
-            f"{', '.join(SPLITS)}"
+            f"{', '.join(SPLITS)}; {OTHERWISE}"
         )
     return found
 
@@ -126,7 +128,7 @@ def tokenizers_file(vocabulary: Vocabulary) -> dict[str, Any]:
     merges = [merge.split(" ") for merge in vocabulary.merges]
     wrong = next((m for m in merges if len(m) != 2 or "".join(m) not in ids), None)
     if wrong is not None:
-        raise ValueError(f"{vocabulary.path}: its tokenizer merges {wrong} to no token")
+        raise ValueError(f"{vocabulary.path}: its tokenizer merges {wrong} to no token; {AGAIN}")
     added = [
         {
             "id": i,

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from magicdec.model.checkpoint.quantized.gptq import group_size_of
-from magicdec.model.checkpoint.quantized.matrix import SCALE_DTYPES, WORD, IntegerMatrix, Parts
+from magicdec.model.checkpoint.quantized.matrix import (
+    SCALE_DTYPES,
+    WORD,
+    IntegerMatrix,
+    Parts,
+    shape_of,
+)
 from magicdec.model.checkpoint.quantized.method import (
     QuantizationMethod,
     absent,
@@ -69,12 +75,12 @@ class AwqMatrix(IntegerMatrix):
 
     def __init__(self, parts: Parts, group_size: int) -> None:
         in_word = WORD // BITS
-        shape = parts.shape("qweight")
-        inputs, outputs = shape[0], shape[-1] * in_word
+        inputs, words = shape_of(parts, "qweight")
+        outputs = words * in_word
         group = inputs if group_size == -1 else group_size
         groups = -(-inputs // group)
-        parts.expect("qweight", (inputs, outputs // in_word), ("int32",))
-        parts.expect("qzeros", (groups, outputs // in_word), ("int32",))
+        parts.expect("qweight", (inputs, words), ("int32",))
+        parts.expect("qzeros", (groups, words), ("int32",))
         parts.expect("scales", (groups, outputs), SCALE_DTYPES)
         super().__init__(parts, (outputs, inputs), BITS, group)
 

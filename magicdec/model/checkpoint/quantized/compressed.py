@@ -30,6 +30,7 @@ from magicdec.model.families.fields import ConfigFields, shown, switch
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 PATTERN = "re:"
+CORRECT = "correct config.json, so that it belongs to one of them"
 EVERY = "Linear"  # the target that all linear layers are
 # What it was made by; observers chose the scales that are stored.
 IRRELEVANT = frozenset(("global_compression_ratio", "version"))
@@ -75,7 +76,7 @@ class CompressedTensors(QuantizationMethod):
         found = self._best(module)
         if len(found) > 1:
             names = " and ".join(each.name for each in found)
-            raise parts.refusal("weight", f"belongs to {names} of config_groups alike")
+            raise parts.refusal("weight", f"belongs to {names} of config_groups alike", CORRECT)
         scheme = found[0]
         if scheme.form == "float-quantized":
             return ScaledMatrix(parts, "weight_scale", scheme.block(parts))

@@ -151,8 +151,8 @@ class ScaledRows(GroupsOfFile):
         if not held:
             raise parts.refusal(
                 "weight",
-                f"has {width} inputs, which groups of {GROUPS[0]} do not divide; convert the "
-                "checkpoint that it was made from again, in another dtype",
+                f"has {width} inputs, which groups of {GROUPS[0]} do not divide",
+                "convert the checkpoint that it was made from again, in another dtype",
             )
         self.shape = outputs, width
         self.format = NumberFormat(8, max(held), "float32", False, -128)

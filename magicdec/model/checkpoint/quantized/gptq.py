@@ -6,7 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from magicdec.model.checkpoint.quantized.matrix import SCALE_DTYPES, WORD, IntegerMatrix, Parts
+from magicdec.model.checkpoint.quantized.matrix import (
+    SCALE_DTYPES,
+    WORD,
+    IntegerMatrix,
+    Parts,
+    shape_of,
+)
 from magicdec.model.checkpoint.quantized.method import (
     QuantizationMethod,
     absent,
@@ -78,11 +84,11 @@ class GptqMatrix(IntegerMatrix):
 
     def __init__(self, parts: Parts, method: Gptq) -> None:
         in_word = WORD // method.bits
-        shape = parts.shape("qweight")
-        outputs, inputs = shape[-1], shape[0] * in_word
+        words, outputs = shape_of(parts, "qweight")
+        inputs = words * in_word
         group = inputs if method.group_size == -1 else method.group_size
         groups = -(-inputs // group)
-        parts.expect("qweight", (inputs // in_word, outputs), ("int32",))
+        parts.expect("qweight", (words, outputs), ("int32",))
         parts.expect("qzeros", (groups, -(-outputs // in_word)), ("int32",))
         parts.expect("scales", (groups, outputs), SCALE_DTYPES)
         self.leaves = ("qweight", "qzeros", "scales")
@@ -108,15 +114,16 @@ class GptqMatrix(IntegerMatrix):
             raise parts.refusal(
                 "qzeros",
                 f"stores a zero point of {found}, but a symmetric matrix of {bits} bits in the "
-                f"format {version} stores {expected}; correct checkpoint_format ("
-                f"{' or '.join(VERSIONS)}) or sym in config.json",
+                f"format {version} stores {expected}",
+                f"correct checkpoint_format ({' or '.join(VERSIONS)}) or sym in config.json",
             )
         most = (1 << bits) - 1
         if not method.is_second and bool((stored == most).any()):
             raise parts.refusal(
                 "qzeros",
                 f"stores a zero point of {most}, which in the format gptq some programs read as "
-                f"{most + 1} and others as 0; choose a checkpoint in the format gptq_v2",
+                f"{most + 1} and others as 0",
+                "choose a checkpoint in the format gptq_v2",
             )
 
     def codes(self, rows: slice, columns: slice) -> Tensor:

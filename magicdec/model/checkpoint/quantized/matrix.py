@@ -12,6 +12,7 @@ from torch import Tensor
 
 from magicdec.model.checkpoint.weight_files import WeightSource
 from magicdec.model.linear.grouped import GROUPS, GroupedNumbers, NumberFormat, narrowed
+from magicdec.output.files import AGAIN
 
 WORD = 32  # bits of an element of a packed tensor
 # Weights that are made at a time, which bounds the extra memory of up to 13 bytes for each.
@@ -61,9 +62,9 @@ class Parts:
         start = words.start * in_word
         return codes[:, packed.start - start : packed.stop - start]
 
-    def refusal(self, leaf: str, what: str) -> ValueError:
+    def refusal(self, leaf: str, what: str, way_out: str = AGAIN) -> ValueError:
         name = self.name(leaf)
-        return ValueError(f"{self.source.where(name)}: {name} {what}")
+        return ValueError(f"{self.source.where(name)}: {name} {what}; {way_out}")
 
     def expect(self, leaf: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
         """Raise ValueError unless the tensor is there with this shape and one of these dtypes."""
@@ -143,7 +144,7 @@ class IntegerMatrix(QuantizedMatrix):
             raise ValueError(
                 f"{self.parts.source.where(self.parts.name(self.scale_leaf))}: the groups of "
                 f"{self.parts.module} are numbered {first} to {last}, expected 0 to "
-                f"{self.num_groups - 1}"
+                f"{self.num_groups - 1}; {AGAIN}"
             )
         plain = torch.arange(self.shape[1]) // self.group_size
         return None if torch.equal(group_of.long(), plain) else group_of.long()
@@ -172,8 +173,8 @@ class IntegerMatrix(QuantizedMatrix):
         else:
             raise self.parts.refusal(
                 self.scale_leaf,
-                "is in float32 beside 8-bit numbers with zero points, which is not read; choose "
-                "a checkpoint with scales in float16 or bfloat16, or a symmetric one",
+                "is in float32 beside 8-bit numbers with zero points, which is not read",
+                "choose a checkpoint with scales in float16 or bfloat16, or a symmetric one",
             )
 
     def _held_group(self) -> int:
@@ -183,7 +184,8 @@ class IntegerMatrix(QuantizedMatrix):
         raise self.parts.refusal(
             self.scale_leaf,
             f"has groups of {self.group_size} of {self.shape[1]} inputs, which no group of "
-            f"{', '.join(map(str, GROUPS))} divides; choose a checkpoint with such groups",
+            f"{', '.join(map(str, GROUPS))} divides",
+            "choose a checkpoint with such groups",
         )
 
     def _minima(self, scale: Tensor, zeros: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def read_method(directory: Path) -> QuantizationMethod | None:
     try:
         method: QuantizationMethod = load_named(QUANTIZATIONS, table["quant_method"])(read)
     except KeyError as error:
-        raise ValueError(f"{path}: {FOREIGN}: field {error} is missing") from None
+        raise ValueError(f"{path}: {FOREIGN}: field {error} is missing; {WAY_OUT}") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {FOREIGN}: {error}; {WAY_OUT}") from None
     return method
@@ -96,7 +96,8 @@ def dequantized(
             raise parts.refusal(
                 "weight",
                 f"is stored as {parts.dtype('weight')}, though the {FOREIGN} of {config_path} says "
-                "that it is quantised; name it there among the modules that are not, or remove the "
+                "that it is quantised",
+                "name it there among the modules that are not, or remove the "
                 f"{FOREIGN} if no module is",
             )
         if not is_quantized:
@@ -124,4 +125,4 @@ def _check_leaves(parts: Parts, leaves: Collection[str]) -> None:
     for name in parts.source.tensors:
         leaf = name.removeprefix(prefix)
         if name.startswith(prefix) and leaf not in leaves and leaf != "bias":
-            raise parts.refusal(leaf, f"is not read, and might change the result; {WAY_OUT}")
+            raise parts.refusal(leaf, "is not read, and might change the result", WAY_OUT)
