@@ -13,7 +13,14 @@ from magicdec.config.capabilities import (
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.hardware.costs import DTYPE_BYTES, LEAST_GROUP, narrow_bytes
+from magicdec.hardware.costs import (
+    DTYPE_BYTES,
+    LEAST_GROUP,
+    bytes_as_stored,
+    linear_parameters,
+    low_bit_bytes,
+    matrices,
+)
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
 from magicdec.model.config import ModelConfig
@@ -190,15 +197,17 @@ def check_stored_groups(
                 )
 
 
-def check_saves(low_bit: str | None, label: str, model: ModelConfig) -> None:
-    """Raises ValueError for a low-bit copy of matrices that are stored in as few bits."""
+def check_saves(low_bit: str | None, label: str, model: ModelConfig, dtype: str) -> None:
+    """Raises ValueError for a low-bit copy of matrices that are stored in as few bits, the head
+    among them. Those that are not in groups are in `dtype`."""
     if low_bit is None or model.stored_bytes is None:
         return
-    num_bytes = model.average_bytes(DTYPE_BYTES["bfloat16"])
-    if narrow_bytes(low_bit, model.hidden_size) > MOST_OF_STORED * num_bytes:
+    held = bytes_as_stored(model, matrices(model, Shard()), DTYPE_BYTES[dtype])
+    if low_bit_bytes(model, Shard(), low_bit) > MOST_OF_STORED * held:
+        bits = 8 * held / linear_parameters(model, Shard())
         raise ValueError(
-            f"--draft_weights {low_bit}: the weights of {label} have {8 * num_bytes:.1f} "
-            f"bits, so that a copy would hardly read less; choose {SAME}, or leave it out"
+            f"--draft_weights {low_bit}: the weights of {label} have {bits:.1f} bits, so that a "
+            f"copy would hardly read less; choose {SAME}, or leave it out"
         )
 
 
@@ -242,7 +251,7 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     instead = f"--target_dtype {config.model.dtype}"
     check_stored_groups(config.model.target_dtype, label, world_size, source, instead)
     if config.model.target_dtype == STORED:
-        check_saves(config.low_bit, label, source.config)
+        check_saves(config.low_bit, label, source.config, config.model.dtype)
 
 
 def check_backend(config: ResolvedConfig, backend: str, flag: str, source: ModelSource) -> None:

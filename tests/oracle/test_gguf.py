@@ -27,6 +27,7 @@ from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ModelSection, WorkloadSection
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.gguf.blocks import BLOCK_TYPES
 from magicdec.model.gguf.file import read_gguf
@@ -543,7 +544,53 @@ def test_ranks_that_would_cut_a_group_are_refused(
         check(STORED, 3)
 
 
-def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Command) -> None:
+@pytest.mark.parametrize("low_bit", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("types", "vocab_size", "dtype", "saves"),
+    [
+        ((Type.Q4_0,), 97, "bfloat16", ()),
+        ((Type.Q4_0,), 97, "float32", ()),
+        ((Type.Q4_0,), 480, "bfloat16", ("int4",)),  # for the head, which is plain
+        ((Type.Q4_0,), 1200, "float32", ("int4", "int8")),
+        ((Type.Q8_0,), 97, "bfloat16", ("int4",)),
+        ((Type.Q4_0, Type.F32), 97, "bfloat16", ("int4", "int8")),
+    ],
+)
+def test_a_copy_saves_if_it_holds_fewer_bytes_than_the_model(
+    types: tuple[Type, ...],
+    vocab_size: int,
+    dtype: str,
+    saves: tuple[str, ...],
+    low_bit: str,
+    tmp_path: Path,
+) -> None:
+    """Counted in the matrices of the loaded models, of which the head is one."""
+    path = tmp_path / "model.gguf"
+    save(path, "llama", reference_model("Llama", vocab_size=vocab_size), types)
+    source = find_model("--model", str(path))
+    model = load_kind(source, Shard(), Kinds(dtype, STORED), torch.device("cpu"))
+    held, copied = (matrix_bytes(each) for each in (model, low_bit_copy(model, low_bit, False)))
+    assert (copied <= 0.85 * held) == (low_bit in saves), "the case is what it says"
+    if low_bit in saves:
+        check_saves(low_bit, "it", source.config, dtype)
+        return
+    plain = load_kind(source, Shard(), Kinds("float32", "float32"), torch.device("cpu"))
+    bits = 8 * held / (matrix_bytes(plain) / 4)
+    message = f"--draft_weights {low_bit}: the weights of it have {bits:.1f} bits, so that"
+    with pytest.raises(ValueError, match=f"{message}.*choose same, or leave it out"):
+        check_saves(low_bit, "it", source.config, dtype)
+
+
+def matrix_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all linear layers."""
+    layers = [each for each in model.modules() if isinstance(each, GroupedLinear | torch.nn.Linear)]
+    tensors = [tensor for layer in layers for tensor in layer.state_dict().values()]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def test_a_file_is_planned_for_and_drafts_with_its_own_weights(
+    tmp_path: Path, command: Command
+) -> None:
     """`same` drafts with the model's own weights, which save the KV cache alone."""
     path = tmp_path / "model.gguf"
     strings = vocabulary_of(trained_bpe("gpt-2"), "gpt-2")
@@ -551,12 +598,6 @@ def test_a_copy_that_would_read_no_less_is_refused(tmp_path: Path, command: Comm
     save(path, "llama", model, (Type.Q4_0,), strings=strings)
     config = find_model("--model", str(path)).config
     assert (config.stored_bytes, config.plain_share, config.head_bytes) == (0.5625, 0.0, None)
-    for low_bit, stored in (("int4", 0.5625), ("int4", 0.65), ("int8", 1.0625)):
-        few = replace(config, stored_bytes=stored)
-        message = f"--draft_weights {low_bit}: the weights of it have {8 * stored:.1f} bits"
-        with pytest.raises(ValueError, match=f"{message}.*choose same, or leave it out"):
-            check_saves(low_bit, "it", few)
-    check_saves("int4", "it", replace(config, stored_bytes=1.0625))
     rates = ("--bandwidth", 40, "--flops", 0.4, "--acceptance", 0.8)
     done = command("plan", "--model", path, *rates, "--B", 1, "--prefix_len", 100)
     assert done.code == 0 and "model in stored on 1 rank" in done.out, done
