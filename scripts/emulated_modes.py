@@ -126,6 +126,7 @@ def read(out: Path, gen_len: int) -> dict[Case, ServingRecord]:
     for record in read_records(out, ServingRecord) if out.exists() else ():
         workload = record.config["workload"]
         rate = workload["emulate_acceptance"]
+        rate = rate[0] if isinstance(rate, list) else rate  # a number before 2026-11-27
         case = Case(workload["emulate_stage_ms"], record.name, workload["num_requests"], rate)
         if workload["gen_len"] == str(gen_len):
             records[case] = record

@@ -198,9 +198,12 @@ class DecodingSection:
     )
     emulate_acceptance: tuple[float, ...] | None = setting(
         None,
-        "Draft, verify and measure as ever, but accept drafts by chance, whatever they are: a "
-        "number from 1 on is the tokens that a step emits on average, others are rates: for each "
-        "draft position, how often it is accepted with all before it. The text means nothing.",
+        "Draft and verify as ever, but accept drafts by chance, whatever they are. A number below "
+        "1 is the probability of each draft, one from 1 on the tokens that a step emits on "
+        "average, and several are rates by position, with all drafts before it. The text means "
+        "nothing. In pipelined speculation it takes the place of --draft: each drafted token is "
+        "what the target writes with this probability, which needs the tokens of an earlier mode "
+        "or emulated stages.",
         metavar="A",
         least=0,
     )
@@ -228,7 +231,9 @@ class DecodingSection:
         if given is None:
             return None
         joint = given
-        if len(given) == 1 and given[0] >= 1:
+        if len(given) == 1 and given[0] < 1:
+            joint = tuple(given[0] ** position for position in range(1, self.max_gamma + 1))
+        elif len(given) == 1:
             accepted = given[0] - 1
             whole = int(accepted)
             joint = (*[1.0] * whole, accepted - whole)

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
+
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
@@ -129,6 +132,37 @@ class Drafter(ABC):
 
     def release(self, rows: Sequence[int]) -> None:  # noqa: B027
         """Forget the ended requests in `rows`."""
+
+
+STOPPED = -1  # no token: what stands behind a chain that has stopped
+
+
+def proposal_of_source(
+    proposal: Proposal | None,
+    batch: DeviceBatch,
+    shape: DraftShape,
+    draft: DraftModel,
+    target: ModelRunner,
+    pa: float,
+) -> Proposal:
+    """The proposal of the rank that drafts, on all ranks of the target. Those that do not draft
+    have None. Chains that stop by `pa` may be shorter than was planned."""
+    vocab_size = target.model.config.vocab_size
+    if proposal is None:  # room, into which the rank receives it
+        ids = batch.newest.new_zeros(len(batch.rows), shape.gamma)
+        probs = None
+        if batch.sampling.draws is not None:
+            probs = ids.new_zeros(*ids.shape, vocab_size, dtype=torch.float64)
+    else:
+        ids = proposal.ids
+        probs = proposal.probabilities
+    if pa > 0:  # every rank learns from padding where the chain has stopped
+        ids = F.pad(ids, (0, shape.gamma - ids.shape[1]), value=STOPPED)
+    ids = target.group.broadcast(ids, draft.source)
+    if pa > 0:
+        ids = ids[:, : int((ids[0] != STOPPED).sum())]
+        probs = None if probs is None else probs[:, : ids.shape[1]]
+    return Proposal(ids, None if probs is None else target.group.broadcast(probs, draft.source))
 
 
 def make_drafter(name: str, setup: DraftSetup) -> Drafter:

@@ -26,8 +26,13 @@ from magicdec.runner.sampling.model_tokens import Proposal, confidence
 from magicdec.runner.sampling.randomness import Purpose
 from magicdec.runner.sampling.sampling import probabilities, process, sample
 from magicdec.speculation.draft_kv import DraftKV
-from magicdec.speculation.drafter import Drafter, DraftModel, DraftSetup, DraftShape
-from magicdec.speculation.model_drafter import STOPPED
+from magicdec.speculation.drafter import (
+    Drafter,
+    DraftModel,
+    DraftSetup,
+    DraftShape,
+    proposal_of_source,
+)
 from magicdec.speculation.policies.policy import make_draft_kv
 
 # The logit of a token that is not in the draft vocabulary; finite, because all are checked.
@@ -123,23 +128,10 @@ class EagleDrafter(Drafter):
             kv.runner.forward(x, rows, kv.select(rows, held), held, num_outputs=0)
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        group = self.target.group
-        source = self.draft.source
-        proposal = self._room_for(batch, shape)
+        proposal = None
         if self.draft_kv is not None:
             proposal = self._propose(self.draft_kv, batch, shape)
-        if group.size == 1:
-            return proposal
-        ids = proposal.ids
-        probs = proposal.probabilities
-        if self.pa > 0:  # every rank learns from padding where the chain has stopped
-            padding = shape.gamma - ids.shape[1]
-            ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
-        ids = group.broadcast(ids, source)
-        if self.pa > 0:
-            ids = ids[:, : int((ids[0] != STOPPED).sum())]
-            probs = None if probs is None else probs[:, : ids.shape[1]]
-        return Proposal(ids, None if probs is None else group.broadcast(probs, source))
+        return proposal_of_source(proposal, batch, shape, self.draft, self.target, self.pa)
 
     def _propose(self, kv: DraftKV, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         rows = batch.rows
@@ -198,14 +190,6 @@ class EagleDrafter(Drafter):
         probs = probabilities(whole, draws.filters)
         u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
         return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
-
-    def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        """Zeros into which a rank without the head receives the proposal."""
-        ids = batch.newest.new_zeros(len(batch.rows), shape.gamma)
-        probs = None
-        if batch.sampling.draws is not None:
-            probs = ids.new_zeros(*ids.shape, self.vocab_size, dtype=torch.float64)
-        return Proposal(ids, probs)
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """The slots of rejected drafts were dropped when they were proposed."""

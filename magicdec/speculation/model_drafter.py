@@ -22,10 +22,14 @@ from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.draft_kv import DraftKV, draft_chain
-from magicdec.speculation.drafter import Drafter, DraftModel, DraftSetup, DraftShape
+from magicdec.speculation.drafter import (
+    Drafter,
+    DraftModel,
+    DraftSetup,
+    DraftShape,
+    proposal_of_source,
+)
 from magicdec.speculation.policies.policy import make_draft_kv
-
-STOPPED = -1  # no token: what stands behind a chain that has stopped
 
 
 def draft(
@@ -161,36 +165,15 @@ class ModelDrafter(Drafter):
             kv.forward(chunk, rows, kv.lengths(rows), num_outputs=0)
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        group = self.target.group
-        source = self.draft.source
         kv = self.draft_kv
+        proposal = None
         if kv is not None:
             # The target holds all tokens but the newest.
             kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - shape.pending))
             newest = self._known(batch.newest[:, -shape.pending :])
             committed = kv.lengths(batch.rows)
             proposal = draft(kv, batch, committed, newest, shape, self.pa, self.vocab_size)
-        else:
-            proposal = self._room_for(batch, shape)
-        ids = proposal.ids
-        probs = proposal.probabilities
-        if self.pa > 0:  # every rank learns from padding where the chain has stopped
-            padding = shape.gamma - ids.shape[1]
-            ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
-        ids = group.broadcast(ids, source)
-        if self.pa > 0:
-            ids = ids[:, : int((ids[0] != STOPPED).sum())]
-            probs = None if probs is None else probs[:, : ids.shape[1]]
-        probs = None if probs is None else group.broadcast(probs, source)
-        return Proposal(ids, probs)
-
-    def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        """Zeros into which a rank without the model receives the proposal."""
-        ids = batch.newest.new_zeros(len(batch.rows), shape.gamma)
-        probs = None
-        if batch.sampling.draws is not None:
-            probs = ids.new_zeros(*ids.shape, self.vocab_size, dtype=torch.float64)
-        return Proposal(ids, probs)
+        return proposal_of_source(proposal, batch, shape, self.draft, self.target, self.pa)
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """Forget rejected drafts. The policy's `commit` would copy K and V from the target."""

@@ -11,7 +11,14 @@ from urllib.parse import urlsplit
 
 from magicdec.config.masking import masked
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DEFAULT_GEN_LEN, NGRAM, SELF, StagesSection, WorkloadSection
+from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    NGRAM,
+    SELF,
+    DecodingSection,
+    StagesSection,
+    WorkloadSection,
+)
 from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.layout import StageGrid, make_grid, read_split
@@ -161,15 +168,7 @@ class ServeOptions(StagesSection):
         metavar="MS",
         above=0,
     )
-    emulate_acceptance: float | None = setting(
-        None,
-        "In place of --draft, in pipelined speculation: each drafted token is what the target "
-        "writes with this probability, which needs the tokens of an earlier mode or emulated "
-        "stages. Default: --draft drafts.",
-        metavar="A",
-        least=0,
-        most=1,
-    )
+    emulate_acceptance: tuple[float, ...] | None = same(DecodingSection, "emulate_acceptance")
     endpoint: str | None = setting(
         None,
         "An OpenAI-compatible server, such as http://127.0.0.1:8000/v1, to which the mode endpoint "
@@ -418,10 +417,15 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
     acceptance = options.emulate_acceptance
     if options.emulate_draft_ms is not None and acceptance is None:
         raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
+    if acceptance is not None and not (len(acceptance) == 1 and acceptance[0] < 1):
+        raise ValueError(
+            f"--emulate_acceptance {' '.join(f'{rate:g}' for rate in acceptance)}: pipelined "
+            "speculation takes one probability below 1, that a token is drafted right"
+        )
     if options.emulate_stage_ms is None:
         if acceptance is not None and options.passes[0].system in (SPECULATIVE, ENDPOINT):
             raise ValueError(
-                f"--emulate_acceptance {acceptance:g} needs the tokens of a mode that comes "
+                f"--emulate_acceptance {acceptance[0]:g} needs the tokens of a mode that comes "
                 "before; name sequential first in --modes"
             )
         return

@@ -177,8 +177,10 @@ def test_every_flag_reaches_its_own_field(driver: RunConfig) -> None:
             given = next(c for c in choices if c != default)
         elif most is not None:
             given = most / 2
-        elif field.name == "rank_group":
+        elif field.name in ("rank_group", "eagle_layers"):
             given = (2, 0, 1)
+        elif "tuple[float" in str(field.kind):
+            given = (0.5, 0.25)
         elif default is None and "int" in str(field.kind):
             given = 77
         words = () if type(default) is bool else given if type(given) is tuple else (given,)
@@ -280,6 +282,7 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
         ("decoding", "pa"),
         ("decoding", "lookup_corpus"),
         ("decoding", "step_cost"),
+        ("decoding", "emulate_acceptance"),
         ("output", "save_tokens"),
         ("kv", "recent_window"),
         ("decoding", "draft_weights"),

@@ -70,12 +70,12 @@ def test_a_draft_is_a_name() -> None:
     [
         (
             "--draft eagle",
-            "--draft eagle is not known; choose from self, model:NAME, ngram, ngram+self,",
+            "--draft eagle is not known; choose from self, model:NAME, eagle:DIR, ngram,",
         ),
         ("--draft ngram+ngram", "--draft ngram+ngram names one source twice; give ngram"),
         (
             "--draft self+ngram",
-            "--draft self+ngram is not known; choose from self, model:NAME, ngram, ",
+            "--draft self+ngram is not known; choose from self, model:NAME, eagle:DIR, ",
         ),
         ("--draft ngram+model:", "--draft ngram+model: is not known; choose from self"),
         ("--draft_ranks 0", "--draft_ranks does nothing here: no other model drafts"),

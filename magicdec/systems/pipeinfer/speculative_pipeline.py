@@ -203,7 +203,8 @@ class SpeculativePipeline(StagedSystem):
 
     def _make_drafter(self, group: Group | None, models: LoadedModels) -> PathDrafter:
         if self.options.emulate_acceptance is not None:
-            return self._scripted(self.options.emulate_acceptance)
+            (acceptance,) = self.options.emulate_acceptance
+            return self._scripted(acceptance)
         if self.drafting is None:
             return LookupPathDrafter(self.run.corpus)
         config = self.drafting.config
