@@ -8,6 +8,8 @@ from faults.fault import Fault, Property
 MODELS = "test_quantised.py::test_a_model_computes_as_transformers_on_the_defined_weights"
 BLOCKS = "model/gguf/blocks.py"
 GROUPED = "model/linear/grouped.py"
+LINEAR = "test_linear.py::test_a_packed_layer_multiplies_and_a_row_keeps_its_bits"
+PACKED = "model/linear/packed"
 QUANTIZED = "model/checkpoint/quantized/"
 
 PROPERTIES = (
@@ -95,6 +97,15 @@ PROPERTIES = (
                   "up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]",
                   "up = [(theirs + name, (0, ffn[1] - ffn[0]), c.intermediate_size)"
                   " for name in n.gate_up]"),
+        ),
+    ),
+    Property(
+        "Packed layers compute all channels, those that fill no vector or block too.",
+        f"{LINEAR}[float32-shape3-13]",
+        (
+            Fault("last channels that fill no vector", f"{PACKED}_float32.h",
+                  "width = std::min<int64_t>(WIDTH, N - channel);",
+                  "width = std::min<int64_t>(WIDTH, (N - channel) / 16 * 16);"),
         ),
     ),
     Property(
