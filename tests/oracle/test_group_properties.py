@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_gguf import head_sizes, reference_model, save
-from test_grouped import FORMATS, make_numbers, weights_of
+from test_grouped import FORMATS, make_numbers, ordered, weights_of
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
@@ -54,19 +54,24 @@ def test_packing_loses_nothing(kind: NumberFormat, num_outputs: int, count: int,
 
 
 @settings(max_examples=60)
-@given(formats, outputs, groups, seeds, st.booleans(), st.booleans(), st.integers(2, 45))
+@given(
+    *(formats, outputs, groups, seeds, st.booleans(), st.booleans(), st.booleans()),
+    st.integers(2, 45),
+)
 def test_the_result_of_a_row_is_its_own(
     kind: NumberFormat,
     num_outputs: int,
     count: int,
     seed: int,
     rounds: bool,
+    has_order: bool,
     is_narrow: bool,
     rows: int,
 ) -> None:
     """Whatever the other rows hold, how many they are, and where it stands among them."""
     dtype = torch.bfloat16 if is_narrow else torch.float32
-    layer = PackedLinear(make_numbers((num_outputs, count * kind.group), kind, seed), rounds=rounds)
+    numbers = make_numbers((num_outputs, count * kind.group), kind, seed)
+    layer = PackedLinear(ordered(numbers) if has_order else numbers, rounds=rounds)
     x = torch.randn(rows, count * kind.group).to(dtype)
     whole = layer(x)
     some = torch.randperm(rows)[: 1 + seed % rows]

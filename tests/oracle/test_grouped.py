@@ -59,6 +59,14 @@ def weights_of(numbers: GroupedNumbers) -> Tensor:
     return weights
 
 
+def ordered(numbers: GroupedNumbers) -> GroupedNumbers:
+    """The same columns, which belong to inputs in an order that is neither theirs nor its own
+    inverse."""
+    width = numbers.numbers.shape[1]
+    generator = torch.Generator().manual_seed(width)
+    return replace(numbers, order=torch.randperm(width, generator=generator).int())
+
+
 def rounded(x: Tensor, group: int) -> Tensor:
     """Activations as int8 times a scale for each group, float64."""
     groups = x.float().unflatten(-1, (-1, group))
@@ -123,6 +131,39 @@ def test_rounded_activations_give_sums_of_integers(
         torch.testing.assert_close(layer(x), out, rtol=2**-7 if dtype == BF16 else 1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rounds", [False, True], ids=["exact", "rounded"])
+@pytest.mark.parametrize("cpu", FUSED)
+@pytest.mark.parametrize("kind", FORMATS[::9], ids=str)
+def test_columns_in_an_order_have_the_bits_of_inputs_in_that_order(
+    kind: NumberFormat, cpu: str, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = library(*FUSED[cpu])
+    monkeypatch.setattr(packed, "library", lambda: found)
+    for shape in ((97, 256), (130, 640)):
+        plain = make_numbers(shape, kind)
+        numbers = ordered(plain)
+        assert numbers.order is not None
+        weights = torch.empty(shape)
+        columns = weights_of(plain).T
+        for column, place in zip(columns, numbers.order.tolist(), strict=True):
+            weights[:, place] = column
+        for dtype in (F32, BF16):
+            bias = torch.randn(shape[0]).to(dtype)
+            layer = PackedLinear(numbers, bias, rounds=rounds)
+            assert torch.equal(layer.dense(), weights)
+            assert torch.equal(numbers.dense(), weights)
+            alike = PackedLinear(plain, bias, rounds=rounds)
+            for rows in ROWS:
+                x = torch.randn(rows, shape[1]).to(dtype)
+                out = layer(x)
+                assert torch.equal(out, alike(x[:, numbers.order])), (shape, rows)
+                assert torch.equal(out[-1:], layer(x[-1:])), (shape, rows)
+            if not rounds:
+                expected = F.linear(x.double(), weights.double(), bias.double())
+                error = (out.double() - expected).abs().max()
+                assert error <= expected.abs().max() * (2**-8 if dtype == BF16 else 1e-5)
+
+
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_layers_in_torch_and_in_triton_compute_the_same_weights(
     kind: NumberFormat, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +186,25 @@ def test_layers_in_torch_and_in_triton_compute_the_same_weights(
         monkeypatch.setattr(triton, "serves", lambda *call, is_triton=is_triton: is_triton)
         error = (layer(x).double() - expected).abs().max()
         assert error <= 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("is_triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("kind", FORMATS[::9], ids=str)
+def test_layers_in_torch_and_in_triton_take_inputs_in_an_order(
+    kind: NumberFormat, is_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "serves", lambda *call: is_triton)
+    monkeypatch.setattr(grouped, "WIDENED", 1 << 13)  # several parts
+    plain = make_numbers((70, 256), kind)
+    numbers = ordered(plain)
+    layer = GroupedLinear(numbers, None)
+    assert layer.order is not None
+    assert torch.equal(layer.dense()[:, layer.order], weights_of(plain))
+    x = torch.randn(2, 3, 256)
+    assert torch.equal(layer(x), GroupedLinear(plain, None)(x[..., layer.order]))
+    expected = F.linear(x.double(), layer.dense().double())
+    assert (layer(x).double() - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
 def test_many_tiles_are_split_and_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +245,9 @@ def test_parts_of_several_formats_are_stacked_exactly() -> None:
     assert whole.format == NumberFormat(8, 16, "float32", True, -128)
     assert torch.equal(whole.dense(), torch.cat([weights_of(part) for part in parts]))
     assert common_format([kinds[2], replace(kinds[2], group=32)]) == replace(kinds[2], group=32)
+    mixed = stack_rows([ordered(part) for part in parts])
+    expected = torch.cat([ordered(part).dense() for part in parts])
+    assert mixed.order is not None and torch.equal(mixed.dense(), expected)
     four = NumberFormat(4, 32, "float16", True, 0)
     assert common_format([four, replace(four, least=-8)]) == replace(four, bits=8, least=-128)
 

@@ -15,7 +15,7 @@ from conftest import TINY, make_requests, pack, tiny_transformer
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
@@ -24,6 +24,10 @@ from magicdec.kernels.build import FAST_MATH, load_library
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.elementwise.native import NativeElementwise
+from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers, NumberFormat
+from magicdec.model.linear.packed import Linear, exchange
+from magicdec.model.transformer import Transformer
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps import executor
 from magicdec.runner.native_steps.descriptions import layer_obstacle
@@ -55,10 +59,13 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_pair(
-    config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int]
+    config: ModelConfig,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    model: Transformer | None = None,
 ) -> tuple[ModelRunner, ModelRunner]:
     """Two runners with the same weights and cached tokens: layer by layer, and native."""
-    model = pack(tiny_transformer(config, dtype=dtype))
+    model = model or pack(tiny_transformer(config, dtype=dtype))
     group, place = Group((0,), 0), (len(lengths), MOST)
     first = ModelRunner(model, NativeBackend(), group, *place)
     second = replace(first, backend=NativeBackend(), executor=Executor(model, group))
@@ -116,6 +123,48 @@ def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dty
         check_same(pair, ModelRunner.forward, ids, [0, 1, 2], num_outputs=num_outputs)
     for visible in (FULL, SinksAndWindow(4, 20)):
         assert len(check_same(pair, chain, ids_for(3, 2), visible, 4).unique()) > 1
+
+
+def in_groups(linear: Linear) -> GroupedLinear:
+    """The layer in 8 bits and groups of 16, whose columns have an order as GPTQ's act-order makes
+    them."""
+    weight = cast(Tensor, linear.weight).float()
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3)).int()
+    groups = weight[:, order].unflatten(1, (-1, 16))
+    scale = (groups.abs().amax(2) / 127).bfloat16()
+    numbers = (groups / scale.unsqueeze(2).float()).round().clamp(-128, 127).to(torch.int8)
+    kind = NumberFormat(8, 16, "bfloat16", False, -128)
+    held = GroupedNumbers(kind, numbers.flatten(1), scale, None, order)
+    return GroupedLinear(held, linear.bias)
+
+
+def widened(linear: Linear) -> Linear:
+    plain = nn.Linear(linear.in_features, linear.out_features, device="meta")
+    plain.weight = nn.Parameter(in_groups(linear).dense(), requires_grad=False)
+    plain.bias = linear.bias
+    return plain
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["exact", "rounded"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_columns_in_an_order_have_the_bits_of_the_layers(dtype: torch.dtype, rounds: bool) -> None:
+    """And, in exact arithmetic and float32, the logits of the plain weights."""
+    config = replace(TINY, qkv_bias=True)
+    model = tiny_transformer(config, dtype=dtype)
+    exchange(model, in_groups)
+    model.pack(rounds)
+    model.use(NativeElementwise())
+    pair = make_pair(config, dtype, [70, 3, 131], model)
+    for count in (1, 5, 31):
+        logits = check_same(pair, ModelRunner.forward, ids_for(3, count), [0, 1, 2])
+    if dtype == torch.float32 and not rounds:
+        plain = tiny_transformer(config)
+        exchange(plain, widened)
+        other = make_pair(config, dtype, [70, 3, 131], pack(plain))[0]
+        for count in (1, 5, 31):
+            expected = other.forward(ids_for(3, count), [0, 1, 2])
+        assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert len(check_same(pair, chain, ids_for(3, 2), FULL, 4).unique()) > 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

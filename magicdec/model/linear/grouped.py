@@ -63,12 +63,14 @@ def common_format(formats: Sequence[NumberFormat]) -> NumberFormat:
 @dataclass(frozen=True)
 class GroupedNumbers:
     """A matrix: `numbers` int8 [N, K], `scale` [N, K / group], and `minimum` of the same shape or
-    None."""
+    None. `order` int32 [K]: the input that each column belongs to; None if they are in the order of
+    the inputs. GPTQ's act-order puts inputs into a group that are not neighbours."""
 
     format: NumberFormat
     numbers: Tensor
     scale: Tensor
     minimum: Tensor | None
+    order: Tensor | None = None
 
     def to(self, wanted: NumberFormat) -> GroupedNumbers:
         """The same weights in a format that holds them, as `common_format` gives one."""
@@ -80,10 +82,14 @@ class GroupedNumbers:
             minimum = minimum.to(dtype).repeat_interleave(repeats, dim=1)
         elif wanted.has_minimum:
             minimum = torch.zeros_like(scale)
-        return GroupedNumbers(wanted, self.numbers, scale, minimum)
+        return replace(self, format=wanted, scale=scale, minimum=minimum)
 
     def inputs(self, first: int, last: int) -> GroupedNumbers:
-        """Those of some inputs, in smaller groups if they begin or end within one."""
+        """Those of some inputs, in smaller groups if they begin or end within one. Columns that
+        have an order are not cut."""
+        if self.order is not None:
+            assert (first, last) == (0, len(self.order)), "it is checked"
+            return self
         group = math.gcd(self.format.group, first, last)
         assert group in GROUPS, "it is checked"
         finer = self.to(replace(self.format, group=group))
@@ -97,7 +103,14 @@ class GroupedNumbers:
         )
 
     def dense(self) -> Tensor:
-        """The weights, float32 [N, K]."""
+        """The weights, float32 [N, K], in the order of the inputs."""
+        weights = self.widened()
+        if self.order is None:
+            return weights
+        return torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
+
+    def widened(self) -> Tensor:
+        """The weights, float32 [N, K], in the order of the columns."""
         numbers = self.numbers.unflatten(1, (-1, self.format.group)).float()
         weights = numbers * self.scale.float().unsqueeze(2)
         if self.minimum is not None:
@@ -105,10 +118,19 @@ class GroupedNumbers:
         return weights.flatten(1)
 
 
+def have_one_order(orders: Sequence[Tensor | None]) -> bool:
+    """Whether columns that have these orders can stand one below the other."""
+    first = orders[0]
+    if first is None:
+        return all(order is None for order in orders)
+    return all(order is not None and torch.equal(order, first) for order in orders)
+
+
 def stack_rows(parts: Sequence[GroupedNumbers]) -> GroupedNumbers:
-    """The parts one below the other, in their common format."""
+    """The parts, whose columns have one order, one below the other, in their common format."""
     if len(parts) == 1:
         return parts[0]
+    assert have_one_order([part.order for part in parts]), "it is checked"
     wanted = common_format([part.format for part in parts])
     alike = [part.to(wanted) for part in parts]
     minima = [part.minimum for part in alike if part.minimum is not None]
@@ -117,17 +139,21 @@ def stack_rows(parts: Sequence[GroupedNumbers]) -> GroupedNumbers:
         torch.cat([part.numbers for part in alike]),
         torch.cat([part.scale for part in alike]),
         torch.cat(minima) if minima else None,
+        parts[0].order,
     )
 
 
 class GroupedLinear(nn.Module):
     """x [..., K] -> [..., N]. `weight` is [N, K] int8, or [N, K / 2] bytes: of each group the first
     half of its inputs in the lower halves of its bytes, the second in the upper ones, as number -
-    least. `scale` and `minimum` are [K / group, N]. Unless `adds_bias`, the caller adds `bias`.
+    least. `scale` and `minimum` are [K / group, N]. `order`: as in GroupedNumbers. Unless
+    `adds_bias`, the caller adds `bias`.
 
     Weights are exact where x is float32, on a CPU, and for few rows on a GPU. For more rows there,
     in bfloat16, they are rounded to bfloat16 before they are multiplied.
     """
+
+    order: Tensor | None
 
     def __init__(
         self, numbers: GroupedNumbers, bias: Tensor | None, adds_bias: bool = True
@@ -143,8 +169,10 @@ class GroupedLinear(nn.Module):
         self.minimum = (
             None if minimum is None else nn.Parameter(minimum.T.contiguous(), requires_grad=False)
         )
+        self.register_buffer("order", numbers.order)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.order is None else x.index_select(-1, self.order)
         width = x.shape[-1]
         on_gpu = x.device.type == "cuda"
         has_products = self.format.bits == 8 or self.format.group > 16  # a byte has two inputs
@@ -155,7 +183,7 @@ class GroupedLinear(nn.Module):
             wide = x if on_gpu or x.dtype == torch.float64 else x.float()
             step = max(1, (WIDENED_ON_GPU if on_gpu else WIDENED) // width)
             for first in range(0, self.out_features, step):
-                weights = self.numbers(slice(first, first + step)).dense()
+                weights = self.numbers(slice(first, first + step)).widened()
                 out[..., first : first + step] = F.linear(wide, weights.to(wide.dtype))
         return out + self.bias if self.adds_bias and self.bias is not None else out
 
@@ -168,6 +196,7 @@ class GroupedLinear(nn.Module):
             expanded(weight, self.format),
             self.scale[:, outputs].T,
             None if minimum is None else minimum[:, outputs].T,
+            self.order,
         )
 
     def dense(self) -> Tensor:

@@ -7,6 +7,7 @@ struct LinearLayer {
     int64_t N, K;
     int64_t bits, group, scale_type, has_minimum, least;  // of numbers in groups (packed_groups.h); bits is 0 of others
     int64_t rounds;                                       // the activations that these are multiplied with
+    const int32_t* order;                                 // of the inputs of numbers in groups, as in packed_groups.h, or null
 };
 
 // out [R, N] = x [R, K] times the packed weight, plus bias, computed by the threads of a Team (team.h), all of which call it.

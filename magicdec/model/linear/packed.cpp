@@ -86,7 +86,7 @@ namespace {
 
 template <typename S>
 inline void linear_groups(const LinearLayer& w, const S* x, int64_t R, float* room, S* out) {
-    const groups::Weights weights{(const uint32_t*)w.packed, {w.bits, w.group, w.scale_type, w.has_minimum, w.least}};
+    const groups::Weights weights{(const uint32_t*)w.packed, {w.bits, w.group, w.scale_type, w.has_minimum, w.least}, w.order};
     groups::linear(x, R, weights, w.N, w.K, w.rounds, (const S*)w.bias, room, out);
 }
 

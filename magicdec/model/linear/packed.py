@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -57,15 +58,21 @@ class FormatFields(ctypes.Structure):
 class GroupFields(ctypes.Structure):
     """`groups::Weights` of packed_groups.h."""
 
-    _fields_ = [("packed", ctypes.c_void_p), ("format", FormatFields)]
+    _fields_ = [
+        ("packed", ctypes.c_void_p),
+        ("format", FormatFields),
+        ("order", ctypes.c_void_p),
+    ]
 
 
 class PackedLinear(nn.Module):
     """x [..., K] -> [..., N] with packed weights: `weight` [N, K] in bfloat16 or float32, which is
     also the dtype of x, or numbers in groups, which take both. Unless `adds_bias`, the caller adds
-    `bias`.
+    `bias`. `order`: as in GroupedNumbers.
 
     `rounds`: activations that numbers in groups are multiplied with are rounded to int8."""
+
+    order: Tensor | None
 
     def __init__(
         self,
@@ -80,13 +87,16 @@ class PackedLinear(nn.Module):
         self.rounds = rounds
         self.format: NumberFormat | None = None
         self.is_odd = False
+        order = None
         if isinstance(weight, GroupedNumbers):
             self.format = weight.format
+            order = weight.order
             self.out_features, self.in_features = weight.numbers.shape
             packed = pack_groups(weight)
         else:
             packed = self._pack(weight)
         self.packed = nn.Parameter(packed, requires_grad=False)
+        self.register_buffer("order", order)
 
     def _pack(self, weight: Tensor) -> Tensor:
         if weight.dtype not in PACKERS:
@@ -109,14 +119,15 @@ class PackedLinear(nn.Module):
         bias = self.bias if self.adds_bias else None
         x = F.pad(x, (0, 1)) if self.is_odd else x
         if self.format is not None:
-            groups = group_fields(self.format, self.packed)
+            groups = group_fields(self.format, self.packed, self.order)
             return packed_groups(x, groups, bias, self.out_features, self.rounds)
         return packed_linear(x, self.packed, bias, self.out_features)
 
     def dense(self) -> Tensor:
         """The weights [N, K]; float32 of numbers in groups."""
         if self.format is not None:
-            return unpack_groups(self.packed, self.format, self.out_features).dense()
+            numbers = unpack_groups(self.packed, self.format, self.out_features)
+            return replace(numbers, order=self.order).dense()
         weight: Tensor = self.packed
         if weight.dtype == torch.int32:
             pairs = self.packed.view(torch.bfloat16).unflatten(2, (WIDTH, 2))
@@ -125,9 +136,10 @@ class PackedLinear(nn.Module):
         return weight.transpose(1, 2).flatten(0, 1)[: self.out_features, :width]
 
 
-def group_fields(kind: NumberFormat, packed: Tensor) -> GroupFields:
-    """What the kernels are told. It holds the address of `packed`, which must outlive it."""
-    return GroupFields(packed.data_ptr(), FormatFields(*format_numbers(kind)))
+def group_fields(kind: NumberFormat, packed: Tensor, order: Tensor | None = None) -> GroupFields:
+    """What the kernels are told. It holds the addresses of the tensors, which must outlive it."""
+    order_at = None if order is None else order.data_ptr()
+    return GroupFields(packed.data_ptr(), FormatFields(*format_numbers(kind)), order_at)
 
 
 def format_numbers(kind: NumberFormat) -> tuple[int, ...]:
@@ -157,7 +169,7 @@ def pack_groups(numbers: GroupedNumbers) -> Tensor:
 
 
 def unpack_groups(packed: Tensor, kind: NumberFormat, outputs: int) -> GroupedNumbers:
-    """The inverse of `pack_groups`."""
+    """The inverse of `pack_groups`, which does not pack the order of the columns."""
     dtype = getattr(torch, kind.scale)
     parts = []
     at = 0

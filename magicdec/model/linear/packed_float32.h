@@ -26,17 +26,23 @@ inline int64_t num_groups(int64_t R) { return (R + ROWS - 1) / ROWS; }
 inline int64_t group_start(int64_t R, int64_t g) { return R * g / num_groups(R); }
 
 // x [R, K] as float32, [K, rows] for each group of rows. Otherwise rows whose distance is a multiple of the page size would
-// compete for the same cache sets.
+// compete for the same cache sets. `order`: the inputs in the order of the weights, or null.
 template <typename S>
-inline void interleave(const S* x, int64_t R, int64_t K, float* out) {
+inline void interleave(const S* x, int64_t R, int64_t K, const int32_t* order, float* out) {
     constexpr int64_t part = 256;
     const int64_t parts = (K + part - 1) / part;
     share(num_groups(R) * parts, [&](int64_t i) {
         const int64_t g = i / parts, from = i % parts * part;
         const int64_t first = group_start(R, g), rows = group_start(R, g + 1) - first;
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t k = from; k < std::min(K, from + part); ++k)
-                out[first * K + k * rows + r] = to_float(x[(first + r) * K + k]);
+        const int64_t to = std::min(K, from + part);
+        for (int64_t r = 0; r < rows; ++r) {
+            const S* row = x + (first + r) * K;
+            float* column = out + first * K + r;
+            if (order)
+                for (int64_t k = from; k < to; ++k) column[k * rows] = to_float(row[order[k]]);
+            else
+                for (int64_t k = from; k < to; ++k) column[k * rows] = to_float(row[k]);
+        }
     });
 }
 
@@ -121,9 +127,11 @@ inline void add_bias_and_store(float* sums, int64_t row, int64_t count, int64_t 
 }
 
 // out [R, N] = x [R, K] times the packed weight, plus bias [N] or null. `room` is scratch memory for R * K numbers.
+// `order`: see `interleave`.
 template <typename Weights, typename S>
-void linear(const S* x, int64_t R, const void* packed, int64_t N, int64_t K, const S* bias, float* room, S* out) {
-    interleave(x, R, K, room);
+void linear(const S* x, int64_t R, const void* packed, int64_t N, int64_t K, const S* bias, float* room, S* out,
+            const int32_t* order = nullptr) {
+    interleave(x, R, K, order, room);
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = num_groups(R), chunks = (groups + CHUNK - 1) / CHUNK;
     alignas(64) float sums[CHUNK * ROWS * WIDTH];
     share(

@@ -32,6 +32,7 @@ struct Format {
 struct Weights {
     const uint32_t* packed;
     Format format;
+    const int32_t* order;  // the input that each packed one is, [K], or null: activations are read in this order
     const uint32_t* block(int64_t b, int64_t K) const { return packed + b * (K / format.group) * format.words(); }
 };
 
@@ -377,8 +378,17 @@ inline void linear_rounded(const S* x, int64_t R, const Weights& w, int64_t N, i
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = K / f.group, chunks = (R + CHUNK - 1) / CHUNK;
     constexpr int64_t together = 8;  // groups that a thread rounds at a time
     share((R * groups + together - 1) / together, [&](int64_t part) {
-        for (int64_t i = part * together; i < std::min(R * groups, (part + 1) * together); ++i)
-            rounded.round_group(x + i * f.group, i);
+        for (int64_t i = part * together; i < std::min(R * groups, (part + 1) * together); ++i) {
+            const S* from = x + i * f.group;
+            S inputs[128];
+            if (w.order) {
+                const S* row = x + i / groups * K;
+                const int32_t* order = w.order + i % groups * f.group;
+                for (int64_t k = 0; k < f.group; ++k) inputs[k] = row[order[k]];
+                from = inputs;
+            }
+            rounded.round_group(from, i);
+        }
     });
     alignas(64) float sums[CHUNK * WIDTH];
     share(
@@ -400,10 +410,10 @@ inline void linear(const S* x, int64_t R, const Weights& w, int64_t N, int64_t K
                    S* out) {
     if (w.format.bits == 4) {
         if (rounds) return linear_rounded<4>(x, R, w, N, K, bias, room, out);
-        return float32::linear<Exact<4>>(x, R, &w, N, K, bias, room, out);
+        return float32::linear<Exact<4>>(x, R, &w, N, K, bias, room, out, w.order);
     }
     if (rounds) return linear_rounded<8>(x, R, w, N, K, bias, room, out);
-    float32::linear<Exact<8>>(x, R, &w, N, K, bias, room, out);
+    float32::linear<Exact<8>>(x, R, &w, N, K, bias, room, out, w.order);
 }
 
 }  // namespace groups

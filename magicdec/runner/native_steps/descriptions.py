@@ -29,7 +29,9 @@ def _fields(pointers_and_counts: str) -> list[tuple[str, Any]]:
 
 
 class LinearFields(ctypes.Structure):
-    _fields_: ClassVar = _fields("packed* bias* N K bits group scale_type has_minimum least rounds")
+    _fields_: ClassVar = _fields(
+        "packed* bias* N K bits group scale_type has_minimum least rounds order*"
+    )
 
 
 class LayerFields(ctypes.Structure):
@@ -156,6 +158,7 @@ def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
         linear.in_features,
         *(format_numbers(linear.format) if linear.format is not None else [0] * 5),
         linear.rounds,
+        pointer(linear.order),
     )
 
 
