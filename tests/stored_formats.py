@@ -63,6 +63,7 @@ FORMATS = {
     "mixed types": Format(gguf_of(*MIXED)),
     "gptq": Format(quantised("gptq, zero points")),
     "gptq, 8 bits": Format(quantised("gptq, 8 bits, one group"), ("int4",)),
+    "gptq, act-order": Format(quantised("gptq, act-order")),
     "awq": Format(quantised("awq")),
     "compressed-tensors, group": Format(quantised("packed, group")),
     "compressed-tensors, channel": Format(quantised("integers, channel"), ("int4",)),

@@ -32,7 +32,10 @@ def words(codes: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) 
 
 
 class Integers:
-    """Random codes [N, K], scales and zero points [N, groups], and the group of each input."""
+    """Random codes [N, K], scales and zero points [N, groups], and the group of each input.
+
+    `scattered`: a seed for groups of inputs that are not contiguous, the same for all matrices of
+    so many inputs, as act-order makes them."""
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Integers:
         seed: int,
         scale: torch.dtype = torch.float16,
         zero: int | None = None,
-        is_scattered: bool = False,
+        scattered: int | None = None,
     ) -> None:
         outputs, inputs = shape
         group = inputs if group == -1 else group
@@ -59,8 +62,9 @@ class Integers:
         if zero is not None:
             self.zeros[:] = zero
         self.group_of = np.arange(inputs) // group
-        if is_scattered:
-            self.group_of = random.permutation(self.group_of)
+        self.is_scattered = scattered is not None
+        if scattered is not None:
+            self.group_of = np.random.default_rng((scattered, inputs)).permutation(self.group_of)
 
     @property
     def weights(self) -> Tensor:
@@ -99,6 +103,8 @@ def packed(numbers: Integers, bits: int, is_symmetric: bool) -> Layer:
     }
     if not is_symmetric:
         leaves["weight_zero_point"] = words(numbers.zeros, bits)
+    if numbers.is_scattered:
+        leaves["weight_g_idx"] = torch.from_numpy(numbers.group_of).int()
     return leaves, numbers.weights
 
 

@@ -131,12 +131,14 @@ def narrow_bytes(low_bit: str, inputs: int) -> Fraction:
     return 1 + Fraction(2, max(LEAST_GROUP, gcd(GROUP, inputs)))
 
 
-def bytes_as_stored(config: ModelConfig, shapes: list[tuple[int, int]], dtype_bytes: int) -> int:
-    """Bytes of matrices as a checkpoint stores them in groups, those of layers and then the head;
-    plain ones have `dtype_bytes`."""
+def bytes_as_stored(
+    config: ModelConfig, shapes: list[tuple[int, int]], dtype_bytes: int, num_ranks: int
+) -> int:
+    """Bytes of matrices as a checkpoint stores them in groups, those of layers and then the head,
+    on one of `num_ranks` that share them; plain ones have `dtype_bytes`."""
     *layers, head = [outputs * inputs for outputs, inputs in shapes]
     of_head = dtype_bytes if config.head_bytes is None else config.head_bytes
-    return round(sum(layers) * config.average_bytes(dtype_bytes) + head * of_head)
+    return round(sum(layers) * config.average_bytes(dtype_bytes, num_ranks) + head * of_head)
 
 
 def weight_bytes(
@@ -156,7 +158,8 @@ def weight_bytes(
     if config.tie_word_embeddings:  # a low-bit model has an untied head, without a bias
         vectors -= head * config.head_bias
     if low_bit == STORED:
-        of_matrices = bytes_as_stored(config, matrices(config, shard), dtype_bytes)
+        shapes = matrices(config, shard)
+        of_matrices = bytes_as_stored(config, shapes, dtype_bytes, shard.size)
     else:
         of_matrices = low_bit_bytes(config, shard, low_bit)
     return of_matrices + vectors * dtype_bytes

@@ -100,8 +100,9 @@ class ModelConfig:
     through two norms (parallel) or one (parallel_shared_norm). `qk_norm`: an RMS norm on every
     head of q and k. `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers
     in groups, with scales, on average over its layers; `plain_share` of their weights are plain
-    numbers. `head_bytes`: of a weight of the head, None if it is plain. `eagle`: of a head that
-    drafts for another model, None of a model."""
+    numbers, and so are `cut_share` where several ranks share a layer. `head_bytes`: of a weight of
+    the head, None if it is plain. `eagle`: of a head that drafts for another model, None of a
+    model."""
 
     name: str
     vocab_size: int
@@ -133,6 +134,7 @@ class ModelConfig:
     head_bias: bool = False
     stored_bytes: float | None = None
     plain_share: float = 0.0
+    cut_share: float = 0.0
     head_bytes: float | None = None
     eagle: EagleConfig | None = None
 
@@ -155,10 +157,11 @@ class ModelConfig:
             why = "odd; rotary needs it even" if rotated % 2 else f"over head_dim {self.head_dim}"
             raise ValueError(f"model {self.name}: {what} {rotated} is {why}")
 
-    def average_bytes(self, dtype_bytes: int) -> float:
+    def average_bytes(self, dtype_bytes: int, num_ranks: int) -> float:
         """Of a weight of the layers as they are stored, of which plain ones have `dtype_bytes`."""
         assert self.stored_bytes is not None, "the checkpoint stores numbers in groups"
-        return self.stored_bytes * (1 - self.plain_share) + dtype_bytes * self.plain_share
+        plain = self.plain_share + self.cut_share * (num_ranks > 1)
+        return self.stored_bytes * (1 - plain) + dtype_bytes * plain
 
     @property
     def group_size(self) -> int:

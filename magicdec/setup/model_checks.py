@@ -189,6 +189,8 @@ def check_stored_groups(
             kind = None if stored is None else stored.numbers
             if kind is None or piece.columns is None:
                 continue
+            if source.weights.input_order(piece.name) is not None:
+                continue  # it is widened
             if any(column % LEAST_GROUP for column in piece.columns):
                 raise ValueError(
                     f"{label}: {num_ranks} ranks cannot share the {piece.width} inputs of "
@@ -202,7 +204,7 @@ def check_saves(low_bit: str | None, label: str, model: ModelConfig, dtype: str)
     among them. Those that are not in groups are in `dtype`."""
     if low_bit is None or model.stored_bytes is None:
         return
-    held = bytes_as_stored(model, matrices(model, Shard()), DTYPE_BYTES[dtype])
+    held = bytes_as_stored(model, matrices(model, Shard()), DTYPE_BYTES[dtype], num_ranks=1)
     if low_bit_bytes(model, Shard(), low_bit) > MOST_OF_STORED * held:
         bits = 8 * held / linear_parameters(model, Shard())
         raise ValueError(

@@ -207,7 +207,8 @@ class ModelPlan:
         if not has_head:
             missing[-1] = 0, 1
         if low_bit == STORED:
-            return bytes_as_stored(self.model, [(number, 1) for number, _ in missing], size)
+            shapes = [(number, 1) for number, _ in missing]
+            return bytes_as_stored(self.model, shapes, size, self.shard.size)
         return int(
             sum(
                 number * (size if low_bit is None else narrow_bytes(low_bit, inputs))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import test_gguf
@@ -34,7 +34,9 @@ from magicdec.model.checkpoint.quantized import matrix
 from magicdec.model.checkpoint.quantized.mxfp4 import grouped_blocks
 from magicdec.model.checkpoint.source import ModelSource, find_model, find_stored_config
 from magicdec.model.linear.grouped import GroupedLinear
+from magicdec.model.transformer import Transformer
 from magicdec.setup.loading import load_kind
+from magicdec.setup.model_checks import check_stored_groups
 from magicdec.setup.model_plan import Kinds
 
 Making = Callable[[tuple[int, int], int], Layer]
@@ -137,8 +139,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Making, tuple[int, str, bool] | None]] 
     ),
     "gptq, act-order": (
         gptq_table(desc_act=True, sym=False),
-        of_gptq(4, 128, 1, is_scattered=True),
-        None,
+        of_gptq(4, 128, 1, scattered=0),
+        (4, "float32", True),
+    ),
+    "gptq, act-order, second version": (
+        gptq_table(8, 32, desc_act=True, checkpoint_format="gptq_v2"),
+        of_gptq(8, 32, 0, zero=128, scattered=0),
+        (8, "float16", False),
     ),
     "awq": (awq_table(), of_awq, (4, "float32", True)),
     "packed, group": (
@@ -152,6 +159,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Making, tuple[int, str, bool] | None]] 
         ),
         of_compressed(4, 128, False, scale=BF16),
         (4, "float32", True),
+    ),
+    "packed, act-order": (
+        compressed_table(
+            PACK, {"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "group"}
+        ),
+        of_compressed(4, 64, True, scale=BF16, scattered=0),
+        (4, "bfloat16", False),
     ),
     "packed, 8 bits, channel": (
         compressed_table(PACK, CHANNEL),
@@ -223,7 +237,8 @@ def check_values(source: ModelSource, model: Any, kind: tuple[int, str, bool] | 
             if form is None:
                 continue
             assert (form.bits, form.scale, form.has_minimum) == kind
-            columns = slice(form.group, 2 * form.group)
+            has_order = source.weights.input_order(name) is not None
+            columns = slice(None) if has_order else slice(form.group, 2 * form.group)
             numbers = source.weights.read_numbers(name, (rows, columns))
             assert numbers.format == form and numbers.scale.dtype == getattr(torch, form.scale)
             assert torch.equal(numbers.dense(), parameter.data[rows, columns]), (name, rows)
@@ -344,6 +359,110 @@ def test_two_ranks_hold_the_halves_of_the_whole_matrices(
     assert all(part.format.group == group for part in down)
     expected = whole.blocks[1].mlp.down.weight
     assert torch.equal(torch.cat([part.dense() for part in down], dim=1), expected)
+
+
+def loaded_groups(source: ModelSource, shard: Shard = Shard()) -> Transformer:
+    return load_kind(source, shard, Kinds("float32", "stored"), torch.device("cpu"))
+
+
+def weights_of(layer: torch.nn.Module) -> Tensor:
+    return layer.dense() if isinstance(layer, GroupedLinear) else cast(Tensor, layer.weight)
+
+
+def layers_of(block: torch.nn.Module) -> list[torch.nn.Module]:
+    names = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
+    return [block.get_submodule(name) for name in names]
+
+
+@pytest.mark.parametrize("name", ["gptq, act-order", "packed, act-order"])
+def test_ranks_that_cut_inputs_in_an_order_widen_them(name: str, tmp_path: Path) -> None:
+    """Two of four matrices of a layer; the others keep their order. Three ranks, which cannot share
+    the inputs in groups, are not refused."""
+    saved(tmp_path, name)
+    source = find_model("--model", str(tmp_path))
+    check_stored_groups("stored", "--model m", 3, source, "--target_dtype bfloat16")
+    whole = load_kind(source, Shard(), Kinds("float32", "float32"), torch.device("cpu"))
+    assert all(
+        isinstance(layer, GroupedLinear) for layer in layers_of(loaded_groups(source).blocks[1])
+    )
+    halves = [layers_of(loaded_groups(source, Shard(rank, 2)).blocks[1]) for rank in range(2)]
+    for half in halves:
+        assert [isinstance(layer, GroupedLinear) for layer in half] == [True, False, True, False]
+    expected = [weights_of(layer) for layer in layers_of(whole.blocks[1])]
+    for place in (1, 3):
+        parts = [weights_of(half[place]) for half in halves]
+        assert torch.equal(torch.cat(parts, dim=1), expected[place])
+    gate_up = [weights_of(half[2]).chunk(2) for half in halves]
+    both = torch.cat([torch.cat(each) for each in zip(*gate_up, strict=True)])
+    assert torch.equal(both, expected[2])
+
+
+def test_matrices_in_unlike_orders_are_not_stacked(tmp_path: Path) -> None:
+    """q, k and v, and gate and up, are widened then; the others are held in groups."""
+
+    def made(shape: tuple[int, int], seed: int) -> Layer:
+        return gptq(Integers(shape, 4, 64, seed, scattered=seed), 4, 1)
+
+    model = reference_model("Llama")
+    save_quantized(tmp_path, model, gptq_table(group=64, desc_act=True, sym=False), made)
+    source = find_model("--model", str(tmp_path))
+    check_values(source, model, (4, "float32", True))
+    check_values_of_plain(source, model)
+    held = [
+        isinstance(layer, GroupedLinear) for layer in layers_of(loaded_groups(source).blocks[0])
+    ]
+    assert held == [False, True, False, True]
+    assert 0.5 < source.config.plain_share < 1
+
+
+@pytest.mark.parametrize(
+    ("group", "spoil"), [(8, False), (64, True)], ids=["groups of 8", "unequal groups"]
+)
+def test_scattered_groups_that_no_layer_has_are_widened(
+    group: int, spoil: bool, tmp_path: Path
+) -> None:
+    def made(shape: tuple[int, int], seed: int) -> Layer:
+        numbers = Integers(shape, 4, group, seed, zero=8, scattered=0)
+        if spoil:
+            numbers.group_of[:3] = 1
+        return gptq(numbers, 4, 1)
+
+    model = reference_model("Llama")
+    save_quantized(tmp_path, model, gptq_table(group=group, desc_act=True), made)
+    source = find_model("--model", str(tmp_path))
+    assert not source.has_groups
+    check_values(source, model, None)
+    check_logits(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda order: order.clamp(min=1), "does not have each of the inputs 0 to 255 once"),
+        (lambda order: order + 1, "does not have each of the inputs 0 to 255 once"),
+        (lambda order: order[1:].clone(), r"has shape \(255,\), expected \(256,\)"),
+        (lambda order: order.long(), "is stored as int64, expected int32"),
+    ],
+)
+def test_an_order_that_is_none_is_refused(
+    spoil: Callable[[Tensor], Tensor], what: str, ordered_file: Path, tmp_path: Path
+) -> None:
+    """Kernels read activations at these places without a look at them."""
+    tensors = load_file(ordered_file)
+    name = f"{Q0}.weight_order"
+    tensors[name] = spoil(tensors[name])
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((ordered_file.parent / "config.json").read_text())
+    refused(tmp_path, rf"model\.safetensors: {name} {what}")
+
+
+@pytest.fixture(scope="module")
+def ordered_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ordered")
+    saved(path / "in", "gptq, act-order")
+    out = path / "out" / "model.safetensors"
+    convert(find_model("--model", str(path / "in")), out, None)
+    return out
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
@@ -589,7 +708,9 @@ def test_a_tied_head_is_not_quantised(tmp_path: Path) -> None:
     check_logits(tmp_path, model)
 
 
-@pytest.mark.parametrize("name", ["packed, zero points", "awq", "gptq, zero points"])
+@pytest.mark.parametrize(
+    "name", ["packed, zero points", "awq", "gptq, zero points", "gptq, act-order"]
+)
 def test_converting_keeps_the_numbers_or_writes_plain_weights(tmp_path: Path, name: str) -> None:
     """In a directory of their own, with a config that does not call them quantised."""
     model = saved(tmp_path / "in", name)
@@ -604,6 +725,13 @@ def test_converting_keeps_the_numbers_or_writes_plain_weights(tmp_path: Path, na
         assert dtype or found.config.stored_bytes == source.config.stored_bytes
         for tensor, parameter in model.named_parameters():
             assert torch.equal(found.weights.read(tensor), parameter.data), tensor
+            part = slice(3, 70), slice(33, 95)
+            if parameter.dim() == 2:
+                assert torch.equal(found.weights.read(tensor, part), parameter.data[part]), tensor
+        if dtype is None:
+            theirs, ours = (loaded_groups(each).state_dict() for each in (source, found))
+            assert theirs.keys() == ours.keys()
+            assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
 
 
 def test_a_plan_needs_the_weights(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ def test_weights_take_what_is_planned(
         assert abs(read - planned) <= 0.001 * read
 
 
+@pytest.mark.parametrize("linear", ["torch", "packed"])
+def test_matrices_that_ranks_widen_are_planned_as_plain(linear: str) -> None:
+    """The output and down projections of act-order, whose inputs two ranks share."""
+    test_weights_take_what_is_planned("gptq, act-order", "float32", STORED, linear, "half")
+
+
 def test_a_plan_without_loading_knows_the_same_bytes() -> None:
     for name in FORMATS:
         path = str(stored(name))

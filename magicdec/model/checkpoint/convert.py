@@ -22,7 +22,11 @@ from torch import Tensor
 
 from magicdec.model.checkpoint.finite import check_finite
 from magicdec.model.checkpoint.quantization import QuantizedWeights
-from magicdec.model.checkpoint.quantized.converted import stored_parts, values_of_parts
+from magicdec.model.checkpoint.quantized.converted import (
+    stored_parts,
+    values_of_matrix,
+    values_of_outputs,
+)
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_files import (
     TORCH_NAMES,
@@ -122,7 +126,10 @@ def convert(
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     pieces = find_pieces(source.config)
-    parts = {name: parts_of(pieces[name], tensor) for name, tensor in tensors.items()}
+    parts = {
+        name: parts_of(pieces[name], tensor, source.weights.input_order(name) is not None)
+        for name, tensor in tensors.items()
+    }
     written = _flat(parts)
     size = sum(prod(shape) * _dtype(kind).itemsize for shape, kind, *_ in written.values())
     size = size * (2 if out.suffix == ".pth" else 1)
@@ -137,13 +144,13 @@ def convert(
     return written
 
 
-def parts_of(piece: Piece, tensor: StoredTensor) -> Tensors:
+def parts_of(piece: Piece, tensor: StoredTensor, has_order: bool) -> Tensors:
     """What is written of a tensor: itself, or those that hold its numbers in groups."""
     if tensor.numbers is None:
         return {piece.name: tensor}
     first, second = tensor.shape
     shape = (second, first) if piece.transposed else (first, second)
-    return stored_parts(piece.name, shape, tensor.numbers)
+    return stored_parts(piece.name, shape, tensor.numbers, has_order)
 
 
 def write_checkpoint(
@@ -203,11 +210,12 @@ def _values(source: WeightSource, name: str, rows: slice, written: Tensors) -> d
         values = stored.to(_dtype(written[name].dtype)).contiguous()
         check_finite(values, stored, source, name, (rows,))
         return {name: values}
-    parts = values_of_parts(name, source.read_numbers(name, (rows,)))
+    numbers = source.read_numbers(name, (rows,))
+    parts = values_of_outputs(name, numbers)
     for part, values in parts.items():
         check_finite(values, values, source, part, (rows,))
-    if rows.start:
-        del parts[f"{name}_least"]  # is written
+    if not rows.start:
+        parts |= values_of_matrix(name, numbers)
     return {part: values.contiguous() for part, values in parts.items()}
 
 

@@ -46,6 +46,7 @@ from magicdec.model.linear.grouped import (
     GroupedLinear,
     GroupedNumbers,
     common_format,
+    have_one_order,
     stack_rows,
 )
 from magicdec.model.linear.packed import PartialLinear
@@ -238,9 +239,9 @@ def load_transformer(
 def _grouped(
     module: nn.Linear, pieces: list[Piece], source: WeightSource, device: torch.device
 ) -> GroupedLinear | None:
-    """The layer with its pieces' numbers in groups; None if a piece is stored otherwise. Its bias,
-    if it has one, is still to be filled."""
-    if any(source.tensors[piece.name].numbers is None for piece in pieces):
+    """The layer with its pieces' numbers in groups; None unless `are_in_groups`. Its bias, if it
+    has one, is still to be filled."""
+    if not are_in_groups(pieces, source):
         return None
     numbers = stack_rows([_numbers(piece, source) for piece in pieces])
     adds_bias = not isinstance(module, PartialLinear)
@@ -253,6 +254,16 @@ def _grouped(
             )
     layer.bias = module.bias
     return layer
+
+
+def are_in_groups(pieces: list[Piece], source: WeightSource) -> bool:
+    """Whether a parameter is held as numbers in groups: all its pieces are stored so, with columns
+    in one order, which the ranks do not cut."""
+    if any(source.tensors[piece.name].numbers is None for piece in pieces):
+        return False
+    orders = [source.input_order(piece.name) for piece in pieces]
+    is_cut = any(piece.inputs != (0, piece.width) for piece in pieces)
+    return have_one_order(orders) and (orders[0] is None or not is_cut)
 
 
 def _numbers(piece: Piece, source: WeightSource) -> GroupedNumbers:
@@ -275,20 +286,26 @@ def with_stored_bytes(config: ModelConfig, source: WeightSource) -> ModelConfig:
         return config
     if head is None and layers is None:
         return config
-    stored, plain_share = layers or (0.0, 1.0)
-    head_bytes = None if head is None else head[0]
-    return replace(config, stored_bytes=stored, plain_share=plain_share, head_bytes=head_bytes)
+    stored, plain_share, cut_share = layers or (0.0, 1.0, 0.0)
+    return replace(
+        config,
+        stored_bytes=stored,
+        plain_share=plain_share,
+        cut_share=cut_share,
+        head_bytes=None if head is None else head[0],
+    )
 
 
 def bytes_in_groups(
     source: WeightSource, config: ModelConfig, counts: Callable[[str], bool]
-) -> tuple[float, float] | None:
+) -> tuple[float, float, float] | None:
     """Of the matrices whose parameters count: the bytes of a weight of those that
-    `load_transformer` holds in groups, on average, and the share of the others in the weights; None
-    if all are others."""
+    `load_transformer` holds in groups, on average, the share of the others in the weights, and the
+    share of those that only one rank holds in groups; None if all are others."""
     whole = with_head(source, config)
     total = Fraction(0)
     in_groups = 0
+    cut = 0
     count = 0
     for parameter, pieces in weight_map(
         untie_head(config), Shard(), range(config.num_layers)
@@ -298,14 +315,17 @@ def bytes_in_groups(
             continue
         size = sum(math.prod(piece.full_shape) for piece in pieces)
         count += size
+        if not are_in_groups(pieces, whole):
+            continue
         formats = [whole.tensors[piece.name].numbers for piece in pieces]
         known = [each for each in formats if each is not None]
-        if len(known) == len(formats):
-            total += size * common_format(known).bytes_per_weight
-            in_groups += size
+        total += size * common_format(known).bytes_per_weight
+        in_groups += size
+        if pieces[0].columns is not None and whole.input_order(pieces[0].name) is not None:
+            cut += size
     if in_groups == 0:
         return None
-    return float(total / in_groups), 1 - in_groups / count
+    return float(total / in_groups), 1 - in_groups / count, cut / count
 
 
 def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:

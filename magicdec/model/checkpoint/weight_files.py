@@ -66,8 +66,13 @@ class WeightSource:
 
     def read_numbers(self, name: str, index: Index = ()) -> GroupedNumbers:
         """The same of a matrix that is stored in groups, as its numbers, by slices of outputs and
-        inputs. A slice of inputs begins and ends with groups."""
+        inputs. A slice of inputs begins and ends with groups, and has all inputs if they have an
+        order."""
         raise NotImplementedError
+
+    def input_order(self, name: str) -> Tensor | None:
+        """The order of the columns of a matrix that is stored in groups, as in GroupedNumbers."""
+        return None
 
 
 def row_spans(rows: IndexRange, width: int) -> Iterator[IndexRange]:
@@ -159,6 +164,9 @@ class RenamedWeights(WeightSource):
 
     def read_numbers(self, name: str, index: Index = ()) -> GroupedNumbers:
         return self.source.read_numbers(self.stored_as.get(name, name), index)
+
+    def input_order(self, name: str) -> Tensor | None:
+        return self.source.input_order(self.stored_as.get(name, name))
 
 
 def with_body(source: WeightSource, body: str, head: str) -> WeightSource:

@@ -2,7 +2,8 @@
 
 - `X.weight`: int8 [N, K] for 8 bits, uint8 [N, K / 2] for 4 (`GroupedLinear.weight`);
 - `X.weight_scale`, and `X.weight_minimum` where there are minima: [N, K / group];
-- `X.weight_least` [1] int8: the least number.
+- `X.weight_least` [1] int8: the least number;
+- `X.weight_order` [K] int32, unless columns are in the order of the inputs: the input of each.
 
 Files from before 2026-11-27 have int8 matrices in the layout of their family, each with a float32
 `X.weight_scale` [N] alone.
@@ -50,7 +51,9 @@ def converted(source: WeightSource, config: ModelConfig) -> WeightSource:
     return ConvertedWeights(source, matrices) if matrices else source
 
 
-def stored_parts(name: str, shape: tuple[int, int], kind: NumberFormat) -> dict[str, StoredTensor]:
+def stored_parts(
+    name: str, shape: tuple[int, int], kind: NumberFormat, has_order: bool
+) -> dict[str, StoredTensor]:
     """The headers of the tensors that hold a matrix [N, K] in groups, by name."""
     outputs, width = shape
     of_groups = StoredTensor((outputs, width // kind.group), kind.scale)
@@ -61,18 +64,29 @@ def stored_parts(name: str, shape: tuple[int, int], kind: NumberFormat) -> dict[
         f"{name}_scale": of_groups,
         f"{name}_minimum": of_groups,
         f"{name}_least": StoredTensor((1,), "int8"),
+        f"{name}_order": StoredTensor((width,), "int32"),
     }
     if not kind.has_minimum:
         del stored[f"{name}_minimum"]
+    if not has_order:
+        del stored[f"{name}_order"]
     return stored
 
 
-def values_of_parts(name: str, numbers: GroupedNumbers) -> dict[str, Tensor]:
-    """The values of these tensors for some outputs; `X.weight_least` is of all of them."""
+def values_of_outputs(name: str, numbers: GroupedNumbers) -> dict[str, Tensor]:
+    """The values of those of these tensors that have rows for outputs."""
     values = {name: compressed(numbers), f"{name}_scale": numbers.scale}
     if numbers.minimum is not None:
         values[f"{name}_minimum"] = numbers.minimum
-    return values | {f"{name}_least": torch.tensor([numbers.format.least], dtype=torch.int8)}
+    return values
+
+
+def values_of_matrix(name: str, numbers: GroupedNumbers) -> dict[str, Tensor]:
+    """The values of the others, which are the same for all outputs."""
+    values = {f"{name}_least": torch.tensor([numbers.format.least], dtype=torch.int8)}
+    if numbers.order is not None:
+        values[f"{name}_order"] = numbers.order
+    return values
 
 
 class GroupsOfFile(QuantizedMatrix):
@@ -86,6 +100,8 @@ class GroupsOfFile(QuantizedMatrix):
 
     def dense(self, rows: slice, columns: slice) -> Tensor:
         assert self.format is not None
+        if self.order is not None:
+            return self.numbers(rows, slice(0, self.shape[1])).dense()[:, columns]
         group = self.format.group
         first = columns.start // group * group
         stop = -(-columns.stop // group) * group
@@ -121,6 +137,21 @@ class ConvertedMatrix(GroupsOfFile):
             raise parts.refusal("weight_least", f"is {least}, which no numbers of {bits} bits have")
         self.shape = outputs, width
         self.format = NumberFormat(bits, group, scale, has_minimum, least)
+        if "weight_order" in parts:
+            self.leaves += ("weight_order",)
+            self.order = self._read_order()
+
+    def _read_order(self) -> Tensor:
+        width = self.shape[1]
+        self.parts.expect("weight_order", (width,), ("int32",))
+        order = self.parts.read("weight_order").clone()
+        if not torch.equal(order.sort().values, torch.arange(width, dtype=torch.int32)):
+            raise self.parts.refusal(
+                "weight_order",
+                f"does not have each of the inputs 0 to {width - 1} once; convert the checkpoint "
+                "that it was made from again",
+            )
+        return order
 
     def numbers(self, rows: slice, columns: slice) -> GroupedNumbers:
         kind = self.format
@@ -133,6 +164,7 @@ class ConvertedMatrix(GroupsOfFile):
             expanded(self.parts.read("weight", rows, of_bytes), kind),
             self.parts.read("weight_scale", rows, groups),
             minimum,
+            self.order,
         )
 
 

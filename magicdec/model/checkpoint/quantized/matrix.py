@@ -79,12 +79,14 @@ class Parts:
 
 class QuantizedMatrix(ABC):
     """A weight [N, K] that is presented in place of the tensors `leaves` of its module. `format` is
-    None if it is dense, in float32. `is_transposed`: its family names it as [K, N]."""
+    None if it is dense, in float32. `is_transposed`: its family names it as [K, N]. `order`: of the
+    columns of its numbers, as in GroupedNumbers."""
 
     shape: tuple[int, int]
     leaves: tuple[str, ...]
     is_transposed: bool = False
     format: NumberFormat | None = None
+    order: Tensor | None = None
     file: Path | None = None
 
     @abstractmethod
@@ -92,6 +94,7 @@ class QuantizedMatrix(ABC):
         """Weights, float32."""
 
     def numbers(self, rows: slice, columns: slice) -> GroupedNumbers:
+        """Of whole groups of columns; of all columns if they have an order."""
         raise AssertionError("it is stored in groups")
 
 
@@ -99,7 +102,13 @@ class IntegerMatrix(QuantizedMatrix):
     """weight = scale * (code - zero), which is computed exactly or rounded once, to float32.
 
     Codes are unsigned, of 4 or 8 bits. An input k has the scale and zero point of group
-    `group_of[k]`, or of k // group_size. Groups that are not contiguous make the weight dense.
+    `group_of[k]`, or of k // group_size. Where the inputs of groups are not contiguous, columns of
+    numbers are sorted by their groups. That weight is dense if a group then has another size, or if
+    no format holds the numbers.
+
+    Raises:
+        ValueError: a group has no number of one, or no format holds numbers whose groups are
+            contiguous. The message names file and tensor.
     """
 
     def __init__(
@@ -118,6 +127,12 @@ class IntegerMatrix(QuantizedMatrix):
         self.group_of = self._if_scattered(group_of)
         if self.group_of is None:
             self._choose_format()
+        else:
+            groups, order = self.group_of.sort(stable=True)
+            if torch.equal(groups, self._contiguous()):
+                self._choose_format()
+            if self.format is not None:
+                self.order = order.int()
 
     @property
     @abstractmethod
@@ -146,21 +161,31 @@ class IntegerMatrix(QuantizedMatrix):
                 f"{self.parts.module} are numbered {first} to {last}, expected 0 to "
                 f"{self.num_groups - 1}; {AGAIN}"
             )
-        plain = torch.arange(self.shape[1]) // self.group_size
-        return None if torch.equal(group_of.long(), plain) else group_of.long()
+        return None if torch.equal(group_of.long(), self._contiguous()) else group_of.long()
+
+    def _contiguous(self) -> Tensor:
+        return torch.arange(self.shape[1]) // self.group_size
 
     def _choose_format(self) -> None:
         """The narrowest format that holds the weights exactly. A scale in 16 bits times a code or a
         zero point is exact in float32, and so are their differences."""
+        held = [g for g in GROUPS if self.group_size % g == 0 and self.shape[1] % g == 0]
+        if not held:
+            self._refuse(
+                f"has groups of {self.group_size} of {self.shape[1]} inputs, which no group of "
+                f"{', '.join(map(str, GROUPS))} divides",
+                "choose a checkpoint with such groups",
+            )
+            return
+        group = max(held)
         rows = slice(0, self.shape[0])
         dtype = self.parts.dtype(self.scale_leaf)
-        group = self._held_group()
         zeros = self.zeros(rows)
-        self._zero = int(zeros.min())
-        is_constant = self._zero == int(zeros.max())
+        zero = int(zeros.min())
+        is_constant = zero == int(zeros.max())
         if is_constant and self.bits == 4:
-            self.format = NumberFormat(4, group, dtype, False, -self._zero)
-        elif is_constant and self._zero == 128:
+            self.format = NumberFormat(4, group, dtype, False, -zero)
+        elif is_constant and zero == 128:
             self.format = NumberFormat(8, group, dtype, False, -128)
         elif dtype != "float32":
             least = 0 if self.bits == 4 else -128
@@ -171,22 +196,15 @@ class IntegerMatrix(QuantizedMatrix):
         elif self.bits == 4:  # code - zero fits into 8 bits
             self.format = NumberFormat(8, group, dtype, False, -128)
         else:
-            raise self.parts.refusal(
-                self.scale_leaf,
+            self._refuse(
                 "is in float32 beside 8-bit numbers with zero points, which is not read",
                 "choose a checkpoint with scales in float16 or bfloat16, or a symmetric one",
             )
 
-    def _held_group(self) -> int:
-        for group in reversed(GROUPS):
-            if self.group_size % group == 0 and self.shape[1] % group == 0:
-                return group
-        raise self.parts.refusal(
-            self.scale_leaf,
-            f"has groups of {self.group_size} of {self.shape[1]} inputs, which no group of "
-            f"{', '.join(map(str, GROUPS))} divides",
-            "choose a checkpoint with such groups",
-        )
+    def _refuse(self, what: str, way_out: str) -> None:
+        """Scattered weights are dense instead."""
+        if self.group_of is None:
+            raise self.parts.refusal(self.scale_leaf, what, way_out)
 
     def _minima(self, scale: Tensor, zeros: Tensor) -> Tensor:
         """Those of numbers that are code + least."""
@@ -197,6 +215,8 @@ class IntegerMatrix(QuantizedMatrix):
         kind = self.format
         assert kind is not None, "it is stored in groups"
         assert columns.start % kind.group == columns.stop % kind.group == 0, "whole groups"
+        is_whole = (columns.start, columns.stop) == (0, self.shape[1])
+        assert self.order is None or is_whole, "all inputs"
         dtype = getattr(torch, kind.scale)
         groups = torch.arange(columns.start, columns.stop, kind.group) // self.group_size
         scale = self.scales(rows)[:, groups]
@@ -207,11 +227,13 @@ class IntegerMatrix(QuantizedMatrix):
         for part in made_together(rows, width):
             place = slice(part.start - rows.start, part.stop - rows.start)
             codes = self.codes(part, columns).to(torch.int16)
+            if self.order is not None:
+                codes = codes[:, self.order]
             if kind.has_minimum:
                 numbers[place] = codes.add_(kind.least)
             else:
                 numbers[place] = codes.sub_(zeros[place].repeat_interleave(kind.group, dim=1))
-        return GroupedNumbers(kind, numbers, scale.to(dtype), minimum)
+        return GroupedNumbers(kind, numbers, scale.to(dtype), minimum, self.order)
 
     def dense(self, rows: slice, columns: slice) -> Tensor:
         inputs = torch.arange(columns.start, columns.stop)

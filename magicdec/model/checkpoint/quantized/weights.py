@@ -51,6 +51,9 @@ class PrequantizedWeights(WeightSource):
         matrix = self._matrices[name]
         return matrix.numbers(*_bounded(index, matrix.shape))
 
+    def input_order(self, name: str) -> Tensor | None:
+        return self._matrices[name].order if name in self._matrices else None
+
 
 def _bounded(index: Index, shape: tuple[int, ...]) -> tuple[slice, slice]:
     rows, columns = (*index, slice(None), slice(None))[:2]
