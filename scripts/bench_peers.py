@@ -19,6 +19,12 @@ faster for it. `openvino_u8` is OpenVINO GenAI with the 8-bit KV cache that is i
 `llama_cpp_q8_0` llama.cpp with a q8_0 KV cache. These two are not exact, and are marked so. A
 verification has 4 tokens per row. The model is random: 6 layers, hidden size 384, 6 heads of 64,
 FFN 1024, vocabulary 4096.
+
+Both tables say how exact the arithmetic and the KV cache of each peer are, in the dtype in which it
+is timed. The column |Δ log p| of the random model is the mean absolute difference, in nats, of the
+log-probabilities of 4094 tokens to those of transformers in float32. That of whole generations is
+the perplexity of 4094 tokens of the demo text. Prompts are computed in chunks that read the cache.
+"-" is of peers that tell no probabilities of given tokens.
 """
 
 from __future__ import annotations
@@ -45,6 +51,7 @@ from peer_runs import (
     VERIFIED,
     Case,
     check_tokens,
+    log_prob_differences,
     make_starts,
     marked,
     measure,
@@ -57,6 +64,7 @@ from rich.table import Table
 
 CASES = (Case(6, 4096), Case(2, 16384), Case(6, 16384))
 GENERATED_PREFIX = 4096
+WIDTH = 160  # of the tables
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -128,6 +136,7 @@ def measure_decode(
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
     starts: dict[int, list[Start]] = {}  # by the model's KV heads
+    differences: dict[int, dict[str, float | None]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for case in cases:
             if case.kv_heads not in starts:
@@ -135,7 +144,13 @@ def measure_decode(
                 save_model(case.kv_heads, plain)
                 starts[case.kv_heads] = make_starts(plain, pythons, lambda entry: entry.decodes)
                 versions |= check_tokens(starts[case.kv_heads], threads)
-            rows += measure(case, starts[case.kv_heads], dtypes, threads)
+                differences[case.kv_heads] = log_prob_differences(
+                    starts[case.kv_heads], dtypes, threads
+                )
+            rows += [
+                row | {"log_prob_difference": differences[case.kv_heads][row["peer"]]}
+                for row in measure(case, starts[case.kv_heads], dtypes, threads)
+            ]
             print(f"measured {case}", file=sys.stderr, flush=True)
     return rows, versions
 
@@ -146,16 +161,22 @@ def decode_table(measured: dict[str, Any]) -> Table:
     has_inexact = not all(row["is_exact"] for row in measured["decode"])
     table = Table(title=title, caption=INEXACT_CAPTION if has_inexact else None)
     columns = ("peer", "dtype", "KV heads", "prefix", "step, ms", "10-90 %", "KV roofline")
-    for column in (*columns, f"verify {VERIFIED}, ms", "10-90 %", "prefill, tokens/s"):
+    verify = f"verify {VERIFIED}, ms", "10-90 %"
+    for column in (*columns, *verify, "prefill, tokens/s", "|Δ log p|"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in measured["decode"]:
         table.add_row(
             marked(row["peer"], row["is_exact"]), row["dtype"],
             str(row["kv_heads"]), str(row["prefix"]), *spread(row, ""),
             f"{row['bytes'] / bandwidth / (row['ms'] / 1e3):.0%}", *spread(row, "verify_"),
-            f"{row['prefill_tokens_per_s']:.0f}",
+            f"{row['prefill_tokens_per_s']:.0f}", written(row["log_prob_difference"], ".1e"),
         )  # fmt: skip
     return table
+
+
+def written(value: float | None, digits: str) -> str:
+    """A number, or "-" where the peer gives none."""
+    return "-" if value is None else format(value, digits)
 
 
 def spread(row: dict[str, Any], prefix: str) -> tuple[str, str]:
@@ -167,12 +188,13 @@ def spread(row: dict[str, Any], prefix: str) -> tuple[str, str]:
 def generation_table(rows: Sequence[dict[str, Any]]) -> Table:
     prefix = rows[0]["prefix"]
     table = Table(title=f"{BATCH} x {GENERATED} tokens after prefixes of {prefix}, demo model")
-    for column in ("text", "way", "seconds", "least-most", "after the first tokens", "least-most"):
+    columns = ("text", "way", "seconds", "least-most", "after the first tokens", "least-most")
+    for column in (*columns, "perplexity"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["text"], row["way"], *range_of(row["all_seconds"]),
-            *range_of(row["all_decode_seconds"]),
+            *range_of(row["all_decode_seconds"]), written(row["perplexity"], ".4f"),
         )  # fmt: skip
     return table
 
@@ -186,7 +208,7 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     dtypes = dtypes_here()
     measured: dict[str, Any] = {"machine": describe_machine()}
-    console = Console(width=140)
+    console = Console(width=WIDTH)
     if options.cases:
         measured["decode"], measured["versions"] = measure_decode(
             options.cases, options.pythons, dtypes, options.threads

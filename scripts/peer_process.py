@@ -159,6 +159,7 @@ class Worker(PeerProcess):
         numbers = (sizes.threads, sizes.max_tokens, sizes.batch)
         super().__init__("run", start, dtype, [str(number) for number in numbers])
         self.can_verify: bool = self.ready["can_verify"]
+        self.can_score: bool = self.ready["can_score"]
 
 
 class ServingWorker(PeerProcess):

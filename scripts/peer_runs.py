@@ -32,6 +32,8 @@ REPEATS_A_TURN = 10
 GENERATED, GENERATED_ROUNDS, GENERATED_CHECKED = 96, 3, 2048  # the last: longest prefix to check
 WARM_PREFIX, WARM_TOKENS = 1024, 8
 ROOM = 128  # cached tokens per row beyond the prompt
+SCORED_ROWS, SCORED_TOKENS = 2, 2048  # texts whose tokens' probabilities are compared
+SCORES_OF = "transformers"  # in float32, what others are compared with on the random model
 INEXACT_CAPTION = "* not exact: its 8-bit KV cache changes the emitted tokens"
 DEMO = Path(__file__).parents[1] / "magicdec" / "demo" / "target"
 
@@ -92,6 +94,50 @@ def check_tokens(starts: Sequence[Start], threads: int) -> dict[str, str]:
     require_equal("float32 tokens", emitted, CHECKED_TOKENS)
     require_equal("verified float32 tokens", verified, VERIFIED)
     return versions
+
+
+def score(
+    start: Start, dtype: str, texts: list[list[int]], threads: int
+) -> list[list[float]] | None:
+    """Log-probabilities of the tokens of `texts`, see `Peer.score`; None if the peer gives none."""
+    with Worker(start, dtype, Sizes(threads, len(texts[0]) + ROOM, len(texts))) as worker:
+        if not worker.can_score:
+            return None
+        log_probs: list[list[float]] = worker.ask(do="score", texts=texts)["log_probs"]
+        return log_probs
+
+
+def log_prob_differences(
+    starts: Sequence[Start], dtypes: Mapping[str, str], threads: int
+) -> dict[str, float | None]:
+    """By peer, in its dtype: the mean absolute difference of the log-probabilities of the tokens of
+    random texts to those of transformers in float32. The perplexity of a random model would not
+    show how exact a peer is."""
+    texts = [row[:SCORED_TOKENS] for row in make_prompts(SCORED_TOKENS)[:SCORED_ROWS]]
+    reference = next(start for start in starts if start.name == SCORES_OF)
+    expected = score(reference, "float32", texts, threads)
+    assert expected is not None, "transformers has logits"
+    return {
+        start.name: mean_difference(score(start, dtypes[start.name], texts, threads), expected)
+        for start in starts
+    }
+
+
+def mean_difference(found: list[list[float]] | None, expected: list[list[float]]) -> float | None:
+    if found is None:
+        return None
+    return float((torch.tensor(found) - torch.tensor(expected)).abs().mean())
+
+
+def perplexities(
+    starts: Sequence[Start], dtypes: Mapping[str, str], texts: list[list[int]], threads: int
+) -> dict[str, float | None]:
+    """By peer, in its dtype; None where it gives no probabilities."""
+    scores = {start.name: score(start, dtypes[start.name], texts, threads) for start in starts}
+    return {
+        name: None if found is None else float((-torch.tensor(found).double()).mean().exp())
+        for name, found in scores.items()
+    }
 
 
 def marked(name: str, is_exact: bool) -> str:
@@ -187,8 +233,9 @@ def measure_generations(
     dtypes: Mapping[str, str],
     threads: int,
 ) -> list[dict[str, Any]]:
-    """One row per text and peer: seconds from the prompts to the last token, and of these the
-    seconds after the first token of all rows."""
+    """One row per text and peer: seconds from the prompts to the last token, of these the seconds
+    after the first token of all rows, and the perplexity of the demo text as the peer computes
+    it."""
     source, tokenizer = find_model("--model", "demo"), load_tokenizer(DEMO)
     bos, rows = source.config.bos_token_id, list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as directory:
@@ -201,7 +248,9 @@ def measure_generations(
             check_generations(starts, [prompt[-GENERATED_CHECKED:] for prompt in prompts], threads)
             measured = take_generations(starts, prompts, dtypes, threads)
             rows += [{"text": workload.dataset, **row} for row in measured]
-    return rows
+        scored = build_workload("demo", tokenizer, bos, SCORED_TOKENS, SCORED_ROWS, 0, 0)
+        found = perplexities(starts, dtypes, [list(text) for text in scored.prompts], threads)
+    return [row | {"perplexity": found[row["way"]]} for row in rows]
 
 
 def take_generations(

@@ -9,10 +9,11 @@ With `run`, each command is one line with a JSON object: {"do": "prefill", "prom
 {"do": "step", "count": n}, {"do": "verify", "drafts": [[ids]], "count": n} or {"do": "generate",
 "prompts": [[ids]], "num_new": n} (prefill and decoding). Each answer is one line: {"seconds": [one
 per repetition], "tokens": [[ids emitted so far] per row], "verified": [[ids] per row] of the last
-verification}. With `serve`, SIZES is a JSON object with the fields of `ServingSizes`. Each command
-has the requests to serve, {"requests": [{"arrival_s", "prompt", "output_len"}]}, and its answer the
-tokens of each request and their times: {"served": [{"token_ids", "times_s"}]}. The first line,
-before any command, has the version. The process ends at the end of its input.
+verification}. That of {"do": "score", "texts": [[ids]]} is {"log_probs": [[of each token but the
+first] per row]}. With `serve`, SIZES is a JSON object with the fields of `ServingSizes`. Each
+command has the requests to serve, {"requests": [{"arrival_s", "prompt", "output_len"}]}, and its
+answer the tokens of each request and their times: {"served": [{"token_ids", "times_s"}]}. The first
+line, before any command, has the version. The process ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -42,20 +43,27 @@ def perform(peer: Peer, command: dict[str, Any]) -> list[list[int]] | None:
         case "generate":
             peer.generate(command["prompts"], command["num_new"])
         case other:
-            raise ValueError(f"do: {other!r} is not one of prefill, step, verify, generate")
+            raise ValueError(f"do: {other!r} is not one of prefill, step, verify, generate, score")
     return None
 
 
 def decode(peer: Peer, answers: TextIO) -> None:
     for line in sys.stdin:
         command = json.loads(line)
-        seconds = []
-        for _ in range(command.get("count", 1)):
-            started = time.perf_counter()
-            verified = perform(peer, command)
-            seconds.append(time.perf_counter() - started)
-        answer = {"seconds": seconds, "tokens": peer.tokens(), "verified": verified}
+        if command["do"] == "score":
+            answer: dict[str, Any] = {"log_probs": peer.score(command["texts"])}
+        else:
+            answer = time_command(peer, command)
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def time_command(peer: Peer, command: dict[str, Any]) -> dict[str, Any]:
+    seconds = []
+    for _ in range(command.get("count", 1)):
+        started = time.perf_counter()
+        verified = perform(peer, command)
+        seconds.append(time.perf_counter() - started)
+    return {"seconds": seconds, "tokens": peer.tokens(), "verified": verified}
 
 
 def serve(peer: ServingPeer, answers: TextIO) -> None:
@@ -68,7 +76,7 @@ def serve(peer: ServingPeer, answers: TextIO) -> None:
 def run(name: str, model: str, dtype: str, *sizes: str) -> None:
     answers = open_answers()
     peer: Peer = PEERS[name].load()(model, dtype, *map(int, sizes))
-    ready = {"version": peer.version(), "can_verify": peer.can_verify}
+    ready = {"version": peer.version(), "can_verify": peer.can_verify, "can_score": peer.can_score}
     print(json.dumps(ready), file=answers, flush=True)
     decode(peer, answers)
 

@@ -24,6 +24,7 @@ class LlamaCpp(Peer):
     """
 
     can_verify = True
+    can_score = True
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import llama_cpp
@@ -76,6 +77,24 @@ class LlamaCpp(Peer):
             self.lib.llama_memory_seq_rm(memory, row, self.length, -1)
         return ids
 
+    def score(self, texts: list[list[int]]) -> list[list[float]]:
+        import numpy as np
+
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
+        self.length = 0
+        rows: list[list[float]] = [[] for _ in texts]
+        for first in range(0, len(texts[0]) - 1, CHUNK):
+            following = np.array(texts)[:, first + 1 : first + CHUNK + 1]
+            num_new = following.shape[1]
+            places = self._decode([text[first : first + num_new] for text in texts])
+            self.length += num_new
+            for place, token in zip(places, following.ravel().tolist(), strict=True):
+                logits = self._logits(place).astype(np.float64)
+                highest = logits.max()
+                total = np.log(np.exp(logits - highest).sum()) + highest
+                rows[place // num_new].append(float(logits[token] - total))
+        return rows
+
     def _make_context(self, dtype: str, threads: int, max_tokens: int, batch: int) -> Any:
         params = self.lib.llama_context_default_params()
         params.n_ctx = batch * -(-max_tokens // PAD) * PAD
@@ -106,6 +125,13 @@ class LlamaCpp(Peer):
     def _forward(self, rows: list[list[int]], last_only: bool = False) -> list[list[int]]:
         """Append `rows` [B, T] and return the greedy ids after each token, [B, T], or with
         `last_only` after the last token, [B, 1]."""
+        ids = [int(self._logits(place).argmax()) for place in self._decode(rows, last_only)]
+        width = len(ids) // len(rows)
+        return [ids[i : i + width] for i in range(0, len(ids), width)]
+
+    def _decode(self, rows: list[list[int]], last_only: bool = False) -> list[int]:
+        """Append `rows` [B, T] and return the places in the batch, row after row, that have
+        logits: all, or with `last_only` that of each row's last token."""
         import numpy as np
 
         num_rows, num_new = len(rows), len(rows[0])
@@ -119,16 +145,15 @@ class LlamaCpp(Peer):
         code = self.lib.llama_decode(self.context, self._batch(total))
         if code:
             raise RuntimeError(f"llama_decode ended with {code}")
-        ids = [self._greedy(i) for i in np.flatnonzero(asked).tolist()]
-        width = len(ids) // num_rows
-        return [ids[i : i + width] for i in range(0, len(ids), width)]
+        places: list[int] = np.flatnonzero(asked).tolist()
+        return places
 
-    def _greedy(self, index: int) -> int:
-        """The token with the largest logit at position `index` of the batch."""
+    def _logits(self, place: int) -> Any:
+        """Those after the token at this place of the batch, float32 [vocabulary]."""
         import numpy as np
 
-        logits = self.lib.llama_get_logits_ith(self.context, index)
-        return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
+        logits = self.lib.llama_get_logits_ith(self.context, place)
+        return np.ctypeslib.as_array(logits, (self.vocab_size,))
 
     @staticmethod
     def _make_arrays(size: int) -> dict[str, Any]:

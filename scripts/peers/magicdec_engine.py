@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from peers.peer import CHUNK, Peer
+from peers.peer import CHUNK, Peer, log_probs_of
 
 
 class Magicdec(Peer):
     """Autoregressive decoding, with the same engine and strategy as in the drivers."""
 
     can_verify = True
+    can_score = True
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import torch
@@ -72,6 +73,24 @@ class Magicdec(Peer):
         ids: list[list[int]] = greedy_tokens(self.runner, logits, SamplingMetadata()).tolist()
         self.runner.truncate(batch.rows, lengths)
         return ids
+
+    def score(self, texts: list[list[int]]) -> list[list[float]]:
+        import torch
+
+        ids = torch.tensor(texts)
+        rows = range(len(ids))
+        self.strategy.release(range(self.runner.num_rows))
+        for row in rows:
+            self.runner.allocate(row)
+        self.runner.truncate(rows, [0] * len(rows))
+        found = []
+        for first in range(0, ids.shape[1] - 1, CHUNK):
+            following = ids[:, first + 1 : first + CHUNK + 1]
+            part = ids[:, first : first + following.shape[1]]
+            logits = self.runner.forward(part, rows, num_outputs=part.shape[1])
+            found.append(log_probs_of(logits, following))
+        values: list[list[float]] = torch.cat(found, dim=1).tolist()
+        return values
 
 
 class MagicdecSelfSpeculation(Magicdec):

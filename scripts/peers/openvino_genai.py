@@ -23,8 +23,8 @@ def cpu_properties(dtype: str, threads: int, is_exact: bool) -> dict[str, str]:
 
 
 class OpenVINO(Peer):
-    """KV cache and arithmetic in `dtype`. It cannot verify, because its interface has no forward of
-    several given tokens."""
+    """KV cache and arithmetic in `dtype`. It cannot verify or score, because its interface has no
+    forward of several given tokens."""
 
     is_exact = True
 

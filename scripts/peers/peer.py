@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 CHUNK = 512  # prompt tokens per row and forward
 
@@ -16,6 +17,7 @@ class Peer(ABC):
     """
 
     can_verify = False
+    can_score = False
 
     @abstractmethod
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
@@ -49,8 +51,22 @@ class Peer(ABC):
         one forward of T tokens per row, which is then undone. Only if `can_verify`."""
         raise NotImplementedError
 
+    def score(self, texts: list[list[int]]) -> list[list[float]]:
+        """Natural logarithms of the probabilities [B, S - 1] of all tokens of B texts of equal
+        length S but the first ones, each after those before it. The tokens are cached and computed
+        as those of prompts, in chunks. Discards all state. Only if `can_score`."""
+        raise NotImplementedError
+
     def generate(self, prompts: list[list[int]], num_new: int) -> None:
         """Prefill `prompts` and emit at least `num_new` tokens per row."""
         self.prefill(prompts)
         while min(map(len, self.tokens())) < num_new:
             self.step()
+
+
+def log_probs_of(logits: Any, following: Any) -> Any:
+    """float32 [B, T] of the token ids `following` [B, T], in torch, by `logits` [B, T, vocabulary]
+    of any dtype."""
+    import torch
+
+    return torch.log_softmax(logits.float(), -1).gather(-1, following[..., None])[..., 0]

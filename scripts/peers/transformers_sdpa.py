@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from peers.peer import CHUNK, Peer
+from peers.peer import CHUNK, Peer, log_probs_of
 
 
 class Transformers(Peer):
     """The library's forward with its cache in a plain loop, without the overhead of `generate`."""
 
     can_verify = True
+    can_score = True
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import torch
@@ -54,13 +55,30 @@ class Transformers(Peer):
         self.cache.crop(-together.shape[1])
         return ids
 
+    def score(self, texts: list[list[int]]) -> list[list[float]]:
+        import torch
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache()
+        ids = torch.tensor(texts)
+        found = []
+        for first in range(0, ids.shape[1] - 1, CHUNK):
+            following = ids[:, first + 1 : first + CHUNK + 1]
+            logits = self._logits(ids[:, first : first + following.shape[1]], keep=0)
+            found.append(log_probs_of(logits, following))
+        rows: list[list[float]] = torch.cat(found, dim=1).tolist()
+        return rows
+
     def _forward(self, ids: Any, keep: int) -> Any:
         """Greedy ids after the last `keep` tokens of `ids` [B, T]; 0: after all of them."""
+        return self._logits(ids, keep).argmax(-1)
+
+    def _logits(self, ids: Any, keep: int) -> Any:
         import torch
 
         with torch.inference_mode():
             out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep)
-        return out.logits.argmax(-1)
+        return out.logits
 
 
 class TransformersGenerate(Transformers):

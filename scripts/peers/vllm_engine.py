@@ -14,6 +14,7 @@ class VLLM(Peer):
     caching. The engine computes with the threads of OpenMP. It cannot verify, because its interface
     has no forward of several given tokens."""
 
+    can_score = True
     speculation: ClassVar[dict[str, Any] | None] = None
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
@@ -71,6 +72,28 @@ class VLLM(Peer):
         while not all(self.emitted.values()):
             self.step()
 
+    def score(self, texts: list[list[int]]) -> list[list[float]]:
+        from vllm import SamplingParams
+
+        self.engine.abort_request(list(self.emitted))
+        names = [str(self.count + row) for row in range(len(texts))]
+        self.count += len(texts)
+        self.emitted = {}
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0
+        )
+        for name, text in zip(names, texts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": text}, sampling)
+        found: dict[str, list[Any]] = {}  # by request: for each token a table of log-probabilities
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                found[output.request_id] = output.prompt_logprobs
+        return [
+            [float(table[token].logprob) for table, token in zip(found[name], text, strict=True)
+             if table is not None]  # there is none of the first
+            for name, text in zip(names, texts, strict=True)
+        ]  # fmt: skip
+
     def step(self) -> None:
         for output in self.engine.step():
             self.emitted[output.request_id] = list(output.outputs[0].token_ids)
@@ -82,6 +105,7 @@ class VLLM(Peer):
 class VLLMLookup(VLLM):
     """With prompt lookup: the 4 tokens after the newest earlier place of the last 2 to 4 tokens."""
 
+    can_score = False  # prompts have the probabilities of VLLM
     speculation: ClassVar[dict[str, Any] | None] = {
         "method": "ngram", "num_speculative_tokens": 4,
         "prompt_lookup_min": 2, "prompt_lookup_max": 4,

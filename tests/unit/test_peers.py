@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
 from io import StringIO
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,24 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import peer_runs
-from bench_peers import decode_table, read_options
+from bench_peers import WIDTH, decode_table, generation_table, read_options
 from peer_process import Sizes, Start, Worker, started_here
-from peer_runs import Case, check_tokens, make_drafts, make_prompts, measure, measure_generations
+from peer_runs import (
+    Case,
+    check_tokens,
+    log_prob_differences,
+    make_drafts,
+    make_prompts,
+    measure,
+    measure_generations,
+    perplexities,
+)
 from peers import ENVIRONMENTS, PEERS, Entry, Environment, timed_dtypes
 from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
-from peers.peer import Peer
+from peers.peer import CHUNK, Peer
+from peers.vllm_engine import VLLM
 from rich.console import Console
+from transformers import LlamaForCausalLM
 
 HERE = sys.executable
 DTYPES = dict.fromkeys(PEERS, "float32")
@@ -114,6 +127,7 @@ def test_every_name_is_a_peer_and_has_what_its_entry_says() -> None:
         assert (peer.export is not Peer.export) == bool(entry.environment)
         assert entry.environment in {"", *ENVIRONMENTS}
         assert (peer.verify is not Peer.verify) == peer.can_verify
+        assert peer.can_score <= (peer.score is not Peer.score)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +135,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller version of the script's model."""
     directory = tmp_path_factory.mktemp("peers") / "hf"
     patch = pytest.MonkeyPatch()
-    for name, value in {"LAYERS": 2, "FFN": 128, "POSITIONS": 512}.items():
+    for name, value in {"LAYERS": 2, "FFN": 128, "POSITIONS": 1024}.items():
         patch.setattr(peer_runs, name, value)
     peer_runs.save_model(2, directory)
     patch.undo()
@@ -152,6 +166,62 @@ def test_a_verification_is_right_and_leaves_no_trace(starts: list[Start], place:
         assert worker.ask(do="step", count=8)["tokens"] == emitted
 
 
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Any:
+    return LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def test_scores_are_those_of_one_forward_of_the_whole_text(
+    starts: list[Start], reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks that read the cache, of which the last is short. In bfloat16 they differ."""
+    texts = make_prompts(CHUNK + 30)[:2]
+    ids = torch.tensor(texts)
+    with torch.inference_mode():
+        logits = reference(ids).logits[:, :-1].double()
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    found = perplexities(starts, DTYPES, texts, threads=1)
+    assert found == pytest.approx(dict.fromkeys(found, float((-expected).mean().exp())), rel=1e-5)
+    monkeypatch.setattr(peer_runs, "SCORED_TOKENS", CHUNK + 30)
+    assert all(value < 1e-5 for value in log_prob_differences(starts, DTYPES, 1).values())
+    narrow = log_prob_differences(starts, DTYPES | {"magicdec": "bfloat16"}, 1)
+    assert narrow["transformers"] < 1e-5 < 1e-3 < narrow["magicdec"] < 0.5
+    with Worker(starts[0], "float32", Sizes(1, CHUNK + 158, 2)) as worker:
+        worker.ask(do="prefill", prompts=[text[:40] for text in texts])
+        worker.ask(do="step", count=3)
+        again = worker.ask(do="score", texts=texts)["log_probs"]
+        assert np.allclose(again, expected, atol=1e-4), "of the state before nothing is left"
+
+
+def test_vllm_scores_prompts_whatever_the_order_of_its_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By an engine that gives the probabilities as vLLM does: none of the first token, and a table
+    by token id of each other one."""
+    asked: dict[str, list[int]] = {}
+
+    class Engine:
+        def abort_request(self, names: list[str]) -> None:
+            assert names == ["0"]
+
+        def add_request(self, name: str, prompt: dict[str, list[int]], sampling: Any) -> None:
+            assert sampling.prompt_logprobs == 0, "those of the prompt's own tokens"
+            asked[name] = prompt["prompt_token_ids"]
+
+        def has_unfinished_requests(self) -> bool:
+            return bool(asked)
+
+        def step(self) -> list[Any]:
+            name, ids = asked.popitem()
+            tables = [None, *({token: SimpleNamespace(logprob=-token)} for token in ids[1:])]
+            return [SimpleNamespace(request_id=name, prompt_logprobs=tables)]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    peer = VLLM.__new__(VLLM)
+    peer.engine, peer.count, peer.emitted = Engine(), 1, {"0": [7]}
+    assert peer.score([[3, 4, 5], [6, 7, 8]]) == [[-4.0, -5.0], [-7.0, -8.0]]
+
+
 def test_a_row_of_the_table_has_every_number(
     starts: list[Start], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +241,14 @@ def test_generations_of_every_text_and_peer_are_measured(
     exported = []
 
     class Generates(FakeWorker):
+        @property
+        def can_score(self) -> bool:
+            return bool(PEERS[self.name].load().can_score)
+
         def ask(self, do: str, num_new: int = 0, **command: Any) -> dict[str, Any]:
+            if do == "score":
+                assert self.dtype == DTYPES[self.name]
+                return {"log_probs": [[-math.log(2 if self.name == "magicdec" else 4)] * 9] * 2}
             return {"tokens": [[0] * num_new], "seconds": [2.0 + num_new]}
 
     def export(start: Start, source: Path) -> None:
@@ -186,6 +263,13 @@ def test_generations_of_every_text_and_peer_are_measured(
     assert exported == [("vllm", "python", peer_runs.DEMO)], "OpenVINO is not in this table"
     assert {row["seconds"] for row in rows} == {98.0}
     assert {row["decode_seconds"] for row in rows} == {95.0}
+    found = {row["way"]: row["perplexity"] for row in rows}
+    assert found.pop("vllm_lookup") is None and found.pop("magicdec") == pytest.approx(2)
+    assert found == pytest.approx(dict.fromkeys(found, 4))
+    printed = StringIO()
+    Console(width=WIDTH, file=printed).print(generation_table(rows))
+    lines = {line.split()[3]: line.split()[-2] for line in printed.getvalue().splitlines()[4:-1]}
+    assert lines["magicdec"] == "2.0000" and lines["vllm_lookup"] == "-"
     here = measure_generations(texts[:1], 512, {}, DTYPES, 1)
     assert {row["way"] for row in here} == {way for way in ways if not PEERS[way].environment}
 
@@ -197,6 +281,7 @@ class FakeWorker:
 
     def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
         self.name = start.name
+        self.dtype = dtype
         self.odd = int(start.name.startswith("odd"))
         self.verifies_odd = start.name == "odd_verified"
 
@@ -235,14 +320,15 @@ def test_the_table_marks_peers_that_are_not_exact() -> None:
         {"peer": name, "is_exact": PEERS[name].is_exact, "dtype": "", "kv_heads": 6, "prefix": 8}
         | numbers
         | verify
+        | {"log_prob_difference": None if "openvino" in name else 0.00123}
         for name in ("openvino", "openvino_u8", "llama_cpp_q8_0")
     ]
     measured = {"machine": {"read_bytes_per_s": 1e9}, "decode": rows}
     printed = StringIO()
-    Console(width=140, file=printed).print(decode_table(measured))
+    Console(width=WIDTH, file=printed).print(decode_table(measured))
     text = printed.getvalue()
     assert "openvino_u8 *" in text and "llama_cpp_q8_0 *" in text and "openvino *" not in text
-    assert "* not exact" in text
+    assert "* not exact" in text and "|Δ log p|" in text and "1.2e-03" in text
 
 
 def test_a_peer_that_ends_says_why(tmp_path: Path) -> None:
