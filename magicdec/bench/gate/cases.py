@@ -29,7 +29,15 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same
-from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
+from magicdec.names import (
+    DEFAULT_KV_POLICY,
+    DTYPES,
+    EAGLE,
+    FULL_KV_POLICY,
+    KV_POLICIES,
+    LOW_BIT,
+    NGRAM_AND,
+)
 from magicdec.records.comparison.conditions import describe, flags_of, kind_of
 from magicdec.records.record import DraftingRecord, Record, RunRecord
 from magicdec.systems.modes import Pass, Ranks
@@ -83,6 +91,11 @@ class Subject:
             raise ValueError(f"--draft {self.draft} is not known; choose from {choices}")
         return self.draft.removeprefix(MODEL_PREFIX)
 
+    @property
+    def head(self) -> str | None:
+        """The packaged EAGLE-3 head, of the packaged target alone."""
+        return "demo-eagle" if self.model == "demo" and self.draft != NONE else None
+
     def config(
         self,
         drafter: str,
@@ -93,7 +106,8 @@ class Subject:
     ) -> RunConfig:
         """The case of a drafter and a policy; `ways` are further settings of decoding."""
         decoding = DecodingSection("speculative", drafter, gamma, ignore_eos=True, **ways)
-        draft = self.standalone if decoding.model_drafter == "model" else None
+        of_drafter = {"model": self.standalone, EAGLE: self.head}
+        draft = of_drafter.get(decoding.model_drafter or "")
         return RunConfig(
             model=ModelSection(self.model, self.dtype),
             draft=None if draft is None else DraftSection(draft),
@@ -135,10 +149,21 @@ def standard_cases(subject: Subject) -> list[Case]:
         *(subject.config("self", kv, GAMMA) for kv in of_others),
         subject.config("ngram", full, GAMMA),
         *(subject.config("model", kv, GAMMA) for kv in standalone),
+        *_of_head(subject),
         *_other_ways(subject),
         *_on_ranks(subject),
         *_of_systems(subject),
     ]
+
+
+def _of_head(subject: Subject) -> Iterator[RunConfig]:
+    """An EAGLE-3 head under both policies that it can have, and beside lookups."""
+    if subject.head is None:
+        return
+    full = KVSection(FULL_KV_POLICY)
+    for kv in (*_budgets(subject, DEFAULT_KV_POLICY, (DRAFT_BUDGET,)), full):
+        yield subject.config(EAGLE, kv, GAMMA)
+    yield subject.config(f"{NGRAM_AND}{EAGLE}", full, GAMMA)
 
 
 def _other_ways(subject: Subject) -> Iterator[RunConfig]:

@@ -34,7 +34,7 @@ PRESETS = {
 }
 
 
-DEMO_DIRECTORIES = {"demo": "target", "demo-draft": "draft"}
+DEMO_DIRECTORIES = {"demo": "target", "demo-draft": "draft", "demo-eagle": "eagle"}
 RANDOM_PREFIX = "random:"
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin", SUFFIX)
 
