@@ -1,11 +1,13 @@
 """Decode steps and verifications of a GGUF file, ours and llama.cpp's in turns.
 
     python scripts/gguf_speed.py --model checkpoints/smollm2/model.gguf --llama PYTHON \
-        [--B 1] [--contexts 512 7680] [--rounds 3] [--threads 2]
+        [--B 1] [--contexts 512 7680] [--rounds 3] [--threads 2] [--dataset demo]
 
 `--llama` names a Python that has `llama-cpp-python`. Each side is a process of its own in each
 round. Ours is `magicdec latency`, by each arithmetic; llama.cpp has its KV cache in float16 and
-q8_0, with flash attention. Times are medians of a round's forwards, and then of the rounds.
+q8_0, with flash attention. Times are medians of a round's forwards, and then of the rounds. Of
+several rows one is prefilled, and copied to the others; its time is the row `prefill`, which ours
+has from `magicdec run` on the text `--dataset`.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 7680])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dataset", default="demo")
     parser.add_argument("--inside_llama", metavar="KV", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside_llama:
@@ -54,6 +57,9 @@ def main() -> int:
     for _ in range(args.rounds):
         for way in OURS:
             time_ours(args.model, args.B, args.contexts, args.threads, way, times)
+            for context in args.contexts:
+                ms = prefill_ours(args.model, context, args.threads, way, args.dataset)
+                times[f"ours, {way[0]}, {way[1]}", 1, context, "prefill"].append(ms)
         for kv in GGML_TYPES if args.llama else ():
             for B in args.B:
                 rows = llama_times(args.llama, args.model, kv, B, args.contexts, args.threads)
@@ -97,6 +103,24 @@ def time_ours(
         times[name, row["B"], row["context"], forward].append(row["ms_median"])
 
 
+def prefill_ours(
+    model: str, context: int, threads: int, way: tuple[str, str, str], dataset: str
+) -> float:
+    """Milliseconds of the prefill of one row, the mean of two."""
+    weights, linear, dtype = way
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "run.jsonl"
+        call = [
+            *(sys.executable, "-m", "magicdec", "run", "--draft", "none", "--model", model),
+            *("--B", "1", "--num_batches", "2", "--warmup_batches", "0", "--gen_len", "2"),
+            *("--prefix_len", str(context), "--dataset", dataset, "--threads", str(threads)),
+            *("--target_dtype", weights, "--linear", linear, "--dtype", dtype, "--out", str(out)),
+        ]
+        subprocess.run(call, capture_output=True, check=True)
+        record = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
+    return 1e3 * context / float(record["metrics"]["prefill_tokens_per_s"])
+
+
 def llama_times(
     python: str, model: str, kv: str, B: int, contexts: Sequence[int], threads: int
 ) -> list[tuple[int, str, float]]:
@@ -125,15 +149,18 @@ def time_llama(args: argparse.Namespace) -> list[tuple[int, str, float]]:
         params.n_threads = params.n_threads_batch = args.threads
         params.type_k = params.type_v = GGML_TYPES[args.inside_llama]
         params.flash_attn_type = 1
+        params.kv_unified = False  # each row has a cache of its own
         state = lib.llama_init_from_model(model, params)
         batch = lib.llama_batch_init(CHUNK, 0, 1)
         started = time.perf_counter()
         for first in range(0, context, CHUNK):
             count = min(CHUNK, context - first)
             ids = [(7 * (first + i)) % size for i in range(count)]
-            for row in range(B):
-                decode(lib, state, batch, ids, first, [row])
+            decode(lib, state, batch, ids, first, [0])
+        lib.llama_synchronize(state)
         found.append((context, "prefill", 1e3 * (time.perf_counter() - started)))
+        for row in range(1, B):
+            lib.llama_memory_seq_cp(lib.llama_get_memory(state), 0, row, -1, -1)
         for name, count in (("decode", 1), (f"verify, T {VERIFIED}", VERIFIED)):
             taken = []
             for turn in range(FORWARDS + 3):
