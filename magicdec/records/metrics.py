@@ -127,7 +127,6 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
         net_speedup=statistics.median(net),
         net_speedup_per_batch=net,
         net_speedup_interval=ratio_interval(net),
-        break_even_length=break_even_length(baseline, ours),
         break_even_gen_len=break_even_gen_len(baseline, ours),
     )
 
@@ -154,20 +153,6 @@ def _ratios(
     """Ratios of tokens per time, of batches in which both passes emitted tokens after the first."""
     batches = zip(ours.num_tokens, times(ours), baseline.num_tokens, times(baseline), strict=True)
     return [(n / ms) / (base_n / base_ms) for n, ms, base_n, base_ms in batches if n and base_n]
-
-
-def break_even_length(baseline: PassSamples, ours: PassSamples) -> float:
-    """The time of a step relative to the baseline's, without stalls: the emitted tokens of a row
-    for which both decode equally fast. The median over batches in which both took steps."""
-    per_step = [
-        [
-            (ms / len(steps) if steps else None)
-            for ms, steps in zip(PassSteps.of(samples).steady_ms, samples.step_ms, strict=True)
-        ]
-        for samples in (ours, baseline)
-    ]
-    pairs = zip(*per_step, strict=True)
-    return statistics.median(mine / base for mine, base in pairs if mine and base)
 
 
 def net_ms(samples: PassSamples) -> list[float]:

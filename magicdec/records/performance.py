@@ -171,12 +171,6 @@ class SpeedMetrics(RecordPart):
     net_speedup_per_batch: list[float] | None = _chance(
         "the net speedup of each batch, in order", "ratio", NO_BASELINE
     )
-    break_even_length: float | None = recorded(
-        "emitted tokens of a step from which drafting pays: the time of its steps divided by that "
-        "of the baseline's, without stalls; the median over batches", "tokens",
-        null="in `baseline_metrics`; without a baseline; " + NO_STEP,
-        label="  of them that pay (break-even)", digits=2,
-    )
     break_even_gen_len: int | None = _chance(
         "smallest output length of each sequence for which the net speedup is above 1, if each "
         "further token takes as long as it took on average; the median over batches, and of an "

@@ -210,7 +210,6 @@ SHOWN = (
     *("mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
     *("mean_ttft_ms", "prefill_tokens_per_s", "answer_score"),
     *("draft_acceptance_rate", "mean_acceptance_length", "mean_emitted_tokens"),
-    "break_even_length",
     *("acceptance_per_position", "num_cancelled_draft_tokens"),
     *("mean_draft_tokens", "kv_tokens_read"),
     *("begin_ms", "draft_prefill_ms", "calibration_ms", "warmup_calibration_ms"),
@@ -239,7 +238,18 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
         if name == "acceptance_per_position":
             texts = [positions_of(metrics) for metrics in columns]
         rows.append((label, texts))
+        if name == "mean_emitted_tokens":
+            lengths = [break_even_length(m.mean_emitted_tokens, m.speedup) for m in columns]
+            if any(length is not None for length in lengths):
+                shown_lengths = ["" if each is None else f"{each:.2f}" for each in lengths]
+                rows.append(("  of them that pay (break-even)", shown_lengths))
     return rows
+
+
+def break_even_length(emitted: float | None, speedup: float | None) -> float | None:
+    """The emitted tokens of a step from which its drafts pay: the time of a step, without stalls,
+    in steps of the baseline."""
+    return emitted / speedup if emitted and speedup else None
 
 
 def positions_of(metrics: Metrics) -> str:

@@ -38,15 +38,6 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "Drafting pays from the time of a step by that of a decode step.",
-        "test_metrics.py::test_the_net_speedup_counts_what_comes_before_the_first_step",
-        (
-            Fault("break-even of a decode step by a step", "records/metrics.py",
-                  "statistics.median(mine / base for mine, base in pairs if mine and base)",
-                  "statistics.median(base / mine for mine, base in pairs if mine and base)"),
-        ),
-    ),
-    Property(
         "Drafts of a policy that chooses anew begin with a choice.",
         "test_latency.py::test_drafting_pays_from_the_time_of_a_step_by_that_of_a_decode_step",
         (

@@ -83,7 +83,7 @@ OF_MEASUREMENT = {"speculation/steps/calibration._measure: tolist"}
 # Whether a chain goes on under `--pa`, which captured steps refuse.
 OF_PA = {
     "speculation/draft_kv.draft_chain: is_nonzero",
-    "speculation/model_drafter.propose: item",
+    "speculation/drafter.proposal_of_source: item",
 }
 OF_STAGES = {
     "distributed/channels/message.wait_for_stream: synchronize",

@@ -35,7 +35,7 @@ SELFSPEC: dict[str, Any] = {
         "strategy": "speculative", "drafter": "self", "gamma": 4,
         "pa": None, "draft_weights": None, "cuda_graphs": "off",
         "cuda_graphs_reason": "auto: off, --device cpu has none", "ignore_eos": False,
-        "baseline": True, "lookup_corpus": None, "step_cost": None,
+        "baseline": True, "emulate_acceptance": None, "lookup_corpus": None, "step_cost": None,
     },
     "sampling": {
         "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -55,7 +55,7 @@ LONGSPEC_CHANGES: dict[str, Any] = {
     "draft": {
         "model": "demo-draft", "rank_group": [0], "backend": "native",
         "backend_reason": "auto: native", "native_steps": "on",
-        "native_steps_reason": "auto: on", "draft_dtype": "bfloat16",
+        "native_steps_reason": "auto: on", "draft_dtype": "bfloat16", "state_layers": [],
     },
     "decoding": SELFSPEC["decoding"] | {"drafter": "model"},
 }  # fmt: skip

@@ -198,7 +198,7 @@ def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="max_new_tokens is too small"):
         llm.submit([5], 0)
     for options, message in (
-        ({"draft": "model"}, "--draft model is not known; choose from self, model:NAME, ngram"),
+        ({"draft": "model"}, "--draft model is not known; choose from self, model:NAME, eagle:DIR"),
         ({"draft": "model:nowhere"}, "--draft 'nowhere' is not known; choose from demo, "),
         ({"draft": "model:random:llama-68m"}, "has a vocabulary of 32000 ids, .* of 2051"),
         ({"gamma": 3}, "gamma 3 does nothing with draft none; choose another draft"),

@@ -44,6 +44,7 @@ for raw in RAW:  # as `run` writes them, without what the gate has logged and se
         samples["draft_hashes"] = samples["draft_keys"] = None
 FIGURES = (
     *("speedup_map", "pareto_front", "speedup_by_acceptance", "acceptance_by_budget"),
+    *("length_by_context", "speedup_by_context"),
     *("acceptance_by_position", "step_phases", "bandwidth"),
 )
 Record = dict[str, Any]

@@ -353,7 +353,8 @@ def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
     held = ["model", "target_dtype", "dtype", "dataset", "gen_len", "temperature", *MACHINE, "B"]
     num_heads = runs["draft_model"].nunique()
     heads = runs["draft_model"].map(lambda name: f", {name}" if name and num_heads > 1 else "")
-    named = runs.assign(series=runs["method"].astype(object) + heads)
+    pays_from = runs["mean_emitted_tokens"].astype(float) / runs["speedup"].astype(float)
+    named = runs.assign(series=runs["method"].astype(object) + heads, pays_from=pays_from)
     figures: list[Drawn | LeftOut] = []
     for metric, name, title, label, caption, also in (
         (
@@ -365,7 +366,7 @@ def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
             "same colour is the length from which that drafter pays: the time of its steps over "
             "that of the baseline's. A drafter is worth its time where its line is above its "
             "dotted one",
-            "break_even_length",
+            "pays_from",
         ),
         (
             "speedup",
