@@ -2,6 +2,7 @@
 
     python scripts/plant_faults.py           # all faults
     python scripts/plant_faults.py TPOT ...  # those whose line has one of the texts
+    python scripts/plant_faults.py --one     # the first of each property, as CI does
 
 Each fault of `faults/` is planted in a copy of the package, against which the test of its property
 runs. The exit code is 1 if a test passes with its fault, or fails without one, or if the text that
@@ -18,7 +19,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -168,4 +169,9 @@ def wait_for_one(running: dict[int, int], codes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(plant(PROPERTIES, sys.argv[1:]))
+    words = sys.argv[1:]
+    properties = PROPERTIES
+    if words == ["--one"]:
+        properties = tuple(replace(each, faults=each.faults[:1]) for each in PROPERTIES)
+        words = []
+    sys.exit(plant(properties, words))

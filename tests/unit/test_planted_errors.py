@@ -44,15 +44,15 @@ def test_every_property_is_in_the_table(script: ModuleType) -> None:
 
 
 def plant(*command: str) -> subprocess.CompletedProcess[str]:
-    """All faults take some 10 minutes of CPU time."""
-    command = (sys.executable, *command)
-    return subprocess.run(command, capture_output=True, text=True, timeout=3 * HANG)
+    words = (sys.executable, *command)
+    return subprocess.run(words, capture_output=True, text=True, timeout=3 * HANG)
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(3 * HANG + 60)
-def test_every_fault_is_seen() -> None:
-    done = plant(str(SCRIPT))
+def test_a_fault_of_every_property_is_seen() -> None:
+    """All faults would take longer than CI has: `python scripts/plant_faults.py`."""
+    done = plant(str(SCRIPT), "--one")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
