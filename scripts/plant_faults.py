@@ -170,7 +170,7 @@ def wait_for_one(running: dict[int, int], codes: list[int]) -> None:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    properties = PROPERTIES
+    properties: tuple[Property, ...] = PROPERTIES
     if words == ["--one"]:
         properties = tuple(replace(each, faults=each.faults[:1]) for each in PROPERTIES)
         words = []
