@@ -95,8 +95,8 @@ class EagleHead(Transformer):
             self.embedding = target.embedding
 
     def pair(self, token_ids: Tensor, state: Tensor) -> Tensor:
-        """The input [B, T, 2 H] of slots: the embeddings of token ids [B, T] behind the tokens of
-        `state` [B, T, H], which is `reduced` or a `fed_back` output."""
+        """The input [B, T, 2 H] of slots: the embeddings of token ids [B, T], and `state` [B, T,
+        H], which is `reduced` or comes from `read_out`."""
         return torch.cat([self.embedding(token_ids), state], dim=-1)
 
     def reduced(self, states: Tensor) -> Tensor:

@@ -95,6 +95,24 @@ def test_drafts_are_accepted_as_often_as_asked_for(drafter: str, temperature: fl
     assert ((reached - expected).abs() < allowed).all(), reached
 
 
+def test_other_prompts_of_the_same_length_have_other_luck() -> None:
+    """Else batches would repeat each other, and intervals over prompts would be too narrow."""
+    runner = make_runner(tiny_transformer(), 2, 80)
+    decoding = DecodingSection("speculative", "self", 3, emulate_acceptance=(0.5,))
+    found = []
+    for seed in (0, 0, 1):
+        accepted = list[list[int]]()
+        engine = Engine(runner, 64)
+        engine.prefill(make_requests(random_prompts([10, 10], TINY.vocab_size, seed), 50))
+        decode(
+            engine, "speculative", Setup(runner, decoding, KVSection("full")),
+            lambda ids, output, s, to=accepted: to.append(output.num_accepted or []),
+        )  # fmt: skip
+        found.append(accepted)
+    assert found[0] == found[1] != found[2]
+    assert {row[0] == row[1] for row in found[0] if len(row) == 2} == {True, False}
+
+
 def test_a_record_says_so_and_is_compared_with_nothing(tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out.jsonl"
     words = [

@@ -8,15 +8,20 @@ from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.linear.packed import PackedLinear, padding_bytes
 from magicdec.model.transformer import Transformer
 
-TABLES = ("embedding.", "position_embedding.")  # a forward reads only a few of their rows
+# Not read by each forward: a few rows of tables, and a head's `fc` once for a chain of drafts.
+NOT_READ = ("embedding.", "position_embedding.", "fc.")
 
 
 def weight_bytes(model: Transformer) -> int:
     """Bytes of this rank's weights that a forward reads: layers, norms and head rows, without
-    embeddings and the padding of packed layers."""
+    embeddings, a head's `fc` and the padding of packed layers."""
     names = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
-    total = sum(size for name, size in names.items() if not name.startswith(TABLES))
-    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    total = sum(size for name, size in names.items() if not name.startswith(NOT_READ))
+    packed = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, PackedLinear) and not f"{name}.".startswith(NOT_READ)
+    ]
     total -= sum(padding_bytes(layer.packed, layer.out_features) for layer in packed)
     if model.has_head and model.head is None:
         total += model.tied_head.numel() * model.tied_head.element_size()

@@ -127,6 +127,9 @@ def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
     return (most.amax(dim=0) - total.logsumexp(dim=0)).exp()[:, 0]
 
 
+PRIME = 1_000_003  # above any vocabulary: other tokens make another seed
+
+
 @dataclass(frozen=True)
 class EmulatedAcceptance:
     """Acceptance by chance. `rates` float64 [most drafts]: how often a draft is accepted, given
@@ -135,13 +138,17 @@ class EmulatedAcceptance:
     rates: Tensor
 
     def judge(
-        self, proposal: Proposal, target: Judgement, rows: Tensor, starts: Tensor
+        self, proposal: Proposal, target: Judgement, newest: Tensor, starts: Tensor
     ) -> Judgement:
         """Accept drafts [B, K] themselves; after them comes a token of the `target`. The random
-        numbers are those of the `rows` [B] and their lengths `starts` [B]."""
+        numbers follow from each row's place, its `newest` tokens [B, any] and its length `starts`
+        [B], so that prompts of equal lengths have others."""
         drafts = proposal.ids
         steps = torch.arange(drafts.shape[1], device=drafts.device)
-        u = uniforms(rows, starts.unsqueeze(1) + steps, Purpose.ACCEPT)
+        seeds = torch.arange(len(drafts), device=drafts.device)
+        for tokens in newest.unbind(1):
+            seeds = seeds * PRIME + tokens
+        u = uniforms(seeds, starts.unsqueeze(1) + steps, Purpose.ACCEPT)
         counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
         accepted = leading(u < self.rates[: drafts.shape[1]], counts)
         place = torch.arange(drafts.shape[1] + 1, device=drafts.device)

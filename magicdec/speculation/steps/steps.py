@@ -235,7 +235,7 @@ class DecodeSteps:
             runner, batch.sampling, proposal, verification.logits(), verification.places
         )
         if self.emulated is not None and proposal.ids.shape[1] > 0:
-            judgement = self.emulated.judge(proposal, judgement, rows.index, before.tensor)
+            judgement = self.emulated.judge(proposal, judgement, batch.newest, before.tensor)
         accepted = judgement.accepted
         ids = judgement.ids
         emitted = accepted + 1

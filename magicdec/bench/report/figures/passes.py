@@ -351,10 +351,10 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
 def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
     """Which drafter wins at which context: emitted tokens with what would pay, and speedup."""
     held = ["model", "target_dtype", "dtype", "dataset", "gen_len", "temperature", *MACHINE, "B"]
-    num_heads = runs["draft_model"].nunique()
-    heads = runs["draft_model"].map(lambda name: f", {name}" if name and num_heads > 1 else "")
+    has_several = runs["draft_model"].nunique() > 1
+    drafts = runs["draft_model"].map(lambda name: f", {name}" if name and has_several else "")
     pays_from = runs["mean_emitted_tokens"].astype(float) / runs["speedup"].astype(float)
-    named = runs.assign(series=runs["method"].astype(object) + heads, pays_from=pays_from)
+    named = runs.assign(series=runs["method"].astype(object) + drafts, pays_from=pays_from)
     figures: list[Drawn | LeftOut] = []
     for metric, name, title, label, caption, also in (
         (
