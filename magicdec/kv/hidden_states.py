@@ -42,7 +42,10 @@ class HiddenStates:
         self.values[place] = states.permute(1, 2, 0, 3)
         self.token_ids[place] = token_ids
 
-    def read(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids [B, T] and states [B, T, N, S]."""
-        place = rows.unsqueeze(1), positions
-        return self.token_ids[place], self.values[place]
+    def ids_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Token ids [B, T]."""
+        return self.token_ids[rows.unsqueeze(1), positions]
+
+    def states_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """[B, T, N, S]."""
+        return self.values[rows.unsqueeze(1), positions]

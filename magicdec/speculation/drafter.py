@@ -19,6 +19,7 @@ from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.draft_length import DraftLength
+from magicdec.speculation.policies.policy import make_draft_kv
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,30 @@ class Drafter(ABC):
 
     def release(self, rows: Sequence[int]) -> None:  # noqa: B027
         """Forget the ended requests in `rows`."""
+
+
+class StandaloneDrafter(Drafter):
+    """A drafter with a model, and a KV cache of its own, on some of the target's ranks. The others
+    only receive its tokens."""
+
+    def __init__(self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float) -> None:
+        self.target = target
+        self.draft = draft
+        self.pa = pa
+        self.vocab_size = target.model.config.vocab_size
+        self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
+        self.can_capture = not draft.is_rolling
+
+    def release(self, rows: Sequence[int]) -> None:
+        if self.draft_kv is not None and self.draft.runner is not None:
+            self.draft_kv.release(rows)
+            for row in rows:
+                self.draft.runner.cache.release(row)
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        """Forget rejected drafts. The policy's `commit` would copy K and V from the target."""
+        if self.draft_kv is not None:
+            self.draft_kv.rewind(rows, lengths)
 
 
 STOPPED = -1  # no token: what stands behind a chain that has stopped

@@ -27,20 +27,19 @@ from magicdec.runner.sampling.randomness import Purpose
 from magicdec.runner.sampling.sampling import probabilities, process, sample
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.drafter import (
-    Drafter,
     DraftModel,
     DraftSetup,
     DraftShape,
+    StandaloneDrafter,
     proposal_of_source,
 )
-from magicdec.speculation.policies.policy import make_draft_kv
 
 # The logit of a token that is not in the draft vocabulary; finite, because all are checked.
 NEVER = -1e30
 
 
-class EagleDrafter(Drafter):
-    """A drafter with a head on some ranks of the target. The others only receive its tokens."""
+class EagleDrafter(StandaloneDrafter):
+    """A drafter with a head. The slots of drafts are dropped when these are proposed."""
 
     def __init__(
         self,
@@ -50,12 +49,7 @@ class EagleDrafter(Drafter):
         max_gamma: int,
         pa: float = 0.0,
     ) -> None:
-        self.target = target
-        self.draft = draft
-        self.pa = pa
-        self.vocab_size = target.model.config.vocab_size
-        self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
-        self.can_capture = not draft.is_rolling
+        super().__init__(target, draft, kv, pa)
         # A step commits at most the last of these; few, because each is captured on a GPU.
         self.pending = tuple(sorted({1, 2, max_gamma + 1}))
 
@@ -88,12 +82,6 @@ class EagleDrafter(Drafter):
             self._fill(self.draft_kv, request.row, 0, self.target.cache.lengths[request.row] - 1)
         self.draft_kv.admit(requests)
 
-    def release(self, rows: Sequence[int]) -> None:
-        if self.draft_kv is not None and self.draft.runner is not None:
-            self.draft_kv.release(rows)
-            for row in rows:
-                self.draft.runner.cache.release(row)
-
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Fill the slots of rows that lack more than a step commits. Returns how many slots the
         draft fills in each row; those that a row does not lack are filled a second time."""
@@ -121,8 +109,8 @@ class EagleDrafter(Drafter):
             end = min(start + self.draft.prefill_chunk, stop)
             kv.rewind(rows, Lengths.of([start], device))
             positions = torch.arange(start, end, device=device).unsqueeze(0)
-            following, _ = self.states.read(rows.index, positions + 1)
-            _, states = self.states.read(rows.index, positions)
+            following = self.states.ids_at(rows.index, positions + 1)
+            states = self.states.states_at(rows.index, positions)
             x = self.head.pair(following, self.head.reduced(states))
             held = kv.lengths(rows)
             kv.runner.forward(x, rows, kv.select(rows, held), held, num_outputs=0)
@@ -141,9 +129,9 @@ class EagleDrafter(Drafter):
         committed = kv.lengths(rows)
         steps = torch.arange(shape.pending, device=kv.runner.device)
         positions = filled.tensor.unsqueeze(1) + steps
-        known, _ = self.states.read(rows.index, positions[:, 1:])
+        known = self.states.ids_at(rows.index, positions[:, 1:])
         following = torch.cat([known, batch.newest[:, -1:]], dim=1)
-        _, states = self.states.read(rows.index, positions)
+        states = self.states.states_at(rows.index, positions)
         state = self.head.reduced(states)
         if batch.sampling.is_greedy and kv.runner.can_chain:
             view = kv.select(rows, committed), kv.held(rows, committed)
@@ -190,8 +178,3 @@ class EagleDrafter(Drafter):
         probs = probabilities(whole, draws.filters)
         u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
         return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
-
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """The slots of rejected drafts were dropped when they were proposed."""
-        if self.draft_kv is not None:
-            self.draft_kv.rewind(rows, lengths)

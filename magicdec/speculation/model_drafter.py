@@ -13,10 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.device_batch import NEWEST, DeviceBatch, last_tokens
-from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
@@ -24,9 +22,9 @@ from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.draft_kv import DraftKV, draft_chain
 from magicdec.speculation.drafter import (
     Drafter,
-    DraftModel,
     DraftSetup,
     DraftShape,
+    StandaloneDrafter,
     proposal_of_source,
 )
 from magicdec.speculation.policies.policy import make_draft_kv
@@ -99,22 +97,12 @@ class SelfDrafter(Drafter):
         self.draft_kv.release(rows)
 
 
-class ModelDrafter(Drafter):
-    """A drafter with a standalone model. Ranks without it only receive its tokens."""
+class ModelDrafter(StandaloneDrafter):
+    """A drafter with a smaller model."""
 
     # The draft's cache always lacks a row's newest token. If all drafts of the last step were
     # accepted, it lacks the last draft too, because no draft forward has taken it.
     pending = tuple(range(1, NEWEST + 1))
-
-    def __init__(
-        self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float = 0.0
-    ) -> None:
-        self.target = target
-        self.draft = draft
-        self.pa = pa
-        self.vocab_size = target.model.config.vocab_size
-        self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
-        self.can_capture = not draft.is_rolling
 
     @classmethod
     def build(cls, setup: DraftSetup) -> ModelDrafter:
@@ -131,12 +119,6 @@ class ModelDrafter(Drafter):
             runner.allocate(part.row)
         prefill(runner, parts, self.draft.prefill_chunk)
         self.draft_kv.admit(requests)
-
-    def release(self, rows: Sequence[int]) -> None:
-        if self.draft_kv is not None and self.draft.runner is not None:
-            self.draft_kv.release(rows)
-            for row in rows:
-                self.draft.runner.cache.release(row)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Append the tokens that the draft's cache lacks after steps without drafts, except the
@@ -174,11 +156,6 @@ class ModelDrafter(Drafter):
             committed = kv.lengths(batch.rows)
             proposal = draft(kv, batch, committed, newest, shape, self.pa, self.vocab_size)
         return proposal_of_source(proposal, batch, shape, self.draft, self.target, self.pa)
-
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """Forget rejected drafts. The policy's `commit` would copy K and V from the target."""
-        if self.draft_kv is not None:
-            self.draft_kv.rewind(rows, lengths)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Clamp ids to the draft's vocabulary, which may be padded differently; no text holds

@@ -12,8 +12,8 @@ PROPERTIES = (
         "test_eagle.py::test_drafts_equal_the_definition[a norm for each state-layers]",
         (
             Fault("a head's tokens are not the following ones", DRAFTER,
-                  "following, _ = self.states.read(rows.index, positions + 1)",
-                  "following, _ = self.states.read(rows.index, positions)"),
+                  "following = self.states.ids_at(rows.index, positions + 1)",
+                  "following = self.states.ids_at(rows.index, positions)"),
             Fault("drafts from slots of drafts", DRAFTER,
                   "        filled = lengths.plus(-shape.pending)",
                   "        filled = lengths.plus(-min(1, shape.pending))"),
