@@ -14,10 +14,15 @@ from eagle_heads import HeadForm, random_head, write_head
 from safetensors.torch import load_file, save_file
 
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DraftSection
+from magicdec.config.sections import DraftSection, KVSection
+from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.config import ModelConfig
+from magicdec.output.console import Silent
 from magicdec.setup.eagle_checks import state_layers
+from magicdec.setup.loading import LoadedModels, make_draft, make_runner
+from magicdec.setup.memory_plan import model_plans_of
+from magicdec.setup.prepare import SetupCache, find
 
 TARGET = replace(TINY, vocab_size=2051, num_layers=8)
 
@@ -229,3 +234,20 @@ def test_names_of_other_programs_are_the_same_head(tmp_path: Path) -> None:
     assert replace(first.config.eagle, **kept) == second.config.eagle
     for name in first.weights.tensors:
         assert torch.equal(first.weights.read(name), second.weights.read(name)), name
+
+
+@pytest.mark.parametrize("budget", [-1, 257])
+def test_the_plan_has_the_bytes_of_a_head_its_cache_and_its_states(budget: int) -> None:
+    run_config = RunConfig(kv=KVSection(budget=budget)).with_draft("eagle:demo-eagle")
+    run = find(run_config, Launch(0, 1, 0, 1), SetupCache())
+    of_target, of_head = model_plans_of(run.config, run.models, 0)
+    models = LoadedModels(torch.device("cpu"), Silent())
+    alone = Group((0,), 0)
+    runner = make_runner(of_target, run.source, alone, models)
+    draft = make_draft(run, ParallelGroups(0, 1, alone, draft=alone), models)
+    assert draft is not None and draft.runner is not None and runner.states is not None
+    parameters = draft.runner.model.named_parameters()
+    own = sum(p.nbytes for name, p in parameters if not name.startswith("embedding"))
+    assert of_head.weight_bytes == own
+    assert of_head.kv_bytes == draft.runner.cache.num_bytes
+    assert of_target.state_bytes == runner.states.num_bytes
