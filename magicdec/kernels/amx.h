@@ -41,11 +41,10 @@ constexpr int64_t ROWS = 16;  // most rows of a tile
 // 0 to 3; two blocks take two each, the first 0 and 1 with 4, the second 2 and 3 with 5.
 constexpr int LEFT = 4, RIGHT = 6;
 
-// Owns the registers of the calling thread: none before `load`, and none any more when the object goes. A product adds
-// `depth` entries of 32 bits, pairs or quads.
+// Owns the registers of the calling thread: none before `load`, and none any more when the object goes.
 class Registers {
 public:
-    explicit Registers(int64_t depth = STEP) : depth(depth) {}
+    Registers() = default;
     ~Registers() {
         if (rows[0]) asm volatile("tilerelease" ::: "memory");
     }
@@ -58,8 +57,8 @@ public:
         Layout layout = {};
         layout.palette = 1;
         for (int i = 0; i < 8; ++i) {
-            layout.bytes[i] = uint16_t(i == LEFT || i == LEFT + 1 ? 4 * depth : 64);
-            layout.rows[i] = i >= RIGHT ? uint8_t(depth) : uint8_t(i == 2 || i == 3 || i == LEFT + 1 ? second : first);
+            layout.bytes[i] = 64;
+            layout.rows[i] = i >= RIGHT ? uint8_t(STEP) : uint8_t(i == 2 || i == 3 || i == LEFT + 1 ? second : first);
         }
         asm volatile("ldtilecfg %0" ::"m"(layout) : "memory");
     }
@@ -73,7 +72,6 @@ private:
         uint16_t bytes[16];
         uint8_t rows[16];
     };
-    const int64_t depth;
     int64_t rows[2] = {0, 0};
 };
 
@@ -96,12 +94,6 @@ inline void store(void* to, int64_t stride) {
 template <int SUMS, int A, int B>
 inline void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
-}
-
-// Of quads: A signed, B unsigned, sums int32.
-template <int SUMS, int A, int B>
-inline void multiply_quads() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 
 // Calls body.operator()<i>() for i = 0 .. N - 1.
@@ -136,9 +128,9 @@ private:
     }
 };
 
-// Adds to BLOCKS x COLUMNS sums the product, of pairs or of quads, of `steps` left tiles, which follow each other in a row, and right tiles, which
+// Adds to BLOCKS x COLUMNS sums the product of `steps` left tiles, which follow each other in a row, and right tiles, which
 // follow each other in a column.
-template <int BLOCKS, int COLUMNS, bool QUADS = false>
+template <int BLOCKS, int COLUMNS>
 inline void add_products(Left left, Right right, int64_t steps, Ahead& prefetch) {
     for (int64_t step = 0; step < steps; ++step) {
         unrolled<BLOCKS>([&]<int b>() { load<LEFT + b>(left.data + b * left.block + step * STEP, left.stride); });
@@ -147,10 +139,7 @@ inline void add_products(Left left, Right right, int64_t steps, Ahead& prefetch)
             load<RIGHT + i % 2>(rows + 16 * i, right.stride);
             prefetch();
             unrolled<BLOCKS>([&]<int b>() {
-                if constexpr (QUADS)
-                    multiply_quads<b * COLUMNS + i, LEFT + b, RIGHT + i % 2>();
-                else
-                    multiply<b * COLUMNS + i, LEFT + b, RIGHT + i % 2>();
+                multiply<b * COLUMNS + i, LEFT + b, RIGHT + i % 2>();
             });
         });
     }

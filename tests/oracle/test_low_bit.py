@@ -48,8 +48,7 @@ from magicdec.runner.native_steps.executor import Executor
 from magicdec.setup.memory_plan import Models, plan_rank
 
 SMALL = replace(EVERYTHING, hidden_size=64, intermediate_size=96, num_kv_heads=3)
-NO_TILES = ("-U__AMX_INT8__",)
-CPUS = {"any": (), "no tiles": NO_TILES, "no VNNI": NO_VNNI, "AVX2": AVX2, "AVX-512": AVX512}
+CPUS = {"any": (), "no VNNI": NO_VNNI, "AVX2": AVX2, "AVX-512": AVX512}
 
 
 def make_numbers(weights: str, rows: Tensor) -> GroupedNumbers:

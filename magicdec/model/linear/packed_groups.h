@@ -13,7 +13,6 @@
 // inputs of a channel, those of inputs 0 to 3 in the lower halves of the bytes, those of 4 to 7 in the upper ones; with 8 bits
 // four. Numbers are stored without a sign, as number - least.
 #pragma once
-#include "../../kernels/amx.h"
 #include "packed_float32.h"
 
 namespace groups {
@@ -152,7 +151,6 @@ struct Exact {
 };
 
 constexpr int64_t CHUNK = 32;         // rows that are multiplied by a block of weights together
-constexpr int64_t FEWEST_ON_TILES = 9;
 constexpr int64_t PART = 32;          // inputs whose products of bytes can be added in 16 bits
 constexpr int64_t NEAR = 2304, FAR = 16384;  // prefetch distances in bytes, into the L1 and the L2 cache
 
@@ -161,41 +159,64 @@ inline void prefetch(const uint32_t* weights) {
     __builtin_prefetch((const char*)weights + FAR, 0, 2);
 }
 
-// Activations of R rows: quads of int8 [R, K / 4]; by row and group the scale and the sum. Without products of bytes of 8
-// bits, `pairs` has the same in 16 bits, of each quad inputs 0 and 2, then 1 and 3.
+typedef int8_t narrow_integers __attribute__((vector_size(W)));
+
+inline vec widened(const float* x) { return load(x); }
+inline vec widened(const bfloat16* x) {
+    half_bits narrow;
+    std::memcpy(&narrow, x, sizeof(narrow));
+    return (vec)(__builtin_convertvector(narrow, bits) << 16);
+}
+
+// Activations of R rows: quads of int8 [R, K / 4]; for each group [K / group, R] the scales, what the sums of products of
+// numbers without a sign lack (`zeros`), and what a minimum is multiplied by (`shifts`). Without products of bytes of 8 bits,
+// `pairs` has the quads in 16 bits, of each quad inputs 0 and 2, then 1 and 3.
 struct Activations {
-    int64_t K, group;
+    int64_t R, K, group, least;
     int32_t* quads;
     float* scales;
-    int32_t* sums;
+    int32_t* zeros;
+    float* shifts;
     int32_t* pairs;
-    Activations(float* room, int64_t R, int64_t K, int64_t group)
-        : K(K), group(group), quads((int32_t*)room), scales(room + R * K / 4), sums((int32_t*)scales + R * K / group),
-          pairs(sums + R * K / group) {}
+    Activations(float* room, int64_t R, int64_t K, const Format& f)
+        : R(R), K(K), group(f.group), least(f.least), quads((int32_t*)room), scales(room + R * K / 4),
+          zeros((int32_t*)scales + R * K / group), shifts((float*)zeros + R * K / group),
+          pairs((int32_t*)shifts + R * K / group) {}
 
     template <typename S>
-    void round_group(const S* x, int64_t place) const {
-        int8_t* out = (int8_t*)quads + place * group;
-        float numbers[128];
-        uint32_t largest = 0;
-        for (int64_t i = 0; i < group; ++i) {
-            numbers[i] = to_float(x[i]);
-            largest = std::max(largest, magnitude(numbers[i]));
+    void round_group(const S* x, int64_t row, int64_t g) const {
+        int8_t* out = (int8_t*)quads + row * K + g * group;
+        alignas(64) float numbers[128];
+        bits largest = {};
+        for (int64_t i = 0; i < group; i += W) {
+            const vec number = widened(x + i);
+            store(numbers + i, number);
+            const bits size = (bits)number & 0x7fffffff;
+            largest = size > largest ? size : largest;
         }
-        const float most = std::bit_cast<float>(largest);
-        if (largest >= NOT_FINITE) std::fill_n(numbers, group, 0.0f);  // by such a scale every output is no number
+        uint32_t most_bits = 0;
+        for (int i = 0; i < W; ++i) most_bits = std::max(most_bits, largest[i]);
+        const float most = std::bit_cast<float>(most_bits);
+        if (most_bits >= NOT_FINITE) std::fill_n(numbers, group, 0.0f);  // by such a scale every output is no number
         const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-        int32_t sum = 0, rounded[128];
-        for (int64_t i = 0; i < group; ++i) {
-            rounded[i] = int32_t(std::fma(numbers[i], inverse, numbers[i] < 0.0f ? -0.5f : 0.5f));
-            sum += rounded[i];
+        integers total = {};
+        for (int64_t i = 0; i < group; i += W) {
+            const vec number = load(numbers + i);
+            const vec half = (vec)(((bits)number & 0x80000000) | std::bit_cast<uint32_t>(0.5f));
+            const integers rounded = __builtin_convertvector(fused(number, broadcast(inverse), half), integers);
+            total += rounded;
+            const auto bytes = __builtin_convertvector(rounded, narrow_integers);
+            std::memcpy(out + i, &bytes, W);
         }
-        for (int64_t i = 0; i < group; ++i) out[i] = int8_t(rounded[i]);
+        int32_t sum = 0;
+        for (int i = 0; i < W; ++i) sum += total[i];
+        const int64_t place = g * R + row;
         scales[place] = most / 127.0f;
-        sums[place] = sum;
+        zeros[place] = int32_t(least) * sum;
+        shifts[place] = scales[place] * float(sum);
 #if !defined(__AVX512VNNI__)
-        int16_t* wide = (int16_t*)pairs + place * group;
-        for (int64_t i = 0; i < group; ++i) wide[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = int16_t(rounded[i]);
+        int16_t* wide = (int16_t*)pairs + row * K + g * group;
+        for (int64_t i = 0; i < group; ++i) wide[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = out[i];
 #endif
     }
 };
@@ -246,9 +267,9 @@ constexpr int MOST = W == 16 ? 8 : 4;
 constexpr int vectors(int N) { return W == 16 ? (N <= 4 ? 4 : 2) : N <= 2 ? 4 : 2; }
 
 // sums [WIDTH] += the products of a group, `total`, for W channels from `channel` on, by the scales of both sides.
-inline void add_group(vec total, vec scale, float x_scale, bool has_minimum, vec minimum, int32_t x_sum, float* sum) {
+inline void add_group(vec total, vec scale, float x_scale, bool has_minimum, vec minimum, float shift, float* sum) {
     vec out = fused(total, scale * broadcast(x_scale), load(sum));
-    if (has_minimum) out = fused(minimum, broadcast(x_scale * float(x_sum)), out);
+    if (has_minimum) out = fused(minimum, broadcast(shift), out);
     store(sum, out);
 }
 
@@ -297,73 +318,17 @@ inline void multiply(const Activations& x, const Format& f, int64_t row, const u
                 const vec minimum = f.has_minimum ? scales(f, group + f.scale_words(), at) : vec{};
 #pragma GCC unroll 8
                 for (int n = 0; n < N; ++n) {
-                    const int64_t place = (row + n) * count + g;
-                    const vec total = part[n][i].total(int32_t(f.least) * x.sums[place]);
-                    add_group(total, scale, x.scales[place], f.has_minimum, minimum, x.sums[place], sums + n * WIDTH + at);
+                    const int64_t place = g * x.R + row + n;
+                    add_group(part[n][i].total(x.zeros[place]), scale, x.scales[place], f.has_minimum, minimum, x.shifts[place], sums + n * WIDTH + at);
                 }
             }
         }
     }
 }
 
-#if defined(HAS_TILES) && defined(__AMX_INT8__)
-// The same on tiles, for 4 bits in groups of PART and `count` rows, of which `first` are in the first block of rows.
-template <int BLOCKS>
-inline void multiply_amx(const Activations& x, const Format& f, int64_t row, int64_t first, int64_t count,
-                         const uint32_t* block, float* sums) {
-    constexpr int COLUMNS = 4 / BLOCKS;
-    constexpr int64_t DEPTH = PART / 4;
-    const int64_t K = x.K, groups = K / PART;
-    alignas(64) uint32_t weights[DEPTH * WIDTH];
-    alignas(64) int32_t part[BLOCKS * amx::ROWS * WIDTH];
-    std::fill_n(sums, count * WIDTH, 0.0f);
-    for (int64_t g = 0; g < groups; ++g, block += f.words()) {
-        const uint32_t* numbers = block + f.before();
-        for (int64_t i = 0; i < PART / 8 * WIDTH; i += W) {
-            prefetch(numbers + i);
-            const __m512i both = _mm512_loadu_si512(numbers + i), low = _mm512_set1_epi32(0x0f0f0f0f);
-            uint32_t* to = weights + i / WIDTH * 2 * WIDTH + i % WIDTH;
-            _mm512_store_si512(to, _mm512_and_si512(both, low));
-            _mm512_store_si512(to + WIDTH, _mm512_and_si512(_mm512_srli_epi32(both, 4), low));
-        }
-        const int32_t* quads = x.quads + row * K / 4 + g * DEPTH;
-        for (int column = 0; column < WIDTH; column += 16 * COLUMNS) {
-            amx::zero_sums<4>();
-            amx::unrolled<BLOCKS>([&]<int b>() { amx::load<amx::LEFT + b>(quads + b * first * K / 4, K); });
-            amx::unrolled<COLUMNS>([&]<int i>() {
-                constexpr int right = amx::RIGHT + i % 2;
-                amx::load<right>(weights + column + 16 * i, WIDTH * 4);
-                amx::unrolled<BLOCKS>([&]<int b>() { amx::multiply_quads<b * COLUMNS + i, amx::LEFT + b, right>(); });
-            });
-            amx::store_sums<BLOCKS, COLUMNS>((float*)part + column, WIDTH * 4, first * WIDTH);
-        }
-        for (int64_t i = 0; i < WIDTH; i += W) {
-            const vec scale = scales(f, block, i);
-            const vec minimum = f.has_minimum ? scales(f, block + f.scale_words(), i) : vec{};
-            for (int64_t r = 0; r < count; ++r) {
-                const int64_t place = (row + r) * groups + g;
-                const __m512i sum = _mm512_load_si512(part + r * WIDTH + i);
-                const __m512i zero = _mm512_set1_epi32(int32_t(f.least) * x.sums[place]);
-                const vec total = (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(sum, zero));
-                add_group(total, scale, x.scales[place], f.has_minimum, minimum, x.sums[place], sums + r * WIDTH + i);
-            }
-        }
-    }
-}
-#endif
-
 // sums [end - row][WIDTH] = the rows from `row` to `end`, times a block of weights.
 template <int BITS>
 inline void multiply_rows(const Activations& x, const Format& f, int64_t row, int64_t end, const uint32_t* block, float* sums) {
-#if defined(HAS_TILES) && defined(__AMX_INT8__)
-    if (BITS == 4 && f.group == PART && end - row >= FEWEST_ON_TILES && may_use_tiles()) {
-        amx::Registers registers(PART / 4);
-        const int64_t count = end - row, first = count <= amx::ROWS ? count : (count + 1) / 2;
-        registers.load(first, count <= amx::ROWS ? count : count - first);
-        const auto multiply = count <= amx::ROWS ? multiply_amx<1> : multiply_amx<2>;
-        return multiply(x, f, row, first, count, block, sums);
-    }
-#endif
     for (int64_t count; row < end; row += count, sums += count * WIDTH) {
         const int64_t left = end - row;
         count = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
@@ -374,7 +339,7 @@ inline void multiply_rows(const Activations& x, const Format& f, int64_t row, in
 template <int BITS, typename S>
 inline void linear_rounded(const S* x, int64_t R, const Weights& w, int64_t N, int64_t K, const S* bias, float* room, S* out) {
     const Format& f = w.format;
-    const Activations rounded(room, R, K, f.group);
+    const Activations rounded(room, R, K, f);
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = K / f.group, chunks = (R + CHUNK - 1) / CHUNK;
     constexpr int64_t together = 8;  // groups that a thread rounds at a time
     share((R * groups + together - 1) / together, [&](int64_t part) {
@@ -387,7 +352,7 @@ inline void linear_rounded(const S* x, int64_t R, const Weights& w, int64_t N, i
                 for (int64_t k = 0; k < f.group; ++k) inputs[k] = row[order[k]];
                 from = inputs;
             }
-            rounded.round_group(from, i);
+            rounded.round_group(from, i / groups, i % groups);
         }
     });
     alignas(64) float sums[CHUNK * WIDTH];
