@@ -149,7 +149,7 @@ class Command:
         passes = self.passes(options, draft, world_size, is_named)
         drafting = [each for each in passes if each.is_drafting]
         has_script = options.emulate_acceptance is not None
-        needs_draft = [each for each in drafting if not (has_script and drafts_ahead(each))]
+        needs_draft = [each for each in drafting if not (has_script and each.drafts_ahead)]
         if not is_named and not needs_draft:
             draft = NONE
         elif drafting and not needs_draft and draft != NONE:
@@ -158,7 +158,10 @@ class Command:
             config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
             values.refuse_given(["decoding.draft_weights"], "emulated stages have no weights")
         config = config.with_draft(draft)
-        ahead = list(map(drafts_ahead, drafting))
+        ahead = [each.drafts_ahead for each in drafting]
+        if draft != NONE and any(map(options.accepts_by_chance, passes)):
+            rates = options.emulate_acceptance
+            config = replace(config, decoding=replace(config.decoding, emulate_acceptance=rates))
         # Modes that draft in turns stop by `--pa` as `run` does, which refuses it for lookups.
         # Beside a mode that drafts ahead, for which lookups have it, it is for that mode alone.
         is_for_turns = not all(ahead) and not (any(ahead) and config.decoding.looks_up)
@@ -224,18 +227,14 @@ def has_stages(each: Pass) -> bool:
     return each.ranks is Ranks.STAGES
 
 
-def drafts_ahead(each: Pass) -> bool:
-    return each.system == SPECULATIVE and each.is_drafting
-
-
 # What only some modes use, by the beginnings of names of settings.
 USED_BY: dict[str, Callable[[Pass], bool]] = {
     "parallel.rank_group": lambda each: each.system == BATCHING,
     "speculation.max_in_flight": lambda each: each.system == SPECULATIVE,
     "speculation.lanes": lambda each: each.system == SPECULATIVE,
     "speculation.pa": lambda each: each.is_drafting,
-    "speculation.pr": drafts_ahead,
-    "speculation.pd": drafts_ahead,
+    "speculation.pr": lambda each: each.drafts_ahead,
+    "speculation.pd": lambda each: each.drafts_ahead,
     "draft.rank_group": lambda each: each.system == BATCHING and each.is_drafting,
     "decoding.cuda_graphs": lambda each: each.system == BATCHING,
     "serving.window_ms": lambda each: each.mode == WINDOWED,
@@ -247,8 +246,8 @@ USED_BY: dict[str, Callable[[Pass], bool]] = {
     "serving.n_samples": lambda each: each.system != SPECULATIVE,
     "serving.layer_split": has_stages,
     "serving.emulate_link_": has_stages,
-    "serving.emulate_acceptance": drafts_ahead,
-    "serving.emulate_draft_ms": drafts_ahead,
+    "serving.emulate_acceptance": lambda each: each.is_drafting,
+    "serving.emulate_draft_ms": lambda each: each.drafts_ahead,
     "serving.endpoint": lambda each: each.system == ENDPOINT,
 }
 

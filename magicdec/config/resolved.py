@@ -105,7 +105,9 @@ class ResolvedConfig:
         return dataclasses.replace(self, parallel=parallel)
 
     def without_drafts(self) -> ResolvedConfig:
-        decoding = dataclasses.replace(self.decoding, strategy=BASELINE, drafter=None)
+        decoding = dataclasses.replace(
+            self.decoding, strategy=BASELINE, drafter=None, emulate_acceptance=None
+        )
         return dataclasses.replace(self, decoding=decoding, draft=None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class RunConfig:
 
     def without_drafts(self) -> RunConfig:
         """The config of what does not draft, beside others that do as this one says."""
-        decoding = replace(self.decoding, draft_weights=None)
+        decoding = replace(self.decoding, draft_weights=None, emulate_acceptance=None)
         return replace(self, decoding=decoding).with_draft(NONE)
 
     def check(self, world_size: int) -> None:

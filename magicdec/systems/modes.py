@@ -80,6 +80,15 @@ class Pass:
         return f"{self.mode}{WITH_DRAFT}" if is_chosen else self.mode
 
     @property
+    def drafts_ahead(self) -> bool:
+        """Whether it drafts while a target verifies, in place of in turns."""
+        return self.is_drafting and self.system == SPECULATIVE
+
+    @property
+    def drafts_in_turns(self) -> bool:
+        return self.is_drafting and not self.drafts_ahead
+
+    @property
     def system(self) -> str:
         return MODES[self.mode].system
 

@@ -236,6 +236,10 @@ class ServeOptions(StagesSection):
         """Whether every mode samples tokens with noise that a drafter can share."""
         return bool(self.of_system(SPECULATIVE))
 
+    def accepts_by_chance(self, each: Pass) -> bool:
+        """Whether chance judges the drafts of a pass, so that its tokens mean nothing."""
+        return self.emulate_acceptance is not None and each.drafts_in_turns
+
     @property
     def emulated_link_s(self) -> float | None:
         return None if self.emulate_link_ms is None else self.emulate_link_ms / 1e3
@@ -369,7 +373,8 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
     for each in options.passes:
         if each.ranks is Ranks.ALL and world_size == 1:
             raise ValueError(f"--modes {each.name} needs several ranks; see --nproc")
-        if each.is_drafting and options.draft == "none" and options.emulate_acceptance is None:
+        has_script = options.emulate_acceptance is not None and each.drafts_ahead
+        if each.is_drafting and options.draft == "none" and not has_script:
             raise ValueError(f"--modes {each.name} drafts; say by --draft what drafts")
     drafting = [each.name for each in options.passes if each.is_drafting]
     if options.draft != "none" and not drafting:
@@ -408,27 +413,54 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
         options.samples(options.grid(world_size))
     if options.emulate_link_ms is not None and world_size == 1:
         raise ValueError(f"--emulate_link_ms {options.emulate_link_ms}: one rank has no link")
-    _check_emulation(options, config)
+    _check_emulated_acceptance(options)
+    _check_emulated_stages(options, config)
 
 
-def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
+def _check_emulated_acceptance(options: ServeOptions) -> None:
+    """Raises ValueError if a pass cannot accept drafts by chance."""
+    acceptance = options.emulate_acceptance
+    if acceptance is None:
+        if options.emulate_draft_ms is not None:
+            raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
+        return
+    flag = f"--emulate_acceptance {' '.join(f'{rate:g}' for rate in acceptance)}"
+    has_ahead = any(each.drafts_ahead for each in options.passes)
+    in_turns = [each for each in options.passes if options.accepts_by_chance(each)]
+    if has_ahead and not (len(acceptance) == 1 and acceptance[0] < 1):
+        raise ValueError(
+            f"{flag}: pipelined speculation takes one probability below 1, that a token is "
+            "drafted right"
+        )
+    for each in in_turns:
+        if each.system == RING:
+            raise ValueError(
+                f"{flag}: stages judge the drafts of --modes {each.name} by their logits alone; "
+                "leave the mode or the flag out"
+            )
+        if options.emulate_stage_ms is not None:
+            raise ValueError(
+                f"{flag}: --emulate_stage_ms has no logits that --modes {each.name} could accept "
+                "drafts of; choose from sync, async"
+            )
+    if options.passes[0] in in_turns and len(options.passes) > 1:
+        raise ValueError(
+            f"{flag}: the tokens of --modes {options.passes[0].name}, which mean nothing, would be "
+            "the reference of the others; name a mode without drafts first"
+        )
+    has_tokens = options.passes[0].system not in (SPECULATIVE, ENDPOINT)
+    if has_ahead and options.emulate_stage_ms is None and not has_tokens:
+        raise ValueError(
+            f"{flag} needs the tokens of a mode that comes before; name sequential first in --modes"
+        )
+
+
+def _check_emulated_stages(options: ServeOptions, config: RunConfig) -> None:
     """Raises ValueError for settings that emulated stages make meaningless."""
+    if options.emulate_stage_ms is None:
+        return
     flag = f"--emulate_stage_ms {options.emulate_stage_ms}"
     acceptance = options.emulate_acceptance
-    if options.emulate_draft_ms is not None and acceptance is None:
-        raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
-    if acceptance is not None and not (len(acceptance) == 1 and acceptance[0] < 1):
-        raise ValueError(
-            f"--emulate_acceptance {' '.join(f'{rate:g}' for rate in acceptance)}: pipelined "
-            "speculation takes one probability below 1, that a token is drafted right"
-        )
-    if options.emulate_stage_ms is None:
-        if acceptance is not None and options.passes[0].system in (SPECULATIVE, ENDPOINT):
-            raise ValueError(
-                f"--emulate_acceptance {acceptance[0]:g} needs the tokens of a mode that comes "
-                "before; name sequential first in --modes"
-            )
-        return
     if options.is_measured:
         raise ValueError(
             f"{FLAG} {options.layer_split}: with {flag} a stage takes the same time with any "

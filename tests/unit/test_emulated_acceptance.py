@@ -136,3 +136,22 @@ def test_a_record_says_so_and_is_compared_with_nothing(tmp_path: Path, command: 
     assert record["config"]["decoding"]["emulate_acceptance"] == [2.0]
     assert record["correctness"]["reference"] is None
     assert record["metrics"]["acceptance_per_position"] == [1.0, 0.0]
+
+
+def test_modes_that_draft_in_turns_accept_by_chance(tmp_path: Path, command: Command) -> None:
+    """Beside modes whose tokens are compared as ever."""
+    out = tmp_path / "out.jsonl"
+    words = "--num_requests 3 --prefix_len 64 --gen_len 17 --arrival burst --B 2 --gamma 2"
+    words += " --modes sequential inflight inflight+draft --draft self --emulate_acceptance 2"
+    ended = command("serve", *words.split(), "--out", out)
+    assert ended.code == 0, ended.err
+    assert "inflight+draft: EMULATED acceptance, so its tokens mean nothing" in ended.out
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    rates = [line["config"]["decoding"]["emulate_acceptance"] for line in lines]
+    assert rates == [None, None, [2.0]]
+    assert [line["status"] for line in lines] == ["ok", "ok", "unchecked"]
+    drafting = lines[2]
+    assert drafting["metrics"]["mean_acceptance_length"] == 2
+    accepted = [counts for each in drafting["requests"] for counts in each["per_step_accepted"]]
+    assert set(accepted) == {1}, "the first of two drafts"
+    assert drafting["correctness"]["judged_again"] is None

@@ -70,6 +70,18 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "is for --emulate_acceptance"),
     (1, "--emulate_acceptance 0.5 --modes inflight", f"--emulate_acceptance {UNUSED}"),
     (1, "--emulate_acceptance 0.5 --modes sync", "name sequential first in --modes"),
+    (1, "--emulate_acceptance 2 --draft ngram --modes static static+draft sync", "takes one prob"),
+    (
+        *(1, "--emulate_acceptance 5.5 --gamma 3 --draft ngram --modes inflight+draft"),
+        "a step emits at most 4 tokens",
+    ),
+    (1, "--emulate_acceptance 2 --draft ngram --modes ring+draft", "stages judge the drafts of"),
+    (1, "--emulate_acceptance 2 --draft ngram --modes inflight+draft static", "would be the refer"),
+    (1, "--emulate_acceptance 2 --modes inflight+draft", "inflight+draft drafts; say by --draft"),
+    (
+        *(1, "--emulate_acceptance .5 --draft ngram --modes inflight+draft --emulate_stage_ms 3"),
+        "--emulate_stage_ms has no logits that",
+    ),
     (1, "--emulate_acceptance 0.5 --draft ngram --modes sequential sync", "--draft does nothing"),
     (1, "--emulate_stage_ms 3 --modes sync ring --draft ngram", "give --emulate_acceptance"),
     (1, "--emulate_stage_ms 3 --temperature 1", "--temperature 1 does nothing with --emulate_st"),

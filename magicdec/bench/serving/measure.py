@@ -44,7 +44,7 @@ from magicdec.output.console import make_progress
 from magicdec.records.correctness import Correctness
 from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.setup.session import RankSession
-from magicdec.systems.modes import SPECULATIVE, Pass
+from magicdec.systems.modes import Pass
 from magicdec.systems.system import (
     Extras,
     PassObserver,
@@ -190,7 +190,7 @@ class Experiment:
         config = run.config
         launch = self.launch
         ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
-        is_coupled = self.prepared.options.is_coupled and not rejects_drafts(each)
+        is_coupled = self.prepared.options.is_coupled and not each.drafts_in_turns
         is_reset = reset_peak_memory(device)
         is_watching = launch.rank == 0 and observer.is_measured and not system.is_external
         load = LoadWatch(is_watching)
@@ -255,7 +255,9 @@ class Experiment:
         pair = (*reference.requests, *served.requests)
         has_ids = not any(UNKNOWN_ID in request.output_ids for request in pair)
         has_others = len(self.prepared.options.passes) > 1
-        if not (has_others and has_ids and is_comparable(each, reference.each, temperature)):
+        is_by_chance = self.prepared.options.accepts_by_chance(each)
+        is_comparable = has_ids and can_compare(each, reference.each, temperature)
+        if not has_others or is_by_chance or not is_comparable:
             return None
         return len(differing(reference.requests, served.requests))
 
@@ -352,11 +354,8 @@ class Experiment:
             system.expected = None if self.prepared.options.emulate_stage_ms else expected
 
 
-def rejects_drafts(each: Pass) -> bool:
-    """Whether sampled drafts are rejected at random, so that tokens differ from those of a pass
-    that drafts nothing, while their distribution is the same."""
-    return each.is_drafting and each.system != SPECULATIVE
-
-
-def is_comparable(each: Pass, first: Pass, temperature: float) -> bool:
-    return temperature == 0 or each == first or not (rejects_drafts(each) or rejects_drafts(first))
+def can_compare(each: Pass, first: Pass, temperature: float) -> bool:
+    """Sampled drafts that are made in turns are rejected at random, so that tokens differ from
+    those of a pass that drafts nothing, while their distribution is the same."""
+    is_random = temperature > 0 and (each.drafts_in_turns or first.drafts_in_turns)
+    return each == first or not is_random

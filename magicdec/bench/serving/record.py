@@ -135,9 +135,9 @@ class ServingRecord(MeasuredRecord):
         "others, and the rounding of the command explains it; `diverged`: it does not explain it, "
         "or steps are wrong; `differs`: some have others, and nothing could judge that (see *Check "
         f"of the tokens*), in a dtype other than {EXACT_DTYPE} or in another program; "
-        f"`{UNCHECKED}`: there is no other mode, a server sent no token ids, or drafts were "
-        f"sampled, which keeps only the distribution; `{FAILED}`: the logits of a request were not "
-        "finite numbers, so that no token followed from them",
+        f"`{UNCHECKED}`: there is no other mode, a server sent no token ids, drafts were sampled, "
+        f"which keeps only the distribution, or accepted by chance; `{FAILED}`: the logits of a "
+        "request were not finite numbers, so that no token followed from them",
         choices=STATUSES,
     )
     name: str = recorded("the mode as `--modes` names it, such as `inflight` or `inflight+draft`")
@@ -244,8 +244,15 @@ class ServingRecord(MeasuredRecord):
         return drafts == ("model", FULL_KV_POLICY)
 
     @property
+    def accepts_by_chance(self) -> bool:
+        """Whether `--emulate_acceptance` judged its drafts, so that its tokens mean nothing."""
+        has_rates = self.config["decoding"].get("emulate_acceptance") is not None
+        return has_rates and "draft" in self.config
+
+    @property
     def is_uncompared(self) -> bool:
-        return False  # its tokens are compared with those of the baseline
+        # The gate compares the tokens of others with those of the baseline.
+        return self.accepts_by_chance
 
     def config_as_run(self) -> dict[str, Any]:
         """The sections of a run's config. In pipelined speculation the config of the stages drafts

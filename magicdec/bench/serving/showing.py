@@ -19,6 +19,7 @@ from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
 from magicdec.records.metric_tables import fixed, has_enough, metric_rows
 from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
+from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
 from magicdec.systems.ring.metrics import RingMetrics
 
@@ -161,12 +162,17 @@ def verdict(record: ServingRecord) -> str:
         return f"{name}: FAILED, {(record.error or '').removeprefix(f'{name}: ')}"
     found = record.correctness
     judged = "" if found is None else judged_text(found.judged_again)
-    return f"{name}: {compared_text(record)}{judged}"
+    is_scripted = record.config["workload"]["emulate_acceptance"] is not None
+    is_ahead = Pass.named(name).drafts_ahead
+    drafts = ", of EMULATED drafts" if is_scripted and is_ahead else ""
+    return f"{name}: {compared_text(record)}{drafts}{judged}"
 
 
 def compared_text(record: ServingRecord) -> str:
     total = len(record.requests)
     prefix = f"{record.status.upper()}, " if record.status == "diverged" else ""
+    if record.accepts_by_chance:
+        return f"{prefix}EMULATED acceptance, so its tokens mean nothing and are not compared"
     if record.reference is None:
         return f"{prefix}its tokens are not checked, because there is no other pass"
     if record.name == record.reference:
