@@ -451,7 +451,8 @@ class ModelSection:
     model: str = setting(
         "demo",
         "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on "
-        "the Hugging Face hub, or a .safetensors/.pth/.bin file beside its config.json.",
+        "the Hugging Face hub, a .gguf file, or a .safetensors/.pth/.bin file beside its "
+        "config.json.",
         synonyms=("model_path", "model_name", "model_name_or_path", "checkpoint_path"),
     )
     dtype: str = setting(

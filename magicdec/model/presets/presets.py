@@ -34,7 +34,12 @@ PRESETS = {
 }
 
 
-DEMO_DIRECTORIES = {"demo": "target", "demo-draft": "draft", "demo-eagle": "eagle"}
+DEMO_DIRECTORIES = {
+    "demo": "target",
+    "demo-draft": "draft",
+    "demo-eagle": "eagle",
+    "demo-eagle-8k": "eagle-8k",
+}
 RANDOM_PREFIX = "random:"
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin", SUFFIX)
 
