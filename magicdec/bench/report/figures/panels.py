@@ -296,6 +296,7 @@ def draw_curves(
             yerr=[middle - low, high - middle],
             color=style.colour,
             marker=style.marker,
+            markerfacecolor=style.colour if style.is_filled else "white",
             linestyle=style.line,
             capsize=2,
             elinewidth=1,

@@ -399,6 +399,7 @@ def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
             caption=(caption, "Of repeated runs the median is shown"),
             intervals="Bars are 95 % intervals, of repeated runs the range",
             axes={"sharey": True, "height": 3.4},
+            most_series=2 * MOST_SERIES,
         )
         measured = named[named[metric].notna()]
         num_contexts = num_different(measured, [*held, "series"], ["prefix_len"])
