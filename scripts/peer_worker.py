@@ -49,12 +49,13 @@ def perform(peer: Peer, command: dict[str, Any]) -> list[list[int]] | None:
 
 def decode(peer: Peer, answers: TextIO) -> None:
     for line in sys.stdin:
-        command = json.loads(line)
-        if command["do"] == "score":
-            answer: dict[str, Any] = {"log_probs": peer.score(command["texts"])}
-        else:
-            answer = time_command(peer, command)
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer_of(peer, json.loads(line))), file=answers, flush=True)
+
+
+def answer_of(peer: Peer, command: dict[str, Any]) -> dict[str, Any]:
+    if command["do"] == "score":
+        return {"log_probs": peer.score(command["texts"])}
+    return time_command(peer, command)
 
 
 def time_command(peer: Peer, command: dict[str, Any]) -> dict[str, Any]:
@@ -76,9 +77,15 @@ def serve(peer: ServingPeer, answers: TextIO) -> None:
 def run(name: str, model: str, dtype: str, *sizes: str) -> None:
     answers = open_answers()
     peer: Peer = PEERS[name].load()(model, dtype, *map(int, sizes))
-    ready = {"version": peer.version(), "can_verify": peer.can_verify, "can_score": peer.can_score}
-    print(json.dumps(ready), file=answers, flush=True)
+    print(json.dumps(what_is_ready(peer)), file=answers, flush=True)
     decode(peer, answers)
+
+
+def what_is_ready(peer: Peer) -> dict[str, Any]:
+    """What the first answer says."""
+    return {
+        "version": peer.version(), "can_verify": peer.can_verify, "can_score": peer.can_score,
+    }  # fmt: skip
 
 
 def run_serving(name: str, model: str, dtype: str, sizes: str) -> None:

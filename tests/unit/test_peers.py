@@ -35,6 +35,7 @@ from peer_runs import (
     measure_generations,
     perplexities,
 )
+from peer_worker import answer_of, what_is_ready
 from peers import ENVIRONMENTS, PEERS, Entry, Environment, timed_dtypes
 from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
 from peers.peer import CHUNK, Peer
@@ -147,7 +148,29 @@ def starts(model: Path) -> list[Start]:
     return [started_here(name, model) for name in ("magicdec", "transformers")]
 
 
+class Here(Worker):
+    """A peer in the process of the tests: one of its own takes longer to start than to answer."""
+
+    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+        numbers = (sizes.threads, sizes.max_tokens, sizes.batch)
+        self.name = start.name
+        self.peer = PEERS[start.name].load()(str(start.model), dtype, *numbers)
+        self.version, self.can_verify, self.can_score = what_is_ready(self.peer).values()
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        return json.loads(json.dumps(answer_of(self.peer, json.loads(json.dumps(command)))))
+
+    def __exit__(self, *error: object) -> None:
+        """There is no process to end."""
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_runs, "Worker", Here)
+
+
 @pytest.mark.wide
+@pytest.mark.usefixtures("here")
 def test_peers_emit_and_verify_the_same_tokens(starts: list[Start]) -> None:
     assert list(check_tokens(starts, threads=1)) == ["magicdec", "transformers"]
 
@@ -171,6 +194,7 @@ def reference(model: Path) -> Any:
     return LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
+@pytest.mark.usefixtures("here")
 def test_scores_are_those_of_one_forward_of_the_whole_text(
     starts: list[Start], reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +210,7 @@ def test_scores_are_those_of_one_forward_of_the_whole_text(
     assert all(value < 1e-5 for value in log_prob_differences(starts, DTYPES, 1).values())
     narrow = log_prob_differences(starts, DTYPES | {"magicdec": "bfloat16"}, 1)
     assert narrow["transformers"] < 1e-5 < 1e-3 < narrow["magicdec"] < 0.5
-    with Worker(starts[0], "float32", Sizes(1, CHUNK + 158, 2)) as worker:
+    with Here(starts[0], "float32", Sizes(1, CHUNK + 158, 2)) as worker:
         worker.ask(do="prefill", prompts=[text[:40] for text in texts])
         worker.ask(do="step", count=3)
         again = worker.ask(do="score", texts=texts)["log_probs"]
