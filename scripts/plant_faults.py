@@ -6,7 +6,8 @@
 
 Each fault of `faults/` is planted in a copy of the package, against which the test of its property
 runs. The exit code is 1 if a test passes with its fault, or fails without one, or if the text that
-a fault replaces does not occur exactly once.
+a fault replaces does not occur exactly once. With `--one`, no test runs without a fault: CI runs
+all tests beside it.
 
 Every test runs in a process of its own, which is forked from one that has imported the libraries
 that the package needs, but nothing of the package.
@@ -41,7 +42,7 @@ FLAGS = (
     "-p", "no:unraisableexception", "-p", "no:threadexception",
 )  # fmt: skip
 # A test that fails with its fault need not say how, nor what else would fail.
-BRIEF = "--assert=plain", "--tb=line", "-x"
+BRIEF = "--assert=plain", "--tb=line", "-x", "--hypothesis-profile=planted"
 SEEN, UNSEEN, PASSED, FAILED = "seen", "NOT SEEN", "passed", "FAILED"
 MISPLACED, NOT_RUN = "MISPLACED", "NOT RUN"
 
@@ -87,14 +88,17 @@ def link(source: Path, copy: Path, file: str) -> None:
         link(source / folder, copy / folder, rest)
 
 
-def plant(properties: Sequence[Property], texts: Sequence[str] = ()) -> int:
-    """Plant the faults whose line has one of the texts, or all, and print a line for each. Returns
-    the exit code."""
+def plant(
+    properties: Sequence[Property], texts: Sequence[str] = (), runs_without: bool = True
+) -> int:
+    """Plant the faults whose line has one of the texts, or all, and print a line for each, and one
+    for their tests without a fault if `runs_without`. Returns the exit code."""
     cases = [Case(fault, (each.test,)) for each in properties for fault in each.faults]
     if texts:
         cases = [case for case in cases if any(text in case.line("") for text in texts)]
     tests = dict.fromkeys(test for case in cases for test in case.tests)
-    placed, num_bad = [Case(None, tuple(tests))], 0
+    placed = [Case(None, tuple(tests))] if runs_without else []
+    num_bad = 0
     for case in cases:
         if (count := occurrences(case.fault)) == 1:
             placed.append(case)
@@ -170,8 +174,7 @@ def wait_for_one(running: dict[int, int], codes: list[int]) -> None:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    properties: tuple[Property, ...] = PROPERTIES
     if words == ["--one"]:
-        properties = tuple(replace(each, faults=each.faults[:1]) for each in PROPERTIES)
-        words = []
-    sys.exit(plant(properties, words))
+        first = [replace(each, faults=each.faults[:1]) for each in PROPERTIES]
+        sys.exit(plant(first, runs_without=False))
+    sys.exit(plant(PROPERTIES, words))
