@@ -73,8 +73,11 @@ from magicdec.speculation.steps.recorder import Eager, Recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 # No test asserts a bandwidth, and reading the real buffer takes as long as a small run. The small
-# one is used in the tests' process and in the ranks of rank_server.py, not in other processes.
+# one is used in the tests' process and in the ranks of rank_server.py, not in other processes,
+# unless they get the environment `WITH_SMALL_READS`.
 timing.BANDWIDTH_BYTES = 1 << 22
+STARTED = Path(__file__).with_name("started"), os.environ.get("PYTHONPATH")
+WITH_SMALL_READS = {"PYTHONPATH": os.pathsep.join(str(path) for path in STARTED if path)}
 # What is remembered of the checkpoints of tests goes with them. The first process of a run makes
 # the folder and removes it; workers and ranks, which end without clearing up, find it in the
 # environment.

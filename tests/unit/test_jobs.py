@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, WITH_SMALL_READS
 from test_sweep import GRID, untimed
 
 from magicdec.bench.study.cells import config_key, file_of
@@ -55,14 +55,15 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start `magicdec sweep` in the test's folder, with further environment variables."""
+    """Start `magicdec sweep` in the test's folder, with further environment variables. Reading the
+    real buffer for the bandwidth would take most of a run's time."""
     processes = []
 
     def run(*words: str, **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "magicdec", "sweep", *words], cwd=tmp_path, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+            env={**os.environ, **WITH_SMALL_READS, "OMP_NUM_THREADS": "1", **env},
         )  # fmt: skip
         processes.append(process)
         return process
@@ -88,7 +89,8 @@ def plain(
     folder = tmp_path_factory.mktemp("plain")
     command = [sys.executable, "-m", "magicdec", "sweep"]
     words = write_study(folder, tiny_checkpoint, text_file)
-    subprocess.run([*command, words], cwd=folder, check=True, capture_output=True)
+    env = {**os.environ, **WITH_SMALL_READS}
+    subprocess.run([*command, words], cwd=folder, check=True, capture_output=True, env=env)
     return by_config(load_records(folder / "runs.jsonl"))
 
 
