@@ -108,9 +108,10 @@ class SetupCache:
         return result
 
 
-def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
-    """The checked run. Raises ValueError, one line naming the flag, for errors of the user."""
-    cache = SetupCache()
+def prepare(run_config: RunConfig, launch: Launch, cache: SetupCache | None = None) -> Prepared:
+    """The checked run. Raises ValueError, one line naming the flag, for errors of the user. Runs
+    that are prepared before the first of them begins may share a cache."""
+    cache = cache or SetupCache()
     run = find(run_config, launch, cache)
     check_agreement(run)
     prepared = complete(run, cache)

@@ -175,7 +175,7 @@ def test_ranks_stop_after_a_case_that_failed_on_any_of_them(
     of the first as well."""
     absent, *cases = [case_of(case) for case in CASES[:4]]
 
-    def prepare(config: RunConfig, launch: Launch) -> object:
+    def prepare(config: RunConfig, launch: Launch, cache: object) -> object:
         if config == absent:
             raise ValueError("absent")
         return SimpleNamespace(config=config)

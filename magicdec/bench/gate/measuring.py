@@ -235,9 +235,10 @@ def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[
     from magicdec.bench.run.resident import prefill_key
     from magicdec.distributed.start import close_groups
     from magicdec.distributed.watching.watch import stop_watching
-    from magicdec.setup.prepare import prepare
+    from magicdec.setup.prepare import SetupCache, prepare
     from magicdec.setup.session import Sessions
 
+    cache = SetupCache()
     groups: dict[object, list[tuple[int, Prepared]]] = {}
     served = [(n, case) for n, case in cases if isinstance(case, ServedCase)]
     for number, config in cases:
@@ -245,7 +246,7 @@ def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[
             continue
         try:
             config.check(launch.world_size)
-            prepared = prepare(config, launch)
+            prepared = prepare(config, launch, cache)
         except ValueError as error:  # the same on all ranks
             yield from [(number, str(error))] * (launch.rank == 0)
         except Exception as error:  # such as a value of another type, in a file that was edited
