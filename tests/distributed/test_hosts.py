@@ -6,13 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from conftest import Launch
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "netns_ring.sh"
+IMPATIENT = Path(__file__).with_name("impatient.py")
 NAMESPACES = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "true"]
 
 
@@ -34,7 +35,7 @@ def run_on_hosts(
     package = str(SCRIPT.parents[1])
     paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": paths, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
-    environment["NETNS_RING_PROGRAM"] = str(Path(__file__).with_name("impatient.py"))
+    environment["NETNS_RING_PROGRAM"] = str(IMPATIENT)
     with TemporaryDirectory() as folder:
         environment |= {"TMPDIR": folder, **more}
         done = subprocess.run(
@@ -83,22 +84,29 @@ DISAGREEMENTS = (
 )
 
 
-def refuse(case: tuple[str, dict[str, str], str]) -> None:
-    words, rank_1, line = case
+def test_hosts_that_disagree_refuse() -> None:
+    words, rank_1, line = DISAGREEMENTS[0]
     done = run_on_hosts(["--hosts", "2"], [*words.split(), "--threads", "1"], **rank_1)
     assert done.returncode != 0, done.stdout
     assert re.search(rf"^host0: .*{line}", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_hosts_that_disagree_refuse() -> None:
-    refuse(DISAGREEMENTS[0])
-
-
 @pytest.mark.wide
-def test_hosts_that_disagree_in_anything_refuse() -> None:
-    """At once, since most of the time torchrun waits for a host that has ended."""
-    with ThreadPoolExecutor(len(DISAGREEMENTS)) as pool:
-        list(pool.map(refuse, DISAGREEMENTS[1:]))
+@pytest.mark.parametrize(
+    ("words", "rank_1", "line"),
+    DISAGREEMENTS,
+    ids=["setting", "model", "version", "repeats", "study"],
+)
+def test_ranks_that_disagree_in_anything_refuse(
+    words: str, rank_1: dict[str, str], line: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one host, where their settings are compared in the same way, and ranks start at once."""
+    for name, value in rank_1.items():
+        monkeypatch.setenv(name, value)
+    script = f"distributed/{IMPATIENT.name}"
+    done = launch(script, *words.split(), "--threads", 1, num_ranks=2)
+    assert done.returncode != 0, done.stdout
+    assert re.search(f": .*{line}", done.stderr), done.stderr
 
 
 LINK_RATE, LINK_DELAY_MS = 100, 20
