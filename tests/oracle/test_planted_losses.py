@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import WITH_SMALL_READS
 from torch import Tensor
 
 from magicdec.bench.gate.cases import Subject, baselines_in
@@ -122,6 +123,7 @@ def test_the_command_saves_cases_and_runs_them_again(
         return int(stopped.value.code or 0), capsys.readouterr().out
 
     measure = gate.measure
+    monkeypatch.setenv("PYTHONPATH", WITH_SMALL_READS["PYTHONPATH"])
     monkeypatch.setattr(gate, "measure", measure_here)
     small = ("--prefix_len", 48, "--B", 4, "--num_batches", 1, "--gen_len", 16, "--nproc", 1)
     code, out = call("--baseline", path, *small, command=gate.save)
