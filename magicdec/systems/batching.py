@@ -315,9 +315,9 @@ class Batching(System):
 
     def _witness(self, each: Pass, runner: ModelRunner) -> Witness | None:
         """A witness of the steps of a greedy pass, whose tokens mean something."""
-        is_greedy = self.run.config.sampling.temperature == 0
-        is_by_chance = self.options.accepts_by_chance(each)
-        if not is_greedy or is_by_chance or self.options.emulate_stage_ms is not None:
+        if self.run.config.sampling.temperature > 0:
+            return None
+        if self.options.accepts_by_chance(each) or self.options.emulate_stage_ms is not None:
             return None
         shape = self.step_shape(each)
         gamma = shape.tokens - 1

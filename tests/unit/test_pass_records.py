@@ -77,6 +77,8 @@ def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -
         num_differing=2,
         requests=[0, 0, 0],
         correctness=None,
+        accepts_by_chance=False,
+        emulates_drafts=False,
     )
     assert verdict(passed) == said
 

@@ -25,6 +25,7 @@ from magicdec.records.record import MeasuredRecord, margin_field, seal_field, se
 from magicdec.records.samples import hash_output
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import Moves, Request
+from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
 from magicdec.systems.ring.metrics import RingMetrics
 
@@ -248,6 +249,12 @@ class ServingRecord(MeasuredRecord):
         """Whether `--emulate_acceptance` judged its drafts, so that its tokens mean nothing."""
         has_rates = self.config["decoding"].get("emulate_acceptance") is not None
         return has_rates and "draft" in self.config
+
+    @property
+    def emulates_drafts(self) -> bool:
+        """Whether `--emulate_acceptance` made its drafts. Its tokens are the target's."""
+        has_rate = self.config["workload"].get("emulate_acceptance") is not None
+        return has_rate and Pass.named(self.name).drafts_ahead
 
     @property
     def is_uncompared(self) -> bool:

@@ -19,7 +19,6 @@ from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
 from magicdec.records.metric_tables import fixed, has_enough, metric_rows
 from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
-from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
 from magicdec.systems.ring.metrics import RingMetrics
 
@@ -162,9 +161,7 @@ def verdict(record: ServingRecord) -> str:
         return f"{name}: FAILED, {(record.error or '').removeprefix(f'{name}: ')}"
     found = record.correctness
     judged = "" if found is None else judged_text(found.judged_again)
-    is_scripted = record.config["workload"]["emulate_acceptance"] is not None
-    is_ahead = Pass.named(name).drafts_ahead
-    drafts = ", of EMULATED drafts" if is_scripted and is_ahead else ""
+    drafts = ", of EMULATED drafts" if record.emulates_drafts else ""
     return f"{name}: {compared_text(record)}{drafts}{judged}"
 
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 UNITS = {"prefix_len": " tokens", "gen_len": " tokens"}
 # Columns whose value says what it is.
-SELF_EVIDENT = ("model", "kv_policy", "device", "dtype", "kind", "about", "metric")
+SELF_EVIDENT = (
+    *("model", "kv_policy", "device", "dtype", "kind", "about", "metric"),
+    "kind_of_draft",
+)
 MOST_TICKS = 12  # that have room beside each other
 WIDTH = 7.4  # inches: the text width of a printed page
 MOST_SERIES = len(COLOURS)
@@ -106,7 +109,7 @@ class Form:
             series = [(str(name), of, looks[name]) for name, of in of_series if name in looks]
             handles |= self.draw(ax, table, series)
             ax.set_xlabel(self.labels[0])
-            if number % 2 == 0 or not self.axes.get("sharey"):
+            if number % self.axes.get("columns", 2) == 0 or not self.axes.get("sharey"):
                 ax.set_ylabel(self.labels[1])
             put_title(ax, in_words(held, varying))
         legend_below(figure, handles)

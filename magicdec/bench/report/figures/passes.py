@@ -4,6 +4,7 @@ bandwidth.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import chain
 from math import log
@@ -25,10 +26,12 @@ from magicdec.bench.report.figures.panels import (
     plain_ticks,
     said,
     summarize,
+    values_of,
 )
 from magicdec.bench.report.frame import ENVIRONMENT, frame_of
 from magicdec.bench.report.listing import rank
-from magicdec.names import BASELINE
+from magicdec.config.sections import SELF
+from magicdec.names import BASELINE, EAGLE
 from magicdec.output.figures import COLOURS, GREY
 
 if TYPE_CHECKING:
@@ -349,12 +352,16 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
 
 
 def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
-    """Which drafter wins at which context: emitted tokens with what would pay, and speedup."""
-    held = ["model", "target_dtype", "dtype", "dataset", "gen_len", "temperature", *MACHINE, "B"]
-    has_several = runs["draft_model"].nunique() > 1
-    drafts = runs["draft_model"].map(lambda name: f", {name}" if name and has_several else "")
+    """Which drafter wins at which context: emitted tokens with what would pay, and speedup. Each
+    model has figures of its own, in which columns are kinds of drafts, and rows batch sizes."""
+    held = ["model", "target_dtype", "dtype", "dataset", "gen_len", "temperature", *MACHINE]
+    held += ["B", "kind_of_draft"]
     pays_from = runs["mean_emitted_tokens"].astype(float) / runs["speedup"].astype(float)
-    named = runs.assign(series=runs["method"].astype(object) + drafts, pays_from=pays_from)
+    named = runs.assign(
+        series=names_of_drafts(runs),
+        pays_from=pays_from,
+        kind_of_draft=[kind_of_draft(drafter) for drafter in runs["drafter"]],
+    )
     figures: list[Drawn | LeftOut] = []
     for metric, name, title, label, caption, also in (
         (
@@ -387,24 +394,53 @@ def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
                 for (series, prefix), same in places
             )
 
-        form = Form(
-            name=name,
-            title=title,
-            reason="no way to draft was measured at two contexts and else equal settings",
-            held=held,
-            places=["prefix_len", "series"],
-            show=show,
-            draw=partial(draw_along_contexts, y=metric, also=also),
-            labels=("prompt tokens", label),
-            caption=(caption, "Of repeated runs the median is shown"),
-            intervals="Bars are 95 % intervals, of repeated runs the range",
-            axes={"sharey": True, "height": 3.4},
-            most_series=2 * MOST_SERIES,
-        )
         measured = named[named[metric].notna()]
         num_contexts = num_different(measured, [*held, "series"], ["prefix_len"])
-        figures.append(form.of(measured[[count > 1 for count in num_contexts]]))
+        shown = measured[np.array(num_contexts, dtype=int) > 1]
+        num_models = shown["model"].nunique()
+        for of_model in [of for _, of in shown.groupby("model")] or [shown]:
+            num_kinds = max(1, of_model["kind_of_draft"].nunique())
+            form = Form(
+                name=f"{name}_{file_name(of_model)}" if num_models > 1 else name,
+                title=title,
+                reason="no way to draft was measured at two contexts and else equal settings",
+                held=held,
+                places=["prefix_len", "series"],
+                show=show,
+                draw=partial(draw_along_contexts, y=metric, also=also),
+                labels=("prompt tokens", label),
+                caption=(caption, "Of repeated runs the median is shown"),
+                intervals="Bars are 95 % intervals, of repeated runs the range",
+                axes={"sharey": True, "height": 3.2, "columns": num_kinds},
+                most_panels=max(4, 2 * num_kinds),
+                most_series=2 * MOST_SERIES,
+            )
+            figures.append(form.of(of_model))
     return figures
+
+
+def file_name(of_model: pd.DataFrame) -> str:
+    return re.sub("[^a-z0-9]+", "_", str(of_model["model"].iloc[0]).lower()).strip("_")
+
+
+def names_of_drafts(runs: pd.DataFrame) -> list[str]:
+    """The ways to draft in words, with gamma and the draft model where these differ."""
+    drafting = runs[runs["drafter"].notna()]
+    has_models = drafting["draft_model"].nunique() > 1
+    has_gammas = drafting["gamma"].nunique() > 1
+    names = []
+    for method, model in values_of(runs, ["method", "draft_model"]):
+        name = str(method) if has_gammas else re.sub(", gamma [^,]+", "", str(method))
+        name = name.replace("self-speculation", "self") if "self" in name else name
+        names.append(f"{name}, {model}" if model and has_models else name)
+    return names
+
+
+def kind_of_draft(drafter: str | None) -> str | None:
+    if drafter is None:
+        return None
+    kinds = {SELF: "the model itself", EAGLE: "trained heads", "model": "draft models"}
+    return kinds.get(drafter, "lookups")
 
 
 def draw_along_contexts(
