@@ -172,10 +172,12 @@ def test_a_page_without_figure_files_does_not_link_to_them(report: Report, of_st
     assert drawn.findall(page) == drawn.findall(whole) != []
 
 
-def test_the_committed_report_links_to_what_is_there() -> None:
-    page = (ROOT / "results" / "cpu" / "report" / "index.html").read_text(encoding="utf-8")
+@pytest.mark.parametrize("study", ["cpu", "contexts"])
+def test_a_committed_report_links_to_what_is_there(study: str) -> None:
+    folder = ROOT / "results" / study / "report"
+    page = (folder / "index.html").read_text(encoding="utf-8")
     named = [*links(page), "rerun.sh"]
-    assert [name for name in named if not (ROOT / "results/cpu/report" / name).exists()] == []
+    assert [name for name in named if not (folder / name).exists()] == []
 
 
 def test_the_committed_report_tells_baselines_and_commands_once() -> None:
