@@ -162,6 +162,33 @@ def links(page: str) -> list[str]:
 
 
 @pytest.mark.wide
+def test_each_model_has_its_figures_of_contexts(report: Report) -> None:
+    """With a panel for each kind of draft, and the names of drafts without the gamma of all."""
+    others = study()
+    for each in others:
+        each["config"]["model"]["model"] = "a/Other.gguf"
+    lookups = [variant(prefix_len=S, speedup=1.2) for S in (1024, 4096)]
+    for each in lookups:
+        each["config"]["decoding"]["drafter"] = "ngram"
+    out, _ = report([*study(), *lookups, *others])
+    for metric in ("length", "speedup"):
+        assert {path.stem for path in out.glob(f"{metric}_by_context*.csv")} == {
+            f"{metric}_by_context_demo",
+            f"{metric}_by_context_a_other_gguf",
+        }
+    drawn = rows(out / "speedup_by_context_demo.csv")
+    assert {row["model"] for row in drawn} == {"demo"}
+    by_kind = {kind: {r["series"] for r in drawn if r["kind_of_draft"] == kind} for kind in KINDS}
+    assert all(by_kind.values()) and not by_kind["lookups"] & by_kind["the model itself"]
+    assert not any("gamma" in row["series"] for row in drawn)
+    assert {row["model"] for row in rows(out / "speedup_by_context_a_other_gguf.csv")} == {
+        "a/Other.gguf"
+    }
+
+
+KINDS = "the model itself", "lookups"
+
+
 def test_a_page_without_figure_files_does_not_link_to_them(report: Report, of_study: Path) -> None:
     whole = (of_study / "index.html").read_text(encoding="utf-8")
     out, _ = report(study(), "--no_figure_files")

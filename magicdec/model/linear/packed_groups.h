@@ -319,7 +319,9 @@ inline void multiply(const Activations& x, const Format& f, int64_t row, const u
 #pragma GCC unroll 8
                 for (int n = 0; n < N; ++n) {
                     const int64_t place = g * x.R + row + n;
-                    add_group(part[n][i].total(x.zeros[place]), scale, x.scales[place], f.has_minimum, minimum, x.shifts[place], sums + n * WIDTH + at);
+                    const vec total = part[n][i].total(x.zeros[place]);
+                    float* sum = sums + n * WIDTH + at;
+                    add_group(total, scale, x.scales[place], f.has_minimum, minimum, x.shifts[place], sum);
                 }
             }
         }

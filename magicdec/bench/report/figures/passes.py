@@ -353,7 +353,8 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
 
 def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
     """Which drafter wins at which context: emitted tokens with what would pay, and speedup. Each
-    model has figures of its own, in which columns are kinds of drafts, and rows batch sizes."""
+    model has figures of its own, in which columns are kinds of drafts, and rows batch sizes where
+    each has been measured with every kind."""
     held = ["model", "target_dtype", "dtype", "dataset", "gen_len", "temperature", *MACHINE]
     held += ["B", "kind_of_draft"]
     pays_from = runs["mean_emitted_tokens"].astype(float) / runs["speedup"].astype(float)
@@ -420,6 +421,7 @@ def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
 
 
 def file_name(of_model: pd.DataFrame) -> str:
+    """The model of all rows in small letters, digits and underscores."""
     return re.sub("[^a-z0-9]+", "_", str(of_model["model"].iloc[0]).lower()).strip("_")
 
 
@@ -431,7 +433,7 @@ def names_of_drafts(runs: pd.DataFrame) -> list[str]:
     names = []
     for method, model in values_of(runs, ["method", "draft_model"]):
         name = str(method) if has_gammas else re.sub(", gamma [^,]+", "", str(method))
-        name = name.replace("self-speculation", "self") if "self" in name else name
+        name = name.replace("self-speculation", "self")
         names.append(f"{name}, {model}" if model and has_models else name)
     return names
 
