@@ -153,6 +153,7 @@ class PlainHead:
         if "d2t" in weights:
             self.target_ids = torch.arange(len(weights["d2t"])) + weights["d2t"]
         self.kv: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(form.num_layers)]
+        self.hidden = range(0)  # slots that attention does not see, after the sinks
 
     def fork(self) -> "PlainHead":
         other = object.__new__(PlainHead)
@@ -203,8 +204,11 @@ class PlainHead:
             k = rms_norm(k, self.w[f"{at}k_norm.weight"], c.norm_eps)
         self.kv[layer].append((self.rotated(k, position), v))
         q = self.rotated(q, position)
-        keys = torch.stack([key for key, _ in self.kv[layer]])
-        values = torch.stack([value for _, value in self.kv[layer]])
+        seen = [pair for slot, pair in enumerate(self.kv[layer]) if slot not in self.hidden]
+        keys = torch.stack([key for key, _ in seen])
+        sinks = self.hidden.start
+        keys[:sinks] = self.rotated(keys[:sinks], len(self.hidden))
+        values = torch.stack([value for _, value in seen])
         group = c.num_heads // c.num_kv_heads
         heads = []
         for head in range(c.num_heads):
