@@ -85,6 +85,7 @@ PORTABLE_ELEMENTWISE = "torch"
 ARCHITECTURES = {
     "LlamaForCausalLM": "magicdec.model.families.llama:LLAMA",
     "MistralForCausalLM": "magicdec.model.families.llama:MISTRAL",
+    "MinistralForCausalLM": "magicdec.model.families.llama:MINISTRAL",
     "Qwen2ForCausalLM": "magicdec.model.families.llama:QWEN2",
     "Qwen3ForCausalLM": "magicdec.model.families.llama:QWEN3",
     "BaiChuanForCausalLM": "magicdec.model.families.llama:BAICHUAN",

@@ -37,7 +37,7 @@ def cells(name: str, preset: Preset) -> tuple[str, ...]:
         f"{c.num_heads}: {c.num_kv_heads} x {c.head_dim}",
         str(c.intermediate_size),
         f"{c.vocab_size}{', tied' if c.tie_word_embeddings else ''}",
-        f"{c.max_length}{f', window {c.sliding_window}' if c.sliding_window else ''}",
+        f"{c.max_length}{f', window {c.narrowest_window}' if c.narrowest_window else ''}",
         positions(c),
         f"{preset.num_parameters:,}",
         f"[{preset.repo_id}](https://huggingface.co/{preset.repo_id})",

@@ -261,7 +261,7 @@ def check_capture(capture: list[int], num_layers: int) -> None:
 
 def check_window(config: ModelConfig, length: int) -> None:
     """Refuse windows in which the target would not see all tokens, or that it cannot take."""
-    window = config.sliding_window
+    window = config.narrowest_window
     if length > config.max_length:
         raise ValueError(
             f"--length: windows of {length} tokens are longer than the {config.max_length} of "

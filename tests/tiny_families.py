@@ -60,6 +60,7 @@ YARN_ROPE = {
     "factor": 8.0,
     "original_max_position_embeddings": 32,
 }
+SLIDING, FULL = "sliding_attention", "full_attention"
 BIAS = {"bias": True, "ffn_hidden_size": 100}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,6 +69,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5": ("Qwen2", SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", SIZES | {"head_dim": 24}),
     "mistral": ("Mistral", SIZES | {"sliding_window": 56, "head_dim": 16}),
+    "ministral": (
+        "Ministral",
+        SIZES | {"sliding_window": 24, "head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING]},
+    ),
+    "qwen2-windows": (
+        "Qwen2",
+        SIZES | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
     "tinyllama": ("Llama", SIZES | {"num_key_value_heads": 1}),
     "linear-rope": ("Llama", SIZES | {"rope_parameters": LINEAR_ROPE}),
     "dynamic-rope": ("Llama", SIZES | {"rope_parameters": DYNAMIC_ROPE}),

@@ -10,7 +10,7 @@ rank; `roofline.py` counts the same bytes from a loaded model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
@@ -54,14 +54,16 @@ class Deployment:
         of a row's new tokens get logits; None: all."""
         c = self.config
         shard = slowest_shard(self.config, self.tp)
-        num_visible = S if c.sliding_window is None else min(S, c.sliding_window - 1)
+        layers = c.layers_by_window.items()
+        entry = kv_bytes_per_token(c.part(range(1)), shard, self.dtype_bytes)
+        entries = sum(n * (T + min(S, (window or S + 1) - 1)) for window, n in layers)
         without = 0 if num_logits is None else T - num_logits
         head = _widths(c, shard)[3] * c.hidden_size
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
         sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
         return ForwardCost(
             weight_bytes(c, shard, self.dtype_bytes, self.low_bit),
-            B * (num_visible + T) * kv_bytes_per_token(c, shard, self.dtype_bytes),
+            B * entries * entry,
             2 * B * (T * linear_parameters(c, shard) - without * head),
             B * attention_flops(c, shard, T, S),
             sums if self.tp > 1 else (),
@@ -181,7 +183,7 @@ def stored_bytes(
     is_tied = model.tie_word_embeddings
     first, last = shard.split(c.vocab_size)
     embedding_norm = c.embedding_norm_parameters * size
-    ends = weight_bytes(replace(c, num_layers=0), shard, size, low_bit)
+    ends = weight_bytes(c.part(range(0)), shard, size, low_bit)
     stored = weight_bytes(c, shard, size, low_bit) - ends
     if has_head:
         stored += ends - embedding_norm
@@ -203,7 +205,10 @@ def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> i
 
 def attention_flops(config: ModelConfig, shard: Shard, T: int, S: int) -> int:
     """FLOPs of one row: q k^T and weights x V, over the tokens visible to each of the T queries."""
-    window = config.sliding_window or S + T
-    num_keys = sum(min(S + t, window) for t in range(1, T + 1))
+    num_keys = sum(
+        num_layers * min(S + t, window or S + t)
+        for window, num_layers in config.layers_by_window.items()
+        for t in range(1, T + 1)
+    )
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
-    return 4 * config.num_layers * (last - first) * config.cached_head_dim * num_keys
+    return 4 * (last - first) * config.cached_head_dim * num_keys

@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from magicdec.kv.cache import KVCache
+from magicdec.kv.layer_views import LayerViews
 from magicdec.kv.view import KVView
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
@@ -119,23 +120,35 @@ class DraftLog:
         for row, tokens, count in zip(rows, ids.tolist(), counts, strict=True):
             self._rows.setdefault(row, RowLog()).drafted = tuple(tokens[:count])
 
-    def read(self, view: KVView, offsets: Tensor | None, num_forwards: int = 1) -> None:
-        """Note that draft forwards read `view`, with a tail that grows by one token each.
+    def read(self, views: LayerViews, offsets: Tensor | None, num_forwards: int = 1) -> None:
+        """Note that draft forwards read `views`, with a tail that grows by one token each.
         `offsets` are the runner's."""
         if not self.is_complete:
             return
-        ranges = _ranges_of(view)
+        view = views.widest
+        num_layers = views.windows.num_layers
+        of_layer = np.array(views.windows.of_layer)
+        ranges = [_ranges_of(each) for each in views.distinct]
         shifts = [0] * len(view.rows) if offsets is None else offsets[view.row_index].tolist()
         for _ in range(num_forwards):
             for place, row in enumerate(view.rows):
-                of_row = ranges[:, place]  # [L or 1, G or 1, R, 2]
-                hashed = self._hash(view.cache, row, of_row, shifts[place])
+                hashed = num_read = 0
+                for which, of_view in enumerate(ranges):
+                    of_row = of_view[:, place]  # [L or 1, G or 1, R, 2]
+                    layers = of_layer == which
+                    hashed += self._hash(view.cache, row, of_row, shifts[place], layers)
+                    keys = int((of_row[0, 0, :, 1] - of_row[0, 0, :, 0]).sum())
+                    num_read += num_layers[which] * keys
                 log = self._rows.setdefault(row, RowLog())
                 log.reads = (log.reads * NEXT_FORWARD + hashed) & MASK
-                log.num_read += int((of_row[0, 0, :, 1] - of_row[0, 0, :, 0]).sum())
-            ranges[..., -1, 1] += 1
+                log.num_read += num_read // len(of_layer)
+            for of_view in ranges:
+                of_view[..., -1, 1] += 1
 
-    def _hash(self, cache: KVCache, row: int, ranges: LogPlaces, offset: int) -> int:
+    def _hash(
+        self, cache: KVCache, row: int, ranges: LogPlaces, offset: int, layers: LogPlaces
+    ) -> int:
+        """Of what the `layers` read, bool [L]."""
         shape = cache.shape
         size = shape.num_layers, shape.num_kv_heads
         chosen = self._chosen.get((id(cache), row))
@@ -150,7 +163,7 @@ class DraftLog:
             )
         of_heads = (until - before).sum(axis=-1, dtype=np.uint64)  # [L or 1, G or 1]
         weights = mixed(np.arange(size[0] * size[1])).reshape(size) | np.uint64(1)
-        return int((weights * of_heads).sum(dtype=np.uint64))
+        return int((weights * of_heads)[layers].sum(dtype=np.uint64))
 
     def _sums_of_text(self, most: int) -> Numbers:
         if most >= len(self._of_text):

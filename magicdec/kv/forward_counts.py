@@ -13,31 +13,35 @@ class ForwardCounts:
 
     num_forwards: int = 0
     num_tokens: int = 0
-    kv_tokens_read: int = 0  # visible keys including new ones, summed over rows and forwards
+    # Visible keys including new ones, summed over rows and forwards; where layers have different
+    # windows, on average over the layers.
+    kv_tokens_read: int = 0
     kv_bytes_read: int = 0  # bytes of these keys and their values
     draft_kv_tokens_read: int = 0  # the part of `kv_tokens_read` that draft forwards read
     draft_rows: int = 0  # rows of draft forwards, summed over forwards
     bytes_per_token: int = field(default=0, compare=False)  # of a token's key and value, all layers
+    num_layers: int = field(default=1, compare=False)
+    keys_on_device: int = field(default=1, compare=False)  # keys for which the device counts one
     # int64 [2, rows, 2]: what the device has counted of the target's forwards and of drafts, which
     # is not yet added to the last four counts: for each row of the cache, keys and forwards.
     on_device: Tensor | None = field(default=None, compare=False)
 
     def count(self, num_forwards: int, num_tokens: int, keys: int, draft_rows: int) -> None:
-        """Add forwards that read `keys` keys with values. `draft_rows` is 0 unless they were
-        drafts."""
+        """Add forwards that read `keys` keys with values, summed over layers. `draft_rows` is 0
+        unless they were drafts."""
         self.num_forwards += num_forwards
         self.num_tokens += num_tokens
-        self.kv_tokens_read += keys
-        self.kv_bytes_read += keys * self.bytes_per_token
-        self.draft_kv_tokens_read += keys if draft_rows else 0
+        self.kv_tokens_read += keys // self.num_layers
+        self.kv_bytes_read += keys * self.bytes_per_token // self.num_layers
+        self.draft_kv_tokens_read += keys // self.num_layers if draft_rows else 0
         self.draft_rows += draft_rows
 
     def copy(self) -> ForwardCounts:
         """A copy of the current counts. Waits for the device."""
         if self.on_device is not None:
             (keys, _), (draft_keys, draft_rows) = self.on_device.sum(1).tolist()
-            self.count(0, 0, keys, 0)
-            self.count(0, 0, draft_keys, draft_rows)
+            self.count(0, 0, keys * self.keys_on_device, 0)
+            self.count(0, 0, draft_keys * self.keys_on_device, draft_rows)
             self.on_device.zero_()
         return replace(self, on_device=None)
 

@@ -35,6 +35,11 @@ class Visible(Protocol):
         """An upper bound of `num_visible` for rows of at most `committed` tokens."""
         return self.num_visible(committed)
 
+    def in_narrow_layers(self) -> Visible:
+        """The rule for layers whose window is narrower than that of others. A choice by attention
+        is made among what the widest see."""
+        return self
+
 
 @dataclass(frozen=True)
 class SinksAndWindow(Visible):

@@ -5,7 +5,8 @@ no torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 ROPE_NUMBERS = (
@@ -67,6 +68,17 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """How layers of one kind attend.
+
+    A token sees the last `window` tokens, itself included; None: all tokens before it. `rope`:
+    the kind's rotary embedding; None: the model's."""
+
+    window: int | None = None
+    rope: RopeConfig | None = None
+
+
+@dataclass(frozen=True)
 class EagleConfig:
     """What an EAGLE-3 head (Li et al., arXiv 2503.01840) has beside its layers, which are those of
     a ModelConfig whose `vocab_size` is the draft vocabulary.
@@ -96,13 +108,14 @@ class ModelConfig:
     """A decoder, Llama by default, with sizes of the whole model (`Shard` computes a rank's).
 
     `norm`: RMS, or layer norm with a bias. `positions`: rope, learned, or ALiBi (Press et al.
-    2022). `residual`: the MLP follows attention (sequential), or both read the block's input,
-    through two norms (parallel) or one (parallel_shared_norm). `qk_norm`: an RMS norm on every
-    head of q and k. `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers
-    in groups, with scales, on average over its layers; `plain_share` of their weights are plain
-    numbers, and so are `cut_share` where several ranks share a layer. `head_bytes`: of a weight of
-    the head, None if it is plain. `eagle`: of a head that drafts for another model, None of a
-    model."""
+    2022). `layer_kinds`: of each layer, or one of all. `residual`: the MLP follows attention
+    (sequential), or both read the block's input, through two norms (parallel) or one
+    (parallel_shared_norm). `qk_norm`: an RMS norm on every head of q and k.
+
+    `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers in groups, with
+    scales, on average over its layers; `plain_share` of their weights are plain numbers, and so are
+    `cut_share` where several ranks share a layer. `head_bytes`: of a weight of the head, None if it
+    is plain. `eagle`: of a head that drafts for another model, None of a model."""
 
     name: str
     vocab_size: int
@@ -119,7 +132,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
-    sliding_window: int | None = None
+    layer_kinds: tuple[LayerKind, ...] = (LayerKind(),)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     architecture: str = "LlamaForCausalLM"
@@ -141,6 +154,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         assert self.norm in NORMS and self.positions in POSITIONS
         assert self.activation in ACTIVATIONS and self.residual in RESIDUALS
+        assert len(self.layer_kinds) in (1, self.num_layers), "a kind of each layer, or of all"
         field = "rms_norm_eps" if self.norm == "rms" else "layer_norm_epsilon"
         if not 0 <= self.norm_eps <= 1:
             raise ValueError(
@@ -156,6 +170,42 @@ class ModelConfig:
             what = "head_dim" if self.rope.rotary_dim is None else "rotary_dim"
             why = "odd; rotary needs it even" if rotated % 2 else f"over head_dim {self.head_dim}"
             raise ValueError(f"model {self.name}: {what} {rotated} is {why}")
+
+    def part(self, layers: range) -> ModelConfig:
+        """The config of some of the layers."""
+        kinds = self.layer_kinds
+        kinds = kinds if len(kinds) == 1 else kinds[layers.start : layers.stop]
+        return replace(self, num_layers=len(layers), layer_kinds=kinds)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        is_one = len(self.layer_kinds) == 1
+        return self.layer_kinds * self.num_layers if is_one else self.layer_kinds
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows that layers have, the widest first; None is wider than any number."""
+        found = {kind.window for kind in self.layer_kinds}
+        return tuple(sorted(found, key=lambda window: -(window or math.inf)))
+
+    @property
+    def narrowest_window(self) -> int | None:
+        return self.windows[-1]
+
+    @property
+    def layers_by_window(self) -> dict[int | None, int]:
+        """The number of layers with each of the windows."""
+        counts = Counter(kind.window for kind in self.kinds)
+        return {window: counts[window] for window in self.windows}
+
+    def rope_of(self, kind: LayerKind) -> RopeConfig:
+        return self.rope if kind.rope is None else kind.rope
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings that layers have, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.rope_of(kind) for kind in self.layer_kinds))
 
     def average_bytes(self, dtype_bytes: int, num_ranks: int) -> float:
         """Of a weight of the layers as they are stored, of which plain ones have `dtype_bytes`."""
@@ -178,7 +228,7 @@ class ModelConfig:
     @property
     def max_length(self) -> int:
         """The most tokens of a sequence. YaRN extends the trained length by `factor`."""
-        if self.rope.rope_type != "yarn":
+        if any(rope.rope_type != "yarn" for rope in self.ropes):
             return self.max_position_embeddings
         stretched = int(self.rope.factor * self.rope.original_max_position_embeddings)
         return max(self.max_position_embeddings, stretched)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import MLP, Attend, Block, RMSNorm, add_norm, make_norm
-from magicdec.model.config import ModelConfig
+from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.model.linear.packed import (
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
     `has_ends` overrides that for stages of a ring: True gives these layers embedding, norm and
     head; False none."""
 
-    rope: Tensor
+    ropes: dict[RopeConfig, Tensor]  # rotary tables, replaced together by longer ones
     slopes: Tensor
 
     def __init__(
@@ -107,16 +107,24 @@ class Transformer(nn.Module):
         self.head_rows = shard.split(config.vocab_size)
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
-        """Prepare ALiBi's slopes, or a rotary table for at least positions 0 .. max_positions -
+        """Prepare ALiBi's slopes, or rotary tables for at least positions 0 .. max_positions -
         1."""
         config = self.config
         if config.positions == "alibi":
             first, last = self.shard.heads(config.num_heads, config.num_kv_heads)[0]
             self.slopes = alibi_slopes(config)[first:last].to(device)
             return
-        reach = len(self.rope) if hasattr(self, "rope") else 0
+        reach = min(map(len, self.ropes.values()), default=0) if hasattr(self, "ropes") else 0
         if config.positions == "rope" and reach < max_positions:
-            self.rope = rope_table(config.rope, config.head_dim, max_positions).to(device)
+            tables = {}
+            for rope in config.ropes:
+                tables[rope] = rope_table(rope, config.head_dim, max_positions).to(device)
+            self.ropes = tables
+
+    def rope_of(self, layer: int) -> Tensor:
+        """The rotary table of a layer, float32 [positions, 2, R/2]."""
+        config = self.config
+        return self.ropes[config.rope_of(config.kinds[layer])]
 
     def forward(
         self,
@@ -134,13 +142,13 @@ class Transformer(nn.Module):
         layer and after the last."""
         if self.has_embedding:
             x = self._embed(x, positions)
-        encode = self._position_encoding(positions)
+        encodings = self._position_encodings(positions)
         y: Tensor | None = None  # what the layer before adds to x
         for layer, block in zip(self.layers, self.blocks, strict=True):
             before_layer(layer)
             if keep is not None:
                 keep(layer, x if y is None else x + y)
-            x, y = block(x, y, layer, encode, attend, reduce)
+            x, y = block(x, y, layer, encodings[layer % len(encodings)], attend, reduce)
         if keep is not None and y is not None:
             keep(self.layers.stop, x + y)
         assert y is not None, "a part has at least one layer"
@@ -174,13 +182,18 @@ class Transformer(nn.Module):
             x = x + self.position_embedding(positions.clamp(max=last))
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _position_encoding(self, positions: Tensor) -> PositionEncoding:
-        if self.config.positions == "rope":
-            rows = self.rope[positions]  # [B, T, 2, R/2]
-            return rotate(rows, self.config.rope, self.elementwise)
-        if self.config.positions == "alibi":
-            return alibi(positions, self.slopes, self.config.cached_head_dim)
-        return split_heads
+    def _position_encodings(self, positions: Tensor) -> list[PositionEncoding]:
+        """One for each layer of the model, or one for all."""
+        config = self.config
+        if config.positions == "rope":
+            made = {}
+            for rope, table in self.ropes.items():
+                rows = table[positions]  # [B, T, 2, R/2]
+                made[rope] = rotate(rows, rope, self.elementwise)
+            return [made[config.rope_of(kind)] for kind in config.layer_kinds]
+        if config.positions == "alibi":
+            return [alibi(positions, self.slopes, config.cached_head_dim)]
+        return [split_heads]
 
     @property
     def tied_head(self) -> Tensor:

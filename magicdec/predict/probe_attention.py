@@ -108,9 +108,9 @@ def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
 
 
 def _window(config: ResolvedConfig, model: ModelConfig, num_cached: int) -> int | None:
-    """The model's sliding window, if rows grow past it."""
+    """The sliding window of the layers that read most, if rows grow past it."""
     longest = num_cached + max_tokens(config) - config.workload.prefix_len
-    window = model.sliding_window
+    window = model.windows[0]
     return None if window is None or window >= longest else window
 
 

@@ -22,9 +22,10 @@ from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.hidden_states import HiddenStates
 from magicdec.kv.kernel_view import make_kernel_view
+from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
-from magicdec.kv.view import FULL, Visible, make_view
+from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.transformer import Transformer
 from magicdec.runner.native_steps.executor import (
     AttentionObserver,
@@ -62,8 +63,8 @@ class ModelRunner:
     `max_following` of them after the prompt.
 
     `offsets` [num_rows]: position of a row's next token minus its cached tokens, for caches of
-    selected tokens. `window`: the model's sliding window, None if no sequence gets past it.
-    Tokens before it stay cached for passes that go back to the prompts' end."""
+    selected tokens. `windows`: the sliding windows of the layers; one that no sequence gets past
+    is none. Tokens before them stay cached for passes that go back to the prompts' end."""
 
     model: Transformer
     backend: AttentionBackend
@@ -99,17 +100,38 @@ class ModelRunner:
             num_blocks=num_blocks,
             layout=self.backend.layout(dtype),
         )
-        window = config.sliding_window
-        self.window = None if window is None or window >= self.max_tokens else window
+        self.windows = self.layer_windows()
+        self._set_backends()
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
         self.counts = self._make_counts()
         self.offsets: Tensor | None = None
 
+    def layer_windows(self) -> LayerWindows:
+        layers = self.model.layers
+        kinds = self.model.config.kinds[layers.start : layers.stop]
+        return LayerWindows.of([kind.window for kind in kinds], self.max_tokens)
+
+    def _set_backends(self) -> None:
+        """A backend plans for one view: each window has a copy."""
+        others = [copy(self.backend) for _ in self.windows.distinct[1:]]
+        self._backends = (self.backend, *others)
+
+    @property
+    def window(self) -> int | None:
+        """The widest window of the layers."""
+        return self.windows.widest
+
     def _make_counts(self) -> ForwardCounts:
         with torch.inference_mode(False):  # counts change outside inference mode
             on_device = torch.zeros(2, self.num_rows, 2, dtype=torch.int64, device=self.device)
-        return ForwardCounts(bytes_per_token=self.cache.bytes_per_token, on_device=on_device)
+        num_layers = len(self.model.layers)
+        return ForwardCounts(
+            bytes_per_token=self.cache.bytes_per_token,
+            num_layers=num_layers,
+            keys_on_device=num_layers if len(self.windows.distinct) == 1 else 1,
+            on_device=on_device,
+        )
 
     @cached_property
     def vocab_places(self) -> list[tuple[int, int]]:
@@ -139,6 +161,7 @@ class ModelRunner:
         runner.model = model
         runner.executor = executor
         runner.backend = copy(self.backend)
+        runner._set_backends()
         runner.deferred = []
         runner.has_flaws = False
         runner.counts = self._make_counts()
@@ -197,15 +220,14 @@ class ModelRunner:
         rows = BatchRows.of(rows, self.device)
         policy = policy or self.policy
         committed = self.make_room(rows, num_new, policy, committed)
-        make = make_kernel_view if self.model.elementwise.has_views else make_view
-        view = make(self.cache, rows, policy, num_new, committed, self.window, self.offsets)
+        views = self.make_views(policy, rows, num_new, committed)
         if is_draft and self.draft_log is not None:
             self.draft_log.is_complete &= not rows.is_captured
-            self.draft_log.read(view, self.offsets)
+            self.draft_log.read(views, self.offsets)
         if num_outputs is None or not self.model.is_last:
             num_outputs = num_new
         forward = NativeForward(
-            x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation
+            x, rows, views, num_outputs, watch, watch_queries, is_draft, cancellation
         )
         if self.executor is not None and self.executor.serves(forward):
             self.deferred.append(forward)
@@ -214,6 +236,20 @@ class ModelRunner:
         return forward
 
     forward = at_once(defer)
+
+    def make_views(
+        self,
+        policy: Visible,
+        rows: BatchRows,
+        num_new: int,
+        committed: Lengths | Sequence[int] | None,
+    ) -> LayerViews:
+        make = make_kernel_view if self.model.elementwise.has_views else make_view
+
+        def view(rule: Visible, window: int | None) -> KVView:
+            return make(self.cache, rows, rule, num_new, committed, window, self.offsets)
+
+        return self.windows.views(policy, view)
 
     @torch.inference_mode()
     def flush(self) -> None:
@@ -249,15 +285,21 @@ class ModelRunner:
         view = forward.view
         rows = forward.rows
         first = self.model.layers.start
-        self.backend.plan(view)
+        views = forward.views.distinct
+        backends = self._backends
+        for backend, planned in zip(backends, views, strict=True):
+            backend.plan(planned)
+        of_layer = self.windows.of_layer
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             index = layer - first
+            backend = backends[of_layer[index]]
+            view = views[of_layer[index]]
             if forward.watch_queries is not None:
                 forward.watch_queries(index, q)
             if forward.watch is None:
-                return self.backend.run(index, q, k, v, view)
-            out, weights = self.backend.run_with_weights(index, q, k, v, view)
+                return backend.run(index, q, k, v, view)
+            out, weights = backend.run_with_weights(index, q, k, v, view)
             forward.watch(index, weights)
             return out
 
@@ -292,14 +334,10 @@ class ModelRunner:
         counts.num_tokens += num_tokens
         if rows.is_captured:
             assert counts.on_device is not None
-            counts.on_device[int(forward.is_draft)].index_add_(0, rows.index, view.reads(rows))
+            reads = forward.views.reads(rows)
+            counts.on_device[int(forward.is_draft)].index_add_(0, rows.index, reads)
             return
-        # As `counts.count`, which would be another file on the way of a token.
-        keys = sum(view.num_visible) + num_tokens
-        counts.kv_tokens_read += keys
-        counts.kv_bytes_read += keys * counts.bytes_per_token
-        counts.draft_kv_tokens_read += keys * forward.is_draft
-        counts.draft_rows += len(rows) * forward.is_draft
+        counts.count(0, 0, forward.views.num_keys, len(rows) * forward.is_draft)
 
     @property
     def finds_flaws(self) -> bool:
@@ -330,14 +368,14 @@ class ModelRunner:
         rows = BatchRows.of(rows, self.device)
         room = self.make_room(rows, num_new + count - 1, policy, committed)
         committed = committed if room is None else room
-        view = make_view(self.cache, rows, policy, num_new, committed, self.window)
+        views = self.make_views(policy, rows, num_new, committed)
         drafts, keys, is_finite = self.executor.draft(
-            token_ids, view, self.offsets, count, pa, states
+            token_ids, views, self.offsets, count, pa, states
         )
         self.has_flaws |= not is_finite
         count = drafts.shape[1]
         if self.draft_log is not None:
-            self.draft_log.read(view, self.offsets, count)
+            self.draft_log.read(views, self.offsets, count)
         self.cache.advance(rows, num_new + count - 1)
         self.counts.count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
         return drafts

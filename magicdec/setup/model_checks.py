@@ -97,7 +97,7 @@ def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
     kv = config.kv
     reach = model.max_length
     if is_rolling(config):  # its positions are no longer those of the text: no window is moved
-        reach = min(reach, model.sliding_window or reach)
+        reach = min(reach, model.narrowest_window or reach)
     length = w.prefix_len + w.num_new_tokens
     if length <= reach:
         return
@@ -122,8 +122,8 @@ def is_rolling(config: ResolvedConfig) -> bool:
 
 
 def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None:
-    """A policy's single choice must stay in the model's sliding window."""
-    window = source.config.sliding_window
+    """A policy's single choice must stay in the widest window of the model's layers."""
+    window = source.config.windows[0]
     kv = config.kv
     after = config.workload.num_new_tokens + config.decoding.max_gamma
     is_once = policy_called(kv.policy).is_copied and not kv.reselect_every
@@ -277,7 +277,7 @@ def check_scores(backend: str, dtype: str, flag: str, source: ModelSource) -> No
 def check_window(backend: str, length: int, flag: str, source: ModelSource) -> None:
     """Raises ValueError if `length` tokens exceed the sliding window and the backend supports
     none."""
-    window = source.config.sliding_window
+    window = source.config.narrowest_window
     if window is None or window >= length:
         return
     if not capabilities_of(backend).keeps_window:

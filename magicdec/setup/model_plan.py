@@ -124,7 +124,7 @@ class ModelPlan:
 
     @property
     def part_model(self) -> ModelConfig:
-        return replace(self.model, num_layers=len(self.layers))
+        return self.model.part(self.layers)
 
     @property
     def backend(self) -> str:

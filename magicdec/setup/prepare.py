@@ -187,7 +187,7 @@ def traits_of(model: ModelConfig) -> ModelTraits:
     return ModelTraits(
         head_dim=model.cached_head_dim,
         has_alibi=model.positions == "alibi",
-        sliding_window=model.sliding_window,
+        sliding_window=model.narrowest_window,
         layer_obstacle=layer_obstacle(model),
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
-from magicdec.kv.view import ChosenRanges, Visible
+from magicdec.kv.view import ChosenRanges, SinksAndWindow, Visible
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.speculation.block_choice import top_blocks
 from magicdec.speculation.draft_kv import DraftKV
@@ -33,7 +33,8 @@ class BlockSelection(KVPolicy):
     the newest `window` tokens.
 
     With a `sliding_window`, tokens before the next token's window are not chosen; those that
-    leave it during a step are masked."""
+    leave it during a step are masked. Layers with a window that others do not have see the newest
+    `budget` tokens, as far as their window reaches."""
 
     settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens", "recent_window")
     needs_verification: ClassVar[bool] = True
@@ -95,6 +96,9 @@ class BlockSelection(KVPolicy):
     def most_visible(self, committed: int) -> int:
         return min(committed, self.budget)
 
+    def in_narrow_layers(self) -> Visible:
+        return SinksAndWindow(0, self.budget)
+
     def ranges(self, committed: Tensor) -> Tensor:
         """The newest blocks, while no attention is known."""
         lengths = committed.tolist()
@@ -135,6 +139,9 @@ class BlockRanges(ChosenRanges):
 
     def most_visible(self, committed: int) -> int:
         return self.policy.most_visible(committed)
+
+    def in_narrow_layers(self) -> Visible:
+        return self.policy.in_narrow_layers()
 
 
 class BlockKV(DraftKV):

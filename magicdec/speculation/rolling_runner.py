@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner.device_batch import NEWEST
@@ -39,12 +41,15 @@ class RollingRunner(ModelRunner):
         self.rule = cast("SinksAndWindow", self.policy)
         self.num_sinks, self.budget = self.rule.num_sink_tokens, self.rule.budget
         super().__post_init__()
-        self.window = None  # of the model: the cache is no longer (`setup.model_checks`)
         self.settled = [0] * self.num_rows  # committed tokens at which each row's window ends
         self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'
         shape = self.cache.shape
         size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
         self.sinks = torch.zeros(self.num_rows, *size, dtype=self.cache.k.dtype, device=self.device)
+
+    def layer_windows(self) -> LayerWindows:
+        """None: the cache is no longer than the layers' (`setup.model_checks`)."""
+        return LayerWindows.of([None] * len(self.model.layers), self.max_tokens)
 
     def storage(self) -> tuple[int, int, int]:
         """As `ModelRunner.storage`, for the blocks that a row holds at one time."""
@@ -105,10 +110,28 @@ class RollingRunner(ModelRunner):
             self.sinks[rows[fresh]] = self.cache.read_keys(slots[fresh])
         by = upload([max(0, s - self.budget) for _, s in rotations], self.device)
         original = self.sinks[rows]  # [B, layers, G, sinks, D]
-        interleaved = self.model.config.rope.interleaved
-        flat = original.float().view(len(rotations), 1, -1, original.shape[-1])
-        sinks = apply_rope(flat, self.model.rope[by].unsqueeze(1), interleaved).view_as(original)
-        self.cache.write_keys(slots, sinks.to(original.dtype))
+        self.cache.write_keys(slots, self._turned(original, by))
+
+    def _turned(self, keys: Tensor, by: Tensor) -> Tensor:
+        """keys [B, layers, G, sinks, D] rotated by as many positions [B]."""
+        ropes = self.model.ropes
+        if len(ropes) == 1:
+            (table,) = ropes.values()
+            return self._rotated(keys, table[by])
+        config = self.model.config
+        of_layers = [config.rope_of(config.kinds[layer]) for layer in self.model.layers]
+        turned = torch.empty_like(keys)
+        for rope, table in ropes.items():
+            places = [place for place, of_layer in enumerate(of_layers) if of_layer == rope]
+            index = upload(places, self.device)
+            turned.index_copy_(1, index, self._rotated(keys.index_select(1, index), table[by]))
+        return turned
+
+    def _rotated(self, keys: Tensor, rows: Tensor) -> Tensor:
+        """keys [B, any, G, sinks, D] rotated by rows [B, 2, R/2] of a rotary table."""
+        flat = keys.float().view(len(keys), 1, -1, keys.shape[-1])
+        rotated = apply_rope(flat, rows.unsqueeze(1), self.model.config.rope.interleaved)
+        return rotated.view_as(keys).to(keys.dtype)
 
     def _sink_blocks(self) -> int:
         return -(-self.num_sinks // self.block_size)

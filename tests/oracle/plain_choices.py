@@ -38,7 +38,8 @@ class Seen:
 
 class PlainModel:
     def __init__(self, config: ModelConfig, seed: int) -> None:
-        self.config, self.window = config, config.sliding_window
+        self.config = config
+        self.windows = [kind.window for kind in config.kinds]
         self.model = tiny_transformer(config, seed, torch.float64)
         self.model.set_positions(LONGEST, torch.device("cpu"))
         self.known: dict[tuple[int, ...], Seen] = {}  # the newest texts
@@ -53,16 +54,17 @@ class PlainModel:
         return seen
 
     def causal(self, num_tokens: int) -> Tensor:
-        """Which positions each of the tokens sees, bool [T, T]: those before it, within the sliding
-        window."""
+        """Which positions each of the tokens sees in each layer and head, bool [L, G, T, T]: those
+        before it, within the layer's sliding window."""
         mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
-        return mask if self.window is None else mask.triu(1 - self.window)
+        of_layers = [mask if w is None else mask.triu(1 - w) for w in self.windows]
+        return torch.stack(of_layers)[:, None].repeat(1, self.config.num_kv_heads, 1, 1)
 
     def run(self, ids: Sequence[int], masks: Tensor | None = None) -> Seen:
         """`masks` bool [L, G, T, T] say what each token sees, by default what the target's do."""
         count, groups = len(ids), self.config.num_kv_heads
         if masks is None:
-            masks = self.causal(count).expand(self.config.num_layers, groups, -1, -1)
+            masks = self.causal(count)
         parts = [list[Tensor](), list[Tensor](), list[Tensor]()]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ class Reference:
     def __init__(self, plain: PlainModel, kv: KVSection, num_rows_tokens: tuple[int, int]) -> None:
         self.plain, self.kv = plain, kv
         self.most_tokens, self.most_following = num_rows_tokens
-        self.window, self.num_choices = plain.window, 0
+        self.window, self.num_choices = self.plain.config.windows[0], 0
 
     def admitted(self, text: Sequence[int]) -> None:
         """The text is in the cache."""
@@ -136,12 +138,27 @@ class Reference:
         many drafts were accepted."""
 
     def drafts(self, text: Sequence[int], gamma: int) -> Heads:
-        """What is read of `text` if as many tokens are drafted after it."""
+        """What is read of `text` if as many tokens are drafted after it, in the layers with the
+        widest window."""
         return self.same(range(self.first_of(len(text)), len(text)))
 
-    def first_of(self, position: int) -> int:
-        """The first position that a token at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+    def narrow(self, count: int) -> Sequence[int]:
+        """What of `count` tokens is read in layers with another window, as far as that goes."""
+        return range(count)
+
+    def wanted(self, text: Sequence[int], gamma: int) -> Heads:
+        heads = self.drafts(text, gamma)
+        for layer, window in enumerate(self.plain.windows):
+            if window != self.window:
+                first = self.first_of(len(text), layer)
+                seen = frozenset(p for p in self.narrow(len(text)) if p >= first)
+                heads[layer] = [Wanted(seen)] * len(heads[layer])
+        return heads
+
+    def first_of(self, position: int, layer: int | None = None) -> int:
+        """The first position that a token at `position` sees, in a layer or in the widest ones."""
+        window = self.window if layer is None else self.plain.windows[layer]
+        return 0 if window is None else max(0, position - window + 1)
 
     def same(self, positions: Sequence[int]) -> Heads:
         """In all layers and heads the same."""
@@ -158,6 +175,10 @@ class SinksAndNewest(Reference):
         seen = {*range(min(sinks, count)), *newest}
         return self.same([p for p in seen if p >= self.first_of(count)])
 
+    def narrow(self, count: int) -> Sequence[int]:
+        sinks = min(count, self.kv.num_sink_tokens)
+        return [*range(sinks), *range(max(sinks, count - (self.kv.budget - sinks)), count)]
+
 
 class ByPastAttention(Reference):
     """SnapKV: `budget` tokens: of the choice the newest `window_size`, and those that they attended
@@ -165,6 +186,9 @@ class ByPastAttention(Reference):
 
     def admitted(self, text: Sequence[int]) -> None:
         self.choose(text, MAX_AUTO_GAMMA)
+
+    def narrow(self, count: int) -> Sequence[int]:
+        return range(max(0, count - self.kv.budget), count)
 
     def choose(self, text: Sequence[int], gamma: int) -> None:
         """With a sliding window, only of what stays in it until the next choice or the end."""
@@ -211,6 +235,9 @@ class ByPastAttention(Reference):
 class BestBlocks(Reference):
     """`budget` tokens: sinks, the newest `recent_window` and up to 15 more, so that blocks end
     where they begin, and between them whole blocks with the best scores."""
+
+    def narrow(self, count: int) -> Sequence[int]:
+        return range(max(0, count - self.kv.budget), count)
 
     def drafts(self, text: Sequence[int], gamma: int) -> Heads:
         count, first = len(text), self.first_of(len(text))

@@ -168,7 +168,7 @@ def test_attention_by_triton(
 A_FORWARD = {
     "kv/kernel_view.compute: ours": 1,
     "model/transformer._embed: aten.embedding": 1,
-    "model/transformer._position_encoding: aten.index": 1,
+    "model/transformer._position_encodings: aten.index": 1,
     "model/elementwise/triton._launch_norm: ours": 1,
     "model/transformer._multiply_head: aten.linear": 1,
     "kv/cache.advance: aten.index_add_": 1,

@@ -23,7 +23,7 @@ from magicdec.engine.engine import Engine
 from magicdec.kernels.build import FAST_MATH, load_library
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
-from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.config import LayerKind, ModelConfig, RopeConfig
 from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers, NumberFormat
 from magicdec.model.linear.packed import Linear, exchange
@@ -51,7 +51,10 @@ MODELS = {
     "head norms": replace(TINY, qk_norm=True, head_dim=32),
     "tied head": replace(TINY, tie_word_embeddings=True, num_kv_heads=6),
     "odd MLP": replace(TINY, intermediate_size=81),
-    "window": replace(TINY, sliding_window=40),
+    "window": replace(TINY, layer_kinds=(LayerKind(40),)),
+    "windows and ropes of layers": replace(
+        TINY, num_layers=3, layer_kinds=(LayerKind(40), LayerKind(None, YARN), LayerKind(40))
+    ),
     "yarn": replace(TINY, rope=YARN),
     "partial rotation": replace(TINY, rope=RopeConfig(rotary_dim=8, interleaved=True)),
 }

@@ -51,6 +51,7 @@ from magicdec.config.sections import NAMED, DecodingSection, KVSection, Sampling
 from magicdec.engine.engine import Engine
 from magicdec.kv import kernel_view
 from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.model.config import LayerKind
 from magicdec.model.elementwise import triton as elementwise
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise
@@ -110,7 +111,7 @@ def started(
     device: str = "cpu",
 ) -> tuple[Engine, list[Request]]:
     """An engine that has prefilled the prompts, and its snapshots."""
-    config = replace(TINY, sliding_window=sliding_window)
+    config = replace(TINY, layer_kinds=(LayerKind(sliding_window),))
     dtype = torch.float32 if kind == "greedy" else torch.float64
     model, size = tiny_transformer(config, dtype=dtype), max(PROMPTS) + max(NUM_NEW) + MOST
     runner = make_runner(model.to(device), len(PROMPTS), size, SDPABackend(block_size))
@@ -552,7 +553,9 @@ def test_replayed_steps_of_tritons_attention_emit_the_eager_tokens(
     policy: str, window: int | None, launches: list[str]
 ) -> None:
     """`test_dry_run.py` replays those of other policies."""
-    config = replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2, sliding_window=window)
+    config = replace(
+        TINY, num_layers=1, num_heads=4, num_kv_heads=2, layer_kinds=(LayerKind(window),)
+    )
     runner = make_runner(tiny_transformer(config), 2, 26 + 4 + 2, TritonBackend(2))
     engine = Engine(runner, 26)
     prompts = random_prompts([26, 1], TINY.vocab_size)

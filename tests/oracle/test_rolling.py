@@ -184,7 +184,7 @@ def test_rotating_the_sinks_often_adds_no_error() -> None:
             first = runner.cache.read_keys(slots).clone()
     assert slots is not None
     by = 299 - policy.budget  # the last forward began with 299 committed tokens
-    exact = apply_rope(first.double().view(1, 1, -1, 16), model.rope[by].double()[None, None])
+    exact = apply_rope(first.double().view(1, 1, -1, 16), model.rope_of(0)[by].double()[None, None])
     found = runner.cache.read_keys(slots)
     assert not torch.equal(found, first)
     assert torch.allclose(found.double(), exact.view_as(first), atol=1e-6, rtol=2**-8)

@@ -17,6 +17,7 @@ from magicdec.bench.run.roofline import bytes_read, kv_bytes_per_token, weight_b
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.view import KVView, make_view
+from magicdec.model.config import LayerKind
 from magicdec.model.transformer import Transformer
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
@@ -36,7 +37,7 @@ KV_SECTIONS = [
 
 @pytest.fixture
 def mistral() -> Transformer:
-    assert stored("mistral").source.config.sliding_window == WINDOW
+    assert stored("mistral").source.config.windows == (WINDOW,)
     return stored("mistral").load()
 
 
@@ -74,7 +75,7 @@ def test_tokens_are_those_of_transformers_and_drafts_read_no_key_before_the_wind
 
 def test_a_rolling_draft_keeps_its_sinks(mistral: Transformer) -> None:
     """Its cache is shorter than the window, so it drafts as if its model had no window."""
-    plain = Transformer(replace(mistral.config, sliding_window=None))
+    plain = Transformer(replace(mistral.config, layer_kinds=(LayerKind(None),)))
     plain.load_state_dict(mistral.state_dict())
     kv, accepted = KVSection("streaming_llm", 24, 4), []
     for drafting in (mistral, plain):

@@ -22,9 +22,9 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
+from magicdec.kv.layer_views import LayerViews
 from magicdec.kv.view import KVView
 from magicdec.model.config import ModelConfig
-from magicdec.runner import model_runner as runner_module
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Batch, Request
@@ -115,11 +115,14 @@ class Watch:
     def of(self, request: Request) -> list[Event]:
         return self.events.setdefault(request.request_id, [])
 
-    def note(self, view: KVView, runner: ModelRunner) -> None:
-        """A draft forward of `runner` is about to read `view`."""
+    def note(self, views: LayerViews, runner: ModelRunner) -> None:
+        """A draft forward of `runner` is about to read `views`."""
         source = self.sources.get(id(runner.cache), runner)
-        layers = range(runner.cache.shape.num_layers)
-        found = [positions_of(view, runner, source, x, source is self.target) for x in layers]
+        view = views.widest
+        found = [
+            positions_of(views.distinct[place], runner, source, layer, source is self.target)
+            for layer, place in enumerate(views.windows.of_layer)
+        ]
         for place, row in enumerate(view.rows):
             offset = 0 if runner.offsets is None else int(runner.offsets[row])
             own = view.query_positions()[place].tolist()
@@ -206,20 +209,20 @@ def watched(random: Random, vocab_size: int, source: ModelRunner) -> Iterator[Wa
 
 def watch_views(patch: pytest.MonkeyPatch, watch: Watch) -> None:
     """Note the views that are made within draft forwards."""
-    make_view, admit = runner_module.make_view, CopiedKV.admit
+    make_views, admit = ModelRunner.make_views, CopiedKV.admit
 
-    def made(*args: Any, **kwargs: Any) -> KVView:
-        view = make_view(*args, **kwargs)
+    def made(runner: ModelRunner, *args: Any) -> LayerViews:
+        views = make_views(runner, *args)
         if watch.drafting is not None:
-            watch.note(view, watch.drafting)
-        return view
+            watch.note(views, watch.drafting)
+        return views
 
     def admit_copies(kv: CopiedKV, requests: Sequence[Request]) -> None:
         admit(kv, requests)
         watch.sources[id(kv.runner.cache)] = kv.source
 
     patch.setattr(CopiedKV, "admit", admit_copies)
-    patch.setattr(runner_module, "make_view", made)
+    patch.setattr(ModelRunner, "make_views", made)
     patch.setattr(ModelRunner, "forward", noted(watch, ModelRunner.forward, False))
     patch.setattr(ModelRunner, "draft", noted(watch, ModelRunner.draft, True))
 

@@ -32,6 +32,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers":
 WALKED: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("Llama", SIZES | WIDE),
     "MistralForCausalLM": ("Mistral", SIZES | WIDE | {"num_key_value_heads": 2}),
+    "MinistralForCausalLM": ("Ministral", SIZES | WIDE | {"num_key_value_heads": 2}),
     "Qwen2ForCausalLM": ("Qwen2", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
     "Qwen3ForCausalLM": ("Qwen3", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
     "GPT2LMHeadModel": ("GPT2", GPT),
@@ -183,7 +184,7 @@ def test_refused_for_llama(changes: dict[str, Any], message: str) -> None:
         ("Qwen3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types .* no list of 3"),
         ("Qwen3ForCausalLM", {"layer_types": ["conv"] * 3}, "layer_types: 'conv' is not supported"),
         (
-            "Qwen2ForCausalLM",
+            "MistralForCausalLM",
             {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             r"layer_types mixes full_attention \(layer 0\) and sliding_attention \(layer 1\)",
         ),
@@ -207,9 +208,9 @@ def test_layer_types_that_are_alike() -> None:
             ("attention", None),
             ("sliding_attention", 32),
         ):
-            assert parse(raw | {"layer_types": [kind] * 3}).sliding_window == window
+            assert parse(raw | {"layer_types": [kind] * 3}).windows == (window,)
     past = {"max_window_layers": 3, "layer_types": ["sliding_attention"] * 3}
-    assert parse(saved("Qwen2ForCausalLM") | past).sliding_window == 32
+    assert parse(saved("Qwen2ForCausalLM") | past).windows == (32,)
 
 
 def test_missing_heads_are_those_of_transformers() -> None:

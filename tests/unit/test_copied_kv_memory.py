@@ -17,6 +17,7 @@ from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.engine.engine import Engine
+from magicdec.model.config import LayerKind
 from magicdec.output.console import Silent
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.loading import make_draft as load_draft
@@ -179,7 +180,7 @@ def test_a_short_prompt_keeps_what_its_own_end_still_sees() -> None:
     """Under a sliding window, beside a row that has room for more than the window."""
     new, gamma, budget = 8, 3, 12
     room = 60 + new + gamma
-    model = tiny_transformer(replace(TINY, sliding_window=24))
+    model = tiny_transformer(replace(TINY, layer_kinds=(LayerKind(24),)))
     runner = make_runner(model, 2, room, max_following=new + gamma)
     engine = Engine(runner, 16)
     engine.prefill(make_requests(random_prompts([14, 60], TINY.vocab_size), new))

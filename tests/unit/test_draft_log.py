@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from magicdec.kv.draft_log import DIGITS, Digest, DraftLog, digest_of_ranks
+from magicdec.kv.layer_views import LayerViews, LayerWindows
 
 LAYERS, HEADS = 3, 2
 Ranges = Sequence[tuple[int, int]]
@@ -26,6 +27,12 @@ def view_of(cache: Any, ranges: torch.Tensor) -> Any:
     return SimpleNamespace(cache=cache, rows=tuple(range(rows)), row_index=index, all_ranges=ranges)
 
 
+def views_of(*views: Any) -> LayerViews:
+    """The views of layers in turns."""
+    of_layer = tuple(layer % len(views) for layer in range(views[0].cache.shape.num_layers))
+    return LayerViews(views, LayerWindows((None, 1)[: len(views)], of_layer))
+
+
 def shared(*ranges: tuple[int, int]) -> torch.Tensor:
     """What all layers and heads of one row read."""
     return torch.tensor([[[list(ranges)]]])
@@ -35,7 +42,7 @@ def digest_of(*forwards: torch.Tensor, cache: Any = None, chain: int = 1) -> Dig
     """Of a step with these forwards of one row."""
     log, cache = DraftLog(), cache or cache_of()
     for ranges in forwards:
-        log.read(view_of(cache, ranges), None, chain)
+        log.read(views_of(view_of(cache, ranges)), None, chain)
     (digest,) = log.digests([0]) or [("", 0)]
     return digest
 
@@ -54,6 +61,24 @@ WHOLE = shared((0, 16), (100, 140))
 )
 def test_a_set_of_positions_has_one_hash(ranges: torch.Tensor) -> None:
     assert digest_of(ranges) == digest_of(WHOLE)
+
+
+def test_layers_with_another_window_count_for_themselves() -> None:
+    """The number of keys is the mean over layers, two of three of the first kind."""
+    cache = cache_of()
+
+    def digest(*of_kinds: torch.Tensor) -> Digest:
+        log = DraftLog()
+        log.read(views_of(*(view_of(cache, ranges) for ranges in of_kinds)), None)
+        (found,) = log.digests([0]) or [("", 0)]
+        return found
+
+    narrow, other = shared((0, 0), (130, 140)), shared((0, 0), (129, 139))
+    assert digest(WHOLE, WHOLE)[0] == digest_of(WHOLE)[0]
+    assert digest(WHOLE, narrow)[1] == (2 * 56 + 10) // 3
+    assert (
+        len({digest(*pair)[0] for pair in ((WHOLE, narrow), (WHOLE, other), (narrow, WHOLE))}) == 3
+    )
 
 
 OTHERS = {
@@ -97,14 +122,14 @@ def test_entries_of_a_copy_are_the_positions_that_they_hold() -> None:
     offsets = torch.tensor([35])
     log = DraftLog()
     log.chose(copy, [0], [positions] * LAYERS)
-    log.read(view_of(copy, shared((2, 5), (5, 8))), offsets)
+    log.read(views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
     (of_copy,) = log.digests([0]) or []
     kept = [[(7, 8), (38, 40), (40, 43)], [(3, 4), (38, 40), (40, 43)]]
     ranges = torch.tensor([[kept]] * LAYERS)  # [L, B, G, R, 2]
     assert of_copy == digest_of(ranges, cache=source)
     log.begin()
     log.chose(copy, [0], [positions.flip(2)] * LAYERS)
-    log.read(view_of(copy, shared((2, 5), (5, 8))), offsets)
+    log.read(views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
     assert log.digests([0]) != [of_copy], "other entries are read"
 
 
@@ -118,7 +143,7 @@ def test_what_was_drafted_counts_without_padding() -> None:
 
 def test_a_step_begins_with_nothing_and_captured_steps_have_no_log() -> None:
     log = DraftLog()
-    log.read(view_of(cache_of(), WHOLE), None)
+    log.read(views_of(view_of(cache_of(), WHOLE)), None)
     before = log.digests([0])
     log.begin()
     assert log.digests([0]) != before and (log.digests([0]) or [("", 1)])[0][1] == 0

@@ -13,7 +13,7 @@ from magicdec.hardware.ceiling_file import Hardware
 from magicdec.hardware.costs import Deployment, kv_bytes_per_token
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import ModelSource, expected_shapes, find_model
-from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.config import LayerKind, ModelConfig, RopeConfig
 from magicdec.setup.model_checks import (
     check_choice,
     check_length,
@@ -73,11 +73,11 @@ def test_how_far_scaled_rope_reaches() -> None:
 
 
 def test_texts_may_get_past_a_window() -> None:
-    check_length("--prefix_len 128", 128, "--model", source(sliding_window=64))
+    check_length("--prefix_len 128", 128, "--model", source(layer_kinds=(LayerKind(64),)))
 
 
 def test_a_windowed_draft_reaches_past_its_window_unless_it_rolls() -> None:
-    draft = source(sliding_window=64, max_position_embeddings=1024)
+    draft = source(layer_kinds=(LayerKind(64),), max_position_embeddings=1024)
     check_reach(replace(LONGSPEC, kv=KVSection("full")), "--model plain", draft)
     check_reach(replace(LONGSPEC, kv=KVSection("snapkv", 60)), "--model plain", draft)
     small = replace(LONGSPEC, attention=replace(LONGSPEC.attention, prefill_chunk=16))
@@ -88,19 +88,19 @@ def test_a_windowed_draft_reaches_past_its_window_unless_it_rolls() -> None:
 
 def test_what_snapkv_chose_once_must_not_all_leave_the_window() -> None:
     config = replace(LONGSPEC, kv=KVSection("snapkv", 20, window_size=8))  # 20 + 4 tokens follow
-    check_choice(config, "--model", source(sliding_window=25))
+    check_choice(config, "--model", source(layer_kinds=(LayerKind(25),)))
     with pytest.raises(ValueError, match=r"window of --model plain \(24\) after 24 .*--gen_len$"):
-        check_choice(config, "--model", source(sliding_window=24))
+        check_choice(config, "--model", source(layer_kinds=(LayerKind(24),)))
     alone = replace(config, draft=None, decoding=replace(config.decoding, drafter="self"))
     with pytest.raises(ValueError, match=r"--gen_len or --reselect_every$"):
-        check_choice(alone, "--model", source(sliding_window=24))
+        check_choice(alone, "--model", source(layer_kinds=(LayerKind(24),)))
     again = replace(alone, kv=KVSection("snapkv", 20, window_size=8, reselect_every=4))
-    check_choice(again, "--model", source(sliding_window=24))
+    check_choice(again, "--model", source(layer_kinds=(LayerKind(24),)))
 
 
 def test_costs_of_a_window() -> None:
     """Beyond the window, a forward reads and multiplies only the window for each token."""
-    plain, windowed = PLAIN, replace(PLAIN, sliding_window=64)
+    plain, windowed = PLAIN, replace(PLAIN, layer_kinds=(LayerKind(64),))
     hardware = Hardware(1e9, 1e9)
     for S in (10, 59, 60, 61, 100):
         whole, cut = (Deployment(c, hardware, 4).forward(2, 5, S) for c in (plain, windowed))
@@ -129,7 +129,7 @@ def test_random_presets_are_found(name: str) -> None:
 
 
 def test_a_library_that_keeps_to_no_window_serves_texts_within_it() -> None:
-    windowed = source(sliding_window=64)
+    windowed = source(layer_kinds=(LayerKind(64),))
     check_window("flash_attn", 64, "--model", windowed)
     check_window("triton", 65, "--model", windowed)
     with pytest.raises(

@@ -17,6 +17,7 @@ from magicdec.bench.run.model_check import ModelCheck, check_model, text_lengths
 from magicdec.model.checkpoint import checked
 from magicdec.model.checkpoint.convert import convert, quantized
 from magicdec.model.checkpoint.source import find_model
+from magicdec.model.config import LayerKind
 from magicdec.model.presets.presets import demo_directory
 
 LLAMA3 = {
@@ -63,7 +64,7 @@ def test_a_model_is_compared_on_three_texts(model: Path) -> None:
     assert check.outcome == checked.EQUAL and not check.failed and check.lines == told
     assert told[-1] == f"{model} is computed as transformers computes it"
     source = find_model("--model", str(model))
-    longest = 304 if source.config.sliding_window else 160
+    longest = 304 if source.config.narrowest_window else 160
     lines = [line for line in told if line.startswith("text of")]
     for length, line in zip((200, 16, longest), lines, strict=True):
         assert line.startswith(f"text of {length} tokens: 8 of 8 greedy tokens are equal, logits")
@@ -151,7 +152,7 @@ def test_texts_fit_the_model() -> None:
     config = find_model("--model", "demo").config
     assert text_lengths(config) == [200, 16]
     assert text_lengths(replace(config, max_position_embeddings=108)) == [100, 16]
-    assert text_lengths(replace(config, sliding_window=4096)) == [200, 16, 4160]
+    assert text_lengths(replace(config, layer_kinds=(LayerKind(4096),))) == [200, 16, 4160]
 
 
 def test_logits_that_are_not_finite_are_a_difference(

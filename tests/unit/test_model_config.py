@@ -136,7 +136,7 @@ def test_biases_follow_the_architecture() -> None:
     ],
 )
 def test_sliding_window(raw: dict[str, Any], window: int | None) -> None:
-    assert parse(raw).sliding_window == window
+    assert parse(raw).windows == (window,)
 
 
 WRITTEN_PRESETS = [name for name in PRESETS if PRESETS[name].config.architecture in WRITTEN]
@@ -154,8 +154,11 @@ def test_round_trip_of_rare_fields() -> None:
     qwen = parse(QWEN | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0})
     yarn = RopeConfig(1e4, "yarn", 4.0, attention_factor=1.2, beta_fast=20.0, truncate=False)
     stretched = replace(base, rope=yarn), replace(base, rope=RopeConfig(1e4, "dynamic", 2.0))
+    some = parse(QWEN | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1})
+    assert some.layers_by_window == {None: 1, 9: some.num_layers - 1}
     for config in (
         *stretched,
+        some,
         base,
         qwen,
         replace(base, tie_word_embeddings=True, eos_token_ids=(3, 4)),
@@ -189,10 +192,6 @@ BAD = [
     (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor'"),
     (LLAMA | {"rope_scaling": 8}, "config.json"),
     (LLAMA | {"eos_token_id": "</s>"}, "</s>"),
-    (
-        QWEN | {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 4},
-        "max_window_layers 2 is not supported",
-    ),
     ([1, 2], "expected a JSON object, found list"),
 ]
 
@@ -240,8 +239,8 @@ def test_the_original_suites_errors_are_not_repeated() -> None:
     for name in ("yi-1.5-6b", "yi-1.5-34b-32k"):
         assert PRESETS[name].config.rope.theta == 5e6
         assert PRESETS[name].config.norm_eps == 1e-6
-    assert PRESETS["mistral-7b-v0.1"].config.sliding_window == 4096
-    assert PRESETS["mistral-7b-v0.3"].config.sliding_window is None
+    assert PRESETS["mistral-7b-v0.1"].config.windows == (4096,)
+    assert PRESETS["mistral-7b-v0.3"].config.windows == (None,)
 
 
 def test_the_page_of_models_has_the_presets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from magicdec.distributed.groups import Group, Launch
 from magicdec.kv.view import FULL, KVView
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import ModelSource
-from magicdec.model.config import ModelConfig
+from magicdec.model.config import LayerKind, ModelConfig
 from magicdec.predict import probe_attention
 from magicdec.predict.probe_attention import (
     BackendTime,
@@ -163,10 +163,12 @@ def test_candidates_are_what_can_serve() -> None:
     candidates, left_out = list_candidates(run_of(BFLOAT16, alibi))
     assert "grouped" not in candidates and "too coarse for ALiBi" in left_out["grouped"]
 
-    candidates, left_out = list_candidates(run_of(BFLOAT16, replace(MODEL, sliding_window=1000)))
+    candidates, left_out = list_candidates(
+        run_of(BFLOAT16, replace(MODEL, layer_kinds=(LayerKind(1000),)))
+    )
     assert candidates == ["sdpa", "grouped", "triton"]
     assert left_out["flash_attn"] == "flash_attn does not keep to a sliding window"
-    wide = replace(MODEL, sliding_window=1 << 20)
+    wide = replace(MODEL, layer_kinds=(LayerKind(1 << 20),))
     assert list_candidates(run_of(BFLOAT16, wide))[0] == everything
 
     bare = replace(GPU, missing_backends={"flash_attn": "not installed"})
@@ -293,7 +295,7 @@ def test_the_reads_follow_the_policy() -> None:
     def reads(kv: KVSection, model: ModelConfig = MODEL) -> tuple[Read, ...]:
         return target_step(replace(BFLOAT16, kv=kv.resolve()), model).reads
 
-    whole, window = FULL, replace(MODEL, sliding_window=500)
+    whole, window = FULL, replace(MODEL, layer_kinds=(LayerKind(500),))
     assert reads(KVSection("full"))[0] == Read(4, 1, 1000, whole)
     assert reads(KVSection("snapkv", 257))[0] == Read(4, 1, 257, whole)
     assert reads(KVSection("snapkv", 5000))[0] == Read(4, 1, 1000, whole)
@@ -303,12 +305,12 @@ def test_the_reads_follow_the_policy() -> None:
     )
     assert [read.window for read in reads(KVSection("streaming_llm", 257), window)] == [500, 500]
     assert [read.window for read in reads(KVSection("snapkv", 257), window)] == [None, 500]
-    wide = replace(MODEL, sliding_window=5000)
+    wide = replace(MODEL, layer_kinds=(LayerKind(5000),))
     assert [read.window for read in reads(KVSection(), wide)] == [None, None]
 
 
 def test_a_standalone_draft_has_a_step_of_its_own() -> None:
-    draft = replace(MODEL, num_heads=4, num_kv_heads=2, sliding_window=500)
+    draft = replace(MODEL, num_heads=4, num_kv_heads=2, layer_kinds=(LayerKind(500),))
     step = draft_step(STANDALONE, draft)
     assert (step.name, step.num_heads, step.num_kv_heads) == (
         "4 drafts (streaming_llm, budget 257)", 2, 1,

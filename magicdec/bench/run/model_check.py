@@ -153,12 +153,22 @@ def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
         + (", one behind the embedding" * c.embedding_norm),
         "biases": ", ".join(part for part, is_there in biases.items() if is_there) or "none",
         "positions": describe_positions(c),
-        "window": "none" if c.sliding_window is None else f"{c.sliding_window} tokens, all layers",
+        "window": describe_windows(c),
         "vocabulary": f"{c.vocab_size}, {'tied head' if c.tie_word_embeddings else 'own head'}, "
         f"BOS {c.bos_token_id}, EOS {' '.join(map(str, c.eos_token_ids)) or None}",
         "tokenizer": f"{tokenizer.path.name}, {tokenizer.vocab_size} ids; {word!r} is {ids}",
     }
     return [f"{label:<10} {text}" for label, text in lines.items()]
+
+
+def describe_windows(c: ModelConfig) -> str:
+    if c.windows == (None,):
+        return "none"
+    counts = [(window, n) for window, n in c.layers_by_window.items() if window is not None]
+    return ", ".join(
+        f"{window} tokens, {'all' if n == c.num_layers else f'{n} of {c.num_layers}'} layers"
+        for window, n in counts
+    )
 
 
 def describe_positions(c: ModelConfig) -> str:
@@ -220,7 +230,7 @@ def _float32_bytes(source: ModelSource) -> int:
 def text_lengths(c: ModelConfig) -> list[int]:
     """The usual text, a short one, and one past the window and the switch of RoPE."""
     most = c.max_length - NUM_NEW
-    edges = [edge for edge in (c.sliding_window, switch_of(c)) if edge is not None]
+    edges = [edge for edge in (c.narrowest_window, switch_of(c)) if edge is not None]
     lengths = [USUAL, SHORT, *([max(edges) + BEYOND] if edges else [])]
     return list(dict.fromkeys(min(length, most) for length in lengths))
 

@@ -42,7 +42,7 @@ class StudyCell:
         """A key that cells share if they can share a prefill. With a sliding window, a draft's
         choice depends on the length of a row."""
         config = self.resolved.config
-        window = self.resolved.source.config.sliding_window
+        window = self.resolved.source.config.narrowest_window
         return prefill_key(config), None if window is None else max_tokens(config)
 
     @property

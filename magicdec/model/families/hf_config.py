@@ -12,10 +12,14 @@ from magicdec.model.families.config_keys import check_quantization, check_unread
 from magicdec.model.families.eagle import is_head, read_head
 from magicdec.model.families.family import find_family
 from magicdec.model.families.fields import ConfigFields, only
+from magicdec.model.families.windows import types_of
 from magicdec.output.files import load_object
 
 # The architectures that `to_hf_config` can write.
-WRITTEN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WRITTEN = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+)
 MOST_LAYERS = 10_000  # of a model that is read from a file
 ROPE_FIELDS = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -82,7 +86,9 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     if rope.rope_type != "default":
         scaling = {"rope_type": rope.rope_type, "factor": rope.factor}
         scaling |= {name: getattr(rope, name) for name in ROPE_FIELDS.get(rope.rope_type, ())}
-    return {
+    window = config.narrowest_window
+    mixed = {} if len(config.windows) == 1 else {"layer_types": types_of(config.kinds)}
+    return mixed | {
         "architectures": [config.architecture],
         "model_type": find_family(config.architecture).model_type,
         "vocab_size": config.vocab_size,
@@ -98,8 +104,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": scaling,
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
-        "sliding_window": config.sliding_window,
-        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
         "max_window_layers": 0,  # Qwen2: the window is on every layer from this one on
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_word_embeddings,

@@ -10,7 +10,12 @@ from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.families.family import Family, Names
 from magicdec.model.families.fields import ConfigFields, only, size, switch
 from magicdec.model.families.rope_fields import rope
-from magicdec.model.families.windows import check_no_window, mistral_window, qwen_window
+from magicdec.model.families.windows import (
+    check_no_window,
+    ministral_kinds,
+    mistral_kinds,
+    qwen_kinds,
+)
 
 BAICHUAN_2_VOCABULARY = 125696
 
@@ -50,14 +55,21 @@ def decoder(
 def read_mistral(raw: ConfigFields) -> dict[str, Any]:
     for field in ("attention_bias", "mlp_bias"):
         only(raw, field, False)
-    return decoder(raw, heads_if_missing=8) | {"sliding_window": mistral_window(raw)}
+    return decoder(raw, heads_if_missing=8) | {"layer_kinds": mistral_kinds(raw)}
+
+
+def read_ministral(raw: ConfigFields) -> dict[str, Any]:
+    """Mistral with layers that may differ in their window."""
+    for field in ("attention_bias", "mlp_bias"):
+        only(raw, field, False)
+    return decoder(raw, heads_if_missing=8) | {"layer_kinds": ministral_kinds(raw)}
 
 
 def read_qwen2(raw: ConfigFields) -> dict[str, Any]:
     """Qwen2 and Qwen2.5: biases on q, k and v, whatever `attention_bias` says."""
     switch(raw, "attention_bias", True)
     only(raw, "mlp_bias", False)
-    own = {"qkv_bias": True, "sliding_window": qwen_window(raw)}
+    own = {"qkv_bias": True, "layer_kinds": qwen_kinds(raw)}
     return decoder(raw, heads_if_missing=32) | own
 
 
@@ -69,7 +81,7 @@ def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
         "qk_norm": True,
         "qkv_bias": has_bias,
         "output_bias": has_bias,
-        "sliding_window": qwen_window(raw),
+        "layer_kinds": qwen_kinds(raw),
     }
 
 
@@ -99,6 +111,7 @@ def baichuan_names(config: ModelConfig) -> Names:
 
 LLAMA = Family("llama", read)
 MISTRAL = Family("mistral", read_mistral)
+MINISTRAL = Family("ministral", read_ministral)
 QWEN2 = Family("qwen2", read_qwen2)
 QWEN3 = Family("qwen3", read_qwen3)
 BAICHUAN = Family("baichuan", read_baichuan, baichuan_names)

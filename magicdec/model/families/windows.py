@@ -1,9 +1,12 @@
-"""A model's sliding window by its `config.json`, as transformers 5 reads it: one on all layers, or
-none. Contradictory configs and windows by layer are refused. Imports no torch.
+"""The sliding windows of a model's layers by its `config.json`, as transformers 5 reads them.
+Contradictory configs are refused. Imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from magicdec.model.config import LayerKind, RopeConfig
 from magicdec.model.families.fields import ConfigFields, shown, size, switch
 
 FULL = "full_attention"
@@ -12,9 +15,8 @@ OLD_NAMES = {"attention": FULL}  # of `layer_types`
 DEFAULT_WINDOW = 4096  # of Mistral and Qwen, if the field is missing
 
 
-def layer_type(raw: ConfigFields) -> str | None:
-    """The type of all layers by `layer_types`; None if missing. Raises ValueError if they
-    differ."""
+def layer_types(raw: ConfigFields) -> list[str] | None:
+    """The type of each layer by `layer_types`; None if missing."""
     stated = raw.get("layer_types")
     num_layers = size(raw, "num_hidden_layers")
     if stated is None:
@@ -27,13 +29,17 @@ def layer_type(raw: ConfigFields) -> str | None:
     odd = next((each for each in types if each not in (FULL, SLIDING)), None)
     if odd is not None:
         raise ValueError(f"layer_types: {odd!r} is not supported; choose from {FULL}, {SLIDING}")
+    return types
+
+
+def check_alike(types: Sequence[str]) -> None:
+    """Raise ValueError if a family whose layers all have one window has types that differ."""
     if len(set(types)) > 1:
         first = next(i for i, each in enumerate(types) if each != types[0])
         raise ValueError(
-            f"layer_types mixes {types[0]} (layer 0) and {types[first]} (layer {first}), which is "
-            "not supported; all layers must be alike"
+            f"layer_types mixes {types[0]} (layer 0) and {types[first]} (layer {first}), which "
+            "this architecture does not compute; MinistralForCausalLM does"
         )
-    return types[0]
 
 
 def stated_window(raw: ConfigFields) -> int | None:
@@ -42,12 +48,24 @@ def stated_window(raw: ConfigFields) -> int | None:
     return size(raw, "sliding_window", default=DEFAULT_WINDOW)
 
 
-def uniform_window(kind: str | None, window: int | None) -> int | None:
-    """`window`, unless all layers are of another type. Raises ValueError for a window without
-    size."""
-    if kind == SLIDING and window is None:
-        raise ValueError(f"layer_types is {SLIDING}, but no sliding_window is set")
-    return None if kind == FULL else window
+def kinds(
+    types: Sequence[str], window: int | None, ropes: Mapping[str, RopeConfig] | None = None
+) -> tuple[LayerKind, ...]:
+    """The kinds of layers of these types, one if they are alike. `ropes`: by type, where they
+    differ. Raises ValueError for a window without size."""
+    if SLIDING in types and window is None:
+        named = "layer_types is" if len(set(types)) == 1 else "layer_types has"
+        raise ValueError(f"{named} {SLIDING}, but no sliding_window is set")
+    rope_of = ropes or {}
+    by_layer = tuple(
+        LayerKind(window if each == SLIDING else None, rope_of.get(each)) for each in types
+    )
+    return by_layer[:1] if len(set(by_layer)) == 1 else by_layer
+
+
+def types_of(kinds: Sequence[LayerKind]) -> list[str]:
+    """The inverse of `kinds`."""
+    return [FULL if kind.window is None else SLIDING for kind in kinds]
 
 
 def check_no_window(raw: ConfigFields) -> None:
@@ -56,42 +74,44 @@ def check_no_window(raw: ConfigFields) -> None:
     longest = size(raw, "max_position_embeddings")
     is_used = switch(raw, "use_sliding_window", window is not None)
     raw.get("max_window_layers")
-    if layer_type(raw) == SLIDING or (is_used and window is not None and window < longest):
+    if SLIDING in (layer_types(raw) or ()) or (is_used and window is not None and window < longest):
         raise ValueError(
             f"sliding_window {shown(window)} is not supported for this architecture; choose null"
         )
 
 
-def mistral_window(raw: ConfigFields) -> int | None:
-    """The window, on all layers unless null or `layer_types` says otherwise."""
+def mistral_kinds(raw: ConfigFields) -> tuple[LayerKind, ...]:
+    """The window is on all layers, unless null or `layer_types` says otherwise."""
+    types = layer_types(raw)
+    check_alike(types or ())
+    return ministral_kinds(raw)
+
+
+def ministral_kinds(raw: ConfigFields) -> tuple[LayerKind, ...]:
+    """As `mistral_kinds`, of layers that may differ."""
     window = stated_window(raw)
-    kind = layer_type(raw)
+    types = layer_types(raw)
     is_used = switch(raw, "use_sliding_window", True)
-    if window is not None and kind is None and not is_used:
+    if window is not None and types is None and not is_used:
         raise ValueError(
             f"use_sliding_window false and sliding_window {window} contradict each other; set "
             "sliding_window to null for no window"
         )
     raw.get("max_window_layers")  # of Qwen alone
-    return uniform_window(kind, window)
+    return (LayerKind(window),) if types is None else kinds(types, window)
 
 
-def qwen_window(raw: ConfigFields) -> int | None:
-    """The window; None unless `use_sliding_window`. Without `layer_types`, it begins at layer
+def qwen_kinds(raw: ConfigFields) -> tuple[LayerKind, ...]:
+    """No window unless `use_sliding_window`. Without `layer_types`, it begins at layer
     `max_window_layers`."""
     num_layers = size(raw, "num_hidden_layers")
     is_used = switch(raw, "use_sliding_window", False)
     first = raw.get("max_window_layers", 28)
     window = stated_window(raw) if is_used else None
-    kind = layer_type(raw)
+    types = layer_types(raw)
     raw.get("sliding_window")
-    if kind is None and window is not None:
-        if not isinstance(first, int):
+    if types is None and window is not None:
+        if isinstance(first, bool) or not isinstance(first, int):
             raise ValueError(f"max_window_layers {shown(first)} is not a whole number")
-        if 0 < first < num_layers:
-            raise ValueError(
-                f"max_window_layers {first} is not supported, because the layers from there on "
-                f"alone have a window; choose 0 or {num_layers}"
-            )
-        kind = FULL if first >= num_layers else SLIDING
-    return uniform_window(kind, window)
+        types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return (LayerKind(),) if types is None else kinds(types, window)

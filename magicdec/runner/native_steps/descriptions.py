@@ -36,7 +36,8 @@ class LinearFields(ctypes.Structure):
 
 class LayerFields(ctypes.Structure):
     _fields_: ClassVar = [
-        *_fields("attention_norm* mlp_norm* q_norm* k_norm* output_bias* down_bias*"),
+        *_fields("attention_norm* mlp_norm* q_norm* k_norm* output_bias* down_bias* rope*"),
+        ("query_scale", ctypes.c_float),
         *((name, LinearFields) for name in ("qkv", "output", "gate_up", "down")),
     ]
 
@@ -45,8 +46,7 @@ class ModelFields(ctypes.Structure):
     _fields_: ClassVar = [
         *_fields("num_layers hidden H G vocab_size rope_pairs interleaved"),
         ("eps", ctypes.c_float),
-        ("query_scale", ctypes.c_float),
-        *_fields("embedding* norm* rope*"),
+        *_fields("embedding* norm*"),
         ("head", LinearFields),
         *_fields("multiply* first_id hidden_norm* target_ids* norm_before_residual norm_output"),
         ("layers", ctypes.POINTER(LayerFields)),
@@ -65,14 +65,17 @@ class ExchangeFields(ctypes.Structure):
     ]
 
 
+class ViewFields(ctypes.Structure):
+    _fields_: ClassVar = _fields("ranges* layers heads num_ranges window keys_seen")
+
+
 class CallFields(ctypes.Structure):
     _fields_: ClassVar = [
         *_fields(
-            "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* ranges* range_layers "
-            "range_heads num_ranges window num_outputs logits* "
-            "hidden_out* drafts* mass* num_blocks queries* states* state_layers* num_states "
-            "cancelled* "
-            "cancelled_value layers_done keys_seen keys_read num_drafted not_finite"
+            "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* views* num_views "
+            "view_of* num_outputs logits* hidden_out* drafts* mass* num_blocks queries* "
+            "states* state_layers* num_states cancelled* "
+            "cancelled_value layers_done keys_read num_drafted not_finite"
         ),
         ("pa", ctypes.c_double),
     ]
@@ -87,9 +90,11 @@ def describe_model(
     dtype: torch.dtype,
 ) -> ModelFields:
     """`num_heads` and `num_kv_heads` are this rank's. Parts of a model get null pointers for
-    weights that they lack."""
+    weights that they lack. `layers` get the rotary tables, which may have grown."""
     config = model.config
     eagle = config.eagle
+    for layer, number in zip(layers, model.layers, strict=True):
+        layer.rope = model.rope_of(number).data_ptr()
     has_head = model.is_last and (model.has_head or eagle is not None)
     head = LinearFields()
     if has_head:
@@ -107,13 +112,11 @@ def describe_model(
         num_heads,
         num_kv_heads,
         config.vocab_size if eagle is None else eagle.target_vocab_size,
-        model.rope.shape[2],
+        next(iter(model.ropes.values())).shape[2],
         config.rope.interleaved,
         config.norm_eps,
-        config.rope.attention_factor**2,
         model.embedding.weight.data_ptr() if model.has_embedding or eagle is not None else None,
         model.norm.weight.data_ptr() if has_head else None,
-        model.rope.data_ptr(),
         head,
         multiply_in_team(dtype),
         model.head_rows[0],
@@ -133,7 +136,7 @@ def describe_cache(cache: KVCache) -> CacheFields:
     )
 
 
-def describe_layer(block: Block) -> LayerFields:
+def describe_layer(block: Block, query_scale: float) -> LayerFields:
     attention = block.attention
     mlp = block.mlp
     mlp_norm = block.mlp_norm
@@ -142,6 +145,8 @@ def describe_layer(block: Block) -> LayerFields:
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
         pointer(attention.output.bias),
         pointer(mlp.down.bias),
+        None,
+        query_scale,
         _linear(attention.qkv, True),
         _linear(attention.output, False),
         _linear(mlp.gate_up, True),

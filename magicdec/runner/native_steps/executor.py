@@ -25,8 +25,10 @@ from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
 from magicdec.distributed.shared_memory import SLOT_BYTES, WAIT_MS, SharedMemoryExchange
 from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
 from magicdec.kv.cache import BatchRows, KVCache
+from magicdec.kv.layer_views import LayerViews
 from magicdec.kv.view import KVView
 from magicdec.model.block import Block
+from magicdec.model.config import RopeConfig
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
 from magicdec.model.linear.packed import LAYER_HEADER
 from magicdec.model.transformer import Transformer
@@ -37,6 +39,7 @@ from magicdec.runner.native_steps.descriptions import (
     KeepWaiting,
     LayerFields,
     ModelFields,
+    ViewFields,
     describe_cache,
     describe_layer,
     describe_model,
@@ -108,7 +111,7 @@ class NativeForward:
 
     x: Tensor
     rows: BatchRows
-    view: KVView
+    views: LayerViews
     num_outputs: int
     watch: AttentionObserver | None = None
     watch_queries: AttentionObserver | None = None
@@ -116,6 +119,10 @@ class NativeForward:
     cancellation: Cancellation | None = None
     out: Tensor | None = None
     states: Tensor | None = None
+
+    @property
+    def view(self) -> KVView:
+        return self.views.widest
 
 
 class Executor:
@@ -138,9 +145,11 @@ class Executor:
         if group.size > 1:
             assert isinstance(group.exchange, SharedMemoryExchange), "checked before the run"
             self.exchange = group.exchange
-        self._layers = (LayerFields * len(blocks))(*map(describe_layer, blocks))
+        kinds = [self.config.kinds[layer] for layer in model.layers]
+        scales = [self.config.rope_of(kind).attention_factor ** 2 for kind in kinds]
+        self._layers = (LayerFields * len(blocks))(*map(describe_layer, blocks, scales))
         self._model: ModelFields | None = None
-        self._rope: Tensor | None = None
+        self._ropes: dict[RopeConfig, Tensor] = {}
         self._error: BaseException | None = None
         self._interrupts = Interrupts()
         self._keep_waiting = KeepWaiting(self._may_wait)
@@ -165,8 +174,8 @@ class Executor:
         """Compute `forwards` of distinct rows in one call that reads weights once; tokens have
         the bits of a forward of their own. `state_layers`: see `HiddenStates.layers`.
 
-        Returns by forward the keys that one head saw, summed over rows, and whether all logits of
-        this rank are finite.
+        Returns by forward the keys that one head saw in all layers, summed over rows, and whether
+        all logits of this rank are finite.
 
         Raises:
             Cancelled: the last forward's cancellation was set before a layer. All forwards end.
@@ -180,7 +189,7 @@ class Executor:
         of_states = (ctypes.c_int64 * len(state_layers))(*state_layers)
         watched = list[tuple[AttentionObserver, Tensor]]()
         for each in forwards:
-            call = self._call(each.x, each.view, offsets, 1, each.num_outputs)
+            call = self._call(each.x, each.views, offsets, 1, each.num_outputs)
             calls.append(call)
             if state_layers:
                 each.states = out.new_empty(
@@ -215,23 +224,23 @@ class Executor:
                 watch(layer, values[layer])
         for each, own in zip(forwards, out.split(counts), strict=True):
             each.out = own.view(len(each.x), each.num_outputs, model.width_out)
-        return [call.keys_seen for call in fields], not fields[0].not_finite
+        return list(map(_keys_seen, calls)), not fields[0].not_finite
 
     def draft(
         self,
         token_ids: Tensor,
-        view: KVView,
+        views: LayerViews,
         offsets: Tensor | None,
         count: int,
         pa: float = 0.0,
         states: Tensor | None = None,
     ) -> tuple[Tensor, int, bool]:
         """At most `count` greedy drafts of each row, int64 [B, K], after token_ids [B, T]; the
-        keys that one head saw, summed over rows and forwards; and whether all ranks' logits are
-        finite. All tokens but the last draft are appended. Chains stop at `pa` as in
-        `draft_chain`. `states` [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
+        keys that one head saw in all layers, summed over rows and forwards; and whether all
+        ranks' logits are finite. All tokens but the last draft are appended. Chains stop at `pa`
+        as in `draft_chain`. `states` [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
-        call = self._call(token_ids, view, offsets, count, 1)
+        call = self._call(token_ids, views, offsets, count, 1)
         call.drafts = drafts.data_ptr()
         if states is not None:
             states = states.contiguous()
@@ -239,8 +248,8 @@ class Executor:
             call.hidden_in = states.data_ptr()
             call.kept.append(states)
         call.pa = pa
-        done = self._run(view.cache, [call])[0]
-        return drafts[:, : done.num_drafted], done.keys_seen, not done.not_finite
+        done = self._run(views.widest.cache, [call])[0]
+        return drafts[:, : done.num_drafted], _keys_seen(call), not done.not_finite
 
     @staticmethod
     def received(
@@ -276,13 +285,22 @@ class Executor:
         return out
 
     def _call(
-        self, x: Tensor, view: KVView, offsets: Tensor | None, steps: int, num_outputs: int
+        self, x: Tensor, views: LayerViews, offsets: Tensor | None, steps: int, num_outputs: int
     ) -> CallFields:
-        ranges = view.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
-        tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed, ranges]
+        view = views.widest
+        of_views = (ViewFields * len(views.distinct))()
+        tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed]
         if offsets is not None:
             tensors.append(offsets[view.row_index])
         x_pointer, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
+        for fields, each in zip(of_views, views.distinct, strict=True):
+            ranges = each.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
+            tensors.append(ranges)
+            fields.ranges = ranges.data_ptr()
+            fields.layers = ranges.shape[0] if each.per_head else 1
+            fields.heads = ranges.shape[2] if each.per_head else 1
+            fields.num_ranges = ranges.shape[-2]
+            fields.window = each.window or 0
         tokens, hidden = (x_pointer, None) if self.model.has_embedding else (None, x_pointer)
         call = CallFields(
             *x.shape[:2],
@@ -291,16 +309,15 @@ class Executor:
             rows,
             seq_lens,
             committed,
-            None if offsets is None else tensors[-1].data_ptr(),
+            None if offsets is None else tensors[4].data_ptr(),
             hidden,
-            ranges.data_ptr(),
-            ranges.shape[0] if view.per_head else 1,
-            ranges.shape[2] if view.per_head else 1,
-            ranges.shape[-2],
-            view.window or 0,
+            ctypes.addressof(of_views),
+            len(of_views),
+            views.windows.pointer,
             num_outputs,
         )
-        call.kept = [tensors, view]  # the library reads them until it returns
+        # The library reads them until it returns, and counts in `of_views`.
+        call.kept = [tensors, views, of_views]
         return call
 
     def _run(self, cache: KVCache, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
@@ -344,9 +361,16 @@ class Executor:
         return int(not self._interrupts.is_kept)
 
     def _describe_model(self) -> ModelFields:
-        if self._model is None or self._rope is not self.model.rope:
-            self._rope = self.model.rope
+        if self._model is None or self._ropes is not self.model.ropes:
+            self._ropes = self.model.ropes
             self._model = describe_model(
                 self.model, self.num_heads, self.num_kv_heads, self._layers, self.dtype
             )
         return self._model
+
+
+def _keys_seen(call: CallFields) -> int:
+    """Keys that one head saw in all layers, summed over rows and forwards."""
+    _, views, of_views = call.kept[:3]
+    pairs = zip(of_views, views.windows.num_layers, strict=True)
+    return sum(fields.keys_seen * num_layers for fields, num_layers in pairs)

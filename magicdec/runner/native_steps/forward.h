@@ -212,11 +212,11 @@ private:
     }
 
     void attend(int64_t layer) {
-        if (has_ranges_by_layer()) {
+        if (has_ranges_of_own(layer)) {
             team.meet();  // late threads may still read the plan of the layer before
             team.by_one([&] {
                 for (PartOfThis* part : parts)
-                    if (part->call->range_layers > 1) part->plan_layer(layer);
+                    if (part->has_ranges_of_own(layer)) part->plan_layer(layer);
             });
         }
         const int64_t width = (m->H + 2 * m->G) * HEAD_SIZE;
@@ -229,8 +229,9 @@ private:
         for (PartOfThis* part : parts) part->merge(layer, mixed.data(), lse.data());
     }
 
-    bool has_ranges_by_layer() const {
-        return std::any_of(parts.begin(), parts.end(), [](const PartOfThis* part) { return part->call->range_layers > 1; });
+    bool has_ranges_of_own(int64_t layer) const {
+        return std::any_of(parts.begin(), parts.end(),
+                           [&](const PartOfThis* part) { return part->has_ranges_of_own(layer); });
     }
 
     // Sum `part` over the ranks, add it to x, and norm x for what follows, if anything does.

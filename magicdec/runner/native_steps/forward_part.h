@@ -1,5 +1,6 @@
 // What a forward computes: calls, each with rows that have the same number of new tokens, and the attention of one of them.
 #pragma once
+#include <deque>
 #include <vector>
 
 #include "../../attention/cpp/native_team.h"
@@ -10,13 +11,14 @@
 struct Layer {
     const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
     const void *output_bias, *down_bias;                      // added after the all-reduce; may be null
+    const float* rope;                                        // [positions, 2, rope_pairs]
+    float query_scale;                                        // of rotated queries: YaRN's factor, 1 without
     LinearLayer qkv, output, gate_up, down;
 };
 struct Model {
     int64_t num_layers, hidden, H, G, vocab_size, rope_pairs, interleaved;
-    float eps, query_scale;  // query_scale: YaRN's factor for rotated queries, 1 without
+    float eps;
     const void *embedding, *norm;  // null where this part of the model has none
-    const float* rope;  // [positions, 2, rope_pairs]
     LinearLayer head;  // N is 0 without a head
     MultiplyInTeam multiply;  // computes all linear layers
     int64_t first_id;  // vocabulary id of the head's first row
@@ -38,13 +40,22 @@ struct Exchange {  // the all-reduce; size 1: none
     int64_t (*keep_waiting)(int64_t rank);  // called with a rank that is late; 0 ends the call
     uint64_t turn;                          // of the last exchange, also on return
 };
+// What layers with the same window see of the cache.
+struct View {
+    const int64_t* ranges;  // visible committed tokens [layers, B, heads, num_ranges, 2]
+    // layers: all of the forward's, or 1 if ranges are the same in each; heads: G, or 1
+    int64_t layers, heads, num_ranges;
+    int64_t window;     // 0: none
+    int64_t keys_seen;  // out: visible keys of a head in one layer, summed over rows and forwards
+};
 // Rows with the same number of new tokens. One forward computes one call, or several with other rows each.
 struct Call {
     int64_t B, T, steps;  // `steps` forwards: the first over T tokens of each row, the others over one draft token
     const int64_t *tokens, *rows, *seq_lens, *committed, *offsets;  // [B, T], then [B] each; offsets may be null
     const void* hidden_in;  // S [B, T, hidden] instead of tokens, of a head beside them, or null
-    const int64_t* ranges;  // visible committed tokens [range_layers, B, range_heads, num_ranges, 2]
-    int64_t range_layers, range_heads, num_ranges, window;
+    View* views;
+    int64_t num_views;
+    const int64_t* view_of;  // the view of each layer
     int64_t num_outputs;  // newest tokens of each row whose logits or hidden states are wanted
     void* logits;       // S [outputs of all calls, V] in the first call, or null
     void* hidden_out;   // S [outputs of all calls, hidden] after the last of these layers, instead of logits, or null
@@ -58,7 +69,6 @@ struct Call {
     const int64_t* cancelled;  // or null; the forward ends between layers once the first of these two numbers is
     int64_t cancelled_value;   // this one and the monotonic clock has reached the second, in ns
     int64_t layers_done;       // out: layers that were computed, if it may be cancelled
-    int64_t keys_seen;  // out: visible keys of a head, summed over rows and forwards
     int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
     int64_t num_drafted;  // out: drafts of each row
     // out, in the first call: whether logits are infinite or NaN; those of drafts on any rank, others on this one
@@ -76,9 +86,8 @@ public:
     void start(const Model& model, const Cache& cache, Call& of, int64_t first_token) {
         m = &model, kv = &cache, call = &of, first = first_token;
         lengths.assign(of.seq_lens, of.seq_lens + of.B);
-        ranges.resize(of.range_layers * of.B * of.range_heads * (of.num_ranges + 1) * 2);
-        attention.keys_read = short_attention.keys_read = 0;
-        of.keys_seen = 0;
+        while (int64_t(seen.size()) < of.num_views) seen.emplace_back();
+        for (int64_t i = 0; i < of.num_views; ++i) seen[i].start(of.views[i], of.B);
     }
 
     // Lengths, visible ranges and the plan of the next forward; called by one thread.
@@ -87,32 +96,29 @@ public:
             for (int64_t& length : lengths) length += problem.T;
         const Call& c = *call;
         table = {kv->table, c.rows, kv->table_stride};
-        problem = {c.B, step ? 1 : c.T, m->H, m->G, HEAD_SIZE, kv->block_size, lengths.data(), c.window};
-        if constexpr (!std::is_same_v<Short, Kernel>) is_short = Short::serves(problem);
-        for (int64_t layer = 0; layer < c.range_layers; ++layer)
-            for (int64_t b = 0; b < c.B; ++b)
-                for (int64_t g = 0; g < c.range_heads; ++g) add_tail((layer * c.B + b) * c.range_heads + g, b);
-        for (int64_t b = 0; b < c.B; ++b)
-            for (int64_t r = 0; r <= c.num_ranges; ++r) {
-                const int64_t* range = of_layer(0).of(b, 0) + 2 * r;
-                call->keys_seen += range[1] - range[0];
-            }
-        if (c.range_layers == 1) plan_layer(0);
+        problem = {c.B, step ? 1 : c.T, m->H, m->G, HEAD_SIZE, kv->block_size, lengths.data(), 0};
+        for (int64_t i = 0; i < c.num_views; ++i) {
+            Seen& view = seen[i];
+            view.begin(problem, c.committed);
+            if (view.of->layers == 1) view.plan(table, 0, c.mass != nullptr);
+        }
     }
 
+    bool has_ranges_of_own(int64_t layer) const { return call->views[call->view_of[layer]].layers > 1; }
     // Called by one thread for each layer that has ranges of its own.
-    void plan_layer(int64_t layer) {
-        with_attention([&](auto& attention) { attention.plan_view(problem, table, of_layer(layer), call->mass); });
-    }
+    void plan_layer(int64_t layer) { view_of(layer).plan(table, layer, call->mass != nullptr); }
 
     // `attend` and `merge` are called by all threads, which must meet after either.
     void attend(int64_t layer) {
-        with_attention([&](auto& attention) { attention.attend(problem, pools(attention, layer), call->mass); });
+        Seen& view = view_of(layer);
+        view.with_attention(
+            [&](auto& attention) { attention.attend(view.problem, pools(attention, layer), call->mass); });
     }
     void merge(int64_t layer, S* mixed, float* lse) {
         float* mass = call->mass ? call->mass + layer * call->B * m->G * call->num_blocks : nullptr;
-        with_attention([&](auto& attention) {
-            attention.merge(problem, mixed + first * m->H * HEAD_SIZE, lse + first * m->H, mass, call->num_blocks);
+        Seen& view = view_of(layer);
+        view.with_attention([&](auto& attention) {
+            attention.merge(view.problem, mixed + first * m->H * HEAD_SIZE, lse + first * m->H, mass, call->num_blocks);
         });
     }
 
@@ -125,32 +131,93 @@ public:
             for (int64_t g = 0; g < m->G; ++g) norm_head(w.k_norm, k + g * HEAD_SIZE);
         }
         const int64_t position = problem.position(b, t) + (call->offsets ? call->offsets[b] : 0);
-        rotate_token(q, m->rope + position * 2 * m->rope_pairs, HEAD_SIZE, m->H + m->G, m->rope_pairs, m->interleaved);
-        if (m->query_scale != 1.0f)
+        rotate_token(q, w.rope + position * 2 * m->rope_pairs, HEAD_SIZE, m->H + m->G, m->rope_pairs, m->interleaved);
+        if (w.query_scale != 1.0f)
             for (int64_t h = 0; h < m->H; ++h)
                 for (int64_t i = 0; i < 2 * m->rope_pairs; ++i)
-                    store(q + h * HEAD_SIZE + i, to_float(q[h * HEAD_SIZE + i]) * m->query_scale);
+                    store(q + h * HEAD_SIZE + i, to_float(q[h * HEAD_SIZE + i]) * w.query_scale);
         if (call->queries)
             std::memcpy((S*)call->queries + ((layer * problem.B + b) * problem.T + t) * m->H * HEAD_SIZE, q,
                         m->H * HEAD_SIZE * sizeof(S));
-        with_attention([&](auto& attention) {
-            attention.place(problem, table, pools(attention, layer), b, t, q, k, v);
+        Seen& view = view_of(layer);
+        view.with_attention([&](auto& attention) {
+            attention.place(view.problem, table, pools(attention, layer), b, t, q, k, v);
         });
     }
 
     int64_t num_tokens() const { return problem.B * problem.T; }
     int64_t num_outputs() const { return std::min(call->num_outputs, problem.T); }  // of each row
-    int64_t keys_read() const { return attention.keys_read + short_attention.keys_read; }
+    int64_t keys_read() const {
+        int64_t sum = 0;
+        for (int64_t i = 0; i < call->num_views; ++i) sum += seen[i].attention.keys_read + seen[i].short_attention.keys_read;
+        return sum;
+    }
 
     Call* call;
     int64_t first;
     Problem problem;
 
 private:
-    template <typename Body>
-    void with_attention(Body body) {
-        is_short ? body(short_attention) : body(attention);
-    }
+    // The attention of the layers with one view.
+    struct Seen {
+        void start(View& view, int64_t B) {
+            of = &view;
+            ranges.resize(view.layers * B * view.heads * (view.num_ranges + 1) * 2);
+            attention.keys_read = short_attention.keys_read = 0;
+            view.keys_seen = 0;
+        }
+
+        void begin(const Problem& of_part, const int64_t* committed) {
+            problem = of_part;
+            problem.window = of->window;
+            if constexpr (!std::is_same_v<Short, Kernel>) is_short = Short::serves(problem);
+            for (int64_t layer = 0; layer < of->layers; ++layer)
+                for (int64_t b = 0; b < problem.B; ++b)
+                    for (int64_t g = 0; g < of->heads; ++g)
+                        add_tail((layer * problem.B + b) * of->heads + g, problem.seq_lens[b], committed[b]);
+            for (int64_t b = 0; b < problem.B; ++b)
+                for (int64_t r = 0; r <= of->num_ranges; ++r) {
+                    const int64_t* range = of_layer(0).of(b, 0) + 2 * r;
+                    of->keys_seen += range[1] - range[0];
+                }
+        }
+
+        void plan(const Table& table, int64_t layer, bool with_mass) {
+            with_attention([&](auto& attention) { attention.plan_view(problem, table, of_layer(layer), with_mass); });
+        }
+
+        template <typename Body>
+        void with_attention(Body body) {
+            is_short ? body(short_attention) : body(attention);
+        }
+
+        View* of;
+        Problem problem;
+        Attention<Kernel, S> attention;
+        Attention<Short, S> short_attention;
+
+    private:
+        // The ranges of one row and head with its uncommitted tokens, cut at the sliding window as in kv/view.py.
+        void add_tail(int64_t place, int64_t length, int64_t committed) {
+            const int64_t *from = of->ranges + place * of->num_ranges * 2, first = length + 1 - of->window;
+            int64_t* to = ranges.data() + place * (of->num_ranges + 1) * 2;
+            const bool is_cut = of->window && of->heads == 1 && of->layers == 1;
+            for (int64_t i = 0; i < 2 * of->num_ranges; ++i) to[i] = is_cut ? std::max(from[i], first) : from[i];
+            to[2 * of->num_ranges] = of->window ? std::max(committed, first) : committed;
+            to[2 * of->num_ranges + 1] = length + problem.T;
+        }
+
+        Ranges of_layer(int64_t layer) const {
+            const int64_t place = of->layers > 1 ? layer : 0;
+            const int64_t size = problem.B * of->heads * (of->num_ranges + 1) * 2;
+            return {ranges.data() + place * size, of->num_ranges + 1, of->heads};
+        }
+
+        bool is_short = false;
+        std::vector<int64_t> ranges;
+    };
+
+    Seen& view_of(int64_t layer) { return seen[call->view_of[layer]]; }
 
     template <typename Own>
     static Pools<Own> pools_of(const Attention<Own, S>&, char* k, char* v) {
@@ -159,22 +226,6 @@ private:
     template <typename Any>
     auto pools(const Any& attention, int64_t layer) const {
         return pools_of(attention, kv->k + layer * kv->layer_bytes, kv->v + layer * kv->layer_bytes);
-    }
-
-    // The ranges of one row and head with its uncommitted tokens, cut at the sliding window as in kv/view.py.
-    void add_tail(int64_t place, int64_t b) {
-        const int64_t *from = call->ranges + place * call->num_ranges * 2, first = lengths[b] + 1 - call->window;
-        int64_t* to = ranges.data() + place * (call->num_ranges + 1) * 2;
-        const bool is_cut = call->window && call->range_heads == 1 && call->range_layers == 1;
-        for (int64_t i = 0; i < 2 * call->num_ranges; ++i) to[i] = is_cut ? std::max(from[i], first) : from[i];
-        to[2 * call->num_ranges] = call->window ? std::max(call->committed[b], first) : call->committed[b];
-        to[2 * call->num_ranges + 1] = lengths[b] + problem.T;
-    }
-
-    Ranges of_layer(int64_t layer) const {
-        const Call& c = *call;
-        const int64_t place = c.range_layers > 1 ? layer : 0, size = c.B * c.range_heads * (c.num_ranges + 1) * 2;
-        return {ranges.data() + place * size, c.num_ranges + 1, c.range_heads};
     }
 
     void norm_head(const void* weight, S* head) {
@@ -186,10 +237,8 @@ private:
     const Model* m;
     const Cache* kv;
     Table table;
-    bool is_short = false;
-    std::vector<int64_t> lengths, ranges;
-    Attention<Kernel, S> attention;
-    Attention<Short, S> short_attention;
+    std::vector<int64_t> lengths;
+    std::deque<Seen> seen;  // by view
 };
 
 }  // namespace

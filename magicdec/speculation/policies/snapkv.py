@@ -100,7 +100,8 @@ class CopiedKV(DraftKV):
     It holds the chosen tokens by ascending score, then newly committed ones; drafts read the
     newest `budget` entries. Keys keep the rotation of their place in the context. Under a
     sliding window only tokens are chosen that stay visible until the next choice or the end,
-    because heads would lose them in different orders."""
+    because heads would lose them in different orders. Of layers with a narrower window than
+    others it holds the newest tokens."""
 
     def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
         super().__init__(source, SinksAndWindow(0, policy.budget))
@@ -215,20 +216,30 @@ class CopiedKV(DraftKV):
         places = torch.arange(count, device=source.device).expand(len(rows), -1)
         target = cache.slots(rows.index, places)
         chosen = list[Tensor]()
+        newest_positions = torch.arange(length - count, length, device=source.device)
+        everywhere = newest_positions.expand(len(rows), cache.shape.num_kv_heads, -1)
         for layer, newest in enumerate(queries):
+            if source.windows.is_narrow(layer):
+                self._copy(layer, rows, everywhere, target)
+                chosen.append(everywhere)
+                continue
             window = min(newest.shape[1], length - first)
             weights = weights_in_cache(
                 source, layer, rows.index, newest[:, newest.shape[1] - window :], first, length
             )
             positions = first + self.policy.select(weights, window)
-            k, v = source.cache.read(layer, source.cache.slots(rows.index, positions))
-            cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
+            self._copy(layer, rows, positions, target)
             chosen.append(positions)
         if self.runner.draft_log is not None:
             self.runner.draft_log.chose(cache, rows.numbers, chosen)
         cache.truncate(rows, [0] * len(rows))
         cache.advance(rows, count)
         return count
+
+    def _copy(self, layer: int, rows: BatchRows, positions: Tensor, target: Tensor) -> None:
+        source = self.source.cache
+        k, v = source.read(layer, source.slots(rows.index, positions))
+        self.runner.cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
 
     def _reach(self, length: int, gamma: int) -> tuple[int, int]:
         """The position up to which a choice serves, and the first position visible from there."""

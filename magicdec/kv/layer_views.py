@@ -1,0 +1,88 @@
+"""LayerViews: what the layers of a model see in one forward, where they have different windows."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from magicdec.kv.cache import BatchRows
+from magicdec.kv.view import KVView, Visible
+
+MakeView = Callable[[Visible, int | None], KVView]
+"""A function from a rule and a window to the view of a forward."""
+
+
+@dataclass(frozen=True)
+class LayerWindows:
+    """The windows of a runner's layers, the widest first; None is wider than any number.
+
+    `of_layer`: the place of each layer's window among the `distinct` ones."""
+
+    distinct: tuple[int | None, ...]
+    of_layer: tuple[int, ...]
+    num_layers: tuple[int, ...] = field(init=False)  # with each of the distinct windows
+    pointer: int = field(init=False)  # to `of_layer` as int64 numbers
+    _places: ctypes.Array[ctypes.c_int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = tuple(self.of_layer.count(place) for place in range(len(self.distinct)))
+        places = (ctypes.c_int64 * len(self.of_layer))(*self.of_layer)
+        object.__setattr__(self, "num_layers", counts)
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "pointer", ctypes.addressof(places))
+
+    @classmethod
+    def of(cls, windows: Sequence[int | None], max_tokens: int) -> LayerWindows:
+        """Of layers with these windows. A window that no text of `max_tokens` gets past is none."""
+        used = [None if w is None or w >= max_tokens else w for w in windows]
+        distinct = tuple(sorted(set(used), key=lambda window: -(window or math.inf)))
+        return cls(distinct, tuple(distinct.index(window) for window in used))
+
+    @property
+    def widest(self) -> int | None:
+        return self.distinct[0]
+
+    def is_narrow(self, layer: int) -> bool:
+        """Whether other layers have a wider window."""
+        return self.of_layer[layer] > 0
+
+    def views(self, rule: Visible, make: MakeView) -> LayerViews:
+        first, *others = self.distinct
+        narrow = rule.in_narrow_layers() if others else rule
+        views = (make(rule, first), *(make(narrow, window) for window in others))
+        return LayerViews(views, self)
+
+
+@dataclass(frozen=True)
+class LayerViews:
+    """The views of one forward, one for each distinct window of the layers."""
+
+    distinct: tuple[KVView, ...]
+    windows: LayerWindows
+
+    @property
+    def widest(self) -> KVView:
+        return self.distinct[0]
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that one KV head sees in all layers, summed over rows; new tokens included. On the
+        host: bounds for captured rows."""
+        pairs = zip(self.distinct, self.windows.num_layers, strict=True)
+        return sum(n * (sum(v.num_visible) + v.num_new * len(v.rows)) for v, n in pairs)
+
+    def reads(self, rows: BatchRows) -> Tensor:
+        """Counts of a captured forward, int64 [B, 2]: a row's keys, and 1; zeros for ended rows.
+        Keys of one layer if all have one window, else of all layers."""
+        reads = self.widest.reads(rows)
+        if len(self.distinct) == 1:
+            return reads
+        pairs = zip(self.distinct, self.windows.num_layers, strict=True)
+        keys = sum(n * view.reads(rows)[:, 0] for view, n in pairs)
+        reads = reads.clone()
+        reads[:, 0] = keys
+        return reads
