@@ -86,6 +86,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "magicdec.model.families.llama:LLAMA",
     "MistralForCausalLM": "magicdec.model.families.llama:MISTRAL",
     "MinistralForCausalLM": "magicdec.model.families.llama:MINISTRAL",
+    "Gemma3ForCausalLM": "magicdec.model.families.gemma:GEMMA3",
     "Qwen2ForCausalLM": "magicdec.model.families.llama:QWEN2",
     "Qwen3ForCausalLM": "magicdec.model.families.llama:QWEN3",
     "BaiChuanForCausalLM": "magicdec.model.families.llama:BAICHUAN",

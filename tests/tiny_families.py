@@ -60,6 +60,10 @@ YARN_ROPE = {
     "factor": 8.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": LINEAR_ROPE | {"rope_theta": 1e6},
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 BIAS = {"bias": True, "ffn_hidden_size": 100}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 4}
@@ -76,6 +80,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-windows": (
         "Qwen2",
         SIZES | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
+    "gemma3": (
+        "Gemma3",
+        SIZES
+        | {"head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": False}
+        | {"sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING]}
+        | {"query_pre_attn_scalar": 24, "rope_parameters": GEMMA_ROPES},
     ),
     "tinyllama": ("Llama", SIZES | {"num_key_value_heads": 1}),
     "linear-rope": ("Llama", SIZES | {"rope_parameters": LINEAR_ROPE}),
@@ -98,7 +109,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "baichuan-7b": ("BaiChuan", SIZES | {"num_key_value_heads": HEADS}),
     "baichuan-13b": ("Baichuan", SIZES | {"num_key_value_heads": HEADS}),
 }
-CLASSES = {"GPT2": "GPT2LMHeadModel"}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3": "Gemma3ForCausalLM"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 MLP_UNITS = ("intermediate_size", "n_inner", "ffn_hidden_size")
 Logits = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> logits [B, T, VOCAB], by other code than ours."""
@@ -172,7 +184,7 @@ def make_checkpoint(
 
 def make_model(family: str, sizes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes)
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**sizes)
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)
     model = model.float().eval()
     # A tied head says each token again, unless the layers add much more than the embedding.

@@ -31,6 +31,7 @@ class MLP(nn.Module):
         super().__init__()
         first, last = shard.mlp_units(config.intermediate_size)
         self.is_gated = config.gated_mlp
+        self.activation = config.activation
         self.activate = ACTIVATION_FUNCTIONS[config.activation]
         self.elementwise = Elementwise()
         width = (2 if self.is_gated else 1) * (last - first)  # gate and up, or up alone
@@ -45,8 +46,10 @@ class MLP(nn.Module):
         both = self.gate_up(x)
         if not self.is_gated:
             return self.activate(both)
-        if self.activate is F.silu:
+        if self.activation == "silu":
             return self.elementwise.silu_gate(both)
+        if self.activation == "gelu_tanh":
+            return self.elementwise.gelu_gate(both)
         gate, up = both.chunk(2, dim=-1)
         return self.activate(gate) * up
 
@@ -126,6 +129,11 @@ class Block(nn.Module):
         self.mlp_norm: RMSNorm | nn.LayerNorm | None = None
         if config.residual != "parallel_shared_norm":
             self.mlp_norm = make_norm(config)
+        self.post_attention_norm: RMSNorm | nn.LayerNorm | None = None
+        self.post_mlp_norm: RMSNorm | nn.LayerNorm | None = None
+        if config.post_norms:
+            self.post_attention_norm = make_norm(config)
+            self.post_mlp_norm = make_norm(config)
         self.mlp = MLP(config, shard)
 
     def forward(
@@ -146,9 +154,11 @@ class Block(nn.Module):
         if not self.is_parallel:
             assert self.mlp_norm is not None, "the MLP of a sequential block has a norm"
             y = self.attention(normed, layer, encode, attend, reduce)
+            y = y if self.post_attention_norm is None else self.post_attention_norm(y)
             x, normed = add_norm(self.mlp_norm, x, y)
             del y  # frees memory before the MLP: y is large for a long prefill chunk
-            return x, self.mlp(normed, reduce)
+            added = self.mlp(normed, reduce)
+            return x, added if self.post_mlp_norm is None else self.post_mlp_norm(added)
         attention = self.attention
         mlp = self.mlp
         hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))

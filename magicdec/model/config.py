@@ -110,7 +110,9 @@ class ModelConfig:
     `norm`: RMS, or layer norm with a bias. `positions`: rope, learned, or ALiBi (Press et al.
     2022). `layer_kinds`: of each layer, or one of all. `residual`: the MLP follows attention
     (sequential), or both read the block's input, through two norms (parallel) or one
-    (parallel_shared_norm). `qk_norm`: an RMS norm on every head of q and k.
+    (parallel_shared_norm). `qk_norm`: an RMS norm on every head of q and k. `post_norms`: norms of
+    what attention and MLP add, too. `embedding_scale` multiplies embedded tokens, `query_scale`
+    queries.
 
     `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers in groups, with
     scales, on average over its layers; `plain_share` of their weights are plain numbers, and so are
@@ -143,6 +145,9 @@ class ModelConfig:
     gated_mlp: bool = True
     residual: str = "sequential"
     qk_norm: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    query_scale: float = 1.0
     embedding_norm: bool = False
     head_bias: bool = False
     stored_bytes: float | None = None
@@ -154,6 +159,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         assert self.norm in NORMS and self.positions in POSITIONS
         assert self.activation in ACTIVATIONS and self.residual in RESIDUALS
+        assert not self.post_norms or self.residual == "sequential", "of Gemma"
+        assert self.query_scale == 1.0 or self.rope.rotary_dim is None, "of Gemma"
         assert len(self.layer_kinds) in (1, self.num_layers), "a kind of each layer, or of all"
         field = "rms_norm_eps" if self.norm == "rms" else "layer_norm_epsilon"
         if not 0 <= self.norm_eps <= 1:
@@ -242,6 +249,7 @@ class ModelConfig:
         """Parameters of all norms except the embedding's, on every rank."""
         each = self.hidden_size * (2 if self.norm == "layer" else 1)
         of_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
+        of_layer += 2 * each * self.post_norms
         of_layers = self.num_layers * (of_layer + 2 * self.head_dim * self.qk_norm)
         if self.eagle is None:
             return of_layers + each

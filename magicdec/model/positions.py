@@ -29,27 +29,30 @@ DIGIT = 256  # a position below 256^2 is stored as two digits, both exact in bfl
 
 
 def rotate(
-    rows: Tensor, rope: RopeConfig, elementwise: Elementwise | None = None
+    rows: Tensor,
+    rope: RopeConfig,
+    elementwise: Elementwise | None = None,
+    query_scale: float = 1.0,
 ) -> PositionEncoding:
     """RoPE with the table's rows [B, T, 2, R/2] at the tokens' positions, maybe in place."""
     elementwise = elementwise or Elementwise()
+    # YaRN's attention factor of q and of k is applied to q alone, so that cached keys are rotated
+    # and not scaled.
+    scale = rope.attention_factor**2 * query_scale
 
     def encode(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         num_rotated = num_heads + num_kv_heads  # q and k in one call
         rotated = elementwise.rotate(heads, rows, num_rotated, rope.interleaved)
         v = heads[:, :, num_rotated:]
         q, k = rotated.split([num_heads, num_kv_heads], dim=2)
-        # The temperature is applied to q alone, so that cached keys are rotated and not scaled.
-        return (q if rope.attention_factor == 1.0 else _scale_queries(q, rows, rope)), k, v
+        return (q if scale == 1.0 else _scale_queries(q, rows, scale)), k, v
 
     return encode
 
 
-def _scale_queries(q: Tensor, rows: Tensor, rope: RopeConfig) -> Tensor:
-    """q [B,T,H,D] with rotated dimensions times YaRN's attention factor squared: for q and for
-    k."""
+def _scale_queries(q: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """q [B,T,H,D] with rotated dimensions times `scale`."""
     size = 2 * rows.shape[-1]
-    scale = rope.attention_factor**2
     if size == q.shape[-1]:
         return q * scale
     return torch.cat([q[..., :size] * scale, q[..., size:]], dim=-1)

@@ -44,6 +44,11 @@ KeepState = Callable[[int, Tensor], None]
 """A function of a number of layers and the hidden states [B, T, hidden] after them."""
 
 
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """The factor of embedded tokens, rounded to `dtype` as in the published code."""
+    return float(torch.tensor(config.embedding_scale).to(dtype))
+
+
 class Embedding(nn.Embedding):
     """An embedding without initialization on the meta device, where `normal_` would import
     torch's compiler: 130 MB and a second per process."""
@@ -176,6 +181,8 @@ class Transformer(nn.Module):
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(token_ids)
+        if self.config.embedding_scale != 1.0:
+            x = x * embedding_scale(self.config, x.dtype)
         if self.position_embedding is not None:
             # Draft tokens may lie beyond the last learned position; they are never accepted.
             last = self.config.max_position_embeddings - 1
@@ -189,7 +196,7 @@ class Transformer(nn.Module):
             made = {}
             for rope, table in self.ropes.items():
                 rows = table[positions]  # [B, T, 2, R/2]
-                made[rope] = rotate(rows, rope, self.elementwise)
+                made[rope] = rotate(rows, rope, self.elementwise, config.query_scale)
             return [made[config.rope_of(kind)] for kind in config.layer_kinds]
         if config.positions == "alibi":
             return [alibi(positions, self.slopes, config.cached_head_dim)]

@@ -42,6 +42,11 @@ def check_head(target: ModelSource, draft: ModelSource, is_staged: bool) -> None
             f"{label}: a head takes states of several layers, which stages hold apart; choose "
             "ngram or model:NAME"
         )
+    if model.embedding_scale != 1:
+        raise ValueError(
+            f"{label} takes embedded tokens as they are, but {target.name} scales them; no head of "
+            "such a model is known: choose self, ngram or model:NAME"
+        )
     if eagle.state_size != model.hidden_size:
         raise ValueError(
             f"{label} takes hidden states of {eagle.state_size} numbers, but those of "

@@ -141,7 +141,7 @@ def test_self_speculation_changes_nothing(
     ("name", "kv"),
     [
         *product(
-            ["gpt2", "gptj", "bloom", "yarn-rope", "mistral"],
+            ["gpt2", "gptj", "bloom", "yarn-rope", "mistral", "gemma3"],
             [KVSection("full"), KVSection("snapkv", 20, window_size=8)],
         ),
         # A rolling draft turns its sinks as the family rotates, unless it holds the whole text.

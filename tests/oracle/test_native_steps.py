@@ -55,6 +55,9 @@ MODELS = {
     "windows and ropes of layers": replace(
         TINY, num_layers=3, layer_kinds=(LayerKind(40), LayerKind(None, YARN), LayerKind(40))
     ),
+    "norms of what is added": replace(
+        TINY, post_norms=True, embedding_scale=7.3, query_scale=0.8, activation="gelu_tanh"
+    ),
     "yarn": replace(TINY, rope=YARN),
     "partial rotation": replace(TINY, rope=RopeConfig(rotary_dim=8, interleaved=True)),
 }

@@ -340,10 +340,10 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
             num_rows = rows[1] - rows[0]
             filling = tensor[filled : filled + num_rows]
             filling = filling.T if piece.transposed else filling
-            filling.copy_(values)
-            if not isinstance(
-                source, RandomWeights
-            ):  # drawn on the device, which nothing waits for
+            is_drawn = isinstance(source, RandomWeights)  # as the model computes with them
+            has_offset = piece.offset != 0 and not is_drawn
+            filling.copy_(values.float() + piece.offset if has_offset else values)
+            if not is_drawn:  # on the device, which nothing waits for
                 check_finite(filling, values, source, piece.name, index)
             filled += num_rows
     assert filled == len(tensor), "the pieces fill the parameter"

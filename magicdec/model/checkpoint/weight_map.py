@@ -38,13 +38,15 @@ def read_index(path: Path) -> dict[str, str]:
 @dataclass(frozen=True)
 class Piece:
     """A slice of a checkpoint tensor, counted as [out, in]. `columns` is None for a vector and
-    for all columns. `full_shape` is as stored, [in, out] if `transposed`."""
+    for all columns. `full_shape` is as stored, [in, out] if `transposed`. `offset` is added to
+    what is stored."""
 
     name: str
     rows: IndexRange
     columns: IndexRange | None
     full_shape: tuple[int, ...]
     transposed: bool = False
+    offset: float = 0.0
 
     @property
     def width(self) -> int:
@@ -170,7 +172,8 @@ class _Table:
         if c.qk_norm:
             for name in (n.q_norm, n.k_norm):
                 leaf = "q_norm" if name == n.q_norm else "k_norm"
-                self.vector(f"{ours}.attention.{leaf}.weight", f"{theirs}{name}.weight", c.head_dim)
+                parameter = f"{ours}.attention.{leaf}.weight"
+                self.vector(parameter, f"{theirs}{name}.weight", c.head_dim, n.norm_offset)
         heads = self.shard.heads(c.num_heads, c.num_kv_heads)[0]
         self.row_parallel(
             f"{ours}.attention.output",
@@ -181,6 +184,9 @@ class _Table:
         )
         if c.residual != "parallel_shared_norm":
             self.norm(f"{ours}.mlp_norm", theirs + n.mlp_norm)
+        if c.post_norms:
+            self.norm(f"{ours}.post_attention_norm", theirs + n.post_attention_norm)
+            self.norm(f"{ours}.post_mlp_norm", theirs + n.post_mlp_norm)
         ffn = self.shard.mlp_units(c.intermediate_size)
         up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]
         self.column_parallel(f"{ours}.mlp.gate_up", up, c.mlp_bias)
@@ -227,12 +233,13 @@ class _Table:
             self.vector(f"{parameter}.bias", f"{name}.bias", hidden)
 
     def norm(self, parameter: str, name: str) -> None:
-        self.vector(f"{parameter}.weight", f"{name}.weight", self.config.hidden_size)
+        size = self.config.hidden_size
+        self.vector(f"{parameter}.weight", f"{name}.weight", size, self.names.norm_offset)
         if self.config.norm == "layer":
             self.vector(f"{parameter}.bias", f"{name}.bias", self.config.hidden_size)
 
-    def vector(self, parameter: str, name: str, size: int) -> None:
-        self.pieces[parameter] = [Piece(name, (0, size), None, (size,))]
+    def vector(self, parameter: str, name: str, size: int, offset: float = 0.0) -> None:
+        self.pieces[parameter] = [Piece(name, (0, size), None, (size,), offset=offset)]
 
     def whole(self, parameter: str, name: str, rows: int) -> None:
         shape = (rows, self.config.hidden_size)

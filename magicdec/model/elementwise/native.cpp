@@ -24,9 +24,9 @@ void rotate(S* x, const float* table, int64_t tokens, int64_t all_heads, int64_t
 
 // x [rows, 2 width], out [rows, width].
 template <typename S>
-void silu_gate(const S* x, int64_t rows, int64_t width, S* out) {
+void gate(bool is_gelu, const S* x, int64_t rows, int64_t width, S* out) {
 #pragma omp parallel for if (rows * width >= WORTH_THREADS)
-    for (int64_t row = 0; row < rows; ++row) silu_gate_row(x + row * 2 * width, width, out + row * width);
+    for (int64_t row = 0; row < rows; ++row) gate_row(is_gelu, x + row * 2 * width, width, out + row * width);
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ extern "C" void magicdec_rotate(int is_float32, void* x, const float* table, int
     rotate((bfloat16*)x, table, tokens, all_heads, size, heads, pairs, interleaved);
 }
 
-extern "C" void magicdec_silu_gate(int is_float32, const void* x, int64_t rows, int64_t width, void* out) {
-    if (is_float32) return silu_gate((const float*)x, rows, width, (float*)out);
-    silu_gate((const bfloat16*)x, rows, width, (bfloat16*)out);
+extern "C" void magicdec_gate(int is_float32, int is_gelu, const void* x, int64_t rows, int64_t width, void* out) {
+    if (is_float32) return gate(is_gelu, (const float*)x, rows, width, (float*)out);
+    gate(is_gelu, (const bfloat16*)x, rows, width, (bfloat16*)out);
 }

@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL:
         _SIZE,
         _FLAG,
     )
-    native.magicdec_silu_gate.argtypes = (_FLAG, _POINTER, _SIZE, _SIZE, _POINTER)
+    native.magicdec_gate.argtypes = (_FLAG, _FLAG, _POINTER, _SIZE, _SIZE, _POINTER)
     return native
 
 
@@ -99,12 +99,19 @@ class NativeElementwise(Elementwise):
         return heads[:, :, :num_rotated]
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
+        return self._gate(gate_up, is_gelu=False)
+
+    def gelu_gate(self, gate_up: Tensor) -> Tensor:
+        return self._gate(gate_up, is_gelu=True)
+
+    def _gate(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         check(gate_up)
         width = gate_up.shape[-1] // 2
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        library().magicdec_silu_gate(
+        library().magicdec_gate(
             gate_up.dtype == torch.float32,
+            is_gelu,
             gate_up.data_ptr(),
             out.numel() // width,
             width,

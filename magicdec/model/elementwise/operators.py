@@ -44,6 +44,11 @@ class Elementwise:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gelu_gate(self, gate_up: Tensor) -> Tensor:
+        """As `silu_gate`, with the approximation of GELU by tanh."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
 
 def apply_rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first R dimensions of x [B, T, H, D] by table [B, T, 2, R/2] (rows of

@@ -48,4 +48,20 @@ inline void silu_gate_row(const S* x, int64_t width, S* out) {
     }
 }
 
+// out [width] = gelu(x[:width]) * x[width:], with the approximation of GELU by tanh. 1 + tanh(u) is 2 sigmoid(2 u).
+template <typename S>
+inline void gelu_gate_row(const S* x, int64_t width, S* out) {
+    const S *gate = x, *up = x + width;
+    constexpr float twice_root = 2 * 0.7978845608028654f;  // of 2 / pi
+    for (int64_t i = 0; i < width; ++i) {
+        const float g = to_float(gate[i]);
+        store(out + i, g * sigmoid(twice_root * (g + 0.044715f * g * g * g)) * to_float(up[i]));
+    }
+}
+
+template <typename S>
+inline void gate_row(bool is_gelu, const S* x, int64_t width, S* out) {
+    is_gelu ? gelu_gate_row(x, width, out) : silu_gate_row(x, width, out);
+}
+
 }  // namespace

@@ -21,7 +21,8 @@ class Names:
     `attention_norm` on are appended to `layer`, whose "{}" is the layer's number.
 
     `packing`: q, k and v are three tensors (separate), one with all rows of q, then k, then v
-    (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out]."""
+    (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out].
+    `norm_offset`: what is added to norms' weights as stored."""
 
     embedding: str = "model.embed_tokens"
     position_embedding: str = ""
@@ -38,7 +39,10 @@ class Names:
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    post_attention_norm: str = ""
+    post_mlp_norm: str = ""
     transposed: bool = False
+    norm_offset: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.packing in PACKINGS and len(self.qkv) == (

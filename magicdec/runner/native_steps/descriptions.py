@@ -15,7 +15,7 @@ from magicdec.model.block import Block
 from magicdec.model.config import ModelConfig
 from magicdec.model.eagle import EagleHead, FirstBlock
 from magicdec.model.linear.packed import PackedLinear, format_numbers, multiply_in_team
-from magicdec.model.transformer import Transformer
+from magicdec.model.transformer import Transformer, embedding_scale
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
@@ -36,7 +36,8 @@ class LinearFields(ctypes.Structure):
 
 class LayerFields(ctypes.Structure):
     _fields_: ClassVar = [
-        *_fields("attention_norm* mlp_norm* q_norm* k_norm* output_bias* down_bias* rope*"),
+        *_fields("attention_norm* mlp_norm* q_norm* k_norm* post_attention_norm* post_mlp_norm*"),
+        *_fields("output_bias* down_bias* rope*"),
         ("query_scale", ctypes.c_float),
         *((name, LinearFields) for name in ("qkv", "output", "gate_up", "down")),
     ]
@@ -46,9 +47,12 @@ class ModelFields(ctypes.Structure):
     _fields_: ClassVar = [
         *_fields("num_layers hidden H G vocab_size rope_pairs interleaved"),
         ("eps", ctypes.c_float),
+        ("embedding_scale", ctypes.c_float),
         *_fields("embedding* norm*"),
         ("head", LinearFields),
-        *_fields("multiply* first_id hidden_norm* target_ids* norm_before_residual norm_output"),
+        *_fields(
+            "multiply* is_gelu first_id hidden_norm* target_ids* norm_before_residual norm_output"
+        ),
         ("layers", ctypes.POINTER(LayerFields)),
     ]
 
@@ -115,10 +119,12 @@ def describe_model(
         next(iter(model.ropes.values())).shape[2],
         config.rope.interleaved,
         config.norm_eps,
+        embedding_scale(config, dtype),
         model.embedding.weight.data_ptr() if model.has_embedding or eagle is not None else None,
         model.norm.weight.data_ptr() if has_head else None,
         head,
         multiply_in_team(dtype),
+        config.activation == "gelu_tanh",
         model.head_rows[0],
         *of_head,
         layers,
@@ -140,7 +146,10 @@ def describe_layer(block: Block, query_scale: float) -> LayerFields:
     attention = block.attention
     mlp = block.mlp
     mlp_norm = block.mlp_norm
-    norms = (block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm)
+    norms = (
+        *(block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm),
+        *(block.post_attention_norm, block.post_mlp_norm),
+    )
     return LayerFields(
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
         pointer(attention.output.bias),
@@ -178,7 +187,7 @@ def layer_obstacle(config: ModelConfig) -> str | None:
         f"{config.positions} positions": config.positions != "rope",
         f"{config.residual} residuals": config.residual != "sequential",
         "an MLP without a gate": not config.gated_mlp,
-        f"{config.activation} activations": config.activation != "silu",
+        f"{config.activation} activations": config.activation not in ("silu", "gelu_tanh"),
         "a norm after the embedding": config.embedding_norm,
         f"hidden size {config.hidden_size}, which is odd": config.hidden_size % 2 == 1,
     }

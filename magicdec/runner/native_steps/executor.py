@@ -145,8 +145,8 @@ class Executor:
         if group.size > 1:
             assert isinstance(group.exchange, SharedMemoryExchange), "checked before the run"
             self.exchange = group.exchange
-        kinds = [self.config.kinds[layer] for layer in model.layers]
-        scales = [self.config.rope_of(kind).attention_factor ** 2 for kind in kinds]
+        ropes = [self.config.rope_of(self.config.kinds[layer]) for layer in model.layers]
+        scales = [rope.attention_factor**2 * self.config.query_scale for rope in ropes]
         self._layers = (LayerFields * len(blocks))(*map(describe_layer, blocks, scales))
         self._model: ModelFields | None = None
         self._ropes: dict[RopeConfig, Tensor] = {}

@@ -3,8 +3,8 @@
 // of a pipeline): hidden states then come in, or go out, or both. Nothing is computed here that the
 // kernels of single layers do not compute: this file calls them in order, so that a token has the same bits either way.
 //
-// A decoder with RMS norms, rotary embedding, a gated SiLU MLP and sequential residuals. Activations are S: bfloat16, or
-// float.
+// A decoder with RMS norms, rotary embedding, a gated MLP (SiLU or GELU) and sequential residuals. Activations are S:
+// bfloat16, or float.
 //
 // Rows may have different numbers of new tokens: linear layers then read their weights once for all of them.
 //
@@ -164,6 +164,9 @@ private:
                 const int64_t r = part->first + i;
                 std::memcpy(&x[r * m->hidden], rows + (part->call->hidden_in ? i : tokens[r]) * m->hidden,
                             m->hidden * sizeof(S));
+                if (m->embedding_scale != 1.0f && !part->call->hidden_in)
+                    for (int64_t j = r * m->hidden; j < (r + 1) * m->hidden; ++j)
+                        store(&x[j], to_float(x[j]) * m->embedding_scale);
                 norm(weight, r);
             });
         }
@@ -199,16 +202,17 @@ private:
         linear(w.qkv, m->hidden_norm && layer == 0 ? pairs.data() : normed.data(), R, qkv.data());
         attend(layer);
         linear(w.output, mixed.data(), R, part.data());
-        add_part(w.output_bias, w.mlp_norm);
+        add_part(w.output_bias, w.post_attention_norm, w.mlp_norm);
         linear(w.gate_up, normed.data(), R, gate_up.data());
         const int64_t width = w.gate_up.N / 2, stride = w.down.K;  // the kernel pads an odd width by one zero
         team.share(R, [&](int64_t r) {
-            silu_gate_row(&gate_up[r * 2 * width], width, &hidden[r * stride]);
+            gate_row(m->is_gelu, &gate_up[r * 2 * width], width, &hidden[r * stride]);
             std::fill(&hidden[r * stride] + width, &hidden[r * stride] + stride, S{});
         });
         linear(w.down, hidden.data(), R, part.data());
         const bool is_last = layer + 1 == m->num_layers;
-        add_part(w.down_bias, !is_last ? m->layers[layer + 1].attention_norm : c->hidden_out ? nullptr : m->norm);
+        add_part(w.down_bias, w.post_mlp_norm,
+                 !is_last ? m->layers[layer + 1].attention_norm : c->hidden_out ? nullptr : m->norm);
     }
 
     void attend(int64_t layer) {
@@ -234,12 +238,17 @@ private:
                            [&](const PartOfThis* part) { return part->has_ranges_of_own(layer); });
     }
 
-    // Sum `part` over the ranks, add it to x, and norm x for what follows, if anything does.
-    void add_part(const void* bias, const void* weight) {
+    // Sum `part` over the ranks, norm it if it has a norm, add it to x, and norm x for what follows, if anything does.
+    void add_part(const void* bias, const void* own_norm, const void* weight) {
         if (peers->size > 1) team.by_first([&] { all_reduce(part.data(), num_tokens * m->hidden); });
         team.share(num_tokens, [&](int64_t r) {
             if (bias) add_row((const S*)bias, m->hidden, &part[r * m->hidden]);
-            add_row(&part[r * m->hidden], m->hidden, &x[r * m->hidden]);
+            const S* added = &part[r * m->hidden];
+            if (own_norm) {
+                rms_norm_row(added, (const S*)own_norm, m->eps, m->hidden, &normed[r * m->hidden]);
+                added = &normed[r * m->hidden];
+            }
+            add_row(added, m->hidden, &x[r * m->hidden]);
             if (weight) norm(weight, r);
         });
     }

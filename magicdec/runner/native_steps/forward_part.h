@@ -9,7 +9,8 @@
 
 // These are filled by executor.py, field by field in this order.
 struct Layer {
-    const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
+    const void *attention_norm, *mlp_norm;
+    const void *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // may be null
     const void *output_bias, *down_bias;                      // added after the all-reduce; may be null
     const float* rope;                                        // [positions, 2, rope_pairs]
     float query_scale;                                        // of rotated queries: YaRN's factor, 1 without
@@ -17,10 +18,11 @@ struct Layer {
 };
 struct Model {
     int64_t num_layers, hidden, H, G, vocab_size, rope_pairs, interleaved;
-    float eps;
+    float eps, embedding_scale;
     const void *embedding, *norm;  // null where this part of the model has none
     LinearLayer head;  // N is 0 without a head
     MultiplyInTeam multiply;  // computes all linear layers
+    int64_t is_gelu;   // the gate's activation; else SiLU
     int64_t first_id;  // vocabulary id of the head's first row
     // Of an EAGLE-3 head, null or 0 of a model: the norm of the states that its first layer takes beside embeddings, the ids of
     // its drafts, whether that layer's residual is the normed state, and whether the next draft takes the normed output.
