@@ -1,5 +1,5 @@
-"""Small models in the formats that checkpoints store numbers in, with a tokenizer; holds no tests
-itself. A new format is one row in FORMATS."""
+"""Small models in the formats that checkpoints store numbers in, and some whose layers differ, with
+a tokenizer; holds no tests itself. A new format is one row in FORMATS."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from test_gguf import MIXED, reference_model, save, trained_bpe, vocabulary_of
 from test_quantised import FORMATS as QUANTISED
+from tiny_families import MODELS, make_model
 from tiny_quantized import save_quantized
 
 VOCAB = 420  # of the tokenizer
@@ -22,11 +23,14 @@ Write = Callable[[Path], Path]
 @dataclass(frozen=True)
 class Format:
     """`low_bit`: the copies of it that draft, which are narrower. `has_groups`: its matrices are
-    numbers in groups, else they are plain weights when they are read."""
+    numbers in groups, else they are plain weights when they are read. `takes_heads`: EAGLE-3
+    heads draft for such a model. `is_plain`: nothing is dequantised."""
 
     write: Write
     low_bit: tuple[str, ...] = ()
     has_groups: bool = True
+    takes_heads: bool = True
+    is_plain: bool = False
 
 
 def gguf_of(*types: Type) -> Write:
@@ -51,6 +55,19 @@ def quantised(name: str) -> Write:
     return write
 
 
+def plain(name: str) -> Write:
+    """A row of tests/tiny_families.py, whose layers differ."""
+
+    def write(directory: Path) -> Path:
+        family, sizes = MODELS[name]
+        sizes = sizes | {"vocab_size": VOCAB, "intermediate_size": 96}
+        make_model(family, sizes).save_pretrained(directory)
+        trained_bpe(PRE).save(str(directory / "tokenizer.json"))
+        return directory
+
+    return write
+
+
 # Every form of groups that kernels know: 4 and 8 bits, groups of 16, 32 and more, with a minimum
 # and without one, scales of two and four bytes.
 FORMATS = {
@@ -68,6 +85,8 @@ FORMATS = {
     "compressed-tensors, group": Format(quantised("packed, group")),
     "compressed-tensors, channel": Format(quantised("integers, channel"), ("int4",)),
     "fp8": Format(quantised("fp8, blocks"), ("int4", "int8"), has_groups=False),
+    "windows of some layers": Format(plain("ministral"), ("int4", "int8"), False, is_plain=True),
+    "gemma3": Format(plain("gemma3"), ("int4", "int8"), False, takes_heads=False, is_plain=True),
 }
 DIRECTORY = TemporaryDirectory()  # removed when the process ends
 

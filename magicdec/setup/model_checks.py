@@ -97,7 +97,7 @@ def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
     kv = config.kv
     reach = model.max_length
     if is_rolling(config):  # its positions are no longer those of the text: no window is moved
-        reach = min(reach, model.narrowest_window or reach)
+        reach = min(reach, model.windows[0] or reach)
     length = w.prefix_len + w.num_new_tokens
     if length <= reach:
         return

@@ -48,8 +48,11 @@ class RollingRunner(ModelRunner):
         self.sinks = torch.zeros(self.num_rows, *size, dtype=self.cache.k.dtype, device=self.device)
 
     def layer_windows(self) -> LayerWindows:
-        """None: the cache is no longer than the layers' (`setup.model_checks`)."""
-        return LayerWindows.of([None] * len(self.model.layers), self.max_tokens)
+        """The cache is no longer than the widest window (`setup.model_checks`), which therefore is
+        none. Narrower ones count the tokens of the text, as in any cache."""
+        windows = super().layer_windows()
+        by_layer = [None if i == 0 else windows.distinct[i] for i in windows.of_layer]
+        return LayerWindows.of(by_layer, self.max_tokens)
 
     def storage(self) -> tuple[int, int, int]:
         """As `ModelRunner.storage`, for the blocks that a row holds at one time."""

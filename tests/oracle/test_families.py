@@ -146,7 +146,7 @@ def test_self_speculation_changes_nothing(
         ),
         # A rolling draft turns its sinks as the family rotates, unless it holds the whole text.
         *product(
-            ["gptj", "yarn-rope"],
+            ["gptj", "yarn-rope", "ministral", "gemma3"],
             [KVSection("streaming_llm", 200, 4), KVSection("streaming_llm", 24, 4)],
         ),
     ],

@@ -127,6 +127,7 @@ CASES = [
     for arithmetic in ARITHMETICS
     if how.weights in (None, SAME, *form.low_bit)
     and (form.has_groups or arithmetic not in OF_GROUPS)
+    and (form.takes_heads or not how.drafter.endswith(EAGLE))
     and not (how.weights == "int8" and ARITHMETICS[arithmetic][1] == "float32")
 ]
 NATIVE = [case for case in CASES if case[2] != "torch"]
