@@ -43,8 +43,8 @@ PROPERTIES = (
             Fault("scores shared by fewer neighbours", "speculation/policies/snapkv.py",
                   "KERNEL = 5  #", "KERNEL = 3  #"),
             Fault("a choice for another row of the same length", "speculation/policies/snapkv.py",
-                  "k, v = source.cache.read(layer, source.cache.slots(rows.index, positions))",
-                  "k, v = source.cache.read(layer, source.cache.slots(rows.index * 0, positions))"),
+                  "k, v = source.read(layer, source.slots(rows.index, positions))",
+                  "k, v = source.read(layer, source.slots(rows.index * 0, positions))"),
         ),
     ),
     Property(
@@ -54,6 +54,31 @@ PROPERTIES = (
             Fault("tokens chosen that leave the window one before the end",
                   "speculation/policies/snapkv.py", "first_key(until - 1, self.source.window)",
                   "first_key(until - 2, self.source.window)"),
+        ),
+    ),
+    Property(
+        "Layers with a narrower window than others read the newest tokens of the budget.",
+        f"{READS}[snapkv-window of some layers-layers]",
+        (
+            Fault("the window of the first layer", "kv/layer_views.py",
+                  "tuple(distinct.index(window) for window in used)",
+                  "tuple(distinct.index(used[0]) for window in used)"),
+            Fault("copies of other tokens", "speculation/policies/snapkv.py",
+                  "torch.arange(length - count, length, device=source.device)",
+                  "torch.arange(length - count - 1, length - 1, device=source.device)"),
+            Fault("a choice by attention in them too", "speculation/policies/snapkv.py",
+                  "if source.windows.is_narrow(layer):", "if False:"),
+        ),
+    ),
+    Property(
+        "Blocks are chosen for the layers with the widest window alone.",
+        f"{READS}[verified-window of some layers-native]",
+        (
+            Fault("blocks of all layers", "kv/layer_views.py",
+                  "narrow = rule.in_narrow_layers() if others else rule", "narrow = rule"),
+            Fault("their window is that of the policy", "speculation/block_kv.py",
+                  "return SinksAndWindow(0, self.budget)",
+                  "return SinksAndWindow(0, self.window)"),
         ),
     ),
     Property(

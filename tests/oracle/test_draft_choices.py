@@ -34,7 +34,7 @@ MODELS = {
     "grouped": TINY,
     "window": replace(TINY, layer_kinds=(LayerKind(56),)),
     "window of some layers": replace(
-        TINY, num_layers=3, layer_kinds=(LayerKind(20), LayerKind(), LayerKind(20))
+        TINY, num_layers=3, layer_kinds=(LayerKind(30), LayerKind(), LayerKind(30))
     ),
 }
 KV = {
