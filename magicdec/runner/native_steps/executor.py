@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ HEADERS = (
 INTERRUPTED = 1
 UNKNOWN_TOKEN = 2
 
+Fields = TypeVar("Fields", bound=ctypes.Structure)
 AttentionObserver = Callable[[int, Tensor], None]
 """A function of a layer and its attention weights [B, G, blocks]
 (`AttentionBackend.run_with_weights`), or its queries [B, T, H, D] after RoPE, before attention."""
@@ -99,6 +100,12 @@ def library(head_size: int) -> ctypes.CDLL:
         ctypes.c_int64,
     )
     return native
+
+
+@cache
+def array_of(fields: type[Fields], size: int) -> type[ctypes.Array[Fields]]:
+    """The type of an array, kept: making one anew takes longer than a small layer."""
+    return fields * size
 
 
 @dataclass(eq=False)
@@ -288,7 +295,7 @@ class Executor:
         self, x: Tensor, views: LayerViews, offsets: Tensor | None, steps: int, num_outputs: int
     ) -> CallFields:
         view = views.widest
-        of_views = (ViewFields * len(views.distinct))()
+        of_views = array_of(ViewFields, len(views.distinct))()
         tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed]
         if offsets is not None:
             tensors.append(offsets[view.row_index])
@@ -323,7 +330,7 @@ class Executor:
     def _run(self, cache: KVCache, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
         peers = self._peers
         exchange = self.exchange
-        fields = (CallFields * len(calls))(*calls)
+        fields = array_of(CallFields, len(calls))(*calls)
         if exchange is not None:
             peers.turn = exchange.turn
         arguments = (
