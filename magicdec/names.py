@@ -86,6 +86,8 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "magicdec.model.families.llama:LLAMA",
     "MistralForCausalLM": "magicdec.model.families.llama:MISTRAL",
     "MinistralForCausalLM": "magicdec.model.families.llama:MINISTRAL",
+    "MixtralForCausalLM": "magicdec.model.families.mixtures:MIXTRAL",
+    "Qwen3MoeForCausalLM": "magicdec.model.families.mixtures:QWEN3_MOE",
     "Gemma3ForCausalLM": "magicdec.model.families.gemma:GEMMA3",
     "Qwen2ForCausalLM": "magicdec.model.families.llama:QWEN2",
     "Qwen3ForCausalLM": "magicdec.model.families.llama:QWEN3",

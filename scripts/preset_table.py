@@ -35,7 +35,7 @@ def cells(name: str, preset: Preset) -> tuple[str, ...]:
         str(c.num_layers),
         str(c.hidden_size),
         f"{c.num_heads}: {c.num_kv_heads} x {c.head_dim}",
-        str(c.intermediate_size),
+        mlp(c),
         f"{c.vocab_size}{', tied' if c.tie_word_embeddings else ''}",
         f"{c.max_length}{f', window {c.narrowest_window}' if c.narrowest_window else ''}",
         positions(c),
@@ -43,6 +43,11 @@ def cells(name: str, preset: Preset) -> tuple[str, ...]:
         f"[{preset.repo_id}](https://huggingface.co/{preset.repo_id})",
         "yes" if preset.checked else "no",
     )
+
+
+def mlp(c: ModelConfig) -> str:
+    e = c.experts
+    return str(c.intermediate_size) if e is None else f"{e.num_used} of {e.num_experts} x {e.width}"
 
 
 def positions(c: ModelConfig) -> str:

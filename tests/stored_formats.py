@@ -61,6 +61,7 @@ def plain(name: str) -> Write:
     def write(directory: Path) -> Path:
         family, sizes = MODELS[name]
         sizes = sizes | {"vocab_size": VOCAB, "intermediate_size": 96}
+        sizes |= {"moe_intermediate_size": 64} if "num_experts" in sizes else {}
         make_model(family, sizes).save_pretrained(directory)
         trained_bpe(PRE).save(str(directory / "tokenizer.json"))
         return directory
@@ -86,6 +87,7 @@ FORMATS = {
     "compressed-tensors, channel": Format(quantised("integers, channel"), ("int4",)),
     "fp8": Format(quantised("fp8, blocks"), ("int4", "int8"), has_groups=False),
     "windows of some layers": Format(plain("ministral"), ("int4", "int8"), False, is_plain=True),
+    "mixture": Format(plain("qwen3-moe"), ("int4", "int8"), False, is_plain=True),
     "gemma3": Format(plain("gemma3"), ("int4", "int8"), False, takes_heads=False, is_plain=True),
 }
 DIRECTORY = TemporaryDirectory()  # removed when the process ends

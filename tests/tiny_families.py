@@ -88,6 +88,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING]}
         | {"query_pre_attn_scalar": 24, "rope_parameters": GEMMA_ROPES},
     ),
+    "mixtral": ("Mixtral", SIZES | {"head_dim": 16, "sliding_window": 56}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        SIZES
+        | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 52}
+        | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3-moe-sums": (
+        "Qwen3Moe",
+        SIZES
+        | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
+        | {"decoder_sparse_step": 2},
+    ),
     "tinyllama": ("Llama", SIZES | {"num_key_value_heads": 1}),
     "linear-rope": ("Llama", SIZES | {"rope_parameters": LINEAR_ROPE}),
     "dynamic-rope": ("Llama", SIZES | {"rope_parameters": DYNAMIC_ROPE}),

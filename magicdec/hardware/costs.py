@@ -10,7 +10,7 @@ rank; `roofline.py` counts the same bytes from a loaded model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd
 
@@ -61,10 +61,16 @@ class Deployment:
         head = _widths(c, shard)[3] * c.hidden_size
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
         sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
+        read, multiplied = 0.0, 0  # of the experts, what is not read, and not multiplied
+        if c.experts is not None:
+            of_all = expert_bytes(c, shard, self.dtype_bytes, self.low_bit)
+            read = of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts)
+            unused = c.experts.num_experts - c.experts.num_used
+            multiplied = expert_parameters(c, shard) * unused // c.experts.num_experts
         return ForwardCost(
-            weight_bytes(c, shard, self.dtype_bytes, self.low_bit),
+            weight_bytes(c, shard, self.dtype_bytes, self.low_bit) - round(read),
             B * entries * entry,
-            2 * B * (T * linear_parameters(c, shard) - without * head),
+            2 * B * (T * (linear_parameters(c, shard) - multiplied) - without * head),
             B * attention_flops(c, shard, T, S),
             sums if self.tp > 1 else (),
         )
@@ -105,13 +111,46 @@ def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
     q, kv, ffn, head = _widths(config, shard)
     hidden = config.hidden_size
     up = (2 if config.gated_mlp else 1) * ffn
-    layer = [(q + 2 * kv, hidden), (hidden, q), (up, hidden), (hidden, ffn)]
-    shapes = layer * config.num_layers + [(head, hidden)]
+    attention = [(q + 2 * kv, hidden), (hidden, q)]
+    mlp = [(up, hidden), (hidden, ffn)]
+    shapes = []
+    for kind in config.kinds:
+        has_experts = config.experts is not None and not kind.has_mlp
+        shapes += attention + (experts_of_layer(config, shard) if has_experts else mlp)
+    shapes.append((head, hidden))
     if config.eagle is None:
         return shapes
     states = config.eagle.num_states * config.eagle.state_size
     first = [(q + 2 * kv, 2 * hidden)] if config.num_layers else []
     return [(hidden, states), *first, *shapes[len(first) :]]
+
+
+def experts_of_layer(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
+    """(outputs, inputs) of this rank's share of all experts of a layer, without the router."""
+    experts = config.experts
+    assert experts is not None, "asked of a mixture"
+    first, last = shard.mlp_units(experts.width)
+    width = last - first
+    pair = [(2 * width, config.hidden_size), (config.hidden_size, width)]
+    return pair * experts.num_experts
+
+
+def expert_parameters(config: ModelConfig, shard: Shard) -> int:
+    """The number of weights in this rank's experts of all layers."""
+    shapes = experts_of_layer(config, shard)
+    return config.num_mixtures * sum(outputs * inputs for outputs, inputs in shapes)
+
+
+def expert_bytes(
+    config: ModelConfig, shard: Shard, dtype_bytes: int, low_bit: str | None = None
+) -> int:
+    """Bytes of this rank's experts of all layers, as `weight_bytes` counts them."""
+    if config.experts is None:
+        return 0
+    dense = replace(config, experts=replace(config.experts, num_experts=0, num_used=0))
+    whole, without = (weight_bytes(each, shard, dtype_bytes, low_bit) for each in (config, dense))
+    routers = config.num_mixtures * config.experts.num_experts * config.hidden_size
+    return whole - without - routers * dtype_bytes
 
 
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:
@@ -155,6 +194,8 @@ def weight_bytes(
     biases += (up + hidden) * config.mlp_bias
     norms = config.norm_parameters + config.embedding_norm_parameters
     vectors = config.num_layers * biases + norms + head * config.head_bias
+    if config.experts is not None:
+        vectors += config.num_mixtures * config.experts.num_experts * hidden  # routers
     if low_bit is None:
         return (linear_parameters(config, shard) + vectors) * dtype_bytes
     if config.tie_word_embeddings:  # a low-bit model has an untied head, without a bias

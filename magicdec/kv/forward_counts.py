@@ -18,6 +18,7 @@ class ForwardCounts:
     kv_tokens_read: int = 0
     kv_bytes_read: int = 0  # bytes of these keys and their values
     draft_kv_tokens_read: int = 0  # the part of `kv_tokens_read` that draft forwards read
+    experts_read: int = 0  # experts of all layers that a forward has read, summed over forwards
     draft_rows: int = 0  # rows of draft forwards, summed over forwards
     bytes_per_token: int = field(default=0, compare=False)  # of a token's key and value, all layers
     num_layers: int = field(default=1, compare=False)

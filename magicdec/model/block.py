@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
+from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import Linear, PartialLinear, Reduce, row_parallel
 from magicdec.model.positions import PositionEncoding, split_heads
 
@@ -121,7 +122,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+    """`has_experts`: a mixture of experts in place of the MLP."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, has_experts: bool = False) -> None:
         super().__init__()
         self.is_parallel = config.residual != "sequential"
         self.attention_norm = make_norm(config)
@@ -134,7 +137,8 @@ class Block(nn.Module):
         if config.post_norms:
             self.post_attention_norm = make_norm(config)
             self.post_mlp_norm = make_norm(config)
-        self.mlp = MLP(config, shard)
+        self.mlp: MLP | Experts = Experts(config, shard) if has_experts else MLP(config, shard)
+        assert not (has_experts and self.is_parallel), "experts follow attention"
 
     def forward(
         self,
@@ -161,6 +165,7 @@ class Block(nn.Module):
             return x, added if self.post_mlp_norm is None else self.post_mlp_norm(added)
         attention = self.attention
         mlp = self.mlp
+        assert isinstance(mlp, MLP), "experts follow attention"
         hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))
         mixed = attention.mix(normed, layer, encode, attend)
         total = reduce(attention.output(mixed) + mlp.down(hidden))  # one all-reduce for both

@@ -19,6 +19,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 RESIDUALS = ("sequential", "parallel", "parallel_shared_norm")
 ALIBI_DIMS = 2  # with ALiBi, a cached key holds its position as two digits in extra dimensions
 KERNEL_DIMS = 16  # the CPU attention kernel supports head sizes that are multiples of this
+ROUTER = "router"  # the parameter of a mixture of experts that chooses; it is never quantised
 MOST_THETA = 1e30  # of which float32 still holds all powers that the rotation needs
 
 
@@ -72,10 +73,34 @@ class LayerKind:
     """How layers of one kind attend.
 
     A token sees the last `window` tokens, itself included; None: all tokens before it. `rope`:
-    the kind's rotary embedding; None: the model's."""
+    the kind's rotary embedding; None: the model's. `has_mlp`: the layer has an MLP where others
+    have a mixture of experts."""
 
     window: int | None = None
     rope: RopeConfig | None = None
+    has_mlp: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of a layer's MLP. A token goes to `num_used` of `num_experts`
+    MLPs of `width` units, those with the largest softmax of the router's logits, which are their
+    weights; `renormalises`: divided by their sum."""
+
+    num_experts: int
+    num_used: int
+    width: int
+    renormalises: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_used > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_used} is more than the {self.num_experts} experts"
+            )
+
+    def touched(self, num_tokens: int) -> float:
+        """Experts that so many tokens go to, each to others at random: E (1 - (1 - k/E)^T)."""
+        return self.num_experts * (1 - (1 - self.num_used / self.num_experts) ** num_tokens)
 
 
 @dataclass(frozen=True)
@@ -112,7 +137,7 @@ class ModelConfig:
     (sequential), or both read the block's input, through two norms (parallel) or one
     (parallel_shared_norm). `qk_norm`: an RMS norm on every head of q and k. `post_norms`: norms of
     what attention and MLP add, too. `embedding_scale` multiplies embedded tokens, `query_scale`
-    queries.
+    queries. `experts`: a mixture in place of the MLP, except in layers that have one.
 
     `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers in groups, with
     scales, on average over its layers; `plain_share` of their weights are plain numbers, and so are
@@ -150,6 +175,7 @@ class ModelConfig:
     query_scale: float = 1.0
     embedding_norm: bool = False
     head_bias: bool = False
+    experts: ExpertsConfig | None = None
     stored_bytes: float | None = None
     plain_share: float = 0.0
     cut_share: float = 0.0
@@ -205,6 +231,18 @@ class ModelConfig:
         """The number of layers with each of the windows."""
         counts = Counter(kind.window for kind in self.kinds)
         return {window: counts[window] for window in self.windows}
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """The units of a layer's MLP and of an expert, as far as layers have them."""
+        has_mlp = self.experts is None or self.num_mixtures < self.num_layers
+        own = (self.intermediate_size,) if has_mlp else ()
+        return own if self.experts is None else (*own, self.experts.width)
+
+    @property
+    def num_mixtures(self) -> int:
+        """The number of layers with experts."""
+        return 0 if self.experts is None else sum(not kind.has_mlp for kind in self.kinds)
 
     def rope_of(self, kind: LayerKind) -> RopeConfig:
         return self.rope if kind.rope is None else kind.rope

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import MLP, Attend, Block, RMSNorm, add_norm, make_norm
-from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.config import ROUTER, ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import Elementwise
+from magicdec.model.experts import Experts
 from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.model.linear.packed import (
     Linear,
@@ -85,7 +86,11 @@ class Transformer(nn.Module):
             self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
         if self.has_embedding and config.embedding_norm:
             self.embedding_norm = make_norm(config)
-        self.blocks = nn.ModuleList(Block(config, shard) for _ in self.layers)
+        kinds = config.kinds
+        self.blocks = nn.ModuleList(
+            Block(config, shard, config.experts is not None and not kinds[layer].has_mlp)
+            for layer in self.layers
+        )
         if self.has_head:
             self.norm = make_norm(config)
             if not config.tie_word_embeddings:
@@ -202,6 +207,15 @@ class Transformer(nn.Module):
             return [alibi(positions, self.slopes, config.cached_head_dim)]
         return [split_heads]
 
+    def take_experts_read(self) -> int:
+        """The experts that forwards have read since this was asked last, in all layers."""
+        total = 0
+        for block in self.blocks:
+            if isinstance(block, Block) and isinstance(block.mlp, Experts):
+                total += block.mlp.num_read
+                block.mlp.num_read = 0
+        return total
+
     @property
     def tied_head(self) -> Tensor:
         """[V, hidden]: this rank's rows of the embedding, as weights of the head."""
@@ -211,7 +225,7 @@ class Transformer(nn.Module):
         """Compute RMS norms, rotary embedding and SiLU gates with `elementwise`. Other norms and
         activations are torch's."""
         for part in self.modules():
-            if isinstance(part, RMSNorm | MLP | Transformer):
+            if isinstance(part, RMSNorm | MLP | Experts | Transformer):
                 part.elementwise = elementwise
 
     def pack(self, rounds: bool = False) -> None:
@@ -222,11 +236,14 @@ class Transformer(nn.Module):
             self.head = PackedLinear(self.tied_head)
 
     def with_linears(self, make: Callable[[Linear], Linear]) -> Transformer:
-        """A model that shares all but its linear layers, which `make` makes. A tied head becomes
-        a layer of its own."""
+        """A model that shares all but its linear layers, which `make` makes, and the routers of
+        experts. A tied head becomes a layer of its own."""
         memo: dict[int, Any] = {id(each): each for each in self.parameters()}
         layers = [
-            m for m in self.modules() if isinstance(m, nn.Linear | PackedLinear | GroupedLinear)
+            module
+            for name, module in self.named_modules()
+            if isinstance(module, nn.Linear | PackedLinear | GroupedLinear)
+            and not name.endswith(f".{ROUTER}")
         ]
         memo |= {id(layer): make(layer) for layer in layers}
         other = deepcopy(self, memo)

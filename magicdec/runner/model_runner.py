@@ -332,6 +332,8 @@ class ModelRunner:
         num_tokens = view.num_new * len(rows)
         counts.num_forwards += 1
         counts.num_tokens += num_tokens
+        if self.model.config.experts is not None:
+            counts.experts_read += self.model.take_experts_read()
         if rows.is_captured:
             assert counts.on_device is not None
             reads = forward.views.reads(rows)

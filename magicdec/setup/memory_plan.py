@@ -87,16 +87,24 @@ def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool =
     model = plan.model
     backend = backend_class(plan.config.attention.backend)
     call = _call_size(plan, shape)
-    first, last = plan.shard.mlp_units(model.intermediate_size)
+    units = max(_share(plan, width) for width in model.mlp_widths)
     heads = call.num_heads + call.num_kv_heads
     of_attention = 3 * heads * model.head_dim
-    of_mlp = 4 * (last - first)
+    of_mlp = 4 * units
+    if model.experts is not None:  # the sum in float32, an expert's tokens and what it adds
+        of_mlp += 6 * model.hidden_size
     layer = 3 * model.hidden_size + max(of_attention, of_mlp)
     if plan.kinds.native_steps == "on":
-        widest = max(model.hidden_size, call.num_heads * model.head_dim, last - first)
+        widest = max(model.hidden_size, call.num_heads * model.head_dim, units)
         layer += min(of_attention, of_mlp) + 4 * widest // call.dtype_bytes
     layer *= call.B * call.T * call.dtype_bytes
     return layer + backend.working_bytes(call) + observes * backend.weights_bytes(call)
+
+
+def _share(plan: ModelPlan, width: int) -> int:
+    """This rank's units of an MLP."""
+    first, last = plan.shard.mlp_units(width)
+    return last - first
 
 
 def _call_size(plan: ModelPlan, shape: tuple[int, int, int]) -> CallSize:
@@ -123,8 +131,8 @@ def _loading_bytes(plan: ModelPlan) -> int:
     model = plan.model
     shard = plan.shard
     vocab = shard.split(model.vocab_size)
-    ffn = shard.mlp_units(model.intermediate_size)
-    largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
+    units = max(_share(plan, width) for width in model.mlp_widths)
+    largest = max(vocab[1] - vocab[0], 2 * units) * model.hidden_size
     size = DTYPE_BYTES[plan.kinds.dtype]
     if plan.kinds.weights in NARROW:
         return largest + READ_ELEMENTS * (4 + 4 + 1)

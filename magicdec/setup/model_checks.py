@@ -160,7 +160,7 @@ def check_groups(
     quantizer: Quantizer = load_named(QUANTIZERS, weights)
     shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
     heads = [s.heads(model.num_heads, model.num_kv_heads)[0] for s in shards]
-    units = [s.mlp_units(model.intermediate_size) for s in shards]
+    units = [s.mlp_units(width) for s in shards for width in model.mlp_widths]
     widths = {model.hidden_size}
     widths |= {(last - first) * model.head_dim for first, last in heads}
     widths |= {last - first for first, last in units}
@@ -258,6 +258,11 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
 
 def check_backend(config: ResolvedConfig, backend: str, flag: str, source: ModelSource) -> None:
     """Raises ValueError if the backend computes the model's attention wrongly."""
+    if source.config.experts is not None and config.parallel.device == "cuda":
+        raise ValueError(
+            f"--device cuda: the experts of {flag} {source.name} are computed on CPUs only, so "
+            "far; choose --device cpu"
+        )
     check_scores(backend, config.model.dtype, flag, source)
     check_window(backend, max_tokens(config), flag, source)
 

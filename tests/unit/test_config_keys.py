@@ -34,6 +34,8 @@ WALKED: dict[str, tuple[str, dict[str, Any]]] = {
     "MistralForCausalLM": ("Mistral", SIZES | WIDE | {"num_key_value_heads": 2}),
     "MinistralForCausalLM": ("Ministral", SIZES | WIDE | {"num_key_value_heads": 2}),
     "Gemma3ForCausalLM": ("Gemma3Text", SIZES | WIDE | {"num_key_value_heads": 2}),
+    "MixtralForCausalLM": ("Mixtral", SIZES | WIDE | {"num_key_value_heads": 2}),
+    "Qwen3MoeForCausalLM": ("Qwen3Moe", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
     "Qwen2ForCausalLM": ("Qwen2", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
     "Qwen3ForCausalLM": ("Qwen3", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
     "GPT2LMHeadModel": ("GPT2", GPT),

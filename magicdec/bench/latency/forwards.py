@@ -30,6 +30,7 @@ from magicdec.hardware.timing import read_bandwidth, seconds_of, synchronize
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import Linear, first_outputs
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import make_progress
@@ -138,7 +139,11 @@ def seconds_of_products(model: Transformer, tokens: int, device: torch.device) -
         x = torch.randn(tokens, inputs, device=device).to(dtype)
         seconds = statistics.median(seconds_of(partial(part, x), device, 4) for _ in range(7))
         fastest = max(fastest, tokens * inputs * part.out_features / seconds)
-    sizes = sum(layer.in_features * layer.out_features for layer in layers)
+    sizes: float = sum(layer.in_features * layer.out_features for layer in layers)
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        own = [layer for layer in experts.modules() if isinstance(layer, Linear)]
+        of_experts = sum(m.in_features * m.out_features for m in own if m is not experts.router)
+        sizes -= of_experts * (1 - experts.num_used / len(experts.down))
     head = model.tied_head.numel() if model.has_head and model.head is None else 0
     return tokens * (sizes + head) / fastest
 

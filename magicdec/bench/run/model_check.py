@@ -148,7 +148,7 @@ def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
         f"{c.residual.replace('_', ' ')} residuals",
         "attention": f"{c.num_heads} heads of {c.head_dim}, {c.num_kv_heads} KV heads"
         + (", norms on q and k" if c.qk_norm else ""),
-        "MLP": f"width {c.intermediate_size}, {c.activation}, {'a' if c.gated_mlp else 'no'} gate",
+        "MLP": describe_mlp(c),
         "norm": f"{norm}, epsilon {c.norm_eps:g}"
         + (", one behind the embedding" * c.embedding_norm),
         "biases": ", ".join(part for part, is_there in biases.items() if is_there) or "none",
@@ -159,6 +159,16 @@ def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
         "tokenizer": f"{tokenizer.path.name}, {tokenizer.vocab_size} ids; {word!r} is {ids}",
     }
     return [f"{label:<10} {text}" for label, text in lines.items()]
+
+
+def describe_mlp(c: ModelConfig) -> str:
+    text = f"width {c.intermediate_size}, {c.activation}, {'a' if c.gated_mlp else 'no'} gate"
+    if c.experts is None:
+        return text
+    e = c.experts
+    mixture = f"{e.num_used} of {e.num_experts} experts of width {e.width}"
+    own = c.num_layers - c.num_mixtures
+    return f"{mixture}, {c.activation}" + (f"; in {own} layers {text}" if own else "")
 
 
 def describe_windows(c: ModelConfig) -> str:

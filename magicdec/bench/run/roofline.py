@@ -5,6 +5,7 @@ forward's view shows.
 from __future__ import annotations
 
 from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import PackedLinear, padding_bytes
 from magicdec.model.transformer import Transformer
 
@@ -13,8 +14,8 @@ NOT_READ = ("embedding.", "position_embedding.", "fc.")
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Bytes of this rank's weights that a forward reads: layers, norms and head rows, without
-    embeddings, a head's `fc` and the padding of packed layers."""
+    """Bytes of this rank's weights that a forward reads: layers, all of their experts, norms and
+    head rows, without embeddings, a head's `fc` and the padding of packed layers."""
     names = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
     total = sum(size for name, size in names.items() if not name.startswith(NOT_READ))
     packed = [
@@ -35,5 +36,21 @@ def kv_bytes_per_token(model: Transformer) -> int:
     return 2 * len(model.layers) * (last - first) * config.cached_head_dim * weight.element_size()
 
 
+def expert_bytes(model: Transformer) -> tuple[int, int]:
+    """Bytes of this rank's experts of all layers, without padding, and their number."""
+    total = number = 0
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        number += len(experts.down)
+        for layer in (*experts.gate_up, *experts.down):
+            total += sum(p.numel() * p.element_size() for p in layer.parameters())
+            if isinstance(layer, PackedLinear):
+                total -= padding_bytes(layer.packed, layer.out_features)
+    return total, number
+
+
 def bytes_read(model: Transformer, counts: ForwardCounts) -> int:
-    return counts.num_forwards * weight_bytes(model) + counts.kv_bytes_read
+    """Weights once a forward, of a mixture those experts that it read, and K and V."""
+    of_experts, num_experts = expert_bytes(model)
+    always = weight_bytes(model) - of_experts
+    read = of_experts * counts.experts_read // num_experts if num_experts else 0
+    return counts.num_forwards * always + read + counts.kv_bytes_read

@@ -4,14 +4,17 @@ apart or packed, stored [out, in] or transposed. Names come from the family. Imp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.config import ModelConfig
+from magicdec.model.config import ROUTER, LayerKind, ModelConfig
 from magicdec.model.families.family import Names, find_family
 from magicdec.output.files import load_json
+
+NO_MATRIX = re.compile(rf"embedding|\.{ROUTER}\.")  # parameters of two dimensions
 
 IndexRange = tuple[int, int]
 WeightPart = tuple[str, IndexRange, int]
@@ -88,8 +91,9 @@ def weight_map(
         )
     if has_embedding and config.embedding_norm:
         table.norm("embedding_norm", names.embedding_norm)
+    kinds = config.kinds
     for index, layer in enumerate(layers):
-        table.layer(f"blocks.{index}", names.layer.format(layer))
+        table.layer(f"blocks.{index}", names.layer.format(layer), kinds[layer])
     if has_head:
         table.norm("norm", names.norm)
         if not config.tie_word_embeddings:
@@ -115,13 +119,14 @@ def find_pieces(config: ModelConfig) -> dict[str, Piece]:
 
 
 def matrix_pieces(config: ModelConfig) -> list[Piece]:
-    """Those of the unsharded model's linear layers, the head included unless it is tied."""
+    """Those of the unsharded model's linear layers that may be quantised, the head included unless
+    it is tied."""
     table = weight_map(config, Shard(), range(config.num_layers))
     return [
         piece
         for parameter, pieces in table.items()
         for piece in pieces
-        if len(piece.full_shape) == 2 and "embedding" not in parameter
+        if len(piece.full_shape) == 2 and not NO_MATRIX.search(parameter)
     ]
 
 
@@ -149,7 +154,8 @@ class _Table:
         self.column_parallel("fc", [("fc", whole, c.hidden_size)], False, inputs=width)
         for index in layers:
             name = self.names.layer.format(index)
-            self.layer(f"blocks.{index}", name, 2 if index == 0 else 1)
+            kind = c.kinds[index]
+            self.layer(f"blocks.{index}", name, kind, 2 if index == 0 else 1)
             if index == 0:
                 self.norm("blocks.0.hidden_norm", f"{name}hidden_norm")
         self.norm("norm", self.names.norm)
@@ -162,7 +168,7 @@ class _Table:
         self.names: Names = find_family(config.architecture).names(config)
         self.pieces: dict[str, list[Piece]] = {}
 
-    def layer(self, ours: str, theirs: str, num_inputs: int = 1) -> None:
+    def layer(self, ours: str, theirs: str, kind: LayerKind, num_inputs: int = 1) -> None:
         """`num_inputs`: vectors of the hidden size that attention takes, one behind the other."""
         c = self.config
         n = self.names
@@ -187,10 +193,26 @@ class _Table:
         if c.post_norms:
             self.norm(f"{ours}.post_attention_norm", theirs + n.post_attention_norm)
             self.norm(f"{ours}.post_mlp_norm", theirs + n.post_mlp_norm)
+        if c.experts is not None and not kind.has_mlp:
+            self._experts(f"{ours}.mlp", theirs)
+            return
         ffn = self.shard.mlp_units(c.intermediate_size)
         up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]
         self.column_parallel(f"{ours}.mlp.gate_up", up, c.mlp_bias)
         self.row_parallel(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
+
+    def _experts(self, ours: str, theirs: str) -> None:
+        n = self.names
+        experts = self.config.experts
+        assert experts is not None, "asked of a mixture"
+        self.whole(f"{ours}.{ROUTER}.weight", theirs + n.router, experts.num_experts)
+        units = self.shard.mlp_units(experts.width)
+        for number in range(experts.num_experts):
+            expert = theirs + n.expert.format(number)
+            up = [(expert + name, units, experts.width) for name in n.expert_gate_up]
+            self.column_parallel(f"{ours}.gate_up.{number}", up, False)
+            down = expert + n.expert_down
+            self.row_parallel(f"{ours}.down.{number}", down, units, experts.width, False)
 
     def column_parallel(
         self,

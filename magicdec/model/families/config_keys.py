@@ -72,7 +72,7 @@ use_return_dict validate_runner_input
 # Training, and heads other than that of a language model.
 attn_pdrop classifier_dropout embd_pdrop id2label init_device init_method init_method_std
 initializer_range label2id n_special neftune_noise_alpha num_labels
-predict_special_tokens problem_type resid_pdrop
+output_router_logits predict_special_tokens problem_type resid_pdrop router_aux_loss_coef
 # Qwen's attention beyond its trained context, of other programs: transformers does not read it.
 dual_chunk_attention_config
 """

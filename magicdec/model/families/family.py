@@ -18,7 +18,8 @@ PACKINGS = ("separate", "stacked", "grouped")
 @dataclass(frozen=True)
 class Names:
     """Checkpoint names without ".weight" and ".bias", Llama's by default. Names from
-    `attention_norm` on are appended to `layer`, whose "{}" is the layer's number.
+    `attention_norm` on are appended to `layer`, whose "{}" is the layer's number, and those of an
+    expert to `expert`, whose "{}" is its own.
 
     `packing`: q, k and v are three tensors (separate), one with all rows of q, then k, then v
     (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out].
@@ -39,6 +40,10 @@ class Names:
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}."
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
     transposed: bool = False

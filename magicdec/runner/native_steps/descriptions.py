@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.kv.cache import KVCache
-from magicdec.model.block import Block
+from magicdec.model.block import MLP, Block
 from magicdec.model.config import ModelConfig
 from magicdec.model.eagle import EagleHead, FirstBlock
 from magicdec.model.linear.packed import PackedLinear, format_numbers, multiply_in_team
@@ -145,6 +145,7 @@ def describe_cache(cache: KVCache) -> CacheFields:
 def describe_layer(block: Block, query_scale: float) -> LayerFields:
     attention = block.attention
     mlp = block.mlp
+    assert isinstance(mlp, MLP), "checked before the run"
     mlp_norm = block.mlp_norm
     norms = (
         *(block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm),
@@ -186,6 +187,7 @@ def layer_obstacle(config: ModelConfig) -> str | None:
         f"{config.norm} norms": config.norm != "rms",
         f"{config.positions} positions": config.positions != "rope",
         f"{config.residual} residuals": config.residual != "sequential",
+        "a mixture of experts": config.experts is not None,
         "an MLP without a gate": not config.gated_mlp,
         f"{config.activation} activations": config.activation not in ("silu", "gelu_tanh"),
         "a norm after the embedding": config.embedding_norm,

@@ -1,0 +1,64 @@
+"""Experts: a mixture of experts in place of a layer's MLP (Shazeer et al., arXiv 1701.06538; Jiang
+et al., arXiv 2401.04088). A router gives each token to `num_used` of the experts, whose
+outputs are added with its weights.
+
+Each expert that any token of a forward goes to is read once for all of them. A token's result does
+not depend on others: experts are added in the order of their numbers, in float32.
+
+Shapes: B rows, T new tokens, N = B * T tokens, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.config import ModelConfig
+from magicdec.model.elementwise.operators import Elementwise
+from magicdec.model.linear.packed import Linear, PartialLinear, Reduce
+
+
+class Experts(nn.Module):
+    """This rank's share of the width of every expert. `num_read`: experts that forwards have read
+    so far, each once a forward."""
+
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        super().__init__()
+        experts = config.experts
+        assert experts is not None and config.gated_mlp and config.activation == "silu"
+        self.num_used = experts.num_used
+        self.renormalises = experts.renormalises
+        self.elementwise = Elementwise()
+        self.num_read = 0
+        first, last = shard.mlp_units(experts.width)
+        size = config.hidden_size
+        self.router: Linear = nn.Linear(size, experts.num_experts, bias=False)
+        self.gate_up = nn.ModuleList(
+            nn.Linear(size, 2 * (last - first), bias=False) for _ in range(experts.num_experts)
+        )
+        self.down = nn.ModuleList(
+            PartialLinear(last - first, size, bias=False) for _ in range(experts.num_experts)
+        )
+
+    def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
+        tokens = x.flatten(0, -2)  # [N, hidden]
+        chosen, weights = self.route(tokens)
+        out = torch.zeros(tokens.shape, dtype=torch.float32, device=x.device)
+        touched = chosen.unique().tolist()
+        self.num_read += len(touched)
+        for number in touched:
+            token, place = torch.where(chosen == number)
+            hidden = self.elementwise.silu_gate(self.gate_up[number](tokens[token]))
+            added = self.down[number](hidden).float() * weights[token, place, None]
+            out.index_add_(0, token, added)
+        return reduce(out.to(x.dtype).view_as(x))
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of tokens [N, hidden], and their weights, rounded to the dtype of tokens:
+        int64 and float32 [N, K]."""
+        shares = torch.softmax(self.router(tokens).float(), dim=-1)
+        weights, chosen = torch.topk(shares, self.num_used, dim=-1)
+        if self.renormalises:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return chosen, weights.to(tokens.dtype).float()
