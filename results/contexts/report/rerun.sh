@@ -3,3 +3,4 @@
 set -u
 
 magicdec sweep study.toml
+magicdec sweep eagle.toml
