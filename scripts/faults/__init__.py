@@ -7,6 +7,7 @@ from faults import (
     choices,
     gate,
     heads,
+    mixtures,
     records,
     rings,
     runs,
@@ -29,4 +30,5 @@ PROPERTIES = (
     *verdict.PROPERTIES,
     *weights.PROPERTIES,
     *heads.PROPERTIES,
+    *mixtures.PROPERTIES,
 )

@@ -1,0 +1,55 @@
+"""Of mixtures of experts: what a token gets, and what a forward reads."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+EXPERTS = "test_experts.py::"
+SOURCE = "model/experts.py"
+
+PROPERTIES = (
+    Property(
+        "A mixture of experts is the weighted sum of the best.",
+        f"{EXPERTS}test_a_mixture_is_its_definition",
+        (
+            Fault("weights that do not add up to one", SOURCE,
+                  "if self.renormalises:", "if False:"),
+            Fault("the weight of another expert of the token", SOURCE,
+                  "weights[token, place, None]", "weights[token, 0, None]"),
+            Fault("an expert fewer", SOURCE,
+                  "torch.topk(shares, self.num_used, dim=-1)",
+                  "torch.topk(shares, self.num_used - 1, dim=-1)"),
+        ),
+    ),
+    Property(
+        "An expert that tokens of a forward go to is read once.",
+        f"{EXPERTS}test_each_touched_expert_is_read_once",
+        (
+            Fault("an expert counted for each token", SOURCE,
+                  "self.num_read += len(touched)", "self.num_read += chosen.numel()"),
+        ),
+    ),
+    Property(
+        "Bytes are those of the experts that were read.",
+        f"{EXPERTS}test_bytes_are_those_of_the_experts_that_were_read",
+        (
+            Fault("all experts in each forward", "bench/run/roofline.py",
+                  "of_experts * counts.experts_read // num_experts",
+                  "of_experts * counts.num_forwards"),
+            Fault("experts that are not counted", "runner/model_runner.py",
+                  "counts.experts_read += self.model.take_experts_read()",
+                  "self.model.take_experts_read()"),
+        ),
+    ),
+    Property(
+        "A step of more tokens is expected to read more experts.",
+        f"{EXPERTS}test_predicted_bytes_of_a_step_grow_with_its_tokens",
+        (
+            Fault("as many experts as tokens use", "model/config.py",
+                  "self.num_experts * (1 - (1 - self.num_used / self.num_experts) ** num_tokens)",
+                  "float(min(self.num_experts, self.num_used * num_tokens))"),
+            Fault("all experts in each step", "hardware/costs.py",
+                  "of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts)", "0.0"),
+        ),
+    ),
+)  # fmt: skip
