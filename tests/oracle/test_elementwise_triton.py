@@ -115,7 +115,7 @@ def launches_of(config: ModelConfig, chosen: Elementwise, ours: list[Any]) -> tu
     tensors that hold no numbers. An RMS norm of torch's counts as one, as it is on CUDA."""
     with torch.device("meta"), torch.inference_mode():
         model = Transformer(config).to(BF16)
-        model.rope = torch.empty(64, 2, config.head_dim // 2)
+        model.ropes = {config.rope: torch.empty(64, 2, config.head_dim // 2)}
         model.use(chosen)
         ids = torch.empty(1, 1, dtype=torch.int64)
         ours.clear()
