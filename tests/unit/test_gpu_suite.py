@@ -146,7 +146,7 @@ def test_a_failed_cell_costs_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "problem"), [(60, "pytest ended with 1"), (4, "stopped at the stage's time limit")]
+    ("seconds", "problem"), [(60, "pytest ended with 1"), (9, "stopped at the stage's time limit")]
 )
 def test_what_tests_found_before_they_failed_is_kept(
     seconds: int, problem: str, tmp_path: Path
