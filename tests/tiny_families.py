@@ -124,7 +124,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3": "Gemma3ForCausalLM"}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
-MLP_UNITS = ("intermediate_size", "n_inner", "ffn_hidden_size")
+MLP_UNITS = ("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_hidden_size")
 Logits = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> logits [B, T, VOCAB], by other code than ours."""
 

@@ -17,6 +17,7 @@ from magicdec.model.checkpoint.convert import convert, find_checkpoint, find_dam
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.checkpoint.weight_files import Index, WeightSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
+from magicdec.model.config import ROUTER
 from magicdec.model.linear.grouped import GroupedNumbers
 from magicdec.model.linear.quantizers import INT4, INT8, Quantizer
 from magicdec.model.transformer import Transformer
@@ -129,8 +130,8 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
             whole = source.weights.read(name).float()
             whole = whole.T if piece.transposed else whole
             rows, columns = slice(*piece.rows), slice(*(piece.columns or (0, None)))
-            if len(piece.full_shape) == 1 or "embedding" in parameter:
-                parts.append(whole[rows])
+            if len(piece.full_shape) == 1 or "embedding" in parameter or ROUTER in parameter:
+                parts.append(whole[rows] + piece.offset)
             else:
                 parts.append(plainly(whole)[rows, columns])
         out[parameter] = torch.cat(parts)
@@ -149,7 +150,7 @@ def test_shards_have_the_weights_of_the_whole(
     c = source.config
     shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
     ends = [shard.heads(c.num_heads, c.num_kv_heads)[0][1] * c.head_dim for shard in shards]
-    ends += [shard.mlp_units(c.intermediate_size)[1] for shard in shards]
+    ends += [shard.mlp_units(width)[1] for shard in shards for width in c.mlp_widths]
     if any(end % 16 for end in ends):
         pytest.skip("ranks have inputs that no group divides, which is refused")
     for shard in shards:
