@@ -10,7 +10,7 @@ rank; `roofline.py` counts the same bytes from a loaded model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
@@ -61,16 +61,17 @@ class Deployment:
         head = _widths(c, shard)[3] * c.hidden_size
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
         sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
-        read, multiplied = 0.0, 0  # of the experts, what is not read, and not multiplied
+        multiplied = linear_parameters(c, shard)  # by each new token
+        untouched = 0  # bytes of experts that no token goes to
         if c.experts is not None:
             of_all = expert_bytes(c, shard, self.dtype_bytes, self.low_bit)
-            read = of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts)
+            untouched = round(of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts))
             unused = c.experts.num_experts - c.experts.num_used
-            multiplied = expert_parameters(c, shard) * unused // c.experts.num_experts
+            multiplied -= expert_parameters(c, shard) * unused // c.experts.num_experts
         return ForwardCost(
-            weight_bytes(c, shard, self.dtype_bytes, self.low_bit) - round(read),
+            weight_bytes(c, shard, self.dtype_bytes, self.low_bit) - untouched,
             B * entries * entry,
-            2 * B * (T * (linear_parameters(c, shard) - multiplied) - without * head),
+            2 * B * (T * multiplied - without * head),
             B * attention_flops(c, shard, T, S),
             sums if self.tp > 1 else (),
         )
@@ -145,12 +146,14 @@ def expert_bytes(
     config: ModelConfig, shard: Shard, dtype_bytes: int, low_bit: str | None = None
 ) -> int:
     """Bytes of this rank's experts of all layers, as `weight_bytes` counts them."""
-    if config.experts is None:
-        return 0
-    dense = replace(config, experts=replace(config.experts, num_experts=0, num_used=0))
-    whole, without = (weight_bytes(each, shard, dtype_bytes, low_bit) for each in (config, dense))
-    routers = config.num_mixtures * config.experts.num_experts * config.hidden_size
-    return whole - without - routers * dtype_bytes
+    number = expert_parameters(config, shard)
+    if low_bit is None:
+        return number * dtype_bytes
+    if low_bit == STORED:
+        return round(number * config.average_bytes(dtype_bytes, shard.size))
+    shapes = experts_of_layer(config, shard)
+    of_layer = sum(outputs * inputs * narrow_bytes(low_bit, inputs) for outputs, inputs in shapes)
+    return round(config.num_mixtures * of_layer)
 
 
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:

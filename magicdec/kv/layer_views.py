@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -24,16 +25,16 @@ class LayerWindows:
 
     distinct: tuple[int | None, ...]
     of_layer: tuple[int, ...]
-    num_layers: tuple[int, ...] = field(init=False)  # with each of the distinct windows
-    pointer: int = field(init=False)  # to `of_layer` as int64 numbers
-    _places: ctypes.Array[ctypes.c_int64] = field(init=False)
 
-    def __post_init__(self) -> None:
-        counts = tuple(self.of_layer.count(place) for place in range(len(self.distinct)))
-        places = (ctypes.c_int64 * len(self.of_layer))(*self.of_layer)
-        object.__setattr__(self, "num_layers", counts)
-        object.__setattr__(self, "_places", places)
-        object.__setattr__(self, "pointer", ctypes.addressof(places))
+    @cached_property
+    def num_layers(self) -> tuple[int, ...]:
+        """The number of layers with each of the distinct windows."""
+        return tuple(self.of_layer.count(place) for place in range(len(self.distinct)))
+
+    @cached_property
+    def of_layer_in_c(self) -> ctypes.Array[ctypes.c_int64]:
+        """`of_layer` for the native executor."""
+        return (ctypes.c_int64 * len(self.of_layer))(*self.of_layer)
 
     @classmethod
     def of(cls, windows: Sequence[int | None], max_tokens: int) -> LayerWindows:

@@ -49,7 +49,7 @@ PROPERTIES = (
                   "self.num_experts * (1 - (1 - self.num_used / self.num_experts) ** num_tokens)",
                   "float(min(self.num_experts, self.num_used * num_tokens))"),
             Fault("all experts in each step", "hardware/costs.py",
-                  "of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts)", "0.0"),
+                  "of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts)", "0"),
         ),
     ),
 )  # fmt: skip

@@ -188,6 +188,23 @@ def test_refused_for_llama(changes: dict[str, Any], message: str) -> None:
         ("MistralForCausalLM", {"use_sliding_window": False}, "use_sliding_window false and slid"),
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window 0 is not a positive"),
         ("Qwen3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types .* no list of 3"),
+        (
+            "Gemma3ForCausalLM",
+            {"sliding_window": None},
+            "sliding_attention, but no sliding_window",
+        ),
+        ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "is no object with a table",
+        ),
+        ("Gemma3ForCausalLM", {"rope_local_base_freq": 5.0}, "of sliding_attention contradicts"),
+        ("Gemma3ForCausalLM", {"rope_scaling": {"factor": 8.0}}, "rope_parameters .* contradict"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 is more than the 8 experts"),
+        ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": ["1"]}, "mlp_only_layers .* is no list of num"),
         ("Qwen3ForCausalLM", {"layer_types": ["conv"] * 3}, "layer_types: 'conv' is not supported"),
         (
             "MistralForCausalLM",

@@ -19,7 +19,7 @@ from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.config import ModelConfig
 from magicdec.output.console import Silent
-from magicdec.setup.eagle_checks import state_layers
+from magicdec.setup.eagle_checks import check_head, state_layers
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.prepare import SetupCache, find
@@ -164,6 +164,16 @@ def test_a_head_that_does_not_fit_is_refused(
     expected = message.format(target=target.name, head=head.name)
     assert ended.code == 2 and expected in ended.err, ended.err
     assert ended.err.count("\n") == 1
+
+
+def test_a_target_that_scales_its_embedding_has_no_head(target: Path, tmp_path: Path) -> None:
+    write_head(tmp_path / "head", TARGET, HeadForm())
+    head = find_model("--draft", str(tmp_path / "head"))
+    plain = find_model("--model", str(target))
+    check_head(plain, head, is_staged=False)
+    scaled = replace(plain, config=replace(plain.config, embedding_scale=7.0))
+    with pytest.raises(ValueError, match=r"takes embedded tokens as they are, but .* scales them"):
+        check_head(scaled, head, is_staged=False)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from magicdec.hardware.ceiling_file import Hardware
 from magicdec.hardware.costs import Deployment, kv_bytes_per_token
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import ModelSource, expected_shapes, find_model
-from magicdec.model.config import LayerKind, ModelConfig, RopeConfig
+from magicdec.model.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
 from magicdec.setup.model_checks import (
     check_choice,
+    check_experts,
     check_length,
     check_reach,
     check_rolling,
@@ -108,6 +109,32 @@ def test_costs_of_a_window() -> None:
         seen = [min(S + t, 64) for t in range(1, 6)]
         assert cut.attention_flops == 2 * 4 * 2 * 4 * 8 * sum(seen)
         assert (cut == whole) == (S + 5 <= 64)
+
+
+def test_costs_of_layers_with_and_without_a_window() -> None:
+    """Each layer costs what it costs in a model of its kind."""
+    kinds = (LayerKind(64), LayerKind(), LayerKind(64))
+    mixed = replace(PLAIN, num_layers=3, layer_kinds=kinds)
+    alone = [replace(PLAIN, num_layers=1, layer_kinds=(kind,)) for kind in kinds]
+    for S in (10, 61, 100):
+        of_all, *of_each = (
+            Deployment(c, Hardware(1e9, 1e9), 4).forward(2, 5, S) for c in (mixed, *alone)
+        )
+        assert of_all.kv_bytes == sum(cost.kv_bytes for cost in of_each)
+        assert of_all.attention_flops == sum(cost.attention_flops for cost in of_each)
+
+
+def test_a_rolling_draft_reaches_as_far_as_its_widest_window() -> None:
+    draft = source(layer_kinds=(LayerKind(64), LayerKind()), max_position_embeddings=1024)
+    check_reach(replace(LONGSPEC, kv=KVSection("streaming_llm", 80)), "--model plain", draft)
+
+
+def test_experts_are_refused_on_a_gpu() -> None:
+    mixture = source(experts=ExpertsConfig(4, 2, 16))
+    check_experts("cpu", "--model", mixture)
+    check_experts("cuda", "--model", source())
+    with pytest.raises(ValueError, match=r"^--device cuda: the experts of --model plain .* cpu$"):
+        check_experts("cuda", "--model", mixture)
 
 
 def test_alibi_needs_scores_that_are_not_rounded() -> None:

@@ -19,7 +19,7 @@ from magicdec.model.families.fields import (
     switch,
 )
 from magicdec.model.families.rope_fields import rope
-from magicdec.model.families.windows import FULL, SLIDING, kinds, layer_types
+from magicdec.model.families.windows import FULL, SLIDING, kinds, layer_types, stated_window
 
 PATTERN = 6  # one of so many layers sees all tokens
 THETA = {FULL: 1e6, SLIDING: 1e4}
@@ -36,7 +36,6 @@ def read(raw: ConfigFields) -> dict[str, Any]:
     head_dim = size(raw, "head_dim", default=256)
     has_bias = switch(raw, "attention_bias", False)
     ropes = read_ropes(raw)
-    window = size(raw, "sliding_window", default=4096)
     scale = positive(raw, "query_pre_attn_scalar") if "query_pre_attn_scalar" in raw else 256.0
     return {
         "vocab_size": size(raw, "vocab_size"),
@@ -49,7 +48,9 @@ def read(raw: ConfigFields) -> dict[str, Any]:
         "max_position_embeddings": size(raw, "max_position_embeddings"),
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "rope": ropes[FULL],
-        "layer_kinds": kinds(types_of_layers(raw, num_layers), window, {SLIDING: ropes[SLIDING]}),
+        "layer_kinds": kinds(
+            types_of_layers(raw, num_layers), stated_window(raw), {SLIDING: ropes[SLIDING]}
+        ),
         "tie_word_embeddings": switch(raw, "tie_word_embeddings", True),
         "qkv_bias": has_bias,
         "output_bias": has_bias,

@@ -12,7 +12,7 @@ from magicdec.model.families.fields import ConfigFields, shown, size, switch
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 OLD_NAMES = {"attention": FULL}  # of `layer_types`
-DEFAULT_WINDOW = 4096  # of Mistral and Qwen, if the field is missing
+DEFAULT_WINDOW = 4096  # of Mistral, Qwen and Gemma 3, if the field is missing
 
 
 def layer_types(raw: ConfigFields) -> list[str] | None:

@@ -320,7 +320,7 @@ class Executor:
             hidden,
             ctypes.addressof(of_views),
             len(of_views),
-            views.windows.pointer,
+            ctypes.addressof(views.windows.of_layer_in_c),
             num_outputs,
         )
         # The library reads them until it returns, and counts in `of_views`.
