@@ -82,6 +82,7 @@ def transformers_states(model: Transformer, token_ids: list[int]) -> list[Tensor
 @pytest.mark.parametrize(
     ("name", "sinks_and_newest"),
     [*((name, None) for name in FORMS), *((name, (3, 6)) for name in WINDOWED)],
+    ids=[*FORMS, *(f"{name}, a window" for name in WINDOWED)],
 )
 def test_drafts_equal_the_definition(
     name: str, sinks_and_newest: tuple[int, int] | None, is_native: bool, tmp_path: Path
