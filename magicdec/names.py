@@ -88,6 +88,7 @@ ARCHITECTURES = {
     "MinistralForCausalLM": "magicdec.model.families.llama:MINISTRAL",
     "MixtralForCausalLM": "magicdec.model.families.mixtures:MIXTRAL",
     "Qwen3MoeForCausalLM": "magicdec.model.families.mixtures:QWEN3_MOE",
+    "GptOssForCausalLM": "magicdec.model.families.gpt_oss:GPT_OSS",
     "Gemma3ForCausalLM": "magicdec.model.families.gemma:GEMMA3",
     "Qwen2ForCausalLM": "magicdec.model.families.llama:QWEN2",
     "Qwen3ForCausalLM": "magicdec.model.families.llama:QWEN3",

@@ -60,6 +60,7 @@ YARN_ROPE = {
     "factor": 8.0,
     "original_max_position_embeddings": 32,
 }
+GPT_OSS_ROPE = YARN_ROPE | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
 GEMMA_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": LINEAR_ROPE | {"rope_theta": 1e6},
@@ -100,6 +101,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES
         | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
         | {"decoder_sparse_step": 2},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        SIZES
+        | {"head_dim": 16, "num_key_value_heads": 2, "sliding_window": 24}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
+        | {"layer_types": [SLIDING, FULL, SLIDING], "rope_parameters": GPT_OSS_ROPE},
     ),
     "tinyllama": ("Llama", SIZES | {"num_key_value_heads": 1}),
     "linear-rope": ("Llama", SIZES | {"rope_parameters": LINEAR_ROPE}),

@@ -46,6 +46,9 @@ class AttentionBackend(Protocol):
     then `run` for each layer with the same view."""
 
     capabilities: ClassVar[Capabilities]
+    # float32 [L, H]: logits that take part in the softmax of a layer's query heads like scores of a
+    # key without a value (gpt-oss, arXiv 2508.10925, section 2.2); None: the model has none.
+    sinks: Tensor | None = None
 
     @staticmethod
     def load(device: str) -> None:
@@ -65,6 +68,10 @@ class AttentionBackend(Protocol):
     def block_size(self, max_tokens: int) -> int:
         """Tokens of a KV block for rows of at most `max_tokens`: a multiple of the layout's
         tile."""
+
+    def layer_sinks(self, layer: int) -> Tensor | None:
+        """The sink logits of a layer, float32 [H]."""
+        return None if self.sinks is None else self.sinks[layer]
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
         """The layout in which `run` expects a cache of that dtype."""

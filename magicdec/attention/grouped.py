@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
+from magicdec.attention.sinks import fused_attention, softmax_with_sinks
 from magicdec.config.capabilities import MOST_WATCHED, Capabilities
 from magicdec.kv.view import KVView
 
@@ -70,10 +71,11 @@ class GroupedBackend(AttentionBackend):
             self._runs = [_gathered_run(0, view)]
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
+        sinks = self.layer_sinks(layer)
         outputs = [
-            _fused(layer, q[r.first : r.last], r, view)
+            _fused(layer, q[r.first : r.last], r, view, sinks)
             if q.shape[1] >= FUSED_FROM
-            else _attend(layer, q[r.first : r.last], r, view)[0]
+            else _attend(layer, q[r.first : r.last], r, view, sinks)[0]
             for r in self._write(layer, k, v, view)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -85,7 +87,7 @@ class GroupedBackend(AttentionBackend):
         outputs = []
         masses = []
         for r in self._write(layer, k, v, view):
-            out, weights = _attend(layer, q[r.first : r.last], r, view)
+            out, weights = _attend(layer, q[r.first : r.last], r, view, self.layer_sinks(layer))
             outputs.append(out)
             masses.append(sum_blocks(weights.sum(dim=2), r.positions, view.num_weight_blocks))
         return torch.cat(outputs), torch.cat(masses)
@@ -149,9 +151,11 @@ def _keys(layer: int, run: RowRange, view: KVView) -> tuple[Tensor, Tensor]:
     return cache.k[layer, place, :, keys], cache.v[layer, place, :, keys]
 
 
-def _attend(layer: int, q: Tensor, run: RowRange, view: KVView) -> tuple[Tensor, Tensor]:
+def _attend(
+    layer: int, q: Tensor, run: RowRange, view: KVView, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Attention over a run: q [rows, T, H, D] -> output [rows, T, H, D] and weights float32
-    [rows, G, H/G * T, num_keys]."""
+    [rows, G, H/G * T, num_keys]. `sinks` [H]: see `AttentionBackend`."""
     k, v = _keys(layer, run, view)
     rows, num_new, num_heads, size = q.shape
     groups = k.shape[1]
@@ -161,17 +165,18 @@ def _attend(layer: int, q: Tensor, run: RowRange, view: KVView) -> tuple[Tensor,
     if run.mask is not None:
         tail = scores.view(rows, groups, -1, num_new, run.num_keys)[..., run.num_unmasked :]
         tail.masked_fill_(~run.mask.unsqueeze(2), float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(num_new).view(groups, -1)
+    weights = softmax_with_sinks(scores, sinks)
     out = torch.matmul(weights.to(v.dtype), v).view(rows, groups, -1, num_new, size)
     return out.permute(0, 3, 1, 2, 4).reshape(rows, num_new, num_heads, size), weights
 
 
-def _fused(layer: int, q: Tensor, run: RowRange, view: KVView) -> Tensor:
+def _fused(layer: int, q: Tensor, run: RowRange, view: KVView, sinks: Tensor | None) -> Tensor:
     k, v = _keys(layer, run, view)
     mask = run.mask
     if mask is not None:
         mask = F.pad(mask, (run.num_unmasked, 0), value=True)
         if mask.shape[1] > 1:
             mask = mask.repeat_interleave(q.shape[2] // k.shape[1], dim=1)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2)
+    return fused_attention(q, k, v, mask, sinks)

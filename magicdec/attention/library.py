@@ -65,6 +65,7 @@ def library_capabilities(
         missing_parts=missing_parts,
         head_sizes=head_sizes,
         keeps_window=False,
+        keeps_sinks=False,
         returns_weights=False,
     )
 

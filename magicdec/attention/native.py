@@ -85,6 +85,7 @@ class NativeBackend(AttentionBackend):
             view.window or 0,
             self._is_widened,
             mass,
+            self.layer_sinks(layer),
         )
 
     def run_with_weights(
@@ -102,11 +103,11 @@ def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
     share_openmp()
     library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
-    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 12 * (
+    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 13 * (
         ctypes.c_void_p,
     )
     library.magicdec_received.restype = None
-    library.magicdec_received.argtypes = (ctypes.c_int,) + 6 * (ctypes.c_void_p,)
+    library.magicdec_received.argtypes = (ctypes.c_int,) + 7 * (ctypes.c_void_p,)
     return library
 
 
@@ -128,12 +129,14 @@ def attention(
     window: int,
     is_widened: bool,
     mass: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append k, v [B,T,G,D] to a layer's pools [blocks, G, block_size, D] and attend: [B,T,H,D]
     and the log-sum-exp of scores, float32 [B,T,H].
 
     `ranges` [B, G or 1, R, 2] are visible positions, of which a token sees the last `window` (0:
-    all). `mass`, float32 [B, G, blocks], is filled with attention weights by block."""
+    all). `mass`, float32 [B, G, blocks], is filled with attention weights by block. `sinks`,
+    float32 [H]: `AttentionBackend.sinks` of the layer."""
     assert q.dtype in STORAGE, "computes in float32 or bfloat16"
     assert k_pool.dtype == q.dtype, "pools have the dtype of q"
     num_rows, num_new, num_heads, size = q.shape
@@ -156,7 +159,7 @@ def attention(
         0 if mass is None else mass.shape[2],
         window,
     )
-    tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse, mass)
+    tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, sinks, out, lse, mass)
     failed = kernel(size).magicdec_attention(
         STORAGE.index(k_pool.dtype),
         is_widened,

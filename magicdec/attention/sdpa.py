@@ -4,11 +4,10 @@ scaled_dot_product_attention with a mask.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
+from magicdec.attention.sinks import fused_attention, softmax_with_sinks
 from magicdec.config.capabilities import Capabilities
 from magicdec.kv.view import KVView
 
@@ -47,10 +46,7 @@ class SDPABackend(AttentionBackend):
         keys, values = (entries.to(q.dtype) for entries in view.cache.read(layer, slots))
         if mask.shape[1] > 1:
             mask = mask.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
-        )
-        return out.transpose(1, 2)
+        return fused_attention(q, keys, values, mask, self.layer_sinks(layer))
 
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
@@ -63,7 +59,10 @@ class SDPABackend(AttentionBackend):
         packed = q.float().view(rows, num_new, keys.shape[1], -1, size).permute(0, 2, 3, 1, 4)
         scores = packed @ keys.unsqueeze(2).transpose(-1, -2) * size**-0.5  # [B, G, H/G, T, N]
         scores = scores.masked_fill(~mask.unsqueeze(2), float("-inf"))
-        weights = torch.softmax(scores, dim=-1).sum(dim=(2, 3))
+        sinks = self.layer_sinks(layer)
+        if sinks is not None:
+            sinks = sinks.view(keys.shape[1], -1, 1).expand(scores.shape[1:4])
+        weights = softmax_with_sinks(scores, sinks).sum(dim=(2, 3))
         return out, sum_blocks(weights, positions, view.num_weight_blocks)
 
 

@@ -92,7 +92,7 @@ class TritonBackend(AttentionBackend):
 
     def _call(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Call:
         assert self._kernels is not None, "plan before run"
-        return Call(self._kernels, layer, q, k, v, view, self._key_list)
+        return Call(self._kernels, layer, q, k, v, view, self._key_list, self.layer_sinks(layer))
 
     def _attend(self, call: Call) -> tuple[Tensor, Tensor]:
         # Allocated before the first capture, since a captured step runs once beforehand.
@@ -110,7 +110,7 @@ class TritonBackend(AttentionBackend):
 
 class Call:
     """The kernel arguments for one layer: q [B,T,H,D] and k, v [B,T,G,D]; `key_list` of
-    `list_keys`, None for a full view."""
+    `list_keys`, None for a full view; `sinks` of `AttentionBackend`."""
 
     def __init__(
         self,
@@ -121,6 +121,7 @@ class Call:
         v: Tensor,
         view: KVView,
         key_list: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> None:
         assert q.dtype in STORAGE and q.shape[3] <= 256, "others are refused before the run"
         for tensor in (q, k, v):
@@ -131,6 +132,7 @@ class Call:
         self.k = k
         self.v = v
         self.view = view
+        self.sinks = sinks
         self.rows, self.num_new, self.num_heads, size = q.shape
         cache = view.cache
         self.ranges = view.layer_ranges(layer).contiguous()
@@ -224,6 +226,7 @@ class Call:
             out,
             lse,
             counters,
+            self.sinks,
             *self._sizes(),
             *list_strides,
             *self.k.stride()[:2],
@@ -233,6 +236,7 @@ class Call:
             "IS_LISTED": slots is not None,
             "IS_SPLIT": is_split,
             "APPENDS": appends,
+            "HAS_SINKS": self.sinks is not None,
             "BLOCK_S": MERGED_AT_ONCE,
             "BLOCK_T": next_power(self.num_new) if appends else 1,
         }

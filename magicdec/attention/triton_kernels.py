@@ -90,6 +90,16 @@ def _add_keys(scores, values, most, total, sums, IN_FLOAT32: tl.constexpr):
 
 
 @triton.jit
+def _add_sink(most, total, sink):
+    """The largest score, in units of log 2, and the sum of weights with a logit that has no value,
+    and the factor of weighted sums."""
+    score = sink * LOG2E
+    new_most = tl.maximum(most, score)
+    rescale = tl.exp2(most - new_most)
+    return new_most, total * rescale + tl.exp2(score - new_most), rescale
+
+
+@triton.jit
 def _store_part(
     out, lse, place, is_query, most, total, sums, SIZE: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -340,12 +350,14 @@ def _merge_splits(
     query,
     num_splits,
     num_queries,
+    sink,
+    HAS_SINKS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Merge a query's parts, float32 [splits, queries, D], stored by other programs, so past the
-    caches."""
+    caches. `sink`: its head's sink logit."""
     d = tl.arange(0, BLOCK_D)
     total = 0.0
     most = float("-inf")
@@ -366,6 +378,10 @@ def _merge_splits(
         total = total * rescale + tl.sum(weights, 0)
         merged = merged * rescale + tl.sum(values * weights[:, None], 0)
         most = new_most
+    if HAS_SINKS:
+        most, total, rescale = _add_sink(most * LOG2E, total, sink)
+        most = most / LOG2E
+        merged = merged * rescale
     tl.store(out + query * SIZE + d, (merged / total).to(out.dtype.element_ty), mask=inside)
     tl.store(lse + query, most + tl.log2(total) / LOG2E)
 
@@ -388,6 +404,7 @@ def attend(
     out,
     lse,
     counters,
+    sinks,
     scale,
     num_new,
     num_heads,
@@ -406,6 +423,7 @@ def attend(
     IS_LISTED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     APPENDS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
@@ -423,7 +441,8 @@ def attend(
 
     `IS_LISTED`: keys are found by `slots`, and `positions` under a window; else they are a row's
     last tokens. `APPENDS`: queries are one tile, and programs first write new tokens that they
-    see. `WINDOW`: positions that a query sees (0: all). `GROUP`: H/G. Programs: (B, G * query
+    see. `HAS_SINKS`: a query head has a logit in `sinks`, float32 [H], that takes weight and has no
+    value. `WINDOW`: positions that a query sees (0: all). `GROUP`: H/G. Programs: (B, G * query
     tiles, splits)."""
     row = tl.program_id(0)
     split = tl.program_id(2)
@@ -503,19 +522,26 @@ def attend(
             last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_new * GROUP)
             for m in range(tile * BLOCK_M, last):
                 query = (row * num_new + m // GROUP).to(tl.int64) * num_heads
+                own_head = head * GROUP + m % GROUP
                 _merge_splits(
                     parts,
                     part_lse,
                     out,
                     lse,
-                    query + head * GROUP + m % GROUP,
+                    query + own_head,
                     num_splits,
                     num_queries,
+                    tl.load(sinks + own_head) if HAS_SINKS else 0.0,
+                    HAS_SINKS,
                     SIZE,
                     BLOCK_D,
                     BLOCK_S,
                 )
     else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + query_head, mask=is_query, other=0.0)
+            most, total, rescale = _add_sink(most, total, sink)
+            sums = sums * rescale[:, None]
         _store_part(out, lse, place, is_query, most, total, sums, SIZE, BLOCK_D)
 
 

@@ -66,6 +66,7 @@ class Capabilities(Requirements):
 
     head_sizes: HeadSizes | None = None  # None: all
     keeps_window: bool = True  # it supports the sliding window of a model
+    keeps_sinks: bool = True  # it computes the sink logits of a model
     returns_weights: bool = True  # it can return the attention weights of each block of keys
     can_be_recorded: bool = True  # in a CUDA graph; otherwise it needs exact lengths on the host
     is_part_of_native_steps: bool = False  # its kernels are those of `--native_steps`

@@ -147,13 +147,25 @@ def expert_bytes(
 ) -> int:
     """Bytes of this rank's experts of all layers, as `weight_bytes` counts them."""
     number = expert_parameters(config, shard)
+    biases = expert_biases(config, shard) * dtype_bytes
     if low_bit is None:
-        return number * dtype_bytes
+        return number * dtype_bytes + biases
     if low_bit == STORED:
-        return round(number * config.average_bytes(dtype_bytes, shard.size))
+        return round(number * config.average_bytes(dtype_bytes, shard.size)) + biases
     shapes = experts_of_layer(config, shard)
     of_layer = sum(outputs * inputs * narrow_bytes(low_bit, inputs) for outputs, inputs in shapes)
-    return round(config.num_mixtures * of_layer)
+    return round(config.num_mixtures * of_layer) + biases
+
+
+def expert_biases(config: ModelConfig, shard: Shard) -> int:
+    """The number of biases in this rank's experts of all layers."""
+    experts = config.experts
+    assert experts is not None, "asked of a mixture"
+    if not experts.has_bias:
+        return 0
+    first, last = shard.mlp_units(experts.width)
+    of_expert = 2 * (last - first) + config.hidden_size
+    return config.num_mixtures * experts.num_experts * of_expert
 
 
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:
@@ -197,8 +209,10 @@ def weight_bytes(
     biases += (up + hidden) * config.mlp_bias
     norms = config.norm_parameters + config.embedding_norm_parameters
     vectors = config.num_layers * biases + norms + head * config.head_bias
+    vectors += config.num_layers * (q // config.head_dim) * config.sink_logits
     if config.experts is not None:
-        vectors += config.num_mixtures * config.experts.num_experts * hidden  # routers
+        of_router = config.experts.num_experts * (hidden + config.experts.has_bias)
+        vectors += config.num_mixtures * of_router + expert_biases(config, shard)
     if low_bit is None:
         return (linear_parameters(config, shard) + vectors) * dtype_bytes
     if config.tie_word_embeddings:  # a low-bit model has an untied head, without a bias

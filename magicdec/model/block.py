@@ -98,6 +98,9 @@ class Attention(nn.Module):
         self.output: Linear = PartialLinear(
             self.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias
         )
+        self.sinks: nn.Parameter | None = None
+        if config.sink_logits:
+            self.sinks = nn.Parameter(torch.zeros(self.num_heads))
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:

@@ -82,15 +82,31 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """A gated activation of gpt-oss: (u + 1) g sigmoid(`alpha` g) of a gate g, at most `limit`, and
+    a factor u, at most `limit` on either side."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        check_number("swiglu_limit", self.limit, above=0)
+        check_number("swiglu_alpha", self.alpha, above=0)
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """A mixture of experts in place of a layer's MLP. A token goes to `num_used` of `num_experts`
     MLPs of `width` units, those with the largest softmax of the router's logits, which are their
-    weights; `renormalises`: divided by their sum."""
+    weights; `renormalises`: divided by their sum. `has_bias`: router and experts add biases.
+    `gate`: of the experts, in place of the model's activation."""
 
     num_experts: int
     num_used: int
     width: int
     renormalises: bool = True
+    has_bias: bool = False
+    gate: ClampedGate | None = None
 
     def __post_init__(self) -> None:
         if self.num_used > self.num_experts:
@@ -135,7 +151,8 @@ class ModelConfig:
     `norm`: RMS, or layer norm with a bias. `positions`: rope, learned, or ALiBi (Press et al.
     2022). `layer_kinds`: of each layer, or one of all. `residual`: the MLP follows attention
     (sequential), or both read the block's input, through two norms (parallel) or one
-    (parallel_shared_norm). `qk_norm`: an RMS norm on every head of q and k. `post_norms`: norms of
+    (parallel_shared_norm). `qk_norm`: an RMS norm on every head of q and k. `sink_logits`: every
+    query head has a logit that takes part in its softmax and has no value. `post_norms`: norms of
     what attention and MLP add, too. `embedding_scale` multiplies embedded tokens, `query_scale`
     queries. `experts`: a mixture in place of the MLP, except in layers that have one.
 
@@ -170,6 +187,7 @@ class ModelConfig:
     gated_mlp: bool = True
     residual: str = "sequential"
     qk_norm: bool = False
+    sink_logits: bool = False
     post_norms: bool = False
     embedding_scale: float = 1.0
     query_scale: float = 1.0

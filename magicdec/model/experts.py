@@ -20,8 +20,8 @@ from magicdec.model.linear.packed import Linear, PartialLinear, Reduce
 
 
 class Experts(nn.Module):
-    """This rank's share of the width of every expert. `num_read`: experts that forwards have read
-    so far, each once a forward."""
+    """This rank's share of the width of every expert. The first rank adds the biases of their
+    outputs. `num_read`: experts that forwards have read so far, each once a forward."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
@@ -29,16 +29,19 @@ class Experts(nn.Module):
         assert experts is not None and config.gated_mlp and config.activation == "silu"
         self.num_used = experts.num_used
         self.renormalises = experts.renormalises
+        self.gate = experts.gate
+        self.is_first = shard.rank == 0
         self.elementwise = Elementwise()
         self.num_read = 0
         first, last = shard.mlp_units(experts.width)
         size = config.hidden_size
-        self.router: Linear = nn.Linear(size, experts.num_experts, bias=False)
+        has_bias = experts.has_bias
+        self.router: Linear = nn.Linear(size, experts.num_experts, bias=has_bias)
         self.gate_up = nn.ModuleList(
-            nn.Linear(size, 2 * (last - first), bias=False) for _ in range(experts.num_experts)
+            nn.Linear(size, 2 * (last - first), bias=has_bias) for _ in range(experts.num_experts)
         )
         self.down = nn.ModuleList(
-            PartialLinear(last - first, size, bias=False) for _ in range(experts.num_experts)
+            PartialLinear(last - first, size, bias=has_bias) for _ in range(experts.num_experts)
         )
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
@@ -49,16 +52,18 @@ class Experts(nn.Module):
         self.num_read += len(touched)
         for number in touched:
             token, place = torch.where(chosen == number)
-            hidden = self.elementwise.silu_gate(self.gate_up[number](tokens[token]))
-            added = self.down[number](hidden).float() * weights[token, place, None]
-            out.index_add_(0, token, added)
+            hidden = self.activate(self.gate_up[number](tokens[token]))
+            down = self.down[number]
+            bias = down.bias if self.is_first else None
+            self.elementwise.add_expert(out, token, down(hidden), bias, weights[token, place])
         return reduce(out.to(x.dtype).view_as(x))
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of tokens [N, hidden], and their weights, rounded to the dtype of tokens:
-        int64 and float32 [N, K]."""
-        shares = torch.softmax(self.router(tokens).float(), dim=-1)
-        weights, chosen = torch.topk(shares, self.num_used, dim=-1)
-        if self.renormalises:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return chosen, weights.to(tokens.dtype).float()
+        """The experts of tokens [N, hidden], and their weights: see `Elementwise.route`."""
+        return self.elementwise.route(self.router(tokens), self.num_used, self.renormalises)
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """[n, 2 * width] -> [n, width]."""
+        if self.gate is None:
+            return self.elementwise.silu_gate(gate_up)
+        return self.elementwise.clamped_gate(gate_up, self.gate.limit, self.gate.alpha)

@@ -131,6 +131,12 @@ class Transformer(nn.Module):
                 tables[rope] = rope_table(rope, config.head_dim, max_positions).to(device)
             self.ropes = tables
 
+    def sinks(self) -> Tensor | None:
+        """The sink logits of these layers, float32 [L, H], None without."""
+        of_layers = [block.attention.sinks for block in self.blocks if isinstance(block, Block)]
+        found = [sinks.detach().float() for sinks in of_layers if sinks is not None]
+        return torch.stack(found) if found else None
+
     def rope_of(self, layer: int) -> Tensor:
         """The rotary table of a layer, float32 [positions, 2, R/2]."""
         config = self.config

@@ -101,6 +101,7 @@ class ModelRunner:
             layout=self.backend.layout(dtype),
         )
         self.windows = self.layer_windows()
+        self.backend.sinks = self.model.sinks()
         self._set_backends()
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)

@@ -6,11 +6,13 @@ Shapes: B rows, W newest tokens, H query heads and G KV heads of this rank, D he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
+from magicdec.attention.sinks import softmax_with_sinks
 from magicdec.kv.cache import BatchRows, Rows, upload
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import AttentionObserver
@@ -70,17 +72,21 @@ def weights_in_cache(
 ) -> Tensor:
     """`received_weights` of the keys at positions `first` to `length` - 1 of rows [B]."""
     if runner.executor is not None:
-        weights = runner.executor.received(runner.cache, layer, rows, queries, first, length)
+        sinks = runner.backend.layer_sinks(layer)
+        weights = runner.executor.received(runner.cache, layer, rows, queries, first, length, sinks)
         return sum_over_replicas(runner, weights)
     keys = runner.cache.first_keys(layer, rows, length)[:, :, first:]
-    return received_weights(runner, queries, keys)
+    return received_weights(runner, queries, keys, runner.backend.layer_sinks(layer))
 
 
-def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tensor:
+def received_weights(
+    runner: ModelRunner, queries: Tensor, keys: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """Attention weights float32 [B, G, S] that keys received, summed over queries and over all
     query heads of a KV head on all ranks.
 
-    queries [B, W, H, D] belong to the last W of keys [B, G, S, D]."""
+    queries [B, W, H, D] belong to the last W of keys [B, G, S, D]. `sinks`, float32 [H]: logits
+    that take part in the softmax."""
     # Of ALiBi the products hold a bias too, which needs more digits than bfloat16 has.
     dtype = torch.float32 if runner.model.config.positions == "alibi" else keys.dtype
     (rows, window, num_heads, size), (_, groups, num_keys, _) = queries.shape, keys.shape
@@ -90,8 +96,11 @@ def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tens
     packed = packed.flatten(0, 1)
     flat = keys.flatten(0, 1)
     count = heads_at_once(runner.device.type, packed.shape[1] * num_keys)
-    parts = zip(packed.split(count), flat.split(count), strict=True)
-    weights = torch.cat([_received(q.to(dtype), k.to(dtype), window) for q, k in parts])
+    logits: Iterable[Tensor | None] = repeat(None)
+    if sinks is not None:
+        logits = sinks.repeat_interleave(window).view(groups, -1).repeat(rows, 1).split(count)
+    parts = zip(packed.split(count), flat.split(count), logits, strict=False)
+    weights = torch.cat([_received(q.to(dtype), k.to(dtype), window, own) for q, k, own in parts])
     return sum_over_replicas(runner, weights.view(rows, groups, num_keys))
 
 
@@ -100,13 +109,14 @@ def heads_at_once(device: str, scores_per_head: int) -> int:
     return max(1, most // scores_per_head)
 
 
-def _received(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+def _received(queries: Tensor, keys: Tensor, window: int, sinks: Tensor | None) -> Tensor:
+    """`sinks` [heads, H/G * W] of queries [heads, H/G * W, D]."""
     num_keys, size = keys.shape[1:]
     scores = (queries * size**-0.5) @ keys.mT
     later = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
     newest = scores.unflatten(1, (-1, window))[..., num_keys - window :]
     newest.masked_fill_(later, float("-inf"))
-    return scores.softmax(dim=-1, dtype=torch.float32).sum(dim=1)
+    return softmax_with_sinks(scores, sinks).sum(dim=1)
 
 
 def sum_over_replicas(runner: ModelRunner, x: Tensor) -> Tensor:

@@ -114,9 +114,11 @@ def exact_attention(
     first: int | None = None,
     window: int | None = None,
     num_blocks: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Exact:
     """Causal attention of one row in float64: q [T, H, D] at positions `first` and after, over the
-    tokens `keys` of k, v [S, G, D]. By default over all keys, with q at their end."""
+    tokens `keys` of k, v [S, G, D]. By default over all keys, with q at their end. `sinks` [H] are
+    scores of one more key, which has no value."""
     first = len(k) - len(q) if first is None else first
     positions = first + torch.arange(len(q)).unsqueeze(1)
     seen = torch.tensor(range(len(k)) if keys is None else keys)
@@ -125,7 +127,11 @@ def exact_attention(
     k, v = (x[seen].double().repeat_interleave(repeats, 1) for x in (k, v))  # [N, H, D]
     scores = torch.einsum("thd,shd->hts", q.double(), k) / q.shape[2] ** 0.5
     scores.masked_fill_(~is_seen.to(q.device), float("-inf"))
-    weights, blocks = scores.softmax(2), (seen // WEIGHTS_BLOCK).to(q.device)
+    blocks = (seen // WEIGHTS_BLOCK).to(q.device)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, column], 2)
+    weights = scores.softmax(2)[..., : len(seen)]
     num_blocks = num_blocks or int(blocks.max()) + 1
     mass = weights.new_zeros(q.shape[1], num_blocks).index_add_(1, blocks, weights.sum(1))
     return Exact(

@@ -72,7 +72,11 @@ class PlainModel:
             each = len(queries) // groups
             scores = queries @ keys.repeat_interleave(each, 0).mT * queries.shape[-1] ** -0.5
             hidden = ~masks[layer].repeat_interleave(each, 0)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            sinks = self.model.blocks[layer].attention.sinks
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, count, 1)], dim=-1)
+            weights = scores.softmax(dim=-1)[..., :count]
             for part, tensor in zip(parts, (queries, keys, weights), strict=True):
                 part.append(tensor)
             return (weights @ values.repeat_interleave(each, 0)).transpose(0, 1)[None]

@@ -5,7 +5,7 @@ A new family is one row in MODELS (`tiny_families.py`)."""
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -43,7 +43,7 @@ from magicdec.kv.view import make_view
 from magicdec.model.block import Attend
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import expected_shapes, find_model, load_transformer
-from magicdec.model.config import LayerKind, ModelConfig, RopeConfig
+from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.model.families.hf_config import ROPE_FIELDS
 from magicdec.model.linear.packed import Reduce
@@ -241,14 +241,23 @@ def test_a_checkpoint_of_the_bare_body(tmp_path: Path) -> None:
         find_model("--model", str(tmp_path))
 
 
-def make_attend(kinds: Sequence[LayerKind]) -> Attend:
-    """Causal attention over the tokens at hand, limited to the last ones of a layer's window."""
+def make_attend(model: Transformer) -> Attend:
+    """Causal attention over the tokens at hand, limited to the last ones of a layer's window, with
+    the sink logits of the model's layers."""
+    kinds, first = model.config.kinds, model.layers.start
     distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = (distance >= 0) & (distance < (kinds[layer].window or LENGTH))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+        sinks = model.blocks[layer - first].attention.sinks
+        if sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        return (weights @ v).transpose(1, 2)
 
     return attend
 
@@ -256,7 +265,7 @@ def make_attend(kinds: Sequence[LayerKind]) -> Attend:
 def run(model: Transformer, x: Tensor, reduce: Reduce = lambda x: x, **options: bool) -> Tensor:
     model.set_positions(LENGTH, torch.device("cpu"))
     positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    return model(x, positions, make_attend(model.config.kinds), reduce, **options)
+    return model(x, positions, make_attend(model), reduce, **options)
 
 
 def run_ranks(path: Path, size: int) -> Tensor:

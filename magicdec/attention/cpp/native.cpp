@@ -21,7 +21,7 @@ struct Strides { int64_t row, token; };
 
 template <typename Kernel, typename S>
 void run(const Problem& p, const S* q, Strides qs, const S* k, Strides ks, const S* v, Strides vs,
-         Pools<Kernel> pools, const Table& table, const Ranges& ranges, S* out, float* lse, float* mass,
+         Pools<Kernel> pools, const Table& table, const Ranges& ranges, const float* sinks, S* out, float* lse, float* mass,
          int64_t num_blocks) {
     static thread_local Attention<Kernel, S> own;
     Attention<Kernel, S>& attention = own;  // each OpenMP thread has its own thread-locals, so pass a reference
@@ -34,7 +34,7 @@ void run(const Problem& p, const S* q, Strides qs, const S* k, Strides ks, const
                             v + b * vs.row + t * vs.token);
         });
         attention.attend(p, pools, mass);
-        attention.merge(p, out, lse, mass, num_blocks);
+        attention.merge(p, sinks, out, lse, mass, num_blocks);
     });
     keys_read += attention.keys_read;
 }
@@ -60,13 +60,14 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 // `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new, then
 // range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
 // new ones; range_heads is G, or 1 if they are the same for all heads. `mass` [B, G, num_blocks] float32 receives the
-// attention probability of each block of keys, summed over the queries, or is null. `is_widened`: bfloat16 is
+// attention probability of each block of keys, summed over the queries, or is null. `sinks` [H] float32 are logits that take
+// part in the softmax, and in lse, like keys without values, or null. `is_widened`: bfloat16 is
 // widened, whatever this CPU has. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors. Compiled for one head size, HEAD_SIZE, in some seconds. Returns 0, or 1 if D is another
 // size.
 extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,
-                                  const int64_t* ranges, void* out, float* lse, float* mass) {
+                                  const int64_t* ranges, const float* sinks, void* out, float* lse, float* mass) {
     const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens, shape[16]};
     if (p.D != HEAD_SIZE) return 1;
     auto call = [&](auto kernel, auto number) {
@@ -74,7 +75,7 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
         using Pool = typename decltype(kernel)::Pool;
         run<decltype(kernel)>(p, (const S*)q, {shape[8], shape[9]}, (const S*)k_new, {shape[10], shape[11]},
                               (const S*)v_new, {shape[12], shape[13]}, {(Pool*)k_pool, (Pool*)v_pool},
-                              {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, (S*)out, lse, mass, shape[15]);
+                              {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, sinks, (S*)out, lse, mass, shape[15]);
         return 0;
     };
     if (storage == FLOAT32) return call(Float32{}, float{});
@@ -88,10 +89,10 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
 }
 
 // Attention weights that keys received from the newest tokens, out [B, G, length - first]: see `receive`. `shape` is B, T,
-// H, G, block_size, table_stride, first, length.
+// H, G, block_size, table_stride, first, length. `sinks` [H] or null: as above.
 extern "C" void magicdec_received(int storage, const int64_t* shape, const void* q, const void* keys, const int64_t* table,
-                                  const int64_t* rows, float* out) {
-    const Received r{shape[0], shape[1], shape[2], shape[3], shape[4], shape[6], shape[7]};
+                                  const int64_t* rows, const float* sinks, float* out) {
+    const Received r{shape[0], shape[1], shape[2], shape[3], shape[4], shape[6], shape[7], sinks};
     const Table blocks{table, rows, shape[5]};
     if (storage == FLOAT32) return receive<Float32Scores>(r, (const float*)q, (const float*)keys, blocks, out);
 #if defined(__AVX512BF16__)

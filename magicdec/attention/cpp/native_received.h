@@ -42,19 +42,22 @@ struct WideScores {
 };
 #endif
 
-// The keys [first, length) of each of B rows, whose last T tokens have the queries q [B, T, H, D].
+// The keys [first, length) of each of B rows, whose last T tokens have the queries q [B, T, H, D]. `sinks` [H]: as in `merge`.
 struct Received {
     int64_t B, T, H, G, block_size, first, length;
+    const float* sinks;
     int64_t tiles() const { return (length + TILE - 1) / TILE - first / TILE; }
     int64_t position(int64_t tile) const { return (first / TILE + tile) * TILE; }
 };
 
-// Adds to out [length - first] the weights of M queries from query `from` of a KV head on, given the scores of all tiles,
+// Adds to out [length - first] the weights of M queries from query `from` of KV head g on, given the scores of all tiles,
 // [tiles][rows][TILE]. Tiles are met in the order of memory.
-inline void add_weights(const Received& r, int64_t from, int64_t M, int64_t rows, float factor, float* scores, float* out) {
+inline void add_weights(const Received& r, int64_t g, int64_t from, int64_t M, int64_t rows, float factor, float* scores,
+                        float* out) {
     const int64_t rep = r.H / r.G;
     float top[MAX_QUERIES], total[MAX_QUERIES] = {};
-    std::fill_n(top, M, HIDDEN);
+    auto sink = [&](int64_t m) { return r.sinks[g * rep + (from + m) % rep] / factor; };  // as a score
+    for (int64_t m = 0; m < M; ++m) top[m] = r.sinks ? sink(m) : HIDDEN;
     auto each = [&](auto body) {  // with the scores of a query for a tile, and the keys of it that the query sees
         for (int64_t i = 0; i < r.tiles(); ++i)
             for (int64_t m = 0; m < M; ++m) {
@@ -68,6 +71,8 @@ inline void add_weights(const Received& r, int64_t from, int64_t M, int64_t rows
         for (int64_t j = begin; j < stop; ++j) most = std::max(most, s[j]);
         top[m] = most;
     });
+    if (r.sinks)
+        for (int64_t m = 0; m < M; ++m) total[m] = exp_negative((sink(m) - top[m]) * factor);
     each([&](int64_t m, float* s, int64_t begin, int64_t stop, int64_t) {
         float sum = 0;
         for (int64_t j = begin; j < stop; ++j) s[j] = exp_negative((s[j] - top[m]) * factor);
@@ -109,7 +114,7 @@ void receive(const Received& r, const S* q, const S* keys, const Table& table, f
                         score_tile(queries.data(), count, keys, slot, std::min<int64_t>(TILE, r.length - r.position(i)),
                                    scores + i * rows * TILE);
                     }
-                    add_weights(r, from, count, rows, Scores::FACTOR, scores, to);
+                    add_weights(r, g, from, count, rows, Scores::FACTOR, scores, to);
                 }
             }
     }

@@ -94,11 +94,12 @@ public:
             });
     }
 
-    // Merge the pieces of each row into out [B, T, H, D] and the log-sum-exp of the scores, lse [B, T, H]. If `mass`
-    // [B, G, num_blocks] is given, it receives the attention weights of each block.
-    void merge(const Problem& p, S* out, float* lse, float* mass, int64_t num_blocks) {
+    // Merge the pieces of each row into out [B, T, H, D] and the log-sum-exp of the scores, lse [B, T, H]. `sinks` [H] are
+    // logits that are scores of a key without a value, or null. If `mass` [B, G, num_blocks] is given, it receives the
+    // attention weights of each block.
+    void merge(const Problem& p, const float* sinks, S* out, float* lse, float* mass, int64_t num_blocks) {
         share(p.B * p.T, [&](int64_t i) {
-            for (int64_t h = 0; h < p.H; ++h) merge_head(p, i / p.T, i % p.T, h, out, lse);
+            for (int64_t h = 0; h < p.H; ++h) merge_head(p, i / p.T, i % p.T, h, sinks, out, lse);
         });
         if (!mass) return;
         share(p.B * p.G, [&](int64_t i) {
@@ -111,12 +112,13 @@ public:
 private:
     static int64_t width(const Problem& p) { return p.num_queries() * (HEAD_SIZE + 2); }
 
-    void merge_head(const Problem& p, int64_t b, int64_t t, int64_t h, S* out, float* lse) const {
+    void merge_head(const Problem& p, int64_t b, int64_t t, int64_t h, const float* sinks, S* out, float* lse) const {
         constexpr int D = HEAD_SIZE;
         const int64_t M = p.num_queries(), rep = p.group(), g = h / rep, m = t * rep + h % rep;
         const int64_t first = plan.first_piece[b * p.G + g], last = plan.first_piece[b * p.G + g + 1];
-        float top = HIDDEN, total = 0, merged[D] = {};
+        float top = sinks ? sinks[h] : HIDDEN, total = 0, merged[D] = {};
         for (int64_t i = first; i < last; ++i) top = std::max(top, results[i * width(p) + m]);
+        if (sinks) total = exp_negative(sinks[h] - top);
         for (int64_t i = first; i < last; ++i) {
             const float* result = results.data() + i * width(p);
             const float weight = exp_negative(result[m] - top);

@@ -22,6 +22,7 @@ from magicdec.model.checkpoint.quantization import QuantizedWeights, with_head
 from magicdec.model.checkpoint.quantized.converted import converted
 from magicdec.model.checkpoint.quantized.weights import dequantized, read_method
 from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.stacked_experts import UnstackedExperts
 from magicdec.model.checkpoint.tying import as_stored
 from magicdec.model.checkpoint.weight_files import (
     WEIGHT_FILES,
@@ -363,6 +364,8 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
     whole = with_body(source, body, head) if is_bare else source
     if is_gguf(path):
         return whole
+    if family.names(config).stacked_experts:
+        whole = UnstackedExperts(whole)
     directory = path if path.is_dir() else path.parent
     method = read_method(directory)
     if method is None:

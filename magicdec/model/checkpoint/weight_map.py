@@ -181,6 +181,9 @@ class _Table:
                 parameter = f"{ours}.attention.{leaf}.weight"
                 self.vector(parameter, f"{theirs}{name}.weight", c.head_dim, n.norm_offset)
         heads = self.shard.heads(c.num_heads, c.num_kv_heads)[0]
+        if c.sink_logits:
+            sinks = Piece(theirs + n.sinks, heads, None, (c.num_heads,))
+            self.pieces[f"{ours}.attention.sinks"] = [sinks]
         self.row_parallel(
             f"{ours}.attention.output",
             theirs + n.output,
@@ -205,14 +208,18 @@ class _Table:
         n = self.names
         experts = self.config.experts
         assert experts is not None, "asked of a mixture"
+        has_bias = experts.has_bias
         self.whole(f"{ours}.{ROUTER}.weight", theirs + n.router, experts.num_experts)
+        if has_bias:
+            name = f"{theirs}{n.router}.bias"
+            self.vector(f"{ours}.{ROUTER}.bias", name, experts.num_experts)
         units = self.shard.mlp_units(experts.width)
         for number in range(experts.num_experts):
             expert = theirs + n.expert.format(number)
             up = [(expert + name, units, experts.width) for name in n.expert_gate_up]
-            self.column_parallel(f"{ours}.gate_up.{number}", up, False)
+            self.column_parallel(f"{ours}.gate_up.{number}", up, has_bias)
             down = expert + n.expert_down
-            self.row_parallel(f"{ours}.down.{number}", down, units, experts.width, False)
+            self.row_parallel(f"{ours}.down.{number}", down, units, experts.width, has_bias)
 
     def column_parallel(
         self,

@@ -24,9 +24,26 @@ void rotate(S* x, const float* table, int64_t tokens, int64_t all_heads, int64_t
 
 // x [rows, 2 width], out [rows, width].
 template <typename S>
-void gate(bool is_gelu, const S* x, int64_t rows, int64_t width, S* out) {
+void gate(const Gate& kind, const S* x, int64_t rows, int64_t width, S* out) {
 #pragma omp parallel for if (rows * width >= WORTH_THREADS)
-    for (int64_t row = 0; row < rows; ++row) gate_row(is_gelu, x + row * 2 * width, width, out + row * width);
+    for (int64_t row = 0; row < rows; ++row) gate_row(kind, x + row * 2 * width, width, out + row * width);
+}
+
+// logits [rows, experts], chosen and weights [rows, used].
+template <typename S>
+void route(const S* logits, int64_t rows, int64_t experts, int64_t used, bool renormalises, int64_t* chosen, float* weights) {
+#pragma omp parallel for if (rows * experts * used >= WORTH_THREADS)
+    for (int64_t row = 0; row < rows; ++row)
+        route_row(logits + row * experts, experts, used, renormalises, chosen + row * used, weights + row * used);
+}
+
+// Row tokens[i] of sum [.., width] += weights[i] * (x [rows, width] + bias [width]).
+template <typename S>
+void add_expert(const S* x, const S* bias, const int64_t* tokens, const float* weights, int64_t rows, int64_t width,
+                float* sum) {
+#pragma omp parallel for if (rows * width >= WORTH_THREADS)
+    for (int64_t row = 0; row < rows; ++row)
+        add_expert_row(x + row * width, bias, weights[row], width, sum + tokens[row] * width);
 }
 
 }  // namespace
@@ -44,7 +61,22 @@ extern "C" void magicdec_rotate(int is_float32, void* x, const float* table, int
     rotate((bfloat16*)x, table, tokens, all_heads, size, heads, pairs, interleaved);
 }
 
-extern "C" void magicdec_gate(int is_float32, int is_gelu, const void* x, int64_t rows, int64_t width, void* out) {
-    if (is_float32) return gate(is_gelu, (const float*)x, rows, width, (float*)out);
-    gate(is_gelu, (const bfloat16*)x, rows, width, (bfloat16*)out);
+// `kind` is one of Gate's.
+extern "C" void magicdec_gate(int is_float32, int64_t kind, float limit, float alpha, const void* x, int64_t rows, int64_t width,
+                              void* out) {
+    const Gate own{kind, limit, alpha};
+    if (is_float32) return gate(own, (const float*)x, rows, width, (float*)out);
+    gate(own, (const bfloat16*)x, rows, width, (bfloat16*)out);
+}
+
+extern "C" void magicdec_route(int is_float32, const void* logits, int64_t rows, int64_t experts, int64_t used,
+                               int renormalises, int64_t* chosen, float* weights) {
+    if (is_float32) return route((const float*)logits, rows, experts, used, renormalises, chosen, weights);
+    route((const bfloat16*)logits, rows, experts, used, renormalises, chosen, weights);
+}
+
+extern "C" void magicdec_add_expert(int is_float32, const void* x, const void* bias, const int64_t* tokens,
+                                    const float* weights, int64_t rows, int64_t width, float* sum) {
+    if (is_float32) return add_expert((const float*)x, (const float*)bias, tokens, weights, rows, width, sum);
+    add_expert((const bfloat16*)x, (const bfloat16*)bias, tokens, weights, rows, width, sum);
 }

@@ -22,6 +22,7 @@ _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
 _FLOAT = ctypes.c_float
 _FLAG = ctypes.c_int
+SILU, GELU, CLAMPED = range(3)  # `Gate` of rows.h
 
 
 @cache
@@ -49,7 +50,18 @@ def library() -> ctypes.CDLL:
         _SIZE,
         _FLAG,
     )
-    native.magicdec_gate.argtypes = (_FLAG, _FLAG, _POINTER, _SIZE, _SIZE, _POINTER)
+    native.magicdec_gate.argtypes = (
+        *(_FLAG, _SIZE, _FLOAT, _FLOAT),
+        *(_POINTER, _SIZE, _SIZE, _POINTER),
+    )
+    native.magicdec_route.argtypes = (
+        *(_FLAG, _POINTER, _SIZE, _SIZE, _SIZE),
+        *(_FLAG, _POINTER, _POINTER),
+    )
+    native.magicdec_add_expert.argtypes = (
+        *(_FLAG, _POINTER, _POINTER, _POINTER),
+        *(_POINTER, _SIZE, _SIZE, _POINTER),
+    )
     return native
 
 
@@ -99,19 +111,58 @@ class NativeElementwise(Elementwise):
         return heads[:, :, :num_rotated]
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
-        return self._gate(gate_up, is_gelu=False)
+        return self._gate(gate_up, SILU)
 
     def gelu_gate(self, gate_up: Tensor) -> Tensor:
-        return self._gate(gate_up, is_gelu=True)
+        return self._gate(gate_up, GELU)
 
-    def _gate(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
+    def clamped_gate(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        return self._gate(gate_up, CLAMPED, limit, alpha)
+
+    def route(self, logits: Tensor, num_used: int, renormalises: bool) -> tuple[Tensor, Tensor]:
+        check(logits)
+        logits = logits.contiguous()
+        rows, num_experts = logits.shape
+        chosen = torch.empty(rows, num_used, dtype=torch.int64)
+        weights = torch.empty(rows, num_used)
+        library().magicdec_route(
+            logits.dtype == torch.float32,
+            logits.data_ptr(),
+            rows,
+            num_experts,
+            num_used,
+            renormalises,
+            chosen.data_ptr(),
+            weights.data_ptr(),
+        )
+        return chosen, weights
+
+    def add_expert(
+        self, total: Tensor, tokens: Tensor, out: Tensor, bias: Tensor | None, weights: Tensor
+    ) -> None:
+        check(out)
+        assert out.is_contiguous() and tokens.is_contiguous() and total.is_contiguous()
+        weights = weights.contiguous()
+        library().magicdec_add_expert(
+            out.dtype == torch.float32,
+            out.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            tokens.data_ptr(),
+            weights.data_ptr(),
+            *out.shape,
+            total.data_ptr(),
+        )
+
+    def _gate(self, gate_up: Tensor, kind: int, limit: float = 0.0, alpha: float = 0.0) -> Tensor:
         check(gate_up)
         width = gate_up.shape[-1] // 2
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         library().magicdec_gate(
             gate_up.dtype == torch.float32,
-            is_gelu,
+            kind,
+            limit,
+            alpha,
             gate_up.data_ptr(),
             out.numel() // width,
             width,

@@ -49,6 +49,30 @@ class Elementwise:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def clamped_gate(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        """As `silu_gate`, with a `ClampedGate`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
+
+    def route(self, logits: Tensor, num_used: int, renormalises: bool) -> tuple[Tensor, Tensor]:
+        """The experts with the largest `logits` [N, E], the first of equal ones: their numbers,
+        int64 [N, K], and weights, float32 [N, K] rounded to the dtype of logits. These are the
+        softmax over all experts; `renormalises`: over those that are used."""
+        scores = logits.float()
+        largest, chosen = scores.sort(dim=-1, descending=True, stable=True)
+        of_softmax = largest[:, :num_used] if renormalises else largest
+        weights = torch.softmax(of_softmax, dim=-1)[:, :num_used]
+        return chosen[:, :num_used], weights.to(logits.dtype).float()
+
+    def add_expert(
+        self, total: Tensor, tokens: Tensor, out: Tensor, bias: Tensor | None, weights: Tensor
+    ) -> None:
+        """Add `weights` [n] times an expert's `out` + `bias`, [n, hidden] and [hidden], to rows
+        `tokens` [n] of `total`, float32 [N, hidden]; each token occurs once."""
+        added = out.float() if bias is None else out.float() + bias.float()
+        total.index_add_(0, tokens, added * weights[:, None])
+
 
 def apply_rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first R dimensions of x [B, T, H, D] by table [B, T, 2, R/2] (rows of

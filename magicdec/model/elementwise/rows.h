@@ -2,6 +2,8 @@
 // activation. Storage is S (float or bfloat16); values are computed in float32 and rounded once. The result for a row is
 // independent of other rows.
 #pragma once
+#include <algorithm>
+
 #include "../../kernels/arithmetic.h"
 
 namespace {
@@ -59,9 +61,65 @@ inline void gelu_gate_row(const S* x, int64_t width, S* out) {
     }
 }
 
+// out [width] = (up + 1) gate sigmoid(alpha gate) with gate = x[:width], at most `limit`, and up = x[width:], at most `limit`
+// on either side.
 template <typename S>
-inline void gate_row(bool is_gelu, const S* x, int64_t width, S* out) {
-    is_gelu ? gelu_gate_row(x, width, out) : silu_gate_row(x, width, out);
+inline void clamped_gate_row(const S* x, float limit, float alpha, int64_t width, S* out) {
+    const S *gate = x, *up = x + width;
+    for (int64_t i = 0; i < width; ++i) {
+        const float g = std::min(to_float(gate[i]), limit), u = std::clamp(to_float(up[i]), -limit, limit);
+        store(out + i, (u + 1.0f) * (g * sigmoid(alpha * g)));
+    }
+}
+
+// The activation of a gated MLP. `limit` and `alpha` are of CLAMPED.
+enum { SILU, GELU, CLAMPED };
+struct Gate {
+    int64_t kind;
+    float limit, alpha;
+};
+
+template <typename S>
+inline void gate_row(const Gate& gate, const S* x, int64_t width, S* out) {
+    if (gate.kind == CLAMPED) return clamped_gate_row(x, gate.limit, gate.alpha, width, out);
+    gate.kind == GELU ? gelu_gate_row(x, width, out) : silu_gate_row(x, width, out);
+}
+
+// The `used` experts of a token with the largest logits [experts], the first of equal ones, in descending order, and their
+// weights, rounded to S: the softmax over all logits, or over those of the chosen ones if it `renormalises`. Not inlined, as
+// rms_norm_row.
+template <typename S>
+__attribute__((noinline)) void route_row(const S* logits, int64_t experts, int64_t used, bool renormalises, int64_t* chosen,
+                                         float* weights) {
+    for (int64_t k = 0; k < used; ++k) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < experts; ++e) {
+            const bool is_taken = std::find(chosen, chosen + k, e) != chosen + k;
+            if (!is_taken && (best < 0 || to_float(logits[e]) > to_float(logits[best]))) best = e;
+        }
+        chosen[k] = best;
+    }
+    const float top = to_float(logits[chosen[0]]);
+    float total = 0;
+    for (int64_t k = 0; k < used; ++k) weights[k] = exp_negative(to_float(logits[chosen[k]]) - top);
+    if (renormalises)
+        for (int64_t k = 0; k < used; ++k) total += weights[k];
+    else
+        for (int64_t e = 0; e < experts; ++e) total += exp_negative(to_float(logits[e]) - top);
+    for (int64_t k = 0; k < used; ++k) {
+        S rounded;
+        store(&rounded, weights[k] / total);
+        weights[k] = to_float(rounded);
+    }
+}
+
+// sum [width] += weight * (x + bias); `bias` may be null. Not inlined, as rms_norm_row.
+template <typename S>
+__attribute__((noinline)) void add_expert_row(const S* x, const S* bias, float weight, int64_t width, float* sum) {
+    if (!bias)
+        for (int64_t i = 0; i < width; ++i) sum[i] += weight * to_float(x[i]);
+    else
+        for (int64_t i = 0; i < width; ++i) sum[i] += weight * (to_float(x[i]) + to_float(bias[i]));
 }
 
 }  // namespace

@@ -45,7 +45,7 @@ FOREIGN = "quantization_config"
 QUANTIZATION = (FOREIGN, "compression_config", "quantization")
 WAY_OUT = (
     "choose a checkpoint in bfloat16, float16 or float32 (--target_dtype int8 quantises one), or "
-    f"quantised by {', '.join(name for name in QUANTIZATIONS if name != 'mxfp4')} as "
+    f"quantised by {', '.join(QUANTIZATIONS)} as "
     "docs/models.md lists"
 )
 IRRELEVANT_FIELDS = """

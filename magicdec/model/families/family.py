@@ -23,6 +23,7 @@ class Names:
 
     `packing`: q, k and v are three tensors (separate), one with all rows of q, then k, then v
     (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out].
+    `stacked_experts`: those of a layer's experts are stored as one (`stacked_experts.py`).
     `norm_offset`: what is added to norms' weights as stored."""
 
     embedding: str = "model.embed_tokens"
@@ -37,6 +38,7 @@ class Names:
     packing: str = "separate"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -44,6 +46,7 @@ class Names:
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_experts: bool = False
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
     transposed: bool = False

@@ -37,7 +37,7 @@ class LinearFields(ctypes.Structure):
 class LayerFields(ctypes.Structure):
     _fields_: ClassVar = [
         *_fields("attention_norm* mlp_norm* q_norm* k_norm* post_attention_norm* post_mlp_norm*"),
-        *_fields("output_bias* down_bias* rope*"),
+        *_fields("output_bias* down_bias* rope* sinks*"),
         ("query_scale", ctypes.c_float),
         *((name, LinearFields) for name in ("qkv", "output", "gate_up", "down")),
     ]
@@ -142,7 +142,7 @@ def describe_cache(cache: KVCache) -> CacheFields:
     )
 
 
-def describe_layer(block: Block, query_scale: float) -> LayerFields:
+def describe_layer(block: Block, query_scale: float, sinks: Tensor | None) -> LayerFields:
     attention = block.attention
     mlp = block.mlp
     assert isinstance(mlp, MLP), "checked before the run"
@@ -156,6 +156,7 @@ def describe_layer(block: Block, query_scale: float) -> LayerFields:
         pointer(attention.output.bias),
         pointer(mlp.down.bias),
         None,
+        pointer(sinks),
         query_scale,
         _linear(attention.qkv, True),
         _linear(attention.output, False),

@@ -154,7 +154,9 @@ class Executor:
             self.exchange = group.exchange
         ropes = [self.config.rope_of(self.config.kinds[layer]) for layer in model.layers]
         scales = [rope.attention_factor**2 * self.config.query_scale for rope in ropes]
-        self._layers = (LayerFields * len(blocks))(*map(describe_layer, blocks, scales))
+        self._sinks = model.sinks()
+        sinks = [None] * len(blocks) if self._sinks is None else list(self._sinks)
+        self._layers = (LayerFields * len(blocks))(*map(describe_layer, blocks, scales, sinks))
         self._model: ModelFields | None = None
         self._ropes: dict[RopeConfig, Tensor] = {}
         self._error: BaseException | None = None
@@ -260,11 +262,18 @@ class Executor:
 
     @staticmethod
     def received(
-        cache: KVCache, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
+        cache: KVCache,
+        layer: int,
+        rows: Tensor,
+        queries: Tensor,
+        first: int,
+        length: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention weights float32 [B, G, length - first] that keys at positions `first` to
         `length` - 1 of rows [B] received from the newest queries [B, T, H, D], summed over these
-        and a KV head's query heads. The cache has native layout."""
+        and a KV head's query heads. The cache has native layout. `sinks`, float32 [H]: logits that
+        take part in the softmax."""
         (num_rows, num_new, num_heads, size), shape = queries.shape, cache.shape
         assert queries.dtype == cache.k.dtype and num_new <= length - first
         queries = queries.contiguous()
@@ -287,6 +296,7 @@ class Executor:
             cache.k[layer].data_ptr(),
             table.data_ptr(),
             rows.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
         )
         return out

@@ -13,6 +13,7 @@ struct Layer {
     const void *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // may be null
     const void *output_bias, *down_bias;                      // added after the all-reduce; may be null
     const float* rope;                                        // [positions, 2, rope_pairs]
+    const float* sinks;                                       // logits [H] in the softmax; may be null
     float query_scale;                                        // of rotated queries: YaRN's factor, 1 without
     LinearLayer qkv, output, gate_up, down;
 };
@@ -120,7 +121,8 @@ public:
         float* mass = call->mass ? call->mass + layer * call->B * m->G * call->num_blocks : nullptr;
         Seen& view = view_of(layer);
         view.with_attention([&](auto& attention) {
-            attention.merge(view.problem, mixed + first * m->H * HEAD_SIZE, lse + first * m->H, mass, call->num_blocks);
+            attention.merge(view.problem, m->layers[layer].sinks, mixed + first * m->H * HEAD_SIZE, lse + first * m->H, mass,
+                            call->num_blocks);
         });
     }
 

@@ -1,5 +1,5 @@
-"""MXFP4 as of gpt-oss: blocks of 32 numbers of 4 bits, low half first, with a power of two. Its
-checkpoints are refused, because only mixtures of experts have it."""
+"""MXFP4 (OCP Microscaling Formats, 1.0), of the experts of gpt-oss: blocks of 32 numbers of 4 bits,
+low half first, with a power of two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from magicdec.model.checkpoint.quantized.matrix import Parts, QuantizedMatrix
-from magicdec.model.checkpoint.quantized.method import QuantizationMethod
+from magicdec.model.checkpoint.quantized.method import QuantizationMethod, check_rest, names_of
 from magicdec.model.families.fields import ConfigFields
 from magicdec.model.linear.grouped import GroupedNumbers, NumberFormat
 
@@ -16,23 +16,59 @@ BLOCK = 32  # inputs
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 LARGEST = 252  # 6 * 2 ** (LARGEST - 127) is finite in float32
 FORMAT = NumberFormat(8, BLOCK, "float32", False, -128)
+EXPERTS = ".experts."
 
 
 class Mxfp4(QuantizationMethod):
+    """The matrices of experts are quantised, all others are not."""
+
     def __init__(self, table: ConfigFields) -> None:
         super().__init__(table)
-        raise ValueError(
-            "quant_method mxfp4 is that of gpt-oss, a mixture of experts, which is not read"
-        )
+        for name in names_of(table, "modules_to_not_convert"):
+            if EXPERTS.strip(".") in name.split("."):
+                raise ValueError(
+                    f"modules_to_not_convert leaves out {name!r}, but experts are what MXFP4 is for"
+                )
+        check_rest(table, ("dequantize",))  # what transformers does with the weights it reads
 
     def is_marked(self, parts: Parts) -> bool:
-        raise NotImplementedError
+        return "blocks" in parts
 
     def quantizes(self, module: str, is_head: bool) -> bool:
-        raise NotImplementedError
+        return EXPERTS in module
 
     def matrix(self, parts: Parts, module: str) -> QuantizedMatrix:
-        raise NotImplementedError
+        return Mxfp4Matrix(parts)
+
+
+class Mxfp4Matrix(QuantizedMatrix):
+    """`blocks` [N, K / 32, 16] and exponents `scales` [N, K / 32]."""
+
+    leaves = ("blocks", "scales")
+    format = FORMAT
+
+    def __init__(self, parts: Parts) -> None:
+        shape = parts.shape("blocks")
+        if len(shape) != 3 or shape[2] != BLOCK // 2:
+            raise parts.refusal("blocks", f"has shape {shape}, expected [N, K / {BLOCK}, 16]")
+        parts.expect("blocks", shape, ("uint8",))
+        parts.expect("scales", shape[:2], ("uint8",))
+        self.parts = parts
+        self.shape = shape[0], shape[1] * BLOCK
+
+    def numbers(self, rows: slice, columns: slice) -> GroupedNumbers:
+        blocks = slice(columns.start // BLOCK, columns.stop // BLOCK)
+        scales = self.parts.read("scales", rows, blocks)
+        try:
+            return grouped_blocks(self.parts.read("blocks", rows, blocks), scales)
+        except ValueError as error:
+            raise self.parts.refusal("scales", f"is not read: {error}") from None
+
+    def dense(self, rows: slice, columns: slice) -> Tensor:
+        first = columns.start // BLOCK * BLOCK
+        stop = -(-columns.stop // BLOCK) * BLOCK
+        numbers = self.numbers(rows, slice(first, stop))
+        return numbers.dense()[:, columns.start - first : columns.stop - first]
 
 
 def grouped_blocks(blocks: Tensor, scales: Tensor) -> GroupedNumbers:

@@ -1,0 +1,90 @@
+"""UnstackedExperts: a checkpoint with one tensor for all experts of a layer, as one with a tensor
+for each. That is how gpt-oss is stored:
+
+- `X.gate_up_proj` [E, hidden, 2 F], whose last dimension has gates and ups by turns;
+- `X.down_proj` [E, F, hidden];
+- `X.gate_up_proj_bias` [E, 2 F] and `X.down_proj_bias` [E, hidden];
+- in MXFP4, `_blocks` [E, N, K / 32, 16] and `_scales` [E, N, K / 32] in place of a matrix [N, K].
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from torch import Tensor
+
+from magicdec.model.checkpoint.weight_files import Index, StoredTensor, WeightSource
+from magicdec.output.files import AGAIN
+
+STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<which>gate_up|down)_proj(?P<part>|_[a-z]+)")
+# What a stacked tensor is called as a part of one expert, and its number of dimensions.
+PARTS = {
+    "": ("weight", 3),
+    "_bias": ("bias", 2),
+    "_blocks": ("blocks", 4),
+    "_scales": ("scales", 3),
+}
+
+
+class Share(NamedTuple):
+    """Every `step`-th output from `first` on of one expert in a stacked tensor, whose outputs are
+    its last dimension if it `is_transposed`, else its second."""
+
+    name: str
+    expert: int
+    first: int
+    step: int
+    is_transposed: bool
+
+
+class UnstackedExperts(WeightSource):
+    """Names of an expert are `X.{number}.gate_proj.weight`, and so on. Raises ValueError for a
+    stacked tensor of another shape."""
+
+    def __init__(self, source: WeightSource) -> None:
+        super().__init__(source.path)
+        self._source = source
+        self._shares: dict[str, Share] = {}
+        for name, stored in source.tensors.items():
+            found = STACKED.fullmatch(name)
+            if found is None or found["part"] not in PARTS:
+                self.tensors[name] = stored
+            else:
+                self._unstack(name, stored, found)
+
+    def _unstack(self, name: str, stored: StoredTensor, found: re.Match[str]) -> None:
+        leaf, num_dims = PARTS[found["part"]]
+        matrices = ("down_proj",) if found["which"] == "down" else ("gate_proj", "up_proj")
+        is_transposed = leaf == "weight"
+        shape = stored.shape
+        outputs = shape[-1] if is_transposed else shape[min(1, len(shape) - 1)]
+        if len(shape) != num_dims or outputs % len(matrices):
+            raise ValueError(
+                f"{stored.file}: {name} has shape {shape}, expected {num_dims} dimensions with an "
+                f"output for each of {', '.join(matrices)} by turns; {AGAIN}"
+            )
+        inputs = shape[1:-1] if is_transposed else shape[2:]
+        own = StoredTensor((outputs // len(matrices), *inputs), stored.dtype, stored.file)
+        for expert in range(shape[0]):
+            for first, matrix in enumerate(matrices):
+                unstacked = f"{found['experts']}.{expert}.{matrix}.{leaf}"
+                share = Share(name, expert, first, len(matrices), is_transposed)
+                self._shares[unstacked] = share
+                self.tensors[unstacked] = own
+
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        share = self._shares.get(name)
+        if share is None:
+            return self._source.read(name, index)
+        shape = self.tensors[name].shape
+        whole = (*index, *[slice(None)] * (len(shape) - len(index)))
+        outputs, *inputs = (
+            slice(*each.indices(size)[:2]) for each, size in zip(whole, shape, strict=True)
+        )
+        stored = slice(share.step * outputs.start, share.step * outputs.stop)
+        own = slice(share.expert, share.expert + 1)
+        if share.is_transposed:
+            values = self._source.read(share.name, (own, *inputs, stored))[0]
+            return values[..., share.first :: share.step].T
+        return self._source.read(share.name, (own, stored, *inputs))[0, share.first :: share.step]

@@ -1,0 +1,54 @@
+"""gpt-oss (arXiv 2508.10925): a mixture of experts with biases, whose heads have sink logits and
+whose layers have a window by turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from magicdec.model.config import ClampedGate, ExpertsConfig, ModelConfig, RopeConfig
+from magicdec.model.families.family import Family, Names
+from magicdec.model.families.fields import ConfigFields, only, positive, size, switch
+from magicdec.model.families.llama import decoder
+from magicdec.model.families.windows import FULL, SLIDING, kinds, layer_types
+
+DEFAULT_WINDOW = 128
+
+
+def read(raw: ConfigFields) -> dict[str, Any]:
+    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        raise ValueError("rope_parameters is missing; copy it from the model's own config.json")
+    fields = decoder(raw, heads_if_missing=8)
+    num_layers = fields["num_layers"]
+    has_bias = switch(raw, "attention_bias", True)
+    types = layer_types(raw) or [(SLIDING, FULL)[layer % 2] for layer in range(num_layers)]
+    window = size(raw, "sliding_window", default=DEFAULT_WINDOW)
+    gate = ClampedGate(
+        positive(raw, "swiglu_limit") if "swiglu_limit" in raw else ClampedGate.limit,
+        positive(raw, "swiglu_alpha") if "swiglu_alpha" in raw else ClampedGate.alpha,
+    )
+    experts = ExpertsConfig(
+        size(raw, "num_local_experts", "num_experts", default=128),
+        size(raw, "num_experts_per_tok", "experts_per_token", default=4),
+        fields["intermediate_size"],
+        renormalises=True,
+        has_bias=True,
+        gate=gate,
+    )
+    rope: RopeConfig = fields["rope"]
+    only(raw, "initial_context_length", rope.original_max_position_embeddings)  # its own name of it
+    return fields | {
+        "head_dim": size(raw, "head_dim", default=64),
+        "qkv_bias": has_bias,
+        "output_bias": has_bias,
+        "sink_logits": True,
+        "experts": experts,
+        "layer_kinds": kinds(types, window),
+    }
+
+
+def names(config: ModelConfig) -> Names:
+    return replace(Names(), router="mlp.router", stacked_experts=True)
+
+
+GPT_OSS = Family("gpt_oss", read, names)
