@@ -41,6 +41,26 @@ inline vec fused(vec a, vec b, vec c) {
 #endif
 }
 
+// Numbers that the compiler must not combine or regroup with others, as a product with the sum that follows. Kernels are compiled
+// so that it may, and each place that a function is inlined into may do it in its own way; but a result must have the same bits
+// in all of them.
+inline vec as_it_is(vec x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#elif defined(__AVX__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+inline float as_it_is(float x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#elif defined(__AVX__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
 // The larger number in each lane. Compilers make a comparison and a slow selection of `a > b ? a : b`.
 inline vec larger(vec a, vec b) {
 #if defined(__AVX512F__)

@@ -263,6 +263,7 @@ class ModelRunner:
         keys, is_finite = self.executor.forward(forwards, self.offsets, layers)
         self.has_flaws |= not is_finite
         self.counts.num_forwards += 1
+        self.counts.experts_read += self.executor.take_experts_read()
         for each, num_keys in zip(forwards, keys, strict=True):
             num_new = each.view.num_new
             num_rows = len(each.rows)
@@ -333,8 +334,7 @@ class ModelRunner:
         num_tokens = view.num_new * len(rows)
         counts.num_forwards += 1
         counts.num_tokens += num_tokens
-        if self.model.config.experts is not None:
-            counts.experts_read += self.model.take_experts_read()
+        counts.experts_read += self.model.take_experts_read()
         if rows.is_captured:
             assert counts.on_device is not None
             reads = forward.views.reads(rows)
@@ -376,6 +376,7 @@ class ModelRunner:
             token_ids, views, self.offsets, count, pa, states
         )
         self.has_flaws |= not is_finite
+        self.counts.experts_read += self.executor.take_experts_read()
         count = drafts.shape[1]
         if self.draft_log is not None:
             self.draft_log.read(views, self.offsets, count)

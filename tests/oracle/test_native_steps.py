@@ -23,7 +23,7 @@ from magicdec.engine.engine import Engine
 from magicdec.kernels.build import FAST_MATH, load_library
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
-from magicdec.model.config import LayerKind, ModelConfig, RopeConfig
+from magicdec.model.config import ClampedGate, ExpertsConfig, LayerKind, ModelConfig, RopeConfig
 from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers, NumberFormat
 from magicdec.model.linear.packed import Linear, exchange
@@ -57,6 +57,14 @@ MODELS = {
     ),
     "norms of what is added": replace(
         TINY, post_norms=True, embedding_scale=7.3, query_scale=0.8, activation="gelu_tanh"
+    ),
+    "experts": replace(TINY, experts=ExpertsConfig(8, 3, 40, renormalises=False)),
+    "experts with biases, sink logits": replace(
+        TINY,
+        num_layers=3,
+        layer_kinds=(LayerKind(40), LayerKind(), LayerKind(has_mlp=True)),
+        sink_logits=True,
+        experts=ExpertsConfig(5, 2, 37, has_bias=True, gate=ClampedGate(limit=0.4)),
     ),
     "yarn": replace(TINY, rope=YARN),
     "partial rotation": replace(TINY, rope=RopeConfig(rotary_dim=8, interleaved=True)),

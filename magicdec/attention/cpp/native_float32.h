@@ -33,7 +33,8 @@ inline void score_four(const float* q, const float* const* keys, float* s) {
             for (int i = 0; i < 4; ++i) a[n][i] = fused(x, k[i], a[n][i]);
         }
     }
-    for (int n = 0; n < N; ++n) sum_four(a[n][0], a[n][1], a[n][2], a[n][3], s + n * TILE);
+    for (int n = 0; n < N; ++n)  // with a single step, a[n][i] is a product
+        sum_four(as_it_is(a[n][0]), as_it_is(a[n][1]), as_it_is(a[n][2]), as_it_is(a[n][3]), s + n * TILE);
 }
 
 // Scores of M queries for `count` keys (rows of D elements): s[m * TILE + j].
@@ -67,6 +68,22 @@ void accumulate(const float* p, const float* v, int64_t count, float* acc) {
     }
 }
 
+// Weights of one query for `count` keys from their scores, in place, relative to the running `maximum`: zeros but for the visible
+// keys [from, to). Updates `maximum` and `total`. Returns the factor of earlier sums.
+COMPILED_ALONE float soften_float32(float* s, int64_t from, int64_t to, int64_t count, float* maximum, float* total) {
+    float top = *maximum;
+    for (int64_t j = from; j < to; ++j) top = std::max(top, s[j]);
+    const float scale = exp_negative(*maximum - top);
+    float added = 0;
+    for (int64_t j = from; j < to; ++j) s[j] = exp_negative(s[j] - top);
+    for (int64_t j = from; j < to; ++j) added += s[j];
+    for (int64_t j = 0; j < from; ++j) s[j] = 0.0f;
+    for (int64_t j = to; j < count; ++j) s[j] = 0.0f;
+    *total = *total * scale + added;
+    *maximum = top;
+    return scale;
+}
+
 // Online softmax over one piece of one KV head: maximum, sum and weighted values of M queries. Returns the number of keys
 // read.
 template <int D>
@@ -85,22 +102,13 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
         for (int64_t m = 0; m < M; ++m) {
             float* s = scores + m * TILE;
             const auto [from, to] = p.seen(task, m, position, count);
-            float top = maximum[m];
-            for (int64_t j = from; j < to; ++j) top = std::max(top, s[j]);
-            const float scale = exp_negative(maximum[m] - top);
-            if (maximum[m] != top)
+            const float scale = soften_float32(s, from, to, count, maximum + m, total + m);
+            if (scale != 1.0f)
                 for (int d = 0; d < D; ++d) acc[m * D + d] *= scale;
-            float added = 0;
-            for (int64_t j = from; j < to; ++j) s[j] = exp_negative(s[j] - top);
-            for (int64_t j = from; j < to; ++j) added += s[j];
-            for (int64_t j = 0; j < from; ++j) s[j] = 0.0f;
-            for (int64_t j = to; j < count; ++j) s[j] = 0.0f;
             if (mass.data) {
                 mass.rescale(m, met, scale);
                 mass.add(m, met, position % BLOCK, s, to);
             }
-            total[m] = total[m] * scale + added;
-            maximum[m] = top;
         }
         int64_t m = 0;
         for (; m + 4 <= M; m += 4) accumulate<D, 4>(scores + m * TILE, v, count, acc + m * D);

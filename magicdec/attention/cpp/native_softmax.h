@@ -1,16 +1,5 @@
 // Scores of one query to weights, with AVX-512, for native_bf16.h and native_registers.h.
 
-// A number that the compiler must not regroup with others. Files of attention are compiled so that sums may be regrouped, and each
-// place that `to_weights` is inlined into may do it in its own way; but a query must have the same bits in all of them.
-inline __m512 as_it_is(__m512 x) {
-    asm("" : "+v"(x));
-    return x;
-}
-inline float as_it_is(float x) {
-    asm("" : "+v"(x));
-    return x;
-}
-
 // 2^x for x <= 0: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two.
 inline __m512 exp2_negative(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

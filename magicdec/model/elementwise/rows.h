@@ -6,6 +6,13 @@
 
 #include "../../kernels/arithmetic.h"
 
+// The activation of a gated MLP. `limit` and `alpha` are of CLAMPED.
+enum { SILU, GELU, CLAMPED };
+struct Gate {
+    int64_t kind;
+    float limit, alpha;
+};
+
 namespace {
 
 inline float sigmoid(float x) {
@@ -16,7 +23,7 @@ inline float sigmoid(float x) {
 // out [width] = x / sqrt(mean(x^2) + eps) * weight [width]. Not inlined: a compiler that knew the width would add the
 // squares in another order, and callers would get other bits.
 template <typename S>
-__attribute__((noinline)) void rms_norm_row(const S* x, const S* weight, float eps, int64_t width, S* out) {
+COMPILED_ALONE void rms_norm_row(const S* x, const S* weight, float eps, int64_t width, S* out) {
     float sum = 0;
     for (int64_t i = 0; i < width; ++i) sum += to_float(x[i]) * to_float(x[i]);
     const float scale = 1.0f / std::sqrt(sum / float(width) + eps);
@@ -40,44 +47,38 @@ inline void rotate_token(S* x, const float* table, int64_t size, int64_t heads, 
     }
 }
 
-// out [width] = silu(x[:width]) * x[width:]
+// out [width] = silu(x[:width]) * x[width:]. Gates are not inlined, as rms_norm_row: vectors divide otherwise than single numbers.
 template <typename S>
-inline void silu_gate_row(const S* x, int64_t width, S* out) {
+COMPILED_ALONE void silu_gate_row(const S* x, int64_t width, S* out) {
     const S *gate = x, *up = x + width;
     for (int64_t i = 0; i < width; ++i) {
         const float g = to_float(gate[i]);
-        store(out + i, g * sigmoid(g) * to_float(up[i]));
+        store(out + i, grouped(g * sigmoid(g)) * to_float(up[i]));
     }
 }
 
 // out [width] = gelu(x[:width]) * x[width:], with the approximation of GELU by tanh. 1 + tanh(u) is 2 sigmoid(2 u).
 template <typename S>
-inline void gelu_gate_row(const S* x, int64_t width, S* out) {
+COMPILED_ALONE void gelu_gate_row(const S* x, int64_t width, S* out) {
     const S *gate = x, *up = x + width;
     constexpr float twice_root = 2 * 0.7978845608028654f;  // of 2 / pi
     for (int64_t i = 0; i < width; ++i) {
         const float g = to_float(gate[i]);
-        store(out + i, g * sigmoid(twice_root * (g + 0.044715f * g * g * g)) * to_float(up[i]));
+        const float inner = fused(grouped(0.044715f * g) * g, g, g);
+        store(out + i, grouped(g * sigmoid(grouped(twice_root * inner))) * to_float(up[i]));
     }
 }
 
 // out [width] = (up + 1) gate sigmoid(alpha gate) with gate = x[:width], at most `limit`, and up = x[width:], at most `limit`
 // on either side.
 template <typename S>
-inline void clamped_gate_row(const S* x, float limit, float alpha, int64_t width, S* out) {
+COMPILED_ALONE void clamped_gate_row(const S* x, float limit, float alpha, int64_t width, S* out) {
     const S *gate = x, *up = x + width;
     for (int64_t i = 0; i < width; ++i) {
         const float g = std::min(to_float(gate[i]), limit), u = std::clamp(to_float(up[i]), -limit, limit);
-        store(out + i, (u + 1.0f) * (g * sigmoid(alpha * g)));
+        store(out + i, grouped(u + 1.0f) * grouped(g * sigmoid(grouped(alpha * g))));
     }
 }
-
-// The activation of a gated MLP. `limit` and `alpha` are of CLAMPED.
-enum { SILU, GELU, CLAMPED };
-struct Gate {
-    int64_t kind;
-    float limit, alpha;
-};
 
 template <typename S>
 inline void gate_row(const Gate& gate, const S* x, int64_t width, S* out) {
@@ -89,7 +90,7 @@ inline void gate_row(const Gate& gate, const S* x, int64_t width, S* out) {
 // weights, rounded to S: the softmax over all logits, or over those of the chosen ones if it `renormalises`. Not inlined, as
 // rms_norm_row.
 template <typename S>
-__attribute__((noinline)) void route_row(const S* logits, int64_t experts, int64_t used, bool renormalises, int64_t* chosen,
+COMPILED_ALONE void route_row(const S* logits, int64_t experts, int64_t used, bool renormalises, int64_t* chosen,
                                          float* weights) {
     for (int64_t k = 0; k < used; ++k) {
         int64_t best = -1;
@@ -100,26 +101,27 @@ __attribute__((noinline)) void route_row(const S* logits, int64_t experts, int64
         chosen[k] = best;
     }
     const float top = to_float(logits[chosen[0]]);
-    float total = 0;
+    volatile float total = 0;  // added in order: vectors would begin where an address is aligned
     for (int64_t k = 0; k < used; ++k) weights[k] = exp_negative(to_float(logits[chosen[k]]) - top);
     if (renormalises)
-        for (int64_t k = 0; k < used; ++k) total += weights[k];
+        for (int64_t k = 0; k < used; ++k) total = total + weights[k];
     else
-        for (int64_t e = 0; e < experts; ++e) total += exp_negative(to_float(logits[e]) - top);
+        for (int64_t e = 0; e < experts; ++e) total = total + exp_negative(to_float(logits[e]) - top);
+    const float scale = 1.0f / total;
     for (int64_t k = 0; k < used; ++k) {
         S rounded;
-        store(&rounded, weights[k] / total);
+        store(&rounded, weights[k] * scale);
         weights[k] = to_float(rounded);
     }
 }
 
 // sum [width] += weight * (x + bias); `bias` may be null. Not inlined, as rms_norm_row.
 template <typename S>
-__attribute__((noinline)) void add_expert_row(const S* x, const S* bias, float weight, int64_t width, float* sum) {
+COMPILED_ALONE void add_expert_row(const S* x, const S* bias, float weight, int64_t width, float* sum) {
     if (!bias)
-        for (int64_t i = 0; i < width; ++i) sum[i] += weight * to_float(x[i]);
+        for (int64_t i = 0; i < width; ++i) sum[i] = fused(weight, to_float(x[i]), sum[i]);
     else
-        for (int64_t i = 0; i < width; ++i) sum[i] += weight * (to_float(x[i]) + to_float(bias[i]));
+        for (int64_t i = 0; i < width; ++i) sum[i] = fused(weight, grouped(to_float(x[i]) + to_float(bias[i])), sum[i]);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@ that library. They hold addresses, so the tensors must outlive them.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from magicdec.kv.cache import KVCache
 from magicdec.model.block import MLP, Block
 from magicdec.model.config import ModelConfig
 from magicdec.model.eagle import EagleHead, FirstBlock
-from magicdec.model.linear.packed import PackedLinear, format_numbers, multiply_in_team
+from magicdec.model.elementwise.native import CLAMPED, GELU, SILU
+from magicdec.model.experts import Experts
+from magicdec.model.linear.packed import Linear, PackedLinear, format_numbers, multiply_in_team
 from magicdec.model.transformer import Transformer, embedding_scale
 
 _POINTER = ctypes.c_void_p
@@ -34,13 +36,34 @@ class LinearFields(ctypes.Structure):
     )
 
 
+class GateFields(ctypes.Structure):
+    """`Gate` of rows.h."""
+
+    _fields_: ClassVar = [
+        *_fields("kind"),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
+    ]
+
+
+class ExpertsFields(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_fields("num_experts num_used renormalises"),
+        ("router", LinearFields),
+        *_fields("gate_up* down* down_bias*"),
+        ("gate", GateFields),
+    ]
+    kept: list[Any]  # arrays that the fields point to
+
+
 class LayerFields(ctypes.Structure):
     _fields_: ClassVar = [
         *_fields("attention_norm* mlp_norm* q_norm* k_norm* post_attention_norm* post_mlp_norm*"),
         *_fields("output_bias* down_bias* rope* sinks*"),
         ("query_scale", ctypes.c_float),
         *((name, LinearFields) for name in ("qkv", "output", "gate_up", "down")),
+        ("experts", _POINTER),
     ]
+    kept: ExpertsFields | None  # what `experts` points to
 
 
 class ModelFields(ctypes.Structure):
@@ -50,9 +73,9 @@ class ModelFields(ctypes.Structure):
         ("embedding_scale", ctypes.c_float),
         *_fields("embedding* norm*"),
         ("head", LinearFields),
-        *_fields(
-            "multiply* is_gelu first_id hidden_norm* target_ids* norm_before_residual norm_output"
-        ),
+        *_fields("multiply*"),
+        ("gate", GateFields),
+        *_fields("first_id hidden_norm* target_ids* norm_before_residual norm_output"),
         ("layers", ctypes.POINTER(LayerFields)),
     ]
 
@@ -79,7 +102,7 @@ class CallFields(ctypes.Structure):
             "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* views* num_views "
             "view_of* num_outputs logits* hidden_out* drafts* mass* num_blocks queries* "
             "states* state_layers* num_states cancelled* "
-            "cancelled_value layers_done keys_read num_drafted not_finite"
+            "cancelled_value layers_done keys_read num_drafted experts_read not_finite"
         ),
         ("pa", ctypes.c_double),
     ]
@@ -124,7 +147,7 @@ def describe_model(
         model.norm.weight.data_ptr() if has_head else None,
         head,
         multiply_in_team(dtype),
-        config.activation == "gelu_tanh",
+        GateFields(GELU if config.activation == "gelu_tanh" else SILU),
         model.head_rows[0],
         *of_head,
         layers,
@@ -145,24 +168,56 @@ def describe_cache(cache: KVCache) -> CacheFields:
 def describe_layer(block: Block, query_scale: float, sinks: Tensor | None) -> LayerFields:
     attention = block.attention
     mlp = block.mlp
-    assert isinstance(mlp, MLP), "checked before the run"
     mlp_norm = block.mlp_norm
     norms = (
         *(block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm),
         *(block.post_attention_norm, block.post_mlp_norm),
     )
-    return LayerFields(
+    experts = mlp if isinstance(mlp, Experts) else None
+    down_bias = None
+    linears = LinearFields(), LinearFields()
+    if isinstance(mlp, MLP):
+        down_bias = mlp.down.bias
+        linears = _linear(mlp.gate_up, True), _linear(mlp.down, False)
+    layer = LayerFields(
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
         pointer(attention.output.bias),
-        pointer(mlp.down.bias),
+        pointer(down_bias),
         None,
         pointer(sinks),
         query_scale,
         _linear(attention.qkv, True),
         _linear(attention.output, False),
-        _linear(mlp.gate_up, True),
-        _linear(mlp.down, False),
+        *linears,
     )
+    layer.kept = None if experts is None else _experts(experts)
+    if layer.kept is not None:
+        layer.experts = ctypes.addressof(layer.kept)
+    return layer
+
+
+def _experts(experts: Experts) -> ExpertsFields:
+    number = len(experts.down)
+    array = LinearFields * number
+    gate_up = array(*(_linear(layer, True) for layer in experts.gate_up))
+    down = array(*(_linear(layer, False) for layer in experts.down))
+    biases = [cast(Linear, layer).bias for layer in experts.down]
+    down_bias = None
+    if experts.is_first and biases[0] is not None:
+        down_bias = (_POINTER * number)(*map(pointer, biases))
+    gate = experts.gate
+    fields = ExpertsFields(
+        number,
+        experts.num_used,
+        experts.renormalises,
+        _linear(experts.router, True),
+        ctypes.addressof(gate_up),
+        ctypes.addressof(down),
+        None if down_bias is None else ctypes.addressof(down_bias),
+        GateFields(SILU) if gate is None else GateFields(CLAMPED, gate.limit, gate.alpha),
+    )
+    fields.kept = [gate_up, down, down_bias]
+    return fields
 
 
 def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
@@ -188,7 +243,6 @@ def layer_obstacle(config: ModelConfig) -> str | None:
         f"{config.norm} norms": config.norm != "rms",
         f"{config.positions} positions": config.positions != "rope",
         f"{config.residual} residuals": config.residual != "sequential",
-        "a mixture of experts": config.experts is not None,
         "an MLP without a gate": not config.gated_mlp,
         f"{config.activation} activations": config.activation not in ("silu", "gelu_tanh"),
         "a norm after the embedding": config.embedding_norm,

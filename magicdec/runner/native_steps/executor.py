@@ -136,12 +136,13 @@ class Executor:
     """The native forward of a model with packed weights, over any cache of its shape.
 
     `keys_read` counts keys read by the kernels, summed over forwards, layers, rows and KV heads
-    of this rank."""
+    of this rank; `experts_read` experts, summed over forwards and layers."""
 
     def __init__(self, model: Transformer, group: Group) -> None:
         self.model = model
         self.config = model.config
         self.keys_read = 0
+        self.experts_read = 0
         blocks = [block for block in model.blocks if isinstance(block, Block)]
         attention = blocks[0].attention
         self.num_heads = attention.num_heads
@@ -156,7 +157,9 @@ class Executor:
         scales = [rope.attention_factor**2 * self.config.query_scale for rope in ropes]
         self._sinks = model.sinks()
         sinks = [None] * len(blocks) if self._sinks is None else list(self._sinks)
-        self._layers = (LayerFields * len(blocks))(*map(describe_layer, blocks, scales, sinks))
+        described = list(map(describe_layer, blocks, scales, sinks))
+        self._layers = (LayerFields * len(blocks))(*described)
+        self._kept = described  # what the copies in the array point to
         self._model: ModelFields | None = None
         self._ropes: dict[RopeConfig, Tensor] = {}
         self._error: BaseException | None = None
@@ -166,6 +169,12 @@ class Executor:
         self._peers = ExchangeFields(
             segment, group.index, group.size, SLOT_BYTES, WAIT_MS, self._keep_waiting, 0
         )
+
+    def take_experts_read(self) -> int:
+        """`experts_read` since this was asked last."""
+        count = self.experts_read
+        self.experts_read = 0
+        return count
 
     def serves(self, forward: NativeForward) -> bool:
         """Whether `forward` can be computed here. Long chunks with watched queries are not: the
@@ -357,6 +366,7 @@ class Executor:
             with self._interrupts.kept():
                 failed = self.library.magicdec_forward(*arguments)
         self.keys_read += sum(call.keys_read for call in fields)
+        self.experts_read += fields[0].experts_read
         if exchange is not None:
             exchange.turn = peers.turn
         if failed == INTERRUPTED:

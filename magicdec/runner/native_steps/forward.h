@@ -3,8 +3,8 @@
 // of a pipeline): hidden states then come in, or go out, or both. Nothing is computed here that the
 // kernels of single layers do not compute: this file calls them in order, so that a token has the same bits either way.
 //
-// A decoder with RMS norms, rotary embedding, a gated MLP (SiLU or GELU) and sequential residuals. Activations are S:
-// bfloat16, or float.
+// A decoder with RMS norms, rotary embedding, a gated MLP (or a mixture of such experts) and sequential residuals.
+// Activations are S: bfloat16, or float.
 //
 // Rows may have different numbers of new tokens: linear layers then read their weights once for all of them.
 //
@@ -41,6 +41,29 @@ inline bool is_finite(bfloat16 x) { return (x.value & 0x7f80) != 0x7f80; }
 // of these logits are not finite.
 struct Best {
     double logit, id, sum, wrong;
+};
+
+// To which experts the tokens of a forward go.
+struct Route {
+    std::vector<int64_t> chosen;  // [tokens, experts of a token]
+    std::vector<float> weights;   // [tokens, experts of a token]
+    std::vector<int64_t> places;  // [tokens, experts of a token]: a row each, in the order of experts
+    std::vector<int64_t> begin;   // the first row of each expert, and the end
+
+    int64_t count(int64_t expert) const { return begin[expert + 1] - begin[expert]; }
+
+    // Sets `places` and `begin` of the first `rows` choices. Returns the number of experts that were chosen.
+    int64_t order(int64_t num_experts, int64_t rows) {
+        int64_t touched = 0, at = 0;
+        for (int64_t e = 0; e < num_experts; ++e) {
+            begin[e] = at;
+            for (int64_t i = 0; i < rows; ++i)
+                if (chosen[i] == e) places[i] = at++;
+            touched += at > begin[e];
+        }
+        begin[num_experts] = at;
+        return touched;
+    }
 };
 
 template <typename S, typename Kernel, typename Short = Kernel>
@@ -125,7 +148,20 @@ private:
 
     // Called by one thread.
     void resize(int64_t R) {
-        const int64_t heads = m->H + 2 * m->G, mlp = m->layers[0].gate_up.N, inner = m->layers[0].down.K;
+        const int64_t heads = m->H + 2 * m->G;
+        int64_t mlp = 0, inner = 0;
+        c->experts_read = 0;
+        while (int64_t(routes.size()) < m->num_layers) routes.emplace_back();
+        for (int64_t i = 0; i < m->num_layers; ++i) {
+            const Layer& w = m->layers[i];
+            if (w.experts) {
+                resize_experts(*w.experts, R, routes[i]);
+                inner = std::max(inner, w.experts->down[0].K);
+            } else {
+                mlp = std::max(mlp, w.gate_up.N);
+                inner = std::max(inner, w.down.K);
+            }
+        }
         x.resize(R * m->hidden);
         normed.resize(R * m->hidden);
         part.resize(R * m->hidden);
@@ -140,6 +176,20 @@ private:
         if (!c->logits) logits.resize(c->B * m->head.N);
         best.resize(c->B);
         found.resize(c->B * peers->size);
+    }
+
+    // Called by one thread.
+    void resize_experts(const Experts& experts, int64_t R, Route& route) {
+        const int64_t rows = R * experts.num_used;
+        route.chosen.resize(rows), route.weights.resize(rows), route.places.resize(rows);
+        route.begin.resize(experts.num_experts + 1);
+        auto grow = [](auto& numbers, int64_t count) { numbers.resize(std::max<size_t>(numbers.size(), count)); };
+        grow(router_logits, R * experts.num_experts);
+        grow(gathered, rows * m->hidden);
+        grow(expert_up, rows * experts.gate_up[0].N);
+        grow(expert_hidden, rows * experts.down[0].K);
+        grow(expert_out, rows * m->hidden);
+        grow(sums, R * m->hidden);
     }
 
     // Called by one thread.
@@ -203,16 +253,65 @@ private:
         attend(layer);
         linear(w.output, mixed.data(), R, part.data());
         add_part(w.output_bias, w.post_attention_norm, w.mlp_norm);
-        linear(w.gate_up, normed.data(), R, gate_up.data());
-        const int64_t width = w.gate_up.N / 2, stride = w.down.K;  // the kernel pads an odd width by one zero
-        team.share(R, [&](int64_t r) {
-            gate_row(m->is_gelu, &gate_up[r * 2 * width], width, &hidden[r * stride]);
-            std::fill(&hidden[r * stride] + width, &hidden[r * stride] + stride, S{});
-        });
-        linear(w.down, hidden.data(), R, part.data());
+        if (w.experts) {
+            run_experts(*w.experts, routes[layer]);
+        } else {
+            linear(w.gate_up, normed.data(), R, gate_up.data());
+            gate(m->gate, gate_up.data(), w.gate_up.N / 2, R, w.down.K, hidden.data());
+            linear(w.down, hidden.data(), R, part.data());
+        }
         const bool is_last = layer + 1 == m->num_layers;
         add_part(w.down_bias, w.post_mlp_norm,
                  !is_last ? m->layers[layer + 1].attention_norm : c->hidden_out ? nullptr : m->norm);
+    }
+
+    // The gated activation of `rows` rows of twice `width` numbers. Rows of `to` have `stride`: the kernel pads an odd width by
+    // one zero.
+    void gate(const Gate& kind, const S* from, int64_t width, int64_t rows, int64_t stride, S* to) {
+        team.share(rows, [&](int64_t r) {
+            gate_row(kind, from + r * 2 * width, width, to + r * stride);
+            std::fill(to + r * stride + width, to + (r + 1) * stride, S{});
+        });
+    }
+
+    // What the experts of each token make of it, in `part`. Each expert that any token goes to reads its weights once. Of
+    // every layer there is a route of its own, since a late thread may still read that of a layer before.
+    void run_experts(const Experts& w, Route& route) {
+        const int64_t R = num_tokens, used = w.num_used, width = m->hidden;
+        linear(w.router, normed.data(), R, router_logits.data());
+        team.share(R, [&](int64_t r) {
+            route_row(&router_logits[r * w.num_experts], w.num_experts, used, w.renormalises, &route.chosen[r * used],
+                      &route.weights[r * used]);
+        });
+        team.by_one([&] { c->experts_read += route.order(w.num_experts, R * used); });
+        team.share(R * used, [&](int64_t i) {
+            std::memcpy(&gathered[route.places[i] * width], &normed[i / used * width], width * sizeof(S));
+        });
+        const int64_t units = w.gate_up[0].N, stride = w.down[0].K;
+        for (int64_t e = 0; e < w.num_experts; ++e)
+            if (const int64_t count = route.count(e); count)
+                linear(w.gate_up[e], &gathered[route.begin[e] * width], count, &expert_up[route.begin[e] * units]);
+        gate(w.gate, expert_up.data(), units / 2, R * used, stride, expert_hidden.data());
+        for (int64_t e = 0; e < w.num_experts; ++e)
+            if (const int64_t count = route.count(e); count)
+                linear(w.down[e], &expert_hidden[route.begin[e] * stride], count, &expert_out[route.begin[e] * width]);
+        team.share(R, [&](int64_t r) { add_experts(w, route, r); });
+    }
+
+    // The weighted sum of what a token's experts made of it, in the order of their numbers.
+    void add_experts(const Experts& w, const Route& route, int64_t r) {
+        const int64_t used = w.num_used, width = m->hidden;
+        float* sum = &sums[r * width];
+        std::fill(sum, sum + width, 0.0f);
+        for (int64_t last = -1, k = 0; k < used; ++k) {
+            int64_t next = -1;
+            for (int64_t i = r * used; i < (r + 1) * used; ++i)
+                if (route.chosen[i] > last && (next < 0 || route.chosen[i] < route.chosen[next])) next = i;
+            last = route.chosen[next];
+            add_expert_row(&expert_out[route.places[next] * width], (const S*)(w.down_bias ? w.down_bias[last] : nullptr),
+                           route.weights[next], width, sum);
+        }
+        for (int64_t i = 0; i < width; ++i) store(&part[r * width + i], sum[i]);
     }
 
     void attend(int64_t layer) {
@@ -395,6 +494,9 @@ private:
     std::vector<int64_t> tokens;
     std::vector<S> x, normed, part, qkv, mixed, gate_up, hidden, logits, pairs, fed_back;
     std::vector<float> lse, room;  // room: scratch memory of linear layers
+    std::deque<Route> routes;      // by layer
+    std::vector<S> router_logits, gathered, expert_up, expert_hidden, expert_out;
+    std::vector<float> sums;
     std::vector<Best> best, found;
     std::vector<bool> goes_on;  // rows whose chain has not stopped
 };

@@ -8,6 +8,13 @@
 #include "../../model/linear/layer.h"
 
 // These are filled by executor.py, field by field in this order.
+struct Experts {  // of experts, in place of a layer's MLP
+    int64_t num_experts, num_used, renormalises;
+    LinearLayer router;
+    const LinearLayer *gate_up, *down;  // [num_experts]
+    const void* const* down_bias;       // [num_experts], added by this rank, or null
+    Gate gate;
+};
 struct Layer {
     const void *attention_norm, *mlp_norm;
     const void *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // may be null
@@ -16,6 +23,7 @@ struct Layer {
     const float* sinks;                                       // logits [H] in the softmax; may be null
     float query_scale;                                        // of rotated queries: YaRN's factor, 1 without
     LinearLayer qkv, output, gate_up, down;
+    const Experts* experts;  // null: the layer has an MLP
 };
 struct Model {
     int64_t num_layers, hidden, H, G, vocab_size, rope_pairs, interleaved;
@@ -23,7 +31,7 @@ struct Model {
     const void *embedding, *norm;  // null where this part of the model has none
     LinearLayer head;  // N is 0 without a head
     MultiplyInTeam multiply;  // computes all linear layers
-    int64_t is_gelu;   // the gate's activation; else SiLU
+    Gate gate;         // of MLPs
     int64_t first_id;  // vocabulary id of the head's first row
     // Of an EAGLE-3 head, null or 0 of a model: the norm of the states that its first layer takes beside embeddings, the ids of
     // its drafts, whether that layer's residual is the normed state, and whether the next draft takes the normed output.
@@ -74,6 +82,7 @@ struct Call {
     int64_t layers_done;       // out: layers that were computed, if it may be cancelled
     int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
     int64_t num_drafted;  // out: drafts of each row
+    int64_t experts_read;  // out, in the first call: experts that were read, summed over forwards and layers
     // out, in the first call: whether logits are infinite or NaN; those of drafts on any rank, others on this one
     int64_t not_finite;
     double pa;  // a row stops after a draft that is less probable; the call ends when all rows have stopped
