@@ -286,7 +286,8 @@ class ModelConfig:
 
     def average_bytes(self, dtype_bytes: int, num_ranks: int) -> float:
         """Of a weight of the layers as they are stored, of which plain ones have `dtype_bytes`."""
-        assert self.stored_bytes is not None, "the checkpoint stores numbers in groups"
+        if self.stored_bytes is None:  # of a model whose experts alone are in groups
+            return dtype_bytes
         plain = self.plain_share + self.cut_share * (num_ranks > 1)
         return self.stored_bytes * (1 - plain) + dtype_bytes * plain
 

@@ -292,8 +292,10 @@ def with_stored_bytes(config: ModelConfig, source: WeightSource) -> ModelConfig:
     if head is None and layers is None:
         return config
     stored, plain_share, cut_share = layers or (0.0, 1.0, 0.0)
+    experts = config.experts
     return replace(
         config,
+        experts=None if experts is None else replace(experts, stored_bytes=None),
         stored_bytes=stored,
         plain_share=plain_share,
         cut_share=cut_share,

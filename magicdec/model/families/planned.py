@@ -23,6 +23,7 @@ from magicdec.model.families.fields import (
     size,
     switch,
 )
+from magicdec.model.families.gpt_oss import MXFP4_BYTES
 from magicdec.model.families.rope_fields import rope, rope_table
 from magicdec.model.families.windows import FULL, SLIDING
 from magicdec.model.mixers import (
@@ -57,7 +58,6 @@ NEXT_TOKENS = (
 IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
 SCALE_BYTES = 4  # of a block of FP8 weights
 SMALL_SCALE = "ue8m0"  # the format of scales that have one byte
-FP4_BYTES = 4.25 / 8  # of a weight, with a byte of scale for each 32
 SPARSE_RATE, DENSE_RATE = 4, 128  # tokens of an entry, where some are chosen and where all are read
 
 
@@ -279,7 +279,7 @@ def read_deepseek_v4(raw: ConfigFields) -> dict[str, Any]:
         size(raw, "num_experts_per_tok", default=6),
         width,
         shared_width=width * size(raw, "n_shared_experts", default=1),
-        stored_bytes=None if stored is None or raw.get("expert_dtype") is None else FP4_BYTES,
+        stored_bytes=None if stored is None or raw.get("expert_dtype") is None else MXFP4_BYTES,
     )
     return fields | {
         "intermediate_size": width,
