@@ -158,13 +158,20 @@ def shared_expert(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
 
 def mixers_of(config: ModelConfig) -> dict[Mixer, int]:
     """The number of layers of each mixer that nothing here computes."""
-    counts = Counter(kind.mixer for kind in config.kinds)
-    return {mixer: number for mixer, number in counts.items() if mixer is not None}
+    counts = Counter[Mixer]()
+    for kind, number in config.kind_counts.items():
+        if kind.mixer is not None:
+            counts[kind.mixer] += number
+    return counts
 
 
 def attention_layers(config: ModelConfig) -> dict[int | None, int]:
     """The number of layers with attention that is computed here, by window."""
-    return Counter(kind.window for kind in config.kinds if kind.mixer is None)
+    counts = Counter[int | None]()
+    for kind, number in config.kind_counts.items():
+        if kind.mixer is None:
+            counts[kind.window] += number
+    return counts
 
 
 def expert_parameters(config: ModelConfig, shard: Shard) -> int:

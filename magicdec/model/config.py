@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from magicdec.model.mixers import Mixer
 
@@ -247,6 +248,11 @@ class ModelConfig:
         """The kind of each layer."""
         is_one = len(self.layer_kinds) == 1
         return self.layer_kinds * self.num_layers if is_one else self.layer_kinds
+
+    @cached_property
+    def kind_counts(self) -> dict[LayerKind, int]:
+        """The number of layers of each kind."""
+        return Counter(self.kinds)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

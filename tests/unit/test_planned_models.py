@@ -16,6 +16,8 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.hardware.costs import Deployment
+from magicdec.model.checkpoint import source
+from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import FIXED, is_irrelevant
 from magicdec.model.families.hf_config import parse_hf_config
@@ -191,6 +193,21 @@ def test_stored_experts_have_bytes_of_their_own() -> None:
     assert 0 < vectors < 0.002 * whole
     v3 = costs.weight_bytes(PRESETS["deepseek-v3"].config, Shard(), 2, "stored")
     assert v3 == pytest.approx(671.0e9 - 2 * 129280 * 7168 + 2 * 129280 * 7168, rel=1e-3)
+
+
+def test_weights_that_are_there_say_how_experts_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset of gpt-oss has experts in MXFP4; a checkpoint's are held in other groups, and count
+    as its tensors say, on average with the rest."""
+    published = PRESETS["gpt-oss-20b"].config
+    assert published.experts is not None and published.experts.stored_bytes == 4.25 / 8
+    monkeypatch.setattr(source, "bytes_in_groups", lambda *given: (1.125, 0.25, 0.0))
+    held = source.with_stored_bytes(published, RandomWeights({}))
+    assert held.experts is not None and held.experts.stored_bytes is None
+    number = costs.expert_parameters(held, Shard())
+    biases = costs.expert_biases(held, Shard()) * 2
+    average = 0.75 * 1.125 + 0.25 * 2
+    assert costs.expert_bytes(held, Shard(), 2, "stored") == round(number * average) + biases
+    assert costs.expert_bytes(published, Shard(), 2, "stored") == number * 4.25 / 8 + biases
 
 
 def test_every_token_goes_to_the_shared_expert() -> None:
