@@ -100,6 +100,18 @@ ARCHITECTURES = {
     "FalconForCausalLM": "magicdec.model.families.gpt:FALCON",
     "BloomForCausalLM": "magicdec.model.families.gpt:BLOOM",
 }
+# Of models that nothing here computes: the families whose costs `magicdec plan` counts.
+PLANNED = {
+    "Qwen3NextForCausalLM": "magicdec.model.families.planned:QWEN3_NEXT",
+    "Qwen3_5ForCausalLM": "magicdec.model.families.planned:QWEN3_5",
+    "Qwen3_5ForConditionalGeneration": "magicdec.model.families.planned:QWEN3_5",
+    "Qwen3_5MoeForCausalLM": "magicdec.model.families.planned:QWEN3_5_MOE",
+    "Qwen3_5MoeForConditionalGeneration": "magicdec.model.families.planned:QWEN3_5_MOE",
+    "DeepseekV3ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V3",
+    "DeepseekV4ForCausalLM": "magicdec.model.families.planned:DEEPSEEK_V4",
+    "Gemma4ForCausalLM": "magicdec.model.families.planned:GEMMA4",
+    "Gemma4ForConditionalGeneration": "magicdec.model.families.planned:GEMMA4",
+}
 # A draft head, whatever its config.json calls it, and the family that names its tensors.
 EAGLE_HEAD = "Eagle3Speculator"
 DRAFT_HEADS = {EAGLE_HEAD: "magicdec.model.families.eagle:EAGLE3"}

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- presets: scripts/preset_table.py --write -->", "<!-- end of presets -->"
 LABELS = (
     *("preset", "layers", "width", "heads: KV x size", "FFN", "vocabulary", "context"),
-    *("positions", "parameters", "source", "checked"),
+    *("positions", "parameters", "source", "checked", "runs"),
 )
 
 
@@ -34,7 +34,7 @@ def cells(name: str, preset: Preset) -> tuple[str, ...]:
         f"`{name}`",
         str(c.num_layers),
         str(c.hidden_size),
-        f"{c.num_heads}: {c.num_kv_heads} x {c.head_dim}",
+        heads(c),
         mlp(c),
         f"{c.vocab_size}{', tied' if c.tie_word_embeddings else ''}",
         f"{c.max_length}{f', window {c.narrowest_window}' if c.narrowest_window else ''}",
@@ -42,12 +42,23 @@ def cells(name: str, preset: Preset) -> tuple[str, ...]:
         f"{preset.num_parameters:,}",
         f"[{preset.repo_id}](https://huggingface.co/{preset.repo_id})",
         "yes" if preset.checked else "no",
+        "`plan` alone" if c.planned_only else "yes",
     )
+
+
+def heads(c: ModelConfig) -> str:
+    """Query heads, KV heads and their size, of each kind of layer in which they differ."""
+    plain = f"{c.num_heads}: {c.num_kv_heads} x {c.head_dim}"
+    found = [plain if kind.mixer is None else kind.mixer.describe() for kind in c.kinds]
+    return "; ".join(dict.fromkeys(found))
 
 
 def mlp(c: ModelConfig) -> str:
     e = c.experts
-    return str(c.intermediate_size) if e is None else f"{e.num_used} of {e.num_experts} x {e.width}"
+    if e is None:
+        return str(c.intermediate_size)
+    shared = f" + {e.shared_width}" if e.shared_width else ""
+    return f"{e.num_used} of {e.num_experts} x {e.width}{shared}"
 
 
 def positions(c: ModelConfig) -> str:

@@ -49,6 +49,7 @@ from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
 from magicdec.hardware import timing
+from magicdec.hardware.costs import stored_bytes
 from magicdec.kernels.build import check_cpu
 from magicdec.kernels.cpu import CannotExecute
 from magicdec.kv.cache import KVCache
@@ -545,5 +546,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Stored parameters of a model; a tied head is counted once."""
+    """Stored parameters of a model; a tied head is counted once. Of a model that only the plan
+    knows they are those that its costs count."""
+    if config.planned_only:
+        return stored_bytes(config, Shard(), size=1, is_packed=False)
     return sum(math.prod(shape) for shape in expected_shapes(config).values())

@@ -216,10 +216,17 @@ def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deploymen
     """The model on the `--tp` ranks of `nodes` hosts."""
     hardware = find_hardware(args, config.num_layers)
     weights = choose_weights("--target_dtype", args.target_dtype, args.dtype)
-    if config.stored_bytes is not None and args.target_dtype == "auto":
+    if is_in_groups(config) and args.target_dtype == "auto":
         weights = STORED
     low_bit = weights if weights in NARROW else None
     return Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, nodes, low_bit)
+
+
+def is_in_groups(config: ModelConfig) -> bool:
+    """Whether some of the matrices are stored as numbers in groups: of a checkpoint as a run holds
+    them, of a preset as they were published."""
+    of_experts = None if config.experts is None else config.experts.stored_bytes
+    return config.stored_bytes is not None or of_experts is not None
 
 
 def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
@@ -350,7 +357,7 @@ def find_draft(args: PlanSection, target: Deployment) -> Deployment:
             f"--draft {args.draft} has a vocabulary of {config.vocab_size}, "
             f"--model {args.model} one of {target.config.vocab_size}; they must be equal"
         )
-    if low_bit is None and config.stored_bytes is not None:
+    if low_bit is None and is_in_groups(config):
         low_bit = STORED
     return replace(target, config=config, tp=1, nodes=1, low_bit=low_bit)
 

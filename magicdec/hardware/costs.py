@@ -10,13 +10,16 @@ rank; `roofline.py` counts the same bytes from a loaded model.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from math import gcd
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ModelConfig
+from magicdec.model.mixers import Mixer
 from magicdec.names import STORED
 
 GROUP = (
@@ -51,12 +54,18 @@ class Deployment:
 
     def forward(self, B: int, T: int, S: int, num_logits: int | None = None) -> ForwardCost:
         """The cost on the rank with the most query heads, for which the others wait. `num_logits`
-        of a row's new tokens get logits; None: all."""
+        of a row's new tokens get logits; None: all, any of which may be the last to be kept, so
+        that linear layers write their state after each."""
         c = self.config
         shard = slowest_shard(self.config, self.tp)
-        layers = c.layers_by_window.items()
-        entry = kv_bytes_per_token(c.part(range(1)), shard, self.dtype_bytes)
+        entry = attention_entry_bytes(c, shard, self.dtype_bytes)
+        layers = attention_layers(c).items()
         entries = sum(n * (T + min(S, (window or S + 1) - 1)) for window, n in layers)
+        num_states = 1 + (T if num_logits is None else 1)  # read, and written
+        of_mixers = 0
+        for mixer, n in mixers_of(c).items():
+            of_mixers += n * mixer.read_bytes(shard, self.dtype_bytes, T, S)
+            of_mixers += n * num_states * mixer.state_bytes(shard, self.dtype_bytes)
         without = 0 if num_logits is None else T - num_logits
         head = _widths(c, shard)[3] * c.hidden_size
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
@@ -70,7 +79,7 @@ class Deployment:
             multiplied -= expert_parameters(c, shard) * unused // c.experts.num_experts
         return ForwardCost(
             weight_bytes(c, shard, self.dtype_bytes, self.low_bit) - untouched,
-            B * entries * entry,
+            B * (entries * entry + of_mixers),
             2 * B * (T * multiplied - without * head),
             B * attention_flops(c, shard, T, S),
             sums if self.tp > 1 else (),
@@ -117,7 +126,9 @@ def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
     shapes = []
     for kind in config.kinds:
         has_experts = config.experts is not None and not kind.has_mlp
-        shapes += attention + (experts_of_layer(config, shard) if has_experts else mlp)
+        shapes += attention if kind.mixer is None else kind.mixer.matrices(hidden, shard)
+        shapes += experts_of_layer(config, shard) if has_experts else mlp
+        shapes += shared_expert(config, shard) if has_experts else []
     shapes.append((head, hidden))
     if config.eagle is None:
         return shapes
@@ -136,12 +147,40 @@ def experts_of_layer(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]
     return pair * experts.num_experts
 
 
+def shared_expert(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
+    """(outputs, inputs) of this rank's share of the MLP that every token goes to beside its
+    experts; empty without one."""
+    assert config.experts is not None, "asked of a mixture"
+    first, last = shard.mlp_units(config.experts.shared_width)
+    width = last - first
+    return [(2 * width, config.hidden_size), (config.hidden_size, width)] if width else []
+
+
+def mixers_of(config: ModelConfig) -> dict[Mixer, int]:
+    """The number of layers of each mixer that nothing here computes."""
+    counts = Counter[Mixer]()
+    for kind, number in config.kind_counts.items():
+        if kind.mixer is not None:
+            counts[kind.mixer] += number
+    return counts
+
+
+def attention_layers(config: ModelConfig) -> dict[int | None, int]:
+    """The number of layers with attention that is computed here, by window."""
+    counts = Counter[int | None]()
+    for kind, number in config.kind_counts.items():
+        if kind.mixer is None:
+            counts[kind.window] += number
+    return counts
+
+
 def expert_parameters(config: ModelConfig, shard: Shard) -> int:
     """The number of weights in this rank's experts of all layers."""
     shapes = experts_of_layer(config, shard)
     return config.num_mixtures * sum(outputs * inputs for outputs, inputs in shapes)
 
 
+@cache
 def expert_bytes(
     config: ModelConfig, shard: Shard, dtype_bytes: int, low_bit: str | None = None
 ) -> int:
@@ -151,7 +190,10 @@ def expert_bytes(
     if low_bit is None:
         return number * dtype_bytes + biases
     if low_bit == STORED:
-        return round(number * config.average_bytes(dtype_bytes, shard.size)) + biases
+        assert config.experts is not None, "asked of a mixture"
+        own = config.experts.stored_bytes
+        average = config.average_bytes(dtype_bytes, shard.size)
+        return round(number * (average if own is None else own)) + biases
     shapes = experts_of_layer(config, shard)
     of_layer = sum(outputs * inputs * narrow_bytes(low_bit, inputs) for outputs, inputs in shapes)
     return round(config.num_mixtures * of_layer) + biases
@@ -168,6 +210,7 @@ def expert_biases(config: ModelConfig, shard: Shard) -> int:
     return config.num_mixtures * experts.num_experts * of_expert
 
 
+@cache
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:
     """The number of weights in this rank's linear layers, head included."""
     return sum(outputs * inputs for outputs, inputs in matrices(config, shard))
@@ -197,6 +240,7 @@ def bytes_as_stored(
     return round(sum(layers) * config.average_bytes(dtype_bytes, num_ranks) + head * of_head)
 
 
+@cache
 def weight_bytes(
     config: ModelConfig, shard: Shard, dtype_bytes: int, low_bit: str | None = None
 ) -> int:
@@ -210,8 +254,10 @@ def weight_bytes(
     norms = config.norm_parameters + config.embedding_norm_parameters
     vectors = config.num_layers * biases + norms + head * config.head_bias
     vectors += config.num_layers * (q // config.head_dim) * config.sink_logits
+    vectors += sum(n * mixer.vectors(hidden, shard) for mixer, n in mixers_of(config).items())
     if config.experts is not None:
         of_router = config.experts.num_experts * (hidden + config.experts.has_bias)
+        of_router += config.experts.has_shared_gate * hidden
         vectors += config.num_mixtures * of_router + expert_biases(config, shard)
     if low_bit is None:
         return (linear_parameters(config, shard) + vectors) * dtype_bytes
@@ -220,6 +266,9 @@ def weight_bytes(
     if low_bit == STORED:
         shapes = matrices(config, shard)
         of_matrices = bytes_as_stored(config, shapes, dtype_bytes, shard.size)
+        if config.experts is not None and config.experts.stored_bytes is not None:
+            more = config.experts.stored_bytes - config.average_bytes(dtype_bytes, shard.size)
+            of_matrices += round(expert_parameters(config, shard) * more)
     else:
         of_matrices = low_bit_bytes(config, shard, low_bit)
     return of_matrices + vectors * dtype_bytes
@@ -257,16 +306,31 @@ def stored_bytes(
 
 def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
     """Bytes of K and V of one cached token in all layers."""
+    of_mixers = sum(n * m.entry_bytes(shard, dtype_bytes) for m, n in mixers_of(config).items())
+    num_layers = sum(attention_layers(config).values())
+    return num_layers * attention_entry_bytes(config, shard, dtype_bytes) + round(of_mixers)
+
+
+def attention_entry_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
+    """Bytes of K and V of one cached token in a layer with attention that is computed here."""
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
-    return 2 * config.num_layers * (last - first) * config.cached_head_dim * dtype_bytes
+    return 2 * (last - first) * config.cached_head_dim * dtype_bytes
+
+
+def state_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
+    """Bytes that linear layers keep of a sequence, whatever its length, in all layers."""
+    counts = mixers_of(config).items()
+    return sum(n * mixer.state_bytes(shard, dtype_bytes) for mixer, n in counts)
 
 
 def attention_flops(config: ModelConfig, shard: Shard, T: int, S: int) -> int:
-    """FLOPs of one row: q k^T and weights x V, over the tokens visible to each of the T queries."""
+    """FLOPs of one row: q k^T and weights x V, over the tokens visible to each of the T queries; of
+    another mixer, what it says."""
     num_keys = sum(
         num_layers * min(S + t, window or S + t)
-        for window, num_layers in config.layers_by_window.items()
+        for window, num_layers in attention_layers(config).items()
         for t in range(1, T + 1)
     )
+    of_mixers = sum(n * mixer.flops(shard, T, S) for mixer, n in mixers_of(config).items())
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
-    return 4 * (last - first) * config.cached_head_dim * num_keys
+    return 4 * (last - first) * config.cached_head_dim * num_keys + of_mixers

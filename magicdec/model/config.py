@@ -7,6 +7,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+from magicdec.model.mixers import Mixer
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 ROPE_NUMBERS = (
@@ -74,11 +77,12 @@ class LayerKind:
 
     A token sees the last `window` tokens, itself included; None: all tokens before it. `rope`:
     the kind's rotary embedding; None: the model's. `has_mlp`: the layer has an MLP where others
-    have a mixture of experts."""
+    have a mixture of experts. `mixer`: what it has in place of attention that is computed here."""
 
     window: int | None = None
     rope: RopeConfig | None = None
     has_mlp: bool = False
+    mixer: Mixer | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,10 @@ class ExpertsConfig:
     """A mixture of experts in place of a layer's MLP. A token goes to `num_used` of `num_experts`
     MLPs of `width` units, those with the largest softmax of the router's logits, which are their
     weights; `renormalises`: divided by their sum. `has_bias`: router and experts add biases.
-    `gate`: of the experts, in place of the model's activation."""
+    `gate`: of the experts, in place of the model's activation. Every token also goes to an MLP of
+    `shared_width` units, 0 for none, possibly with a gate of its own (of a model that only `plan`
+    knows). `stored_bytes`: those of an expert's weight as stored, None: as many as other layers'
+    weights have, on average."""
 
     num_experts: int
     num_used: int
@@ -107,6 +114,9 @@ class ExpertsConfig:
     renormalises: bool = True
     has_bias: bool = False
     gate: ClampedGate | None = None
+    shared_width: int = 0
+    has_shared_gate: bool = False
+    stored_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_used > self.num_experts:
@@ -159,7 +169,8 @@ class ModelConfig:
     `stored_bytes`: those of a weight of a checkpoint whose matrices are numbers in groups, with
     scales, on average over its layers; `plain_share` of their weights are plain numbers, and so are
     `cut_share` where several ranks share a layer. `head_bytes`: of a weight of the head, None if it
-    is plain. `eagle`: of a head that drafts for another model, None of a model."""
+    is plain. `eagle`: of a head that drafts for another model, None of a model. `planned_only`:
+    what its config has that nothing here computes, and only `magicdec plan` counts."""
 
     name: str
     vocab_size: int
@@ -199,6 +210,7 @@ class ModelConfig:
     cut_share: float = 0.0
     head_bytes: float | None = None
     eagle: EagleConfig | None = None
+    planned_only: str = ""
 
     def __post_init__(self) -> None:
         assert self.norm in NORMS and self.positions in POSITIONS
@@ -206,6 +218,9 @@ class ModelConfig:
         assert not self.post_norms or self.residual == "sequential", "of Gemma"
         assert self.query_scale == 1.0 or self.rope.rotary_dim is None, "of Gemma"
         assert len(self.layer_kinds) in (1, self.num_layers), "a kind of each layer, or of all"
+        is_computed = all(kind.mixer is None for kind in self.layer_kinds)
+        is_computed &= self.experts is None or self.experts.shared_width == 0
+        assert is_computed or self.planned_only, "what only the plan knows is refused elsewhere"
         field = "rms_norm_eps" if self.norm == "rms" else "layer_norm_epsilon"
         if not 0 <= self.norm_eps <= 1:
             raise ValueError(
@@ -233,6 +248,11 @@ class ModelConfig:
         """The kind of each layer."""
         is_one = len(self.layer_kinds) == 1
         return self.layer_kinds * self.num_layers if is_one else self.layer_kinds
+
+    @cached_property
+    def kind_counts(self) -> dict[LayerKind, int]:
+        """The number of layers of each kind."""
+        return Counter(self.kinds)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -272,7 +292,8 @@ class ModelConfig:
 
     def average_bytes(self, dtype_bytes: int, num_ranks: int) -> float:
         """Of a weight of the layers as they are stored, of which plain ones have `dtype_bytes`."""
-        assert self.stored_bytes is not None, "the checkpoint stores numbers in groups"
+        if self.stored_bytes is None:  # of a model whose experts alone are in groups
+            return dtype_bytes
         plain = self.plain_share + self.cut_share * (num_ranks > 1)
         return self.stored_bytes * (1 - plain) + dtype_bytes * plain
 
@@ -306,7 +327,8 @@ class ModelConfig:
         each = self.hidden_size * (2 if self.norm == "layer" else 1)
         of_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
         of_layer += 2 * each * self.post_norms
-        of_layers = self.num_layers * (of_layer + 2 * self.head_dim * self.qk_norm)
+        num_normed = sum(kind.mixer is None for kind in self.kinds) * self.qk_norm
+        of_layers = self.num_layers * of_layer + num_normed * 2 * self.head_dim
         if self.eagle is None:
             return of_layers + each
         of_states = self.eagle.num_states * self.eagle.state_size

@@ -143,6 +143,7 @@ def describe_model(model: Deployment, dtype: str) -> dict[str, Any]:
         "model": model.config.name,
         "num_layers": model.config.num_layers,
         "max_length": model.config.max_length,
+        "planned_only": model.config.planned_only,
         "dtype": dtype,
         "target_dtype": model.low_bit or dtype,
         "tp": model.tp,
@@ -194,6 +195,8 @@ def _cells(record: PlanRecord) -> Table:
         lengths = ", ".join(map(str, beyond))
         supported = f"{model['model']} supports {limit} tokens"
         lines.append(f"note        {supported}; a run refuses prefixes of {lengths}")
+    if model.get("planned_only"):
+        lines.append(f"note        a run refuses this model: {model['planned_only']}")
     columns, rows = metric_columns(PlanCell, record.cells)
     return Table(
         [Column("B", key="batch_size"), Column("prefix", key="prefix_len"), *columns],

@@ -8,6 +8,7 @@ from faults import (
     gate,
     heads,
     mixtures,
+    planned,
     records,
     rings,
     runs,
@@ -31,4 +32,5 @@ PROPERTIES = (
     *weights.PROPERTIES,
     *heads.PROPERTIES,
     *mixtures.PROPERTIES,
+    *planned.PROPERTIES,
 )

@@ -213,6 +213,19 @@ def test_damage_on_the_way(hub: Hub, tmp_path: Path) -> None:
     assert held(tmp_path) == {"config.json", "tokenizer.json"}
 
 
+# Of a model that only the plan knows.
+LATENTS = json.dumps(
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+).encode()
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -227,6 +240,10 @@ def test_damage_on_the_way(hub: Hub, tmp_path: Path) -> None:
                 "model.safetensors": b"x",
             },
             "architecture 'T5ForConditionalGeneration' is not supported",
+        ),
+        (
+            {"config.json": LATENTS, "model.safetensors": b"x"},
+            "--repo_id org/model: its config has kv_lora_rank",
         ),
     ],
 )

@@ -23,6 +23,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.ranks import is_launched
 from magicdec.model.checkpoint.weight_map import read_index
+from magicdec.model.families.family import check_computed
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.presets.presets import WEIGHT_SUFFIXES
 from magicdec.output.files import hash_file, nearest, no_such
@@ -126,7 +127,7 @@ def download(
     small += [files[weights]] if is_index else []
     directory.mkdir(parents=True, exist_ok=True)
     fetch(info, repo_id, small, directory, token)
-    load_model_config(directory)
+    check_computed(what, load_model_config(directory), str(directory))
     # Here, because this file is imported by commands that need no torch.
     from magicdec.model.checkpoint.quantized.weights import read_method
 

@@ -41,7 +41,7 @@ from magicdec.model.checkpoint.weight_map import (
 from magicdec.model.config import ModelConfig
 from magicdec.model.eagle import EagleHead
 from magicdec.model.families.config_keys import FOREIGN
-from magicdec.model.families.family import find_family
+from magicdec.model.families.family import check_computed, find_family
 from magicdec.model.gguf.named import is_gguf
 from magicdec.model.linear.grouped import (
     GroupedLinear,
@@ -151,10 +151,12 @@ def find_model(flag: str, name: str) -> ModelSource:
     path = demo_directory(name) if name in DEMO_DIRECTORIES else Path(name).expanduser()
     if name.startswith(RANDOM_PREFIX):
         config = find_config(flag, name)
+        check_computed(f"{flag} {name}", config, name.removeprefix(RANDOM_PREFIX))
         weights: WeightSource = RandomWeights(expected_shapes(config))
         source = ModelSource(name, config, weights, tokenizer_path=None, is_random=True)
     elif path.is_dir() or (path.is_file() and path.suffix in WEIGHT_SUFFIXES):
         config = find_config(flag, name)
+        check_computed(f"{flag} {name}", config, name)
         tokenizer_path: Path | None = None
         if config.eagle is not None:
             config, weights = head_as_stored(config, open_weights(path))
@@ -173,6 +175,8 @@ def find_stored_config(flag: str, name: str) -> ModelConfig:
     """The config of a named model, as in `find_config`, with its head as stored where weights
     are there. Raises ValueError if they are broken."""
     config = find_config(flag, name)
+    if config.planned_only:  # whose config.json says all that is counted
+        return config
     path = Path(name).expanduser()
     is_file = path.is_file() and path.suffix in WEIGHT_SUFFIXES
     has_weights = is_file or any((path / f).exists() for f in WEIGHT_FILES)
@@ -288,8 +292,10 @@ def with_stored_bytes(config: ModelConfig, source: WeightSource) -> ModelConfig:
     if head is None and layers is None:
         return config
     stored, plain_share, cut_share = layers or (0.0, 1.0, 0.0)
+    experts = config.experts
     return replace(
         config,
+        experts=None if experts is None else replace(experts, stored_bytes=None),
         stored_bytes=stored,
         plain_share=plain_share,
         cut_share=cut_share,

@@ -10,7 +10,7 @@ from typing import Any
 
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.fields import ConfigFields
-from magicdec.names import ARCHITECTURES, DRAFT_HEADS, load_named
+from magicdec.names import ARCHITECTURES, DRAFT_HEADS, PLANNED, load_named
 
 PACKINGS = ("separate", "stacked", "grouped")
 
@@ -81,10 +81,20 @@ def find_family(architecture: str) -> Family:
     if architecture in DRAFT_HEADS:
         head: Family = load_named(DRAFT_HEADS, architecture)
         return head
-    if architecture not in ARCHITECTURES:
+    if architecture not in ARCHITECTURES | PLANNED:
         raise ValueError(
             f"architecture {architecture!r} is not supported; "
             f"choose from {', '.join(ARCHITECTURES)}"
         )
-    family: Family = load_named(ARCHITECTURES, architecture)
+    family: Family = load_named(ARCHITECTURES | PLANNED, architecture)
     return family
+
+
+def check_computed(where: str, config: ModelConfig, name: str) -> None:
+    """Raise ValueError for a model that only `magicdec plan` knows. `where`: the flag and value, or
+    the file, that name it; `name`: the model, as a plan takes it."""
+    if config.planned_only:
+        raise ValueError(
+            f"{where}: its config has {config.planned_only}, which this version does not compute; "
+            f"`magicdec plan --model {name}` predicts when drafts would pay"
+        )

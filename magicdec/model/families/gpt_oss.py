@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.model.config import ClampedGate, ExpertsConfig, ModelConfig, RopeConfig
+from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.family import Family, Names
 from magicdec.model.families.fields import ConfigFields, only, positive, size, switch
 from magicdec.model.families.llama import decoder
 from magicdec.model.families.windows import FULL, SLIDING, kinds, layer_types
 
 DEFAULT_WINDOW = 128
+MXFP4_BYTES = 4.25 / 8  # of a weight as published, with a byte of scale for each 32
 
 
 def read(raw: ConfigFields) -> dict[str, Any]:
@@ -27,6 +29,7 @@ def read(raw: ConfigFields) -> dict[str, Any]:
         positive(raw, "swiglu_limit") if "swiglu_limit" in raw else ClampedGate.limit,
         positive(raw, "swiglu_alpha") if "swiglu_alpha" in raw else ClampedGate.alpha,
     )
+    is_mxfp4 = (raw.get(FOREIGN) or {}).get("quant_method") == "mxfp4"
     experts = ExpertsConfig(
         size(raw, "num_local_experts", "num_experts", default=128),
         size(raw, "num_experts_per_tok", "experts_per_token", default=4),
@@ -34,6 +37,7 @@ def read(raw: ConfigFields) -> dict[str, Any]:
         renormalises=True,
         has_bias=True,
         gate=gate,
+        stored_bytes=MXFP4_BYTES if is_mxfp4 else None,
     )
     rope: RopeConfig = fields["rope"]
     only(raw, "initial_context_length", rope.original_max_position_embeddings)  # its own name of it

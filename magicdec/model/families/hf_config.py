@@ -11,8 +11,9 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import check_quantization, check_unread
 from magicdec.model.families.eagle import is_head, read_head
 from magicdec.model.families.family import find_family
-from magicdec.model.families.fields import ConfigFields, only
+from magicdec.model.families.fields import ConfigFields, only, shown
 from magicdec.model.families.windows import types_of
+from magicdec.names import PLANNED
 from magicdec.output.files import load_object
 
 # The architectures that `to_hf_config` can write.
@@ -20,6 +21,9 @@ WRITTEN = (
     *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
 )
+# The object with the text model of one that also sees or hears, and what lies beside it.
+TEXT = "text_config"
+BESIDE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
 MOST_LAYERS = 10_000  # of a model that is read from a file
 ROPE_FIELDS = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -61,6 +65,7 @@ def parse_hf_config(
         return read_head(raw, name)
     architecture = (raw.get("architectures") or ["unknown"])[0]
     family = find_family(architecture)
+    raw = text_fields(raw) if architecture in PLANNED else raw
     read = ConfigFields(raw)
     check_quantization(read)
     only(read, "model_type", family.model_type)
@@ -76,6 +81,18 @@ def parse_hf_config(
         dtype=dtype,
         **fields,
     )
+
+
+def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the text model, which is all that is planned of one that also sees."""
+    inner = raw.get(TEXT)
+    if inner is None:
+        return raw
+    if not isinstance(inner, dict):
+        raise ValueError(f"{TEXT} {shown(inner)} is not a JSON object")
+    outer = {field: raw[field] for field in BESIDE if field in raw}
+    stated = {field: value for field, value in inner.items() if value is not None}
+    return outer | stated | {"architectures": raw["architectures"]}
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:

@@ -1,0 +1,350 @@
+"""Families whose layers nothing here computes, and whose configs `magicdec plan` reads: Qwen3-Next,
+Qwen3.5 and 3.6 (linear attention), DeepSeek-V3 (latents) and V4 (compressed caches), and Gemma 4
+(global layers with other heads). Imports no torch.
+
+A field that changes what a forward costs is read, or has one supported value; one that changes only
+what it computes, such as how a router scores, is in `FREE`, since nothing here computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from magicdec.model.config import ExpertsConfig, LayerKind, RopeConfig
+from magicdec.model.families.config_keys import FOREIGN
+from magicdec.model.families.family import Family
+from magicdec.model.families.fields import (
+    ConfigFields,
+    activation,
+    only,
+    shown,
+    size,
+    switch,
+)
+from magicdec.model.families.gpt_oss import MXFP4_BYTES
+from magicdec.model.families.rope_fields import rope, rope_table
+from magicdec.model.families.windows import FULL, SLIDING
+from magicdec.model.mixers import (
+    CompressedAttention,
+    LatentAttention,
+    LinearAttention,
+    OtherAttention,
+)
+
+LINEAR = "linear_attention"
+# What changes how an output is computed, and not which bytes are read nor how much is computed.
+FREE = {
+    "qwen": ("norm_topk_prob", "output_gate_type", "mamba_ssm_dtype", "mlp_only_layers"),
+    "deepseek": (
+        *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "rope_interleave"),
+        *("scoring_func", "topk_method", "seq_aux", "aux_loss_alpha", "ep_size", "qk_head_dim"),
+    ),
+    "deepseek4": (
+        *("routed_scaling_factor", "norm_topk_prob", "scoring_func", "topk_method", "rope_theta"),
+        *("swiglu_limit", "hc_sinkhorn_iters", "hc_eps", "rope_scaling", "rope_parameters"),
+        *("qk_rope_head_dim", "partial_rotary_factor", "compress_rope_theta", "num_hash_layers"),
+        *("router_jitter_noise", "mlp_layer_types"),
+    ),
+    "gemma4": ("final_logit_softcapping", "vocab_size_per_layer_input"),
+}
+# Layers that draft further tokens, which a plan takes for a draft head and does not count here.
+NEXT_TOKENS = (
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    *("num_nextn_predict_layers", "num_mtp_layers"),
+)
+# Of a rotary embedding with places in images, which for text are the places in the text.
+IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
+SCALE_BYTES = 4  # of a block of FP8 weights
+SMALL_SCALE = "ue8m0"  # the format of scales that have one byte
+SPARSE_RATE, DENSE_RATE = 4, 128  # tokens of an entry, where some are chosen and where all are read
+
+
+def free(raw: ConfigFields, family: str) -> None:
+    for field in (*FREE[family], *NEXT_TOKENS):
+        raw.get(field)
+
+
+def common(raw: ConfigFields) -> dict[str, Any]:
+    """Fields that all of these read alike."""
+    only(raw, "attention_bias", False)
+    return {
+        "vocab_size": size(raw, "vocab_size"),
+        "num_layers": size(raw, "num_hidden_layers"),
+        "hidden_size": size(raw, "hidden_size"),
+        "num_heads": size(raw, "num_attention_heads"),
+        "max_position_embeddings": size(raw, "max_position_embeddings"),
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "tie_word_embeddings": switch(raw, "tie_word_embeddings", False),
+    }
+
+
+def types_of_layers(
+    raw: ConfigFields, known: Sequence[str], interval: int, otherwise: str
+) -> list[str]:
+    """`layer_types`, or without it every `interval`-th layer full and the others `otherwise`."""
+    num_layers = size(raw, "num_hidden_layers")
+    stated = raw.get("layer_types")
+    if stated is None:
+        return [otherwise if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    if not isinstance(stated, list) or len(stated) != num_layers:
+        raise ValueError(
+            f"layer_types {shown(stated)} is no list of {num_layers} types, one for each layer"
+        )
+    odd = next((each for each in stated if each not in known), None)
+    if odd is not None:
+        raise ValueError(f"layer_types: {odd!r} is not counted; choose from {', '.join(known)}")
+    return [str(each) for each in stated]
+
+
+def partial_rope(raw: ConfigFields, head_dim: int, share: float) -> RopeConfig:
+    """The rotary embedding of a share of a head's dimensions."""
+    table = dict(rope_table(raw))
+    for field in IMAGE_ROPE:
+        table.pop(field, None)
+    stated = [raw.get("partial_rotary_factor"), table.pop("partial_rotary_factor", None)]
+    shares = {float(each) for each in stated if each is not None} or {share}
+    if len(shares) > 1:
+        raise ValueError(f"partial_rotary_factor is stated twice: {sorted(shares)}")
+    base = {"rope_theta": raw.get("rope_theta"), "rope_parameters": table}
+    base["max_position_embeddings"] = size(raw, "max_position_embeddings")
+    return replace(rope(ConfigFields(base)), rotary_dim=int(shares.pop() * head_dim))
+
+
+def uncounted_quantization(raw: ConfigFields) -> None:
+    if raw.get(FOREIGN):
+        raise ValueError(
+            f"{FOREIGN} {shown(raw[FOREIGN])}: the bytes of these weights are not counted; name "
+            "the checkpoint in bfloat16, and --target_dtype int8 if it shall be narrower"
+        )
+
+
+def read_qwen(raw: ConfigFields) -> dict[str, Any]:
+    """Qwen3.5: three layers of linear attention, then one of gated attention."""
+    uncounted_quantization(raw)
+    free(raw, "qwen")
+    only(raw, "hidden_act", "silu")
+    only(raw, "attn_output_gate", True)
+    fields = common(raw)
+    types = types_of_layers(
+        raw, (LINEAR, FULL), size(raw, "full_attention_interval", default=4), LINEAR
+    )
+    head_dim = size(raw, "head_dim", default=256)
+    num_kv_heads = size(raw, "num_key_value_heads", default=4)
+    linear = LinearAttention(
+        size(raw, "linear_num_key_heads", default=16),
+        size(raw, "linear_num_value_heads", default=32),
+        size(raw, "linear_key_head_dim", default=128),
+        size(raw, "linear_value_head_dim", default=128),
+        size(raw, "linear_conv_kernel_dim", default=4),
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise ValueError(
+            f"linear_num_value_heads {linear.num_value_heads} is not a multiple of "
+            f"linear_num_key_heads {linear.num_key_heads}"
+        )
+    full = OtherAttention(fields["num_heads"], num_kv_heads, head_dim, is_gated=True)
+    mixer_of = {LINEAR: linear, FULL: full}
+    return fields | {
+        "intermediate_size": size(raw, "intermediate_size", default=1),
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rope": partial_rope(raw, head_dim, share=0.25),
+        "layer_kinds": tuple(LayerKind(mixer=mixer_of[each]) for each in types),
+        "planned_only": f"layer_types {LINEAR}" if LINEAR in types else "attn_output_gate",
+    }
+
+
+def read_qwen_dense(raw: ConfigFields) -> dict[str, Any]:
+    return read_qwen(raw) | {"intermediate_size": size(raw, "intermediate_size", default=12288)}
+
+
+def read_qwen_mixture(raw: ConfigFields) -> dict[str, Any]:
+    """Every layer has experts, and an MLP for all tokens with a gate of its own."""
+    only(raw, "decoder_sparse_step", 1)
+    if raw.get("mlp_only_layers"):
+        raise ValueError(
+            f"mlp_only_layers {shown(raw['mlp_only_layers'])} is not counted; choose []"
+        )
+    experts = ExpertsConfig(
+        size(raw, "num_experts", "num_local_experts"),
+        size(raw, "num_experts_per_tok"),
+        size(raw, "moe_intermediate_size"),
+        shared_width=size(raw, "shared_expert_intermediate_size"),
+        has_shared_gate=True,
+    )
+    fields = read_qwen(raw)
+    named = f"{fields['planned_only']} and shared_expert_intermediate_size"
+    return fields | {"experts": experts, "planned_only": named}
+
+
+def read_deepseek(raw: ConfigFields) -> dict[str, Any]:
+    free(raw, "deepseek")
+    only(raw, "hidden_act", "silu")
+    only(raw, "moe_layer_freq", 1)
+    fields = common(raw)
+    num_heads = fields["num_heads"]
+    only(raw, "num_key_value_heads", num_heads)
+    stated_rank = raw.get("q_lora_rank", 1536)
+    mixer = LatentAttention(
+        num_heads,
+        None if stated_rank is None else size(raw, "q_lora_rank", default=1536),
+        size(raw, "kv_lora_rank", default=512),
+        size(raw, "qk_nope_head_dim", default=128),
+        size(raw, "qk_rope_head_dim", default=64),
+        size(raw, "v_head_dim", default=128),
+    )
+    only(raw, "head_dim", mixer.rope_dim)  # as transformers writes it
+    num_dense = raw.get("first_k_dense_replace", 3)
+    if type(num_dense) is not int or not 0 <= num_dense <= fields["num_layers"]:
+        raise ValueError(f"first_k_dense_replace {shown(num_dense)} is no number of layers")
+    width = size(raw, "moe_intermediate_size", default=2048)
+    experts = ExpertsConfig(
+        size(raw, "n_routed_experts", "num_local_experts", default=256),
+        size(raw, "num_experts_per_tok", default=8),
+        width,
+        shared_width=width * size(raw, "n_shared_experts", default=1),
+    )
+    kinds = [LayerKind(has_mlp=n < num_dense, mixer=mixer) for n in range(fields["num_layers"])]
+    return fields | {
+        "intermediate_size": size(raw, "intermediate_size", default=18432),
+        "num_kv_heads": num_heads,
+        "head_dim": mixer.plain_dim + mixer.rope_dim,
+        "rope": rope(raw),
+        "layer_kinds": tuple(kinds),
+        "experts": experts,
+        "stored_bytes": block_bytes(raw.get(FOREIGN)),
+        "planned_only": "kv_lora_rank (multi-head latent attention) and n_shared_experts",
+    }
+
+
+def block_bytes(table: Any) -> float | None:
+    """Bytes of a weight in FP8 with a scale for each block; None without quantisation. Raises
+    ValueError for another quantisation."""
+    if not table:
+        return None
+    block = table.get("weight_block_size")
+    is_known = table.get("quant_method") == "fp8" and not table.get("modules_to_not_convert")
+    is_known &= isinstance(block, list) and all(type(n) is int and n > 0 for n in block)
+    if not (is_known and len(block) == 2):
+        raise ValueError(
+            f"{FOREIGN} {shown(table)}: the bytes of these weights are not counted; choose fp8 "
+            "with a weight_block_size, or no quantisation"
+        )
+    scale = 1 if table.get("scale_fmt") == SMALL_SCALE else SCALE_BYTES
+    return 1 + scale / (block[0] * block[1])
+
+
+def read_deepseek_v4(raw: ConfigFields) -> dict[str, Any]:
+    """Every layer has experts. `compress_ratios` may go on with the layers that draft."""
+    free(raw, "deepseek4")
+    only(raw, "hidden_act", "silu")
+    only(raw, "num_key_value_heads", 1)
+    fields = common(raw)
+    sizes = {
+        "num_heads": fields["num_heads"],
+        "head_dim": size(raw, "head_dim", default=512),
+        "q_rank": size(raw, "q_lora_rank", default=1024),
+        "num_groups": size(raw, "o_groups", default=8),
+        "group_rank": size(raw, "o_lora_rank", default=1024),
+        "window": size(raw, "sliding_window", default=128),
+        "index_heads": size(raw, "index_n_heads", default=64),
+        "index_dim": size(raw, "index_head_dim", default=128),
+        "streams": size(raw, "hc_mult", default=4),
+    }
+    num_chosen = size(raw, "index_topk", default=512)
+    rates = raw["compress_ratios"]
+    num_layers = fields["num_layers"]
+    is_known = isinstance(rates, list) and len(rates) >= num_layers
+    if not is_known or not set(rates) <= {0, DENSE_RATE, SPARSE_RATE}:
+        raise ValueError(
+            f"compress_ratios {shown(rates)} is no list of 0, {SPARSE_RATE} or {DENSE_RATE} for "
+            f"each of {num_layers} layers"
+        )
+    mixers = [
+        CompressedAttention(
+            **sizes,
+            rate=rate,
+            num_chosen=num_chosen if rate == SPARSE_RATE else 0,
+            joins_streams=layer == num_layers - 1,
+        )
+        for layer, rate in enumerate(rates[:num_layers])
+    ]
+    width = size(raw, "moe_intermediate_size", default=2048)
+    only(raw, "expert_dtype", "fp4")
+    stored = block_bytes(raw.get(FOREIGN))
+    experts = ExpertsConfig(
+        size(raw, "n_routed_experts", "num_local_experts", default=256),
+        size(raw, "num_experts_per_tok", default=6),
+        width,
+        shared_width=width * size(raw, "n_shared_experts", default=1),
+        stored_bytes=None if stored is None or raw.get("expert_dtype") is None else MXFP4_BYTES,
+    )
+    return fields | {
+        "intermediate_size": width,
+        "num_kv_heads": 1,
+        "head_dim": sizes["head_dim"],
+        "layer_kinds": tuple(LayerKind(mixer=mixer) for mixer in mixers),
+        "experts": experts,
+        "stored_bytes": stored,
+        "planned_only": "compress_ratios (compressed attention), n_shared_experts and hc_mult",
+    }
+
+
+def read_gemma4(raw: ConfigFields) -> dict[str, Any]:
+    """Gemma 4 without per-layer embeddings, shared caches and experts, as its 31B is."""
+    uncounted_quantization(raw)
+    free(raw, "gemma4")
+    if size_or_zero(raw, "hidden_size_per_layer_input", default=256):
+        raise ValueError(
+            f"hidden_size_per_layer_input {shown(raw['hidden_size_per_layer_input'])} (per-layer "
+            "embeddings) is neither computed nor counted by `magicdec plan`; choose 0, as Gemma 4 "
+            "31B has"
+        )
+    only(raw, "num_kv_shared_layers", 0)
+    only(raw, "enable_moe_block", False)
+    only(raw, "use_double_wide_mlp", False)
+    only(raw, "use_bidirectional_attention", "vision")  # which text does not see
+    for field in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        only(raw, field, None)
+    fields = common(raw)
+    types = types_of_layers(raw, (SLIDING, FULL), 6, SLIDING)
+    head_dim = size(raw, "head_dim", default=256)
+    num_kv_heads = size(raw, "num_key_value_heads", default=4)
+    shares = switch(raw, "attention_k_eq_v", False)
+    num_global = size(raw, "num_global_key_value_heads", default=num_kv_heads)
+    full = OtherAttention(
+        fields["num_heads"],
+        num_global if shares else num_kv_heads,
+        size(raw, "global_head_dim", default=512),
+        projects_values=not shares,
+    )
+    window = size(raw, "sliding_window", default=512)
+    sliding = LayerKind(window)
+    raw.get("rope_parameters")  # of both kinds of layers; no length follows from it
+    return fields | {
+        "intermediate_size": size(raw, "intermediate_size"),
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "layer_kinds": tuple(
+            sliding if each == SLIDING else LayerKind(mixer=full) for each in types
+        ),
+        "activation": activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
+        "tie_word_embeddings": switch(raw, "tie_word_embeddings", True),
+        "qk_norm": True,
+        "post_norms": True,
+        "planned_only": "global_head_dim (layers whose heads differ in size)",
+    }
+
+
+def size_or_zero(raw: ConfigFields, field: str, default: int) -> int:
+    return 0 if raw.get(field, default) == 0 else size(raw, field, default=default)
+
+
+QWEN3_NEXT = Family("qwen3_next", read_qwen_mixture)
+QWEN3_5 = Family("qwen3_5_text", read_qwen_dense)
+QWEN3_5_MOE = Family("qwen3_5_moe_text", read_qwen_mixture)
+DEEPSEEK_V3 = Family("deepseek_v3", read_deepseek)
+DEEPSEEK_V4 = Family("deepseek_v4", read_deepseek_v4)
+GEMMA4 = Family("gemma4_text", read_gemma4)
