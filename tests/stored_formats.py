@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from test_gguf import MIXED, reference_model, save, trained_bpe, vocabulary_of
 from test_quantised import FORMATS as QUANTISED
 from tiny_families import MODELS, make_model
-from tiny_quantized import save_quantized
+from tiny_quantized import save_mxfp4, save_quantized
 
 VOCAB = 420  # of the tokenizer
 PRE = "gpt-2"
@@ -69,6 +69,16 @@ def plain(name: str) -> Write:
     return write
 
 
+def mxfp4(directory: Path) -> Path:
+    """gpt-oss as it is published: experts in MXFP4 with biases, sink logits, windows by turns."""
+    family, sizes = MODELS["gpt-oss"]
+    save_mxfp4(
+        directory, make_model(family, sizes | {"vocab_size": VOCAB, "intermediate_size": 96})
+    )
+    trained_bpe(PRE).save(str(directory / "tokenizer.json"))
+    return directory
+
+
 # Every form of groups that kernels know: 4 and 8 bits, groups of 16, 32 and more, with a minimum
 # and without one, scales of two and four bytes.
 FORMATS = {
@@ -88,6 +98,7 @@ FORMATS = {
     "fp8": Format(quantised("fp8, blocks"), ("int4", "int8"), has_groups=False),
     "windows of some layers": Format(plain("ministral"), ("int4", "int8"), False, is_plain=True),
     "mixture": Format(plain("qwen3-moe"), ("int4", "int8"), False, is_plain=True),
+    "gpt-oss": Format(mxfp4, ("int4",)),
     "gemma3": Format(plain("gemma3"), ("int4", "int8"), False, takes_heads=False, is_plain=True),
 }
 DIRECTORY = TemporaryDirectory()  # removed when the process ends

@@ -160,6 +160,41 @@ def save_quantized(
     write_table(directory, table, config)
 
 
+def save_mxfp4(directory: Path, model: Any, table: dict[str, Any] | None = None) -> None:
+    """Write a GptOss model of transformers with experts in MXFP4, as gpt-oss is published, and give
+    it the weights that these stand for."""
+    directory.mkdir(exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    random = np.random.default_rng(0)
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = parameter.data.clone()
+            continue
+        experts, inputs, outputs = parameter.shape
+        blocks = random.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = random.integers(122, 125, blocks.shape[:3], np.uint8)
+        tensors[f"{name}_blocks"] = torch.from_numpy(blocks)
+        tensors[f"{name}_scales"] = torch.from_numpy(scales)
+        magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(*blocks.shape[:3], 32)
+        values = np.where(codes >> 3, -1, 1) * magnitudes[codes & 7]
+        values = values * 2.0 ** (scales[..., None].astype(np.float32) - 127)
+        dense = torch.from_numpy(values.reshape(experts, outputs, inputs).astype(np.float32))
+        parameter.data.copy_(dense.transpose(1, 2))
+    save_file(tensors, directory / "model.safetensors")
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    write_table(directory, table or {"quant_method": "mxfp4", **LEFT_OUT}, config)
+
+
+# As gpt-oss is published.
+LEFT_OUT = {
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+        *("model.embed_tokens", "lm_head"),
+    ]
+}
+
+
 def write_table(
     directory: Path, table: dict[str, Any], config: dict[str, Any] | None = None
 ) -> None:

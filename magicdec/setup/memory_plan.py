@@ -22,6 +22,7 @@ from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.speculation.observation import heads_at_once
 from magicdec.speculation.policies.policy import load_policy, make_policy
 
+ROUTE_BYTES = 20  # of an expert of a token in a layer: its number, its weight and its row
 LIBRARY_BYTES = 64 << 20  # that kernels, threads and libraries take on a CPU at their first use
 
 
@@ -91,8 +92,13 @@ def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool =
     heads = call.num_heads + call.num_kv_heads
     of_attention = 3 * heads * model.head_dim
     of_mlp = 4 * units
-    if model.experts is not None:  # the sum in float32, an expert's tokens and what it adds
+    experts = model.experts
+    if experts is not None:  # the sum in float32, an expert's tokens and what it adds
         of_mlp += 6 * model.hidden_size
+        if plan.kinds.native_steps == "on":  # those of all experts of a token, and every route
+            per_expert = 2 * model.hidden_size + 3 * _share(plan, experts.width)
+            per_expert += ROUTE_BYTES * plan.part_model.num_layers // call.dtype_bytes
+            of_mlp += experts.num_used * per_expert + experts.num_experts
     layer = 3 * model.hidden_size + max(of_attention, of_mlp)
     if plan.kinds.native_steps == "on":
         widest = max(model.hidden_size, call.num_heads * model.head_dim, units)

@@ -261,6 +261,7 @@ def check_backend(config: ResolvedConfig, backend: str, flag: str, source: Model
     check_experts(config.parallel.device, flag, source)
     check_scores(backend, config.model.dtype, flag, source)
     check_window(backend, max_tokens(config), flag, source)
+    check_sinks(backend, flag, source)
 
 
 def check_experts(device: str, flag: str, source: ModelSource) -> None:
@@ -295,6 +296,16 @@ def check_window(backend: str, length: int, flag: str, source: ModelSource) -> N
         raise ValueError(
             f"--attention {backend} does not support the sliding window of {window} tokens of "
             f"{flag} {source.name}; choose from auto, {fitting}"
+        )
+
+
+def check_sinks(backend: str, flag: str, source: ModelSource) -> None:
+    """Raises ValueError if the model has sink logits and the backend does not compute them."""
+    if source.config.sink_logits and not capabilities_of(backend).keeps_sinks:
+        fitting = ", ".join(list_backends(lambda c: c.keeps_sinks))
+        raise ValueError(
+            f"--attention {backend} does not compute the sink logits of {flag} {source.name}; "
+            f"choose from auto, {fitting}"
         )
 
 

@@ -188,6 +188,7 @@ def traits_of(model: ModelConfig) -> ModelTraits:
         head_dim=model.cached_head_dim,
         has_alibi=model.positions == "alibi",
         sliding_window=model.narrowest_window,
+        has_sinks=model.sink_logits,
         layer_obstacle=layer_obstacle(model),
     )
 

@@ -14,6 +14,7 @@ from faults import (
     runs,
     serving,
     simulator,
+    sinks,
     speculation,
     verdict,
     weights,
@@ -33,4 +34,5 @@ PROPERTIES = (
     *heads.PROPERTIES,
     *mixtures.PROPERTIES,
     *planned.PROPERTIES,
+    *sinks.PROPERTIES,
 )

@@ -6,19 +6,20 @@ from faults.fault import Fault, Property
 
 EXPERTS = "test_experts.py::"
 SOURCE = "model/experts.py"
+OPERATORS = "model/elementwise/operators.py"
 
 PROPERTIES = (
     Property(
         "A mixture of experts is the weighted sum of the best.",
         f"{EXPERTS}test_a_mixture_is_its_definition",
         (
-            Fault("weights that do not add up to one", SOURCE,
-                  "if self.renormalises:", "if False:"),
+            Fault("weights that do not add up to one", OPERATORS,
+                  "largest[:, :num_used] if renormalises else largest", "largest"),
             Fault("the weight of another expert of the token", SOURCE,
-                  "weights[token, place, None]", "weights[token, 0, None]"),
+                  "weights[token, place])", "weights[token, 0])"),
             Fault("an expert fewer", SOURCE,
-                  "torch.topk(shares, self.num_used, dim=-1)",
-                  "torch.topk(shares, self.num_used - 1, dim=-1)"),
+                  "route(self.router(tokens), self.num_used,",
+                  "route(self.router(tokens), self.num_used - 1,"),
         ),
     ),
     Property(

@@ -484,7 +484,11 @@ GPTQ_SAVED = "gptq, zero points"
 WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 32}
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes"}, "quantization_config: bitsandbytes weights are not"),
-    ({"quant_method": "mxfp4"}, "quant_method mxfp4 is that of gpt-oss"),
+    (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.1.mlp.experts"]},
+        "modules_to_not_convert leaves out 'model.layers.1.mlp.experts'",
+    ),
+    ({"quant_method": "mxfp4", "block_size": 16}, "block_size 16 is not known, and might"),
     (gptq_table(2), r"bits 2 is not read; those that are: 4, 8"),
     (gptq_table(3), r"bits 3 is not read"),
     (gptq_table(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not read"),

@@ -32,7 +32,7 @@ from magicdec.speculation.policies.streaming_llm import StreamingLLM
 pytestmark = pytest.mark.two_threads
 
 WITHOUT = list_backends(lambda c: not (c.keeps_sinks and c.returns_weights))
-HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
+HEADS = [(6, 2, 16), (8, 1, 64)]
 POLICIES: list[Visible] = [FullKV(), StreamingLLM(4, 11)]
 # Small, large and dominating ones: the last head's keys have hardly any weight.
 LOGITS = (-30.0, 0.3, 2.1, 12.0)
@@ -60,6 +60,7 @@ def errors(case: Case, sinks: Tensor, out: Tensor, mass: Tensor, window: int | N
     return found
 
 
+@pytest.mark.narrow("pairs", "pairs")
 @pytest.mark.parametrize(
     ("name", "heads", "policy", "window", "dtype"),
     cases(HEADS, POLICIES, [None, 21], DTYPES, without=WITHOUT),

@@ -36,6 +36,7 @@ WALKED: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3ForCausalLM": ("Gemma3Text", SIZES | WIDE | {"num_key_value_heads": 2}),
     "MixtralForCausalLM": ("Mixtral", SIZES | WIDE | {"num_key_value_heads": 2}),
     "Qwen3MoeForCausalLM": ("Qwen3Moe", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
+    "GptOssForCausalLM": ("GptOss", SIZES | WIDE | {"num_key_value_heads": 2}),
     "Qwen2ForCausalLM": ("Qwen2", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
     "Qwen3ForCausalLM": ("Qwen3", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
     "GPT2LMHeadModel": ("GPT2", GPT),

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from magicdec.config.machine import Machine
+from magicdec.config.capabilities import capabilities_of
+from magicdec.config.choices.backend import AttentionCase
+from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftSection, KVSection, WorkloadSection
@@ -21,6 +23,7 @@ from magicdec.setup.model_checks import (
     check_reach,
     check_rolling,
     check_scores,
+    check_sinks,
     check_window,
 )
 
@@ -163,3 +166,17 @@ def test_a_library_that_keeps_to_no_window_serves_texts_within_it() -> None:
         ValueError, match=r"^--attention flash_attn does not support the sliding window of 64"
     ):
         check_window("flash_attn", 65, "--model", windowed)
+
+
+def test_a_library_without_sink_logits_is_refused() -> None:
+    sinks = source(sink_logits=True)
+    for backend in ("native", "grouped", "sdpa", "triton"):
+        check_sinks(backend, "--model", sinks)
+    check_sinks("flash_attn", "--model", source())
+    with pytest.raises(
+        ValueError, match=r"^--attention flash_attn does not compute the sink logits of --model"
+    ):
+        check_sinks("flash_attn", "--model", sinks)
+    case = AttentionCase("cuda", "bfloat16", ModelTraits(has_sinks=True))
+    obstacle = case.obstacle(capabilities_of("flash_attn"), Machine(1, has_cuda=True))
+    assert obstacle is not None

@@ -37,7 +37,7 @@ LAYERS = (
 HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 # Files of a package of alternatives share these, and never import each other.
 SHARED = {
-    "attention": {"backend", "library", "triton_kernels"},
+    "attention": {"backend", "library", "sinks", "triton_kernels"},
     "speculation": {
         *("drafter", "draft_length", "forecast", "draft_kv", "block_kv", "policy"),
         *("observation", "block_choice", "suffix_index"),

@@ -47,6 +47,7 @@ class AttentionCase:
             f"{name} does not keep to a sliding window": (
                 not capabilities.keeps_window and (window or self.longest) < self.longest
             ),
+            f"{name} has no sink logits": not capabilities.keeps_sinks and self.model.has_sinks,
         }
         here = capabilities.obstacle(machine, self.device, self.model.head_dim, self.dtype)
         return here or first_obstacle(obstacles)
