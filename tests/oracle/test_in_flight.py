@@ -240,6 +240,26 @@ def serve(
     return seen
 
 
+def drawn_schedule(
+    random: Random, drafter: str | None, records: bool = False, is_native: bool = False
+) -> Schedule:
+    backend = draw_backend(random)
+    if records:
+        backend = SDPABackend(8)
+    if is_native:
+        backend = NativeBackend()
+    return draw_schedule(random, drafter, backend, is_native)
+
+
+def learn_lone_outputs(seeds: Sequence[int], drafter: str | None, is_native: bool) -> None:
+    """What `check_seeds` expects, and the head that it drafts with, are known from now on."""
+    for seed in seeds:
+        for request in drawn_schedule(Random(seed), drafter, is_native=is_native).requests:
+            lone_output(request)
+    if drafter is not None and drafter.endswith(EAGLE):
+        head()
+
+
 def check_seeds(
     seeds: Sequence[int],
     drafter: str | None,
@@ -250,12 +270,7 @@ def check_seeds(
     seen = Counter[str]()
     for seed in seeds:
         random = Random(seed)
-        backend = draw_backend(random)
-        if records:
-            backend = SDPABackend(8)
-        if is_native:
-            backend = NativeBackend()
-        schedule = draw_schedule(random, drafter, backend, is_native)
+        schedule = drawn_schedule(random, drafter, records, is_native)
         seen += serve(schedule, drafter, kv, random, records)
         for request in schedule.requests:
             expected = lone_output(request)
