@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import compileall
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -126,6 +127,7 @@ def run_all(cases: Sequence[Case], copies: Sequence[Path]) -> list[int]:
     for name in IMPORTED:
         import_module(name)
     assert "magicdec" not in sys.modules
+    inspect.getmodule(sys._getframe())  # it goes through all modules once, and torch asks it
     compileall.compile_dir(PACKAGE, quiet=1)  # once, and not in every copy
     gc.freeze()
     gc.disable()  # a child ends before its garbage matters

@@ -1,10 +1,13 @@
 """The tensors in the arguments and results of an operator. `torch.utils._pytree` finds them too,
-but takes longer than most operators of the tests' models."""
+but takes longer than most operators of the tests' models. So do calls of functions: what is no
+container, as most arguments are, gets none here."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+CONTAINERS = list, tuple, dict
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -17,21 +20,28 @@ def tensors_in(value: Any) -> list[Tensor]:
 def add_tensors(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            add_tensors(each, found)
-    elif isinstance(value, dict):
-        for each in value.values():
-            add_tensors(each, found)
+    elif isinstance(value, CONTAINERS):
+        for each in value.values() if isinstance(value, dict) else value:
+            if isinstance(each, Tensor):
+                found.append(each)
+            elif isinstance(each, CONTAINERS):
+                add_tensors(each, found)
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """Nested lists, tuples and dicts with `change` of each of their tensors in its place."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, (list, tuple)):
-        changed = [map_tensors(change, each) for each in value]
-        return changed if isinstance(value, list) else tuple(changed)
+    if not isinstance(value, CONTAINERS):
+        return value
+    changed = [
+        change(each)
+        if isinstance(each, Tensor)
+        else map_tensors(change, each)
+        if isinstance(each, CONTAINERS)
+        else each
+        for each in (value.values() if isinstance(value, dict) else value)
+    ]
     if isinstance(value, dict):
-        return {key: map_tensors(change, each) for key, each in value.items()}
-    return value
+        return dict(zip(value, changed, strict=True))
+    return changed if isinstance(value, list) else tuple(changed)

@@ -37,6 +37,8 @@ READS = {
 }  # fmt: skip
 SIZED_BY_VALUES = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
+PINS = {aten.pin_memory, aten._pin_memory}
+COPIES = {*PINS, aten._to_copy, aten.to, aten.copy_}
 
 
 class MixedDevices(RuntimeError):
@@ -83,6 +85,11 @@ class OnDevice(Tensor):
 class Factories(TorchDispatchMode):
     """Makes those tensors of the device that are made from none. Each thread needs its own."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's guard against that takes as long as an operator."""
+        return False
+
     def __enter__(self) -> Any:
         self.before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` copies what it made on the CPU
@@ -98,10 +105,14 @@ class Factories(TorchDispatchMode):
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operator over the values of its tensors, on the device if they are there."""
-    tensors = tensors_in((args, kwargs))
+    tensors = tensors_in(args)
+    if kwargs:
+        tensors += tensors_in(kwargs)
     ours = [t for t in tensors if isinstance(t, OnDevice)]
     packet, device = func.overloadpacket, kwargs.get("device")
-    if packet in (aten.pin_memory, aten._pin_memory):
+    if not ours and not kwargs and packet not in COPIES:
+        return func(*args)
+    if packet in PINS:
         return pinned(args[0].clone())
     if packet in (aten._to_copy, aten.to):
         return copied(func, args, kwargs)
@@ -119,8 +130,9 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     is_mask = packet in INDEXING and any(t is not None and t.dtype == torch.bool for t in args[1])
     if packet in READS or func in SIZED_BY_VALUES or is_mask:
         note(packet.__name__)
-    given = map_tensors(values_of, (args, kwargs))
-    return wrapped(func(*given[0], **given[1]), ours)
+    given = map_tensors(values_of, args)
+    named = map_tensors(values_of, kwargs) if kwargs else kwargs
+    return wrapped(func(*given, **named), ours)
 
 
 def wrapped(out: Any, given: list[OnDevice]) -> Any:

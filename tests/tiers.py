@@ -4,7 +4,8 @@ the other (see the Makefile).
 Files that start several ranks, or other processes at once, are spread among the others, so that two
 of them seldom run at once: ranks that wait for each other waste time where more of them run than
 the machine has cores. The short files of `unit/` come last, so that both processes end at about the
-same time; the file that plants faults takes minutes."""
+same time; the file that plants faults takes minutes, and what would be the very last file half of
+one: it comes first."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -57,6 +58,7 @@ def combinations_of(case: dict[str, Any], size: int) -> set[Hashable]:
 
 
 BETWEEN = 2  # files of one rank between two of several
+LONG = "test_wheel.py"
 SEVERAL = "test_planted_errors.py"  # the file of another folder that is like those of several ranks
 
 
@@ -65,6 +67,7 @@ def ordered(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     files = list(dict.fromkeys(item.path for item in items))
     several = [file for file in files if file.parent.name == "distributed" or file.name == SEVERAL]
     others = [file for file in files if file not in several]
+    others.sort(key=lambda file: file.name != LONG)
     spread = [*others]
     for index, file in enumerate(several):
         spread.insert(index * (BETWEEN + 1), file)

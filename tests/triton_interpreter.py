@@ -4,11 +4,17 @@ Before each call of a function of `triton.language` that is itself written in Tr
 `tl.sum`, Triton 3.7 goes through all members of its language again and replaces those that the
 launch has replaced already. That takes a quarter of the time of our kernels. Here the language is
 replaced once in a launch.
+
+Another fifth of the time goes to the overflow of sums and products of integers, which are computed
+once more with more bits: for an assertion that is made with the option `debug` alone, which is off.
+And the type and the shape of each result are made anew, though a kernel has few of them.
 """
 
+from dataclasses import replace
+from math import prod
 from typing import Any
 
-NAMES = "_patch_lang", "_get_np_dtype", "GridExecutor", "_LangPatchScope"
+NAMES = "_patch_lang", "_get_np_dtype", "GridExecutor", "_LangPatchScope", "interpreter_builder"
 
 
 def patch_once() -> None:
@@ -50,3 +56,45 @@ def patch_once() -> None:
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_language, numpy_dtype
     launch.__call__ = run
+    leave_overflow(interpreter.interpreter_builder)
+    keep_types(tl.core)
+
+
+def leave_overflow(builder: Any) -> None:
+    """The interpreter asserts nothing about it unless it debugs."""
+    if getattr(builder.options, "sanitize_overflow", False) and not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def keep_types(core: Any) -> None:
+    """Types of blocks and shapes of tensors are made once. Nothing changes them."""
+    begin, make_block = core.tensor.__mro__[1].__init__, core.block_type.__init__
+    with_element = core.block_type.with_element_ty
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def block_type(self: Any, element: Any, shape: Any) -> None:
+        sizes = [s.value if isinstance(s, core.constexpr) else s for s in shape]
+        key = element.__class__, element.name, *sizes
+        if key in blocks:
+            self.__dict__ = blocks[key]
+        else:
+            make_block(self, element, shape)
+            blocks[key] = vars(self)
+
+    def with_element_type(self: Any, scalar: Any) -> Any:
+        known = vars(self).setdefault("known", {})
+        key = scalar.__class__, scalar.name
+        if key not in known:
+            known[key] = with_element(self, scalar)
+        return known[key]
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        begin(self)
+        if "sizes" not in vars(type):
+            shape = list(type.shape) if type.is_block() else []
+            type.sizes = core.constexpr(prod(shape)), core.tuple([*map(core.constexpr, shape)])
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.sizes
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    core.block_type.with_element_ty = with_element_type

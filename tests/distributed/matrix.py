@@ -123,8 +123,9 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
             cases += [Case(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
         elif not other_groups:
             cases.append(Case(drafter, kv, gamma, turn if drafter in NAMED else None))
-    others = [*make_stops(groups), *make_replayed(groups)]
-    others += make_in_flight(order)
+    is_many = num_ranks > 2  # on fewer, what replays and what joins and leaves is complete
+    others = [*make_stops(groups), *make_replayed(groups, is_many)]
+    others += make_in_flight(order)[:: 2 if is_many else 1]
     return cases if other_groups else [*cases, *others]
 
 
@@ -146,15 +147,17 @@ def make_stops(groups: Sequence[tuple[int, ...]]) -> list[Case]:
     return [Case("self", streaming_llm, 5, pa=0.3), *of_drafts, of_head]
 
 
-def make_replayed(groups: Sequence[tuple[int, ...]]) -> list[Case]:
-    """Each pair that is served, greedy and sampled; a standalone draft on the first of the groups.
+def make_replayed(groups: Sequence[tuple[int, ...]], is_in_turn: bool) -> list[Case]:
+    """Each pair that is served, greedy and sampled, or with `is_in_turn` one of the two; a
+    standalone draft on the first of the groups.
     Sampled steps that the host starts are compared with those of other numbers of ranks, too."""
-    kinds = [("replayed", False), ("eager", True), ("replayed", True)]
+    greedy, sampled = [("replayed", False)], [("eager", True), ("replayed", True)]
     cases = []
-    for (drafter, policy), (steps, is_sampled) in product(sorted(served_pairs(), key=str), kinds):
+    for index, (drafter, policy) in enumerate(sorted(served_pairs(), key=str)):
+        kinds = (greedy, sampled)[index % 2] if is_in_turn else [*greedy, *sampled]
         kv = KVSection("full") if policy in (None, "full") else KVSection(policy, 40, 4, 8)
         ranks = groups[0] if drafter in NAMED else None
-        cases.append(Case(drafter, kv, 3, ranks, steps=steps, is_sampled=is_sampled))
+        cases += [Case(drafter, kv, 3, ranks, steps=s, is_sampled=drawn) for s, drawn in kinds]
     return cases
 
 

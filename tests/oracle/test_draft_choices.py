@@ -6,7 +6,7 @@ batch whose steps draft any number of tokens, or none, and accept as many as cha
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 
 import pytest
@@ -194,10 +194,15 @@ def test_drafts_beside_lookups_read_what_the_policy_says(policy: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native"])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", KV_POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "name", "is_native"),
+    [
+        pytest.param(policy, name, bool(i + j & 1), id=f"{policy}-{name}")
+        for (i, policy), (j, name) in product(enumerate(KV_POLICIES), enumerate(MODELS))
+    ],
+)
 def test_many_schedules(policy: str, name: str, is_native: bool) -> None:
+    """Layer by layer and native in turn."""
     most = 12 if name == "window of some layers" else 16  # a layer more, and as many kinds of rows
     run_schedules(policy, name, range(10, most), is_native=is_native)
     run_schedules(policy, name, range(30, 32), is_native=is_native, drafter="ngram+self")

@@ -133,7 +133,7 @@ def test_self_speculation_changes_nothing(
     name: str, kv: KVSection, backend: type[AttentionBackend]
 ) -> None:
     """Every family under every policy, over the backends that serve it in turn."""
-    sizes = {"lengths": LENGTHS, "num_new": 24, "seed": 1, "backend": backend}
+    sizes = {"lengths": LENGTHS, "num_new": 16, "seed": 1, "backend": backend}
     assert speculate(stored(name).load(), kv, **sizes).accepts_all == (kv.policy == "full")
 
 

@@ -161,7 +161,7 @@ def test_a_packed_model_is_the_same_model(tied: bool) -> None:
     assert packeds < 1.2 * torchs < 0.02 * logits[0].abs().max()
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("pairs", "triples")
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("heads", [6, 3, 1])
 @pytest.mark.parametrize("policy", ["streaming_llm", "verified"])

@@ -72,8 +72,8 @@ MIXED = [
     ("ngram+eagle", "full"),
 ]
 PROMPTS = [60, 1, 30, 80, 20]
-NUM_NEW = [24, 13, 36, 5, 20]  # rows end at different steps; the third row is the last
-MOST = 8
+NUM_NEW = [16, 9, 24, 3, 13]  # rows end at different steps; the third row is the last
+MOST = 31  # drafts: those of a lookup
 SCRIPT = (3, 0, 0, 0, 0, 0, 0, 2, 5, 0, 1)  # with long pauses of drafting
 GREEDY = SamplingSection()
 WARM = SamplingSection(temperature=0.9)

@@ -19,7 +19,7 @@ from conftest import (
     tiny_transformer,
 )
 from lossless import RAGGED
-from test_in_flight import CASES, check_seeds
+from test_in_flight import CASES, check_seeds, learn_lone_outputs
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.triton import TritonBackend
@@ -86,7 +86,7 @@ def decoded(name: str, dtype: torch.dtype, drafter: str, kv: KVSection) -> Any:
     return decode_both(runner, requests, kv, NUM_DRAFTS, 16, drafter, draft)
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*ON_CPUS, "native steps"])
 @pytest.mark.parametrize(("drafter", "kv"), DRAFTS, ids=str)
@@ -122,7 +122,7 @@ def test_requests_in_flight_emit_what_they_emit_in_a_clean_cache(
 ) -> None:
     """Those that come later get blocks of those that have left or were preempted."""
     seeds = range(100, 104) if is_native else range(3)
-    check_seeds(seeds, drafter, kv, is_native=is_native)  # which finds the tokens of lone runs
+    learn_lone_outputs(seeds, drafter, is_native)  # in a clean cache
     with spoiled():
         seen = check_seeds(seeds, drafter, kv, is_native=is_native)
     assert seen["joined"] > 0 and (is_native or seen["preempted"] > 0)

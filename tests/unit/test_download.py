@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from checkpoint_files import CONFIG, make_tensors, write_sharded
-from conftest import HANG
+from conftest import HANG, Launch
 from hub_server import COMMIT, TOKEN, Hub
 from huggingface_hub.hf_api import RepoSibling
 
@@ -42,21 +42,39 @@ def hub() -> Iterator[Hub]:
     hub.stop()
 
 
-def start(hub: Hub, directory: Path, *args: str, **env: str) -> subprocess.Popen[str]:
-    hub_env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(directory / "home")}
+def environment(hub: Hub, directory: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.address, "HF_HOME": str(directory / "home")}
+
+
+def start(hub: Hub, directory: Path, *args: str) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     command = [sys.executable, str(ROOT / "download.py"), *args, "--out_dir", str(directory / "m")]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**kept, "PYTHONPATH": str(ROOT), **hub_env, **env},
+        env={**kept, "PYTHONPATH": str(ROOT), **environment(hub, directory)},
     )  # fmt: skip
 
 
-def fetch(hub: Hub, directory: Path, *args: str, **env: str) -> tuple[int, str, str]:
-    process = start(hub, directory, *(args or ("--repo_id", "org/model")), **env)
-    out, err = process.communicate(timeout=HANG)
-    assert TOKEN not in out + err
-    return process.returncode, out, err
+Fetch = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def fetch(launch: Launch) -> Fetch:
+    """Runs the script to its end in a process that has imported torch already, but nothing of the
+    hub's library, which reads its environment when it is imported."""
+
+    def run(hub: Hub, directory: Path, *args: str, **env: str) -> tuple[int, str, str]:
+        words = args or ("--repo_id", "org/model")
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("HF_")]:
+                patch.delenv(name)
+            for name, value in (environment(hub, directory) | env).items():
+                patch.setenv(name, value)
+            done = launch("../download.py", *words, "--out_dir", directory / "m")
+        assert TOKEN not in done.stdout + done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    return run
 
 
 def held(directory: Path) -> set[str]:
@@ -65,7 +83,7 @@ def held(directory: Path) -> set[str]:
     return {str(file) for file in files if file.parts[0] != ".cache"}
 
 
-def test_only_what_is_needed(hub: Hub, tmp_path: Path) -> None:
+def test_only_what_is_needed(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     code, out, err = fetch(hub, tmp_path)
     assert code == 0, err
     assert held(tmp_path) == {
@@ -83,7 +101,7 @@ def test_only_what_is_needed(hub: Hub, tmp_path: Path) -> None:
     assert [path for path, _, _ in hub.requests[before:]] == ["/api/models/org/model/revision/main"]
 
 
-def test_a_damaged_file_on_disk_is_fetched_anew(hub: Hub, tmp_path: Path) -> None:
+def test_a_damaged_file_on_disk_is_fetched_anew(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     assert fetch(hub, tmp_path)[0] == 0
     weights = tmp_path / "m" / "model.safetensors"
     weights.write_bytes(b"\1" + SINGLE["model.safetensors"][1:])
@@ -91,7 +109,9 @@ def test_a_damaged_file_on_disk_is_fetched_anew(hub: Hub, tmp_path: Path) -> Non
     assert weights.read_bytes() == SINGLE["model.safetensors"]
 
 
-def test_sharded_weights_run_and_no_pickle_is_fetched(hub: Hub, tmp_path: Path) -> None:
+def test_sharded_weights_run_and_no_pickle_is_fetched(
+    hub: Hub, fetch: Fetch, tmp_path: Path
+) -> None:
     (tmp_path / "source").mkdir()
     source = write_sharded(tmp_path / "source", make_tensors())
     hub.files = {p.name: p.read_bytes() for p in source.iterdir()} | {"pytorch_model.bin": b"old"}
@@ -115,7 +135,9 @@ def unfinished(directory: Path) -> list[Path]:
     return list((directory / "m").rglob("*.incomplete"))
 
 
-def test_a_killed_download_keeps_the_files_that_are_complete(hub: Hub, tmp_path: Path) -> None:
+def test_a_killed_download_keeps_the_files_that_are_complete(
+    hub: Hub, fetch: Fetch, tmp_path: Path
+) -> None:
     (tmp_path / "source").mkdir()
     source = write_sharded(tmp_path / "source", make_tensors())
     hub.files = {p.name: p.read_bytes() for p in source.iterdir()}
@@ -140,7 +162,7 @@ def test_a_killed_download_keeps_the_files_that_are_complete(hub: Hub, tmp_path:
     assert not unfinished(tmp_path)
 
 
-def test_a_lost_connection_is_taken_up_again(hub: Hub, tmp_path: Path) -> None:
+def test_a_lost_connection_is_taken_up_again(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     hub.files["model.safetensors"] = LARGE
     hub.cut_after = 15 << 20
     code, _, err = fetch(hub, tmp_path)
@@ -151,7 +173,9 @@ def test_a_lost_connection_is_taken_up_again(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["flag", "environment", "login"])
-def test_the_token_comes_from_three_places(hub: Hub, tmp_path: Path, way: str) -> None:
+def test_the_token_comes_from_three_places(
+    hub: Hub, fetch: Fetch, tmp_path: Path, way: str
+) -> None:
     (tmp_path / "home").mkdir()
     if way == "login":
         (tmp_path / "home" / "token").write_text(TOKEN)
@@ -173,7 +197,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("repo_id", REFUSALS)
-def test_the_hub_refuses(hub: Hub, tmp_path: Path, repo_id: str) -> None:
+def test_the_hub_refuses(hub: Hub, fetch: Fetch, tmp_path: Path, repo_id: str) -> None:
     code, _, err = fetch(hub, tmp_path, "--repo_id", repo_id)
     assert code == 2
     last = err.splitlines()[-1]
@@ -181,7 +205,7 @@ def test_the_hub_refuses(hub: Hub, tmp_path: Path, repo_id: str) -> None:
     assert "Traceback" not in err
 
 
-def test_a_wrong_token_and_a_wrong_revision(hub: Hub, tmp_path: Path) -> None:
+def test_a_wrong_token_and_a_wrong_revision(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     wrong = "hf_thisIsNotTheToken"
     code, out, err = fetch(hub, tmp_path, "--repo_id", "org/model", "--hf_token", wrong)
     assert code == 2 and wrong not in out + err
@@ -193,7 +217,7 @@ def test_a_wrong_token_and_a_wrong_revision(hub: Hub, tmp_path: Path) -> None:
     assert fetch(hub, tmp_path, "--repo_id", "org/model", "--revision", COMMIT)[0] == 0
 
 
-def test_offline(hub: Hub, tmp_path: Path) -> None:
+def test_offline(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     code, _, err = fetch(hub, tmp_path, HF_HUB_OFFLINE="1")
     told = "--repo_id org/model: HF_HUB_OFFLINE is set; unset it to download"
     assert (code, err) == (2, f"download.py: {told}\n")
@@ -202,7 +226,7 @@ def test_offline(hub: Hub, tmp_path: Path) -> None:
     assert "the hub cannot be reached (ConnectError); run the command again" in err
 
 
-def test_damage_on_the_way(hub: Hub, tmp_path: Path) -> None:
+def test_damage_on_the_way(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     hub.damaged = "model.safetensors"
     code, _, err = fetch(hub, tmp_path)
     assert code == 2
@@ -248,7 +272,7 @@ LATENTS = json.dumps(
     ],
 )
 def test_what_cannot_run_is_not_downloaded(
-    hub: Hub, tmp_path: Path, files: dict[str, bytes], message: str
+    hub: Hub, fetch: Fetch, tmp_path: Path, files: dict[str, bytes], message: str
 ) -> None:
     hub.files = files
     code, _, err = fetch(hub, tmp_path)

@@ -26,6 +26,7 @@ from magicdec.records.samples import PassSamples
 NUM_TRIALS = 1000
 MOST_WITHOUT = 5  # of these trials may have no interval
 WIDE = pytest.mark.wide
+FAIR, GOOD = (0.55, 0.12, 4, 63), (0.8, 0.1, 2, 63)  # drafts
 
 
 def population(mean: float, spread: float, gamma: int, num_tokens: int) -> dict[str, list[float]]:
@@ -41,9 +42,15 @@ def population(mean: float, spread: float, gamma: int, num_tokens: int) -> dict[
     }
 
 
-@pytest.mark.parametrize("num_prompts", [4, *(pytest.param(n, marks=WIDE) for n in (8, 16, 32))])
 @pytest.mark.parametrize(
-    ("mean", "spread", "gamma", "num_tokens"), [(0.55, 0.12, 4, 63), (0.8, 0.1, 2, 63)]
+    ("num_prompts", "mean", "spread", "gamma", "num_tokens"),
+    [
+        (4, *FAIR),
+        (4, *GOOD),
+        pytest.param(8, *FAIR, marks=WIDE),
+        pytest.param(16, *GOOD, marks=WIDE),
+        pytest.param(32, *FAIR, marks=WIDE),
+    ],
 )
 def test_the_intervals_of_acceptance_cover_the_truth(
     num_prompts: int, mean: float, spread: float, gamma: int, num_tokens: int
@@ -69,7 +76,7 @@ def test_the_intervals_of_acceptance_cover_the_truth(
     assert all(0.93 <= share <= 0.97 for share in shares.values()), shares
 
 
-@pytest.mark.parametrize("num_batches", [3, 4, pytest.param(8, marks=WIDE)])
+@pytest.mark.parametrize("num_batches", [3, pytest.param(8, marks=WIDE)])
 def test_the_intervals_of_speeds_cover_the_truth(num_batches: int) -> None:
     """Of passes whose times differ by 5 % from batch to batch, and by as much between passes."""
     rng = np.random.default_rng(num_batches)

@@ -13,7 +13,9 @@ CONTROL = f"""
 import sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 from faults.fault import Fault, Property
+import plant_faults
 from plant_faults import plant
+plant_faults.IMPORTED = "hypothesis", "numpy", "torch.distributed"  # what this test needs
 test = "test_measurement.py::test_the_bandwidth_is_the_larger_of_those_before_and_after"
 file, text = "bench/run/run.py", "bandwidth = max("
 faults = [("harmless", text, text + " "), ("lost", "bandwidth = largest(", ""),
