@@ -6,6 +6,7 @@ from __future__ import annotations
 from faults import (
     choices,
     gate,
+    gguf_families,
     heads,
     mixtures,
     planned,
@@ -33,4 +34,5 @@ PROPERTIES = (
     *heads.PROPERTIES,
     *mixtures.PROPERTIES,
     *planned.PROPERTIES,
+    *gguf_families.PROPERTIES,
 )
