@@ -17,8 +17,8 @@ from magicdec.model.gguf.file import GgufFile
 
 Keys = Mapping[str, Any]
 """The metadata of an architecture, without its name before them."""
-Fields = dict[str, Any]
-"""Fields of a config.json."""
+HfFields = dict[str, Any]
+"""HfFields of a config.json."""
 
 STACKED = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)_exps\.weight$")
 EXPERTS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
@@ -52,12 +52,12 @@ class Architecture:
     name: str
     model_type: str
     is_permuted: bool
-    fields: Callable[[GgufFile, Keys, Fields], Fields]
+    fields: Callable[[GgufFile, Keys, HfFields], HfFields]
     keys: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NO_EXPERTS)
 
 
-def llama_fields(file: GgufFile, own: Keys, known: Fields) -> Fields:
+def llama_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
     """Mistral's files are Llama's too."""
     names = [f"blk.0.attn_{each}.bias" for each in ("q", "k", "v", "output")]
     has_bias = [name in file.tensors for name in names]
@@ -67,11 +67,11 @@ def llama_fields(file: GgufFile, own: Keys, known: Fields) -> Fields:
     return {"attention_bias": all(has_bias), "mlp_bias": "blk.0.ffn_down.bias" in file.tensors}
 
 
-def qwen3_fields(file: GgufFile, own: Keys, known: Fields) -> Fields:
+def qwen3_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
     return {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
 
 
-def mixtral_fields(file: GgufFile, own: Keys, known: Fields) -> Fields:
+def mixtral_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
     """Experts are as wide as Llama's MLP."""
     width = known["intermediate_size"]
     stated = own.get("expert_feed_forward_length", width)
@@ -81,7 +81,7 @@ def mixtral_fields(file: GgufFile, own: Keys, known: Fields) -> Fields:
     return {"num_local_experts": num_experts, "num_experts_per_tok": num_used}
 
 
-def qwen3_moe_fields(file: GgufFile, own: Keys, known: Fields) -> Fields:
+def qwen3_moe_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
     """Every layer has experts, and their weights always add up to one."""
     used = own["expert_used_count"]
     width = own.get("expert_feed_forward_length")
@@ -98,7 +98,7 @@ def qwen3_moe_fields(file: GgufFile, own: Keys, known: Fields) -> Fields:
     }
 
 
-def expert_counts(file: GgufFile, own: Keys, known: Fields, width: int) -> tuple[int, int]:
+def expert_counts(file: GgufFile, own: Keys, known: HfFields, width: int) -> tuple[int, int]:
     """The experts of a layer and of a token. Raises ValueError if a tensor of experts has another
     shape than the metadata say."""
     count = own["expert_count"]
@@ -116,7 +116,7 @@ def expert_counts(file: GgufFile, own: Keys, known: Fields, width: int) -> tuple
     return count, own["expert_used_count"]
 
 
-def gemma3_fields(file: GgufFile, own: Keys, known: Fields) -> Fields:
+def gemma3_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
     """Without a window, all layers see all tokens."""
     num_layers = known["num_hidden_layers"]
     head_dim = known["head_dim"]
