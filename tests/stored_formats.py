@@ -10,12 +10,14 @@ from tempfile import TemporaryDirectory
 import torch
 from gguf.constants import GGMLQuantizationType as Type
 from test_gguf import MIXED, reference_model, save, trained_bpe, vocabulary_of
+from test_gguf_families import MODELS as GGUF_FAMILIES
 from test_quantised import FORMATS as QUANTISED
 from tiny_families import MODELS, make_model
 from tiny_quantized import save_mxfp4, save_quantized
 
 VOCAB = 420  # of the tokenizer
 PRE = "gpt-2"
+MIXTURE = GGUF_FAMILIES["qwen3moe"]
 Write = Callable[[Path], Path]
 """Writes a checkpoint into a directory. Returns what `--model` names."""
 
@@ -38,6 +40,17 @@ def gguf_of(*types: Type) -> Write:
         path = directory / "model.gguf"
         strings = vocabulary_of(trained_bpe(PRE), PRE)
         save(path, "llama", reference_model("Llama", vocab_size=VOCAB), types, strings=strings)
+        return path
+
+    return write
+
+
+def gguf_mixture(*types: Type) -> Write:
+    """Stacked experts, of which each is a matrix in groups."""
+
+    def write(directory: Path) -> Path:
+        path = directory / "model.gguf"
+        MIXTURE.saved(path, types, vocabulary_of(trained_bpe(PRE), PRE), VOCAB)
         return path
 
     return write
@@ -89,6 +102,7 @@ FORMATS = {
     "Q6_K": Format(gguf_of(Type.Q6_K), ("int4",)),
     "Q5_1": Format(gguf_of(Type.Q5_1), ("int4",)),
     "mixed types": Format(gguf_of(*MIXED)),
+    "mixture, mixed types": Format(gguf_mixture(Type.Q4_K, Type.Q8_0, Type.Q6_K)),
     "gptq": Format(quantised("gptq, zero points")),
     "gptq, 8 bits": Format(quantised("gptq, 8 bits, one group"), ("int4",)),
     "gptq, act-order": Format(quantised("gptq, act-order")),

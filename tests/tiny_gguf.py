@@ -1,6 +1,7 @@
 """Writes small GGUF files by the `gguf` package from tensors of Hugging Face names; holds no tests
 itself."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,27 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from magicdec.model.checkpoint.gguf_weights import PARTS, WHOLE
-
-OURS = {f"blk.{{}}.{ours}": f"model.layers.{{}}.{theirs}" for ours, theirs in PARTS.items()} | WHOLE
-MOST_LAYERS = 4
+MOST_LAYERS = 7
 STD = 0.1  # large enough that every layer changes the logits
 
 
-def name_of(hf_name: str) -> str:
-    """The GGUF name of a Hugging Face tensor."""
-    stem, _, leaf = hf_name.rpartition(".")
-    for layer in range(MOST_LAYERS):
-        for ours, theirs in OURS.items():
-            if theirs.format(layer) == stem:
-                return f"{ours.format(layer)}.{leaf}"
-    raise KeyError(hf_name)
+def name_of(architecture: str, hf_name: str) -> str:
+    """The GGUF name of a Hugging Face tensor, as llama.cpp's converter finds it."""
+    known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    table = gguf.get_tensor_name_map(known, MOST_LAYERS)
+    name = table.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+    assert name is not None, hf_name
+    return name
+
+
+def parts_of(name: str, values: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors that the converter makes of a parameter: those of all experts are stacked, gate
+    and up apart."""
+    if name.endswith("experts.gate_up_proj"):
+        halves = values.chunk(2, dim=1)
+        names = [name.replace("gate_up_proj", f"{part}_proj.weight") for part in ("gate", "up")]
+        return list(zip(names, halves, strict=True))
+    return [(f"{name}.weight" if name.endswith("experts.down_proj") else name, values)]
 
 
 def permuted(rows: Tensor, num_heads: int) -> Tensor:
@@ -41,12 +48,13 @@ def permuted(rows: Tensor, num_heads: int) -> Tensor:
     return out
 
 
-def random_blocks(shape: tuple[int, int], kind: Type, seed: int) -> NDArray[np.uint8]:
-    """Random blocks [outputs, bytes of a row] of weights with a standard deviation of STD, or of
-    about as much in MXFP4."""
+def random_blocks(shape: tuple[int, ...], kind: Type, seed: int) -> NDArray[np.uint8]:
+    """Random blocks [..., outputs, bytes of a row] of weights with a standard deviation of STD, or
+    of about as much in MXFP4."""
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (shape[0], shape[1] // block, num_bytes), dtype=np.uint8)
+    rows = math.prod(shape[:-1])
+    blocks = generator.integers(0, 256, (rows, shape[-1] // block, num_bytes), dtype=np.uint8)
     scales = {
         **{Type.Q4_0: (0,), Type.Q4_1: (0, 2), Type.Q5_0: (0,), Type.Q5_1: (0, 2)},
         **{Type.Q8_0: (0,), Type.IQ4_NL: (0,), Type.IQ4_XS: (0,), Type.Q6_K: (208,)},
@@ -60,10 +68,10 @@ def random_blocks(shape: tuple[int, int], kind: Type, seed: int) -> NDArray[np.u
             halves = (scale * spread).astype(np.float16)
             blocks[:, :, at : at + 2] = halves[:, :, None].view(np.uint8)
         if scales:
-            spread *= STD / float(dequantize(blocks.reshape(shape[0], -1), kind).std())
+            spread *= STD / float(dequantize(blocks.reshape(rows, -1), kind).std())
     if kind == Type.MXFP4:
         blocks[:, :, 0] = generator.integers(122, 126, blocks.shape[:2])
-    return blocks.reshape(shape[0], -1)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def write_gguf(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from faults import (
     choices,
     gate,
+    gguf_families,
     heads,
     mixtures,
     planned,
@@ -35,4 +36,5 @@ PROPERTIES = (
     *mixtures.PROPERTIES,
     *planned.PROPERTIES,
     *sinks.PROPERTIES,
+    *gguf_families.PROPERTIES,
 )

@@ -53,4 +53,29 @@ PROPERTIES = (
                   "of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts)", "0"),
         ),
     ),
+    Property(
+        "Before decoding, verifications of a mixture are timed with unlike drafts.",
+        f"{EXPERTS}test_auto_gamma_times_the_experts_of_unlike_drafts",
+        (
+            Fault("the tokens of a short draft in turn", "speculation/steps/calibration.py",
+                  "longest = few if steps.reads_experts else short", "longest = short"),
+            Fault("a line from the shortest verification to the longest",
+                  "speculation/steps/calibration.py",
+                  "if steps.reads_experts else set()", "if False else set()"),
+        ),
+    ),
+    Property(
+        "A forward is shown with the experts that it read, beside those by chance.",
+        "test_latency.py::test_a_mixtures_forwards_are_shown_with_their_experts",
+        (
+            Fault("experts of all layers", "bench/latency/forwards.py",
+                  "return counts.experts_read / num_layers if num_layers else None",
+                  "return float(counts.experts_read) if num_layers else None"),
+            Fault("experts by chance of one row", "bench/latency/record.py",
+                  "experts.touched(tokens)", "experts.touched(cell.T)"),
+            Fault("all experts in the bytes of a forward", "bench/run/roofline.py",
+                  "read = of_experts * counts.experts_read // num_experts if num_experts else 0",
+                  "read = of_experts"),
+        ),
+    ),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from conftest import TINY, make_requests, make_runner, pack, random_prompts, tin
 from torch import Tensor
 
 from magicdec.bench.run.roofline import bytes_read, expert_bytes, weight_bytes
+from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
 from magicdec.hardware import costs
@@ -16,6 +17,8 @@ from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ExpertsConfig, LayerKind
 from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import pack as pack_linear
+from magicdec.runner.request import Batch
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 CONFIG = replace(TINY, experts=ExpertsConfig(8, 3, 48))
 
@@ -105,3 +108,32 @@ def test_predicted_bytes_of_a_step_grow_with_its_tokens() -> None:
     read = [deployment.forward(1, T, 0).weight_bytes for T in (1, 4)]
     grown = of_all * (experts.touched(4) - 8) / 128
     assert read[1] - read[0] == pytest.approx(grown, abs=2)
+
+
+def test_auto_gamma_times_the_experts_of_unlike_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a clock that counts the experts that were read: a step costs those of its drafts and
+    of their verification, not of drafts that are repeated."""
+    config = replace(CONFIG, experts=ExpertsConfig(32, 2, 16), num_layers=2)
+    runner = make_runner(pack(tiny_transformer(config)), 1, 60)
+    (request,) = requests = make_requests(random_prompts([20], config.vocab_size), 30)
+    engine = Engine(runner, 64)
+    engine.prefill(requests)
+    decoding = DecodingSection("speculative", "self", "auto")
+    strategy = make_strategy("speculative", Setup(runner, decoding, KVSection("full")))
+    batch = Batch((request,))
+    strategy.admit(batch)
+    steps = strategy.steps
+    cached = [20]
+
+    counted = {}
+    for count in (0, 1, 3, 8):
+        before = runner.counts.experts_read
+        steps.verify(batch, steps.draft(batch, count) if count else None)
+        counted[count] = runner.counts.experts_read - before
+        steps.undo(batch, cached)
+    monkeypatch.setattr("time.perf_counter", lambda: float(runner.counts.experts_read))
+    seconds = strategy.measure(batch)
+    assert [seconds[count] for count in counted] == [*counted.values()]
+    of_verification = counted[8] - 8 * counted[0]  # each draft reads as many as a decode step
+    assert counted[0] == 2 * 2 and of_verification > 2 * counted[0]
+    assert of_verification <= 2 * 32

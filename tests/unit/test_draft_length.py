@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from magicdec.config.sections import DecodingSection
 from magicdec.distributed.groups import Group
+from magicdec.model.config import ExpertsConfig
 from magicdec.runner.request import Batch, Request, SamplingParams
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.draft_length import (
@@ -115,6 +116,18 @@ class World:
         return min(self.run(FixedLength(k), rows, wanted, seed) for k in range(MOST + 1))
 
 
+@dataclass
+class OfExperts(World):
+    """`decode` is what a step takes without its experts, `expert` what each of them takes."""
+
+    expert: float = 0.0
+    experts: ExpertsConfig = ExpertsConfig(64, 4, 1)
+
+    def seconds(self, rows: int, count: int) -> float:
+        read = self.expert * self.experts.touched(rows * (count + 1))
+        return super().seconds(rows, count) + read
+
+
 CHEAP = World(decode=1.0, draft=0.1, verify=0.02, rate=0.9)
 EVEN = World(decode=1.0, draft=0.5, verify=0.1, rate=0.6)
 CLOSE = World(decode=1.0, draft=0.75, verify=0.1, rate=0.92)
@@ -128,6 +141,7 @@ WORLDS = {
     "worthless": WORTHLESS,
     "dear": DEAR,
     "stopping": STOPPING,
+    "experts": OfExperts(decode=0.4, draft=0.1, verify=0.02, rate=0.8, expert=0.15),
 }
 
 
@@ -145,6 +159,22 @@ def test_never_slower_than_decoding_and_near_the_best(name: str, rows: int) -> N
     assert fmean(against_decode) >= 0.985, against_decode
     assert min(against_decode) >= 0.93, against_decode
     assert fmean(against_best) >= 0.93, against_best
+
+
+def test_fewer_are_drafted_where_each_token_reads_more_experts() -> None:
+    """At the same times of decode steps and drafts, and the same acceptance."""
+    costs = {"draft": 0.1, "verify": 0.02, "rate": 0.8, "fixed": 1.0}
+    dense = World(decode=1.0, **costs)
+    mixture = OfExperts(decode=0.6, expert=0.1, **costs)
+    drafted = []
+    for world in (dense, mixture):
+        length = make_length()
+        for seed in range(4):
+            world.run(length, 1, 512, seed)
+        drafted.append(fmean(world.counts))
+        best = min(world.run(FixedLength(k), 1, 512, 3) for k in range(MOST + 1))
+        assert world.run(length, 1, 512, 3) < 1.06 * best
+    assert drafted[0] > drafted[1] + 1.5, drafted
 
 
 @pytest.mark.parametrize("rate", [0.6, 0.75, 0.8, 0.9])
@@ -392,6 +422,7 @@ class ScriptedSteps:
     calls: list[tuple[str, int]] = field(default_factory=list)
     phase: Any = "timed"
     drafter: Any = None
+    reads_experts: bool = False
 
     def padded_gamma(self, count: int) -> int:
         return count
@@ -464,6 +495,33 @@ def test_few_steps_are_timed_and_each_is_undone(monkeypatch: pytest.MonkeyPatch)
     once = [("decode", 0), ("draft", 1), ("draft", 3), ("verify", 1), ("verify", 8)]
     assert [call for call in steps.calls if call[0] != "undo"] == once * calibration.REPEATS
     assert steps.calls[1::2] == [("undo", 0)] * len(once) * calibration.REPEATS
+
+
+def test_of_experts_unlike_tokens_are_verified_and_three_lengths_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those between lie on the lines through what was timed."""
+    experts = ExpertsConfig(64, 4, 1)
+
+    class Reading(ScriptedSteps):
+        def draft(self, batch: Batch, count: int) -> Proposal:
+            super().draft(batch, count)
+            return Proposal(torch.arange(count).repeat(2, 1))
+
+        def verify(self, batch: Batch, proposal: Proposal) -> None:
+            unlike = len(proposal.ids.unique())
+            self._work("verify", proposal.ids.shape[1], 0.001 * experts.touched(unlike + 1))
+
+    steps = Reading(reads_experts=True)
+    found = measure(steps, 12, monkeypatch)
+    verify = [0.001 * experts.touched(count + 1) for count in range(13)]
+    timed = {1: verify[1], 3: verify[3], 8: verify[8]}
+    for count in range(1, 13):
+        exact = found[count] - 0.002 - 0.001 * count
+        assert count not in timed or exact == pytest.approx(verify[count])
+        assert abs(exact / verify[count] - 1) < (0.04 if count <= 8 else 0.1), count
+    counts = [count for kind, count in steps.calls if kind == "verify"]
+    assert counts == [1, 3, 8] * calibration.REPEATS
 
 
 def test_longer_drafts_are_never_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,13 +30,17 @@ from magicdec.bench.latency.record import (
     LatencyRow,
     break_even_table,
     summarise,
+    tables,
 )
+from magicdec.bench.run.roofline import expert_bytes, kv_bytes_per_token
 from magicdec.cli.latency import largest_run, parse
 from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Group, Launch
+from magicdec.model.config import ExpertsConfig, LayerKind
+from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import PackedLinear, first_outputs, pack
 from magicdec.model.linear.quantizers import INT4
 from magicdec.output.tables import Shown
@@ -199,12 +203,47 @@ def test_the_cache_is_filled_with_keys_to_choose_by() -> None:
 
 def test_a_repeat_lasts_as_long_as_its_slowest_rank() -> None:
     cell = LatencyCell("draft", 4, 100, 1, 24, "snapkv")
-    ranks = [[(cell, [1.0, 4.0, 2.0], 600, 0.6)], [(cell, [3.0, 1.0, 2.0], 400, 0.9)]]
+    ranks = [[(cell, [1.0, 4.0, 2.0], 600, 0.6, 2.5)], [(cell, [3.0, 1.0, 2.0], 400, 0.9, 2.5)]]
     (row,) = summarise(ranks, bandwidth=1000.0)
     assert (row.ms_median, row.ms_p10, row.ms_p90) == pytest.approx((3e3, 2.2e3, 3.8e3))
     assert (row.bytes, row.tokens) == (1000, 4)
     assert row.roofline_fraction == pytest.approx(1000 / 1000.0 / 3.0)
     assert row.products_fraction == pytest.approx(0.9 / 3.0)
+    assert (row.experts_read, row.experts_by_chance) == (2.5, None)
+
+
+def test_a_mixtures_forwards_are_shown_with_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three layers have experts, each of which reads those that its tokens go to."""
+    experts = ExpertsConfig(16, 2, 8)
+    kinds = (LayerKind(), LayerKind(has_mlp=True), LayerKind())
+    model = tiny_transformer(replace(TINY, experts=experts, layer_kinds=kinds, num_layers=3))
+    read = list[int]()
+
+    def note(layer: Experts, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        chosen, _ = layer.route(inputs[0].flatten(0, -2))
+        read.append(len(chosen.unique()))
+
+    for layer in (module for module in model.modules() if isinstance(module, Experts)):
+        layer.register_forward_hook(note)
+    grid = LatencyGrid((2,), (20,), (1, 4), DRAFTS[-1:], 1, 0)
+    timings = time_place(model, Group((0,), 0), CONFIG, grid, 2, 20, lambda: None)
+    rows = summarise([timings], 1e9, experts)
+    assert [(row.phase, row.tokens) for row in rows] == [("decode", 2), ("verify", 8), ("draft", 2)]
+    assert [row.experts_read for row in rows] == [sum(read[i : i + 2]) / 2 for i in (0, 2, 4)]
+    by_chance = [16 * (1 - (14 / 16) ** row.tokens) for row in rows]
+    assert [row.experts_by_chance for row in rows] == pytest.approx(by_chance)
+    of_all, number = expert_bytes(model)
+    new_kv = 2 * 3 * kv_bytes_per_token(model)  # of three tokens more in each of two rows
+    of_more = of_all // number * (sum(read[2:4]) - sum(read[:2]))
+    assert rows[1].bytes - rows[0].bytes == new_kv + of_more
+    monkeypatch.setattr("magicdec.bench.latency.record._title", lambda record: "")
+    dense = replace(rows[0], experts_read=None, experts_by_chance=None)
+    for shown, headings in ((rows, ["experts", "by chance"]), ([dense], [])):
+        record = LatencyRecord.__new__(LatencyRecord)
+        object.__setattr__(record, "rows", shown)
+        (table,) = tables([record])
+        assert [each for each in table.columns if each in ("experts", "by chance")] == headings
+        assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 @pytest.mark.parametrize("linear", ["torch", "packed", "packed, int4"])

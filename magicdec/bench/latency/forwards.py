@@ -30,6 +30,7 @@ from magicdec.hardware.timing import read_bandwidth, seconds_of, synchronize
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.config import ModelConfig
 from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import Linear, first_outputs
 from magicdec.model.transformer import Transformer
@@ -80,7 +81,8 @@ def measure(
         load.end()
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
-        rows = summarise(group.all_gather_values(timings, list[TimedCell]), bandwidth)
+        of_ranks = group.all_gather_values(timings, list[TimedCell])
+        rows = summarise(of_ranks, bandwidth, source.config.experts)
     return load.add_to(session.describe_environment(bandwidth)), rows
 
 
@@ -122,8 +124,16 @@ def time_place(
             tokens = f.cell.B * f.cell.T
             if (key := (id(model), tokens)) not in products:
                 products[key] = seconds_of_products(model, tokens, runner.device)
-            timings.append((f.cell, f.seconds, bytes_read(model, f.counts), products[key]))
+            num_bytes = bytes_read(model, f.counts)
+            experts = experts_of_a_layer(model.config, f.counts)
+            timings.append((f.cell, f.seconds, num_bytes, products[key], experts))
     return timings
+
+
+def experts_of_a_layer(config: ModelConfig, counts: ForwardCounts) -> float | None:
+    """Those that a forward has read, on average over the layers that have experts."""
+    num_layers = config.num_mixtures * counts.num_forwards
+    return counts.experts_read / num_layers if num_layers else None
 
 
 @torch.inference_mode()

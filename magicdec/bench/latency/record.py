@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from magicdec.config.sections import KVSection
+from magicdec.model.config import ExpertsConfig
 from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import RULE, Column, Table
 from magicdec.records.environment import Environment
@@ -21,6 +22,9 @@ from magicdec.records.record import MeasuredRecord
 if TYPE_CHECKING:
     from magicdec.config.resolved import ResolvedConfig
     from magicdec.model.checkpoint.source import ModelSource
+
+
+OF_MIXTURES = "unless the model is a mixture of experts; records of before it was measured"
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,31 @@ class LatencyRow(LatencyCell):
         null="records of before it was measured",
         default=None,
     )
+    experts_read: float | None = recorded(
+        "experts of a layer that any token of the forward goes to, each of which is read once; on "
+        "average over the layers with experts",
+        null=OF_MIXTURES,
+        default=None,
+    )
+    experts_by_chance: float | None = recorded(
+        "those that `tokens` would read if each went to others at random: E (1 - (1 - k/E)^tokens) "
+        "of E experts, k of each token",
+        null=OF_MIXTURES,
+        default=None,
+    )
 
 
-TimedCell = tuple[LatencyCell, list[float], int, float]
+TimedCell = tuple[LatencyCell, list[float], int, float, float | None]
 """A cell, the seconds of each repeat on this rank, the bytes that this rank must read in each
-repeat, and the seconds of its products by themselves."""
+repeat, the seconds of its products by themselves, and the experts of a layer that are read."""
 
 
-def summarise(ranks: list[list[TimedCell]], bandwidth: float) -> list[LatencyRow]:
+def summarise(
+    ranks: list[list[TimedCell]], bandwidth: float, experts: ExpertsConfig | None = None
+) -> list[LatencyRow]:
     """A row for each cell from the timings of all ranks: the times of the slowest rank, the sum of
-    bytes, and the products of the rank with the most. `bandwidth` is the read bandwidth of all
-    ranks together, in bytes/s."""
+    bytes, the products of the rank with the most, and the experts, which all ranks read their
+    shares of. `bandwidth` is the read bandwidth of all ranks together, in bytes/s."""
     rows = []
     for parts in zip(*ranks, strict=True):
         cell = parts[0][0]
@@ -94,15 +112,18 @@ def summarise(ranks: list[list[TimedCell]], bandwidth: float) -> list[LatencyRow
         seconds = [max(repeat) for repeat in zip(*(part[1] for part in parts), strict=True)]
         median, p10, p90 = (percentile(seconds, p) for p in (50, 10, 90))
         assert median is not None and p10 is not None and p90 is not None, "at least one repeat"
+        tokens = cell.B * cell.T
         row = LatencyRow(
             **vars(cell),
-            tokens=cell.B * cell.T,
+            tokens=tokens,
             ms_median=1e3 * median,
             ms_p10=1e3 * p10,
             ms_p90=1e3 * p90,
             bytes=num_bytes,
             roofline_fraction=num_bytes / bandwidth / median,
             products_fraction=max(part[3] for part in parts) / median,
+            experts_read=parts[0][4],
+            experts_by_chance=None if experts is None else experts.touched(tokens),
         )
         rows.append(row)
     return rows
@@ -220,6 +241,7 @@ def _drafts(row: LatencyRow) -> Draft:
 def _table_of(record: LatencyRecord) -> Table:
     lines: list[tuple[Any, ...]] = []
     decode_ms = 0.0
+    has_experts = any(row.experts_read is not None for row in record.rows)
     for row in record.rows:
         is_first = row.phase == "decode"  # of its section
         if is_first:
@@ -227,6 +249,7 @@ def _table_of(record: LatencyRecord) -> Table:
             decode_ms = row.ms_median
         place = (row.B, row.context) if is_first else (None, None)
         in_ms = (fixed(ms, 3) for ms in (row.ms_median, row.ms_p10, row.ms_p90))
+        experts = (fixed(row.experts_read, 1), fixed(row.experts_by_chance, 1))
         lines.append(
             (
                 *place,
@@ -234,6 +257,7 @@ def _table_of(record: LatencyRecord) -> Table:
                 row.tokens,
                 *in_ms,
                 fixed(row.ms_median / decode_ms, 2, "x"),
+                *(experts if has_experts else ()),
                 fixed(row.bytes, 1, scale=1e-6),
                 fixed(row.roofline_fraction, 1, " %", 100),
                 fixed(row.products_fraction, 1, " %", 100),
@@ -241,7 +265,8 @@ def _table_of(record: LatencyRecord) -> Table:
         )
     times = ("median, ms", "p10", "p90", "of decode")
     limits = ("MB read", "of bytes", "of products")
-    columns = ("B", "context", Column("forward", is_text=True), "tokens", *times, *limits)
+    read = ("experts", "by chance") if has_experts else ()
+    columns = ("B", "context", Column("forward", is_text=True), "tokens", *times, *read, *limits)
     return Table(columns, lines, title=_title(record))
 
 

@@ -305,16 +305,19 @@ def load_dequantised(kind: Any, source: ModelSource) -> tuple[Any, str | None]:
     fields = to_hf_config(source.config) if is_gguf(path) else load_object(path / "config.json")
     fields.pop(FOREIGN, None)
     try:
-        model = kind(kind.config_class.from_dict(fields)).float()
         weights = {name: source.weights.read(name).float() for name in source.weights.tensors}
-        found = model.load_state_dict(weights, strict=False)
-        model.tie_weights()
+        model, found = kind.from_pretrained(  # it stacks the experts of a mixture
+            None,
+            config=kind.config_class.from_dict(fields),
+            state_dict=weights,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
     except Exception as error:  # of a library that may raise anything
         return None, f"transformers cannot load it: {' '.join(str(error).split())[:200]}"
     tied = {"lm_head.weight"} if source.config.tie_word_embeddings else set()
-    missing = [name for name in found.missing_keys if name not in tied]
-    if missing or found.unexpected_keys:
-        names = sorted([*missing, *found.unexpected_keys])
+    names = sorted({*found["missing_keys"], *found["unexpected_keys"]} - tied)
+    if names:
         return None, f"transformers has no place for, or does not find, {', '.join(names[:3])}"
     return model.eval(), None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,38 +12,70 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from magicdec.model.checkpoint.weight_files import FileWeights, Index, StoredTensor
-from magicdec.model.families.gguf_config import ROPE_DIVISORS, architecture_of
+from magicdec.model.families.family import Names, find_family
+from magicdec.model.families.gguf_architectures import STACKED, architecture_of
+from magicdec.model.families.gguf_config import ROPE_DIVISORS, load_gguf_config
 from magicdec.model.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, Groups
-from magicdec.model.gguf.file import GgufFile, GgufTensor, read_gguf
+from magicdec.model.gguf.file import GgufTensor, read_gguf
 from magicdec.model.linear.grouped import GroupedNumbers, NumberFormat
 from magicdec.output.files import AGAIN, open_regular
 
-# What "blk.N." and the end of a name stand for.
-PARTS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-PERMUTED = ("self_attn.q_proj", "self_attn.k_proj")
 LAYER = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
+PERMUTED = ("attn_q", "attn_k")
+NORM = "norm.weight"  # the end of the names that llama.cpp's converter adds an offset to
 
 
-def hf_name(name: str) -> str:
-    """The Hugging Face name of a tensor; its own if it has none."""
+def parts_of_layer(names: Names) -> dict[str, str]:
+    """What stands between "blk.N." and the end of a name, and what it is called in the family's
+    layers."""
+    query, key, value = names.qkv
+    gate, up = names.gate_up
+    parts = {
+        "attn_norm": names.attention_norm,
+        "attn_q": query,
+        "attn_k": key,
+        "attn_v": value,
+        "attn_q_norm": names.q_norm,
+        "attn_k_norm": names.k_norm,
+        "attn_output": names.output,
+        "post_attention_norm": names.post_attention_norm,
+        "ffn_norm": names.mlp_norm,
+        "ffn_gate": gate,
+        "ffn_up": up,
+        "ffn_down": names.down,
+        "ffn_gate_inp": names.router,
+        "post_ffw_norm": names.post_mlp_norm,
+    }
+    return {ours: theirs for ours, theirs in parts.items() if theirs}
+
+
+def parts_of_experts(names: Names) -> dict[str, str]:
+    """The same of tensors that hold a matrix of every expert; "{}" is the expert's number."""
+    gate, up = names.expert_gate_up
+    parts = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": names.expert_down}
+    return {ours: names.expert + theirs for ours, theirs in parts.items()}
+
+
+def hf_name(name: str, names: Names = Names()) -> str:
+    """The Hugging Face name of a tensor; its own if it has none. Of stacked experts it has a "{}"
+    for the number."""
     if match := LAYER.match(name):
         layer, part, leaf = match.groups()
-        return f"model.layers.{layer}.{PARTS[part]}.{leaf}" if part in PARTS else name
+        known = parts_of_layer(names) | parts_of_experts(names)
+        return f"{names.layer.format(layer)}{known[part]}.{leaf}" if part in known else name
     stem, _, leaf = name.rpartition(".")
-    return f"{WHOLE[stem]}.{leaf}" if stem in WHOLE else name
+    whole = {"token_embd": names.embedding, "output_norm": names.norm, "output": names.head}
+    return f"{whole[stem]}.{leaf}" if stem in whole else name
+
+
+def of_experts(tensor: GgufTensor) -> list[GgufTensor]:
+    """Each expert's matrix [outputs, inputs] of a stacked tensor [experts, outputs, inputs]."""
+    experts, outputs, _ = tensor.shape
+    size = outputs * tensor.row_bytes
+    return [
+        replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + number * size)
+        for number in range(experts)
+    ]
 
 
 class GgufWeights(FileWeights):
@@ -55,17 +88,35 @@ class GgufWeights(FileWeights):
 
     def _read_header(self, path: Path) -> None:
         file = read_gguf(path)
-        self._is_permuted = architecture_of(file).is_permuted
-        self._head_dim = head_dim_of(file)
-        self._stored = {
-            hf_name(name): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS
-        }
+        config = load_gguf_config(path)
+        names = find_family(config.architecture).names(config)
+        self._head_dim = config.head_dim
+        self._norm_offset = names.norm_offset
+        self._router = f".{names.router}.weight"
+        is_permuted = architecture_of(file).is_permuted
+        permuted = PERMUTED if is_permuted else ()
+        self._permuted = tuple(f".{parts_of_layer(names)[part]}" for part in permuted)
+        self._stored: dict[str, GgufTensor] = {}
+        for name, tensor in file.tensors.items():
+            theirs = hf_name(name, names)
+            if config.experts is not None and STACKED.match(name):
+                each = of_experts(tensor)
+                self._stored |= {theirs.format(i): matrix for i, matrix in enumerate(each)}
+            elif name != ROPE_DIVISORS:
+                self._stored[theirs] = tensor
 
     def open(self, file: Path) -> dict[str, StoredTensor]:
-        return {
-            name: StoredTensor(tensor.shape, dtype_of(tensor), tensor.file, format_of(tensor))
-            for name, tensor in self._stored.items()
-        }
+        """The router of a mixture is never held in groups."""
+        found = {}
+        for name, tensor in self._stored.items():
+            dtype = "float32" if self._offset(name) else dtype_of(tensor)
+            numbers = None if name.endswith(self._router) else format_of(tensor)
+            found[name] = StoredTensor(tensor.shape, dtype, tensor.file, numbers)
+        return found
+
+    def _offset(self, name: str) -> float:
+        """What the converter has added to the weights of norms that Hugging Face stores less 1."""
+        return self._norm_offset if name.endswith(NORM) else 0.0
 
     def type_name(self, name: str) -> str:
         """ggml's name of a tensor's type, as "Q4_K"."""
@@ -76,7 +127,9 @@ class GgufWeights(FileWeights):
         rows, *columns = (*index, slice(None))[: len(self._stored[name].shape)]
         tensor = self._stored[name]
         if len(tensor.shape) == 1:
-            return _floats(tensor, _read_bytes(tensor, 0, 1))[0][rows]
+            vector = _floats(tensor, _read_bytes(tensor, 0, 1))[0][rows]
+            # Exact: what is stored is a sum with the offset, rounded to float32.
+            return vector.float() - self._offset(name) if self._offset(name) else vector
         values = self._rows_of(name, rows)
         dense = torch.from_numpy(values.dense()) if isinstance(values, Groups) else values
         return dense[(slice(None), *columns)]
@@ -105,7 +158,7 @@ class GgufWeights(FileWeights):
         assert step == 1 and len(tensor.shape) == 2, "rows of a matrix are read in their order"
         order: NDArray[np.int64] | None = None
         start, end = first, last
-        if self._is_permuted and name.rpartition(".")[0].endswith(PERMUTED):
+        if self._permuted and name.rpartition(".")[0].endswith(self._permuted):
             size = self._head_dim
             start, end = first // size * size, -(-last // size) * size
             order = unpermuted(end - start, size)[first - start : last - start]
@@ -122,13 +175,6 @@ def unpermuted(num_rows: int, head_dim: int) -> NDArray[np.int64]:
     the two rows that are rotated together, which are half a head apart, beside each other."""
     rows = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
     return rows.transpose(0, 2, 1).reshape(-1)
-
-
-def head_dim_of(file: GgufFile) -> int:
-    prefix = f"{file.architecture}."
-    metadata = file.metadata
-    default = metadata[f"{prefix}embedding_length"] // metadata[f"{prefix}attention.head_count"]
-    return int(metadata.get(f"{prefix}attention.key_length", default))
 
 
 def format_of(tensor: GgufTensor) -> NumberFormat | None:

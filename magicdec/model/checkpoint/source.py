@@ -33,6 +33,7 @@ from magicdec.model.checkpoint.weight_files import (
     with_body,
 )
 from magicdec.model.checkpoint.weight_map import (
+    NO_MATRIX,
     Piece,
     expected_shapes,
     untie_head,
@@ -318,7 +319,7 @@ def bytes_in_groups(
         untie_head(config), Shard(), range(config.num_layers)
     ).items():
         is_matrix = parameter.endswith(".weight") and len(pieces[0].full_shape) == 2
-        if not is_matrix or "embedding" in parameter or not counts(parameter):
+        if not is_matrix or NO_MATRIX.search(parameter) or not counts(parameter):
             continue
         size = sum(math.prod(piece.full_shape) for piece in pieces)
         count += size

@@ -5,14 +5,13 @@ are read and checked as those of any checkpoint. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from magicdec.model.config import ModelConfig
+from magicdec.model.families.gguf_architectures import architecture_of
 from magicdec.model.families.hf_config import MOST_LAYERS, parse_hf_config
 from magicdec.model.gguf.file import GgufFile, read_gguf
 from magicdec.model.gguf.named import OTHERWISE
@@ -42,8 +41,6 @@ READ = {
 }
 # Values of other keys that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "expert_used_count": (0,),
     "attention.causal": (True,),
     "rope.scaling.finetuned": (True, False),
     "rope.scaling.yarn_ext_factor": (1.0,),
@@ -54,39 +51,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Of Llama 3.1 to 3.3, whose files have only the divisors that follow from them.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A `general.architecture` whose tensors have Llama's roles. `is_permuted`: the rows of q and k
-    are in the order of adjacent pairs. `fields`: of the config.json, beside those of all."""
-
-    name: str
-    model_type: str
-    is_permuted: bool
-    fields: Callable[[GgufFile], dict[str, Any]]
-
-
-def llama_fields(file: GgufFile) -> dict[str, Any]:
-    """Mistral's files are Llama's too."""
-    names = [f"blk.0.attn_{each}.bias" for each in ("q", "k", "v", "output")]
-    has_bias = [name in file.tensors for name in names]
-    if any(has_bias) and not all(has_bias):
-        found = ", ".join(name for name, there in zip(names, has_bias, strict=True) if there)
-        raise ValueError(f"of the biases of attention it has only {found}")
-    return {"attention_bias": all(has_bias), "mlp_bias": "blk.0.ffn_down.bias" in file.tensors}
-
-
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", True, llama_fields),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", False, lambda file: {}),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        False,
-        lambda file: {"attention_bias": "blk.0.attn_q.bias" in file.tensors},
-    ),
-}
 
 
 def load_gguf_config(path: Path) -> ModelConfig:
@@ -103,16 +67,6 @@ def load_gguf_config(path: Path) -> ModelConfig:
     return config
 
 
-def architecture_of(file: GgufFile) -> Architecture:
-    found = ARCHITECTURES.get(file.architecture)
-    if found is None:
-        raise ValueError(
-            f"general.architecture {file.architecture!r} is not read; those that are: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return found
-
-
 def hf_fields(file: GgufFile) -> dict[str, Any]:
     """The file's metadata as fields of a config.json. Raises ValueError for a key that changes what
     is computed and is not read."""
@@ -123,8 +77,10 @@ def hf_fields(file: GgufFile) -> dict[str, Any]:
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
+    known = {*FIELDS, *READ, *architecture.keys}
+    neutral = {**NEUTRAL, **architecture.neutral}
     for key, value in own.items():
-        if key not in FIELDS and key not in READ and value not in NEUTRAL.get(key, ()):
+        if key not in known and value not in neutral.get(key, ()):
             raise ValueError(f"{prefix}{key} {str(value)[:60]} is not read")
     raw = {field: own[key] for key, field in FIELDS.items() if key in own}
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
@@ -135,7 +91,7 @@ def hf_fields(file: GgufFile) -> dict[str, Any]:
     raw["rms_norm_eps"] = rounded(raw["rms_norm_eps"])
     metadata = file.metadata
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return {
+    fields = {
         **raw,
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
@@ -147,8 +103,8 @@ def hf_fields(file: GgufFile) -> dict[str, Any]:
         "rope_scaling": rope_scaling(file, own, head_dim, raw["rope_theta"]),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id") if begins(file) else None,
         "eos_token_id": [each for each in ids if each is not None],
-        **architecture.fields(file),
     }
+    return fields | architecture.fields(file, own, fields)
 
 
 def rounded(value: float) -> float:
@@ -174,7 +130,7 @@ def vocabulary(file: GgufFile, own: dict[str, Any]) -> int:
 def rope_scaling(
     file: GgufFile, own: dict[str, Any], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-    kind = own.get("rope.scaling.type", "none")
+    kind = own.get("rope.scaling.type", "linear" if "rope.scaling.factor" in own else "none")
     if ROPE_DIVISORS in file.tensors:
         if kind != "none":
             raise ValueError(f"it has both {ROPE_DIVISORS} and rope.scaling.type {kind}")

@@ -7,12 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from magicdec.model.config import ModelConfig
+from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.families.config_keys import check_quantization, check_unread
 from magicdec.model.families.eagle import is_head, read_head
 from magicdec.model.families.family import find_family
 from magicdec.model.families.fields import ConfigFields, only, shown
-from magicdec.model.families.windows import types_of
+from magicdec.model.families.windows import FULL, SLIDING, types_of
 from magicdec.names import PLANNED
 from magicdec.output.files import load_object
 
@@ -20,10 +20,19 @@ from magicdec.output.files import load_object
 WRITTEN = (
     *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"),
 )
 # The object with the text model of one that also sees or hears, and what lies beside it.
 TEXT = "text_config"
 BESIDE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
+# Fields that are written for the others.
+LEFT_OUT = {
+    "MixtralForCausalLM": ("mlp_bias", "use_sliding_window", "max_window_layers"),
+    "Gemma3ForCausalLM": (
+        *("mlp_bias", "use_sliding_window", "max_window_layers"),
+        *("rope_theta", "rope_scaling", "hidden_act"),
+    ),
+}
 MOST_LAYERS = 10_000  # of a model that is read from a file
 ROPE_FIELDS = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -96,16 +105,15 @@ def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `parse_hf_config`, for architectures with Llama's tensor names (WRITTEN)."""
+    """The inverse of `parse_hf_config`, for architectures with Llama's roles of tensors
+    (WRITTEN)."""
     assert config.architecture in WRITTEN, "only Llama-like checkpoints are written"
-    rope = config.rope
-    scaling = None
-    if rope.rope_type != "default":
-        scaling = {"rope_type": rope.rope_type, "factor": rope.factor}
-        scaling |= {name: getattr(rope, name) for name in ROPE_FIELDS.get(rope.rope_type, ())}
+    own = {} if config.experts is None else experts_fields(config)
+    if config.post_norms:
+        own |= gemma3_fields(config)
     window = config.narrowest_window
     mixed = {} if len(config.windows) == 1 else {"layer_types": types_of(config.kinds)}
-    return mixed | {
+    fields = mixed | {
         "architectures": [config.architecture],
         "model_type": find_family(config.architecture).model_type,
         "vocab_size": config.vocab_size,
@@ -117,8 +125,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": rope.theta,
-        "rope_scaling": scaling,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": scaling_fields(config.rope),
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
         "sliding_window": window,
@@ -129,6 +137,50 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
         "torch_dtype": config.dtype,
+    }
+    for name in LEFT_OUT.get(config.architecture, ()):
+        del fields[name]
+    return fields | own
+
+
+def scaling_fields(rope: RopeConfig) -> dict[str, Any] | None:
+    if rope.rope_type == "default":
+        return None
+    names = ("factor", *ROPE_FIELDS.get(rope.rope_type, ()))
+    return {"rope_type": rope.rope_type} | {name: getattr(rope, name) for name in names}
+
+
+def experts_fields(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None, "asked of a mixture"
+    if config.architecture == "MixtralForCausalLM":
+        return {
+            "num_local_experts": experts.num_experts,
+            "num_experts_per_tok": experts.num_used,
+        }
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_used,
+        "moe_intermediate_size": experts.width,
+        "norm_topk_prob": experts.renormalises,
+        "mlp_only_layers": [i for i, kind in enumerate(config.kinds) if kind.has_mlp],
+    }
+
+
+def gemma3_fields(config: ModelConfig) -> dict[str, Any]:
+    """The tables of RoPE are by type of layer. The scale of queries is stored as the number whose
+    root divides scores."""
+    local = next((kind.rope for kind in config.layer_kinds if kind.rope is not None), config.rope)
+    ropes = {FULL: config.rope, SLIDING: local}
+    tables = {
+        kind: {"rope_type": "default", **(scaling_fields(rope) or {}), "rope_theta": rope.theta}
+        for kind, rope in ropes.items()
+    }
+    return {
+        "rope_parameters": tables,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(config.head_dim / config.query_scale**2),
+        "layer_types": types_of(config.kinds),
     }
 
 

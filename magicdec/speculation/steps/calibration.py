@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 
 import torch
 
@@ -28,7 +29,9 @@ def measure_steps(
     lengths.
 
     Times a decode step, two short drafts without `pa`, the shortest and a long verification;
-    others are taken on the line through two. Restores all state."""
+    others are taken on the line through two. Of a mixture of experts it drafts as many tokens as it
+    verifies, since unlike tokens read more experts, and times a verification between these, since
+    each token adds fewer than the one before. Restores all state."""
     drafter = steps.drafter
     draft_kv = None if drafter is None else drafter.draft_kv
     state = [] if draft_kv is None else draft_kv.state
@@ -68,11 +71,14 @@ def _measure(
         with timed("decode", 0):
             steps.decode(batch)
         few = min(MAX_AUTO_GAMMA, max_gamma)
-        for count in sorted({1, steps.padded_gamma(min(LONGER_DRAFT, few))}):
+        short = min(LONGER_DRAFT, few)
+        longest = few if steps.reads_experts else short
+        for count in sorted({1, steps.padded_gamma(longest)}):
             with timed("draft", count):
                 proposal = steps.draft(batch, count)
                 proposal.ids.tolist()  # waits for the device
-        for count in sorted({1, steps.padded_gamma(few)}):
+        between = {steps.padded_gamma(short)} if steps.reads_experts else set()
+        for count in sorted({1, steps.padded_gamma(few)} | between):
             verified = repeated(proposal, count)
             with timed("verify", count):
                 steps.verify(batch, verified)
@@ -81,7 +87,7 @@ def _measure(
 
 def repeated(proposal: Proposal, count: int) -> Proposal:
     """A proposal of `count` tokens a row that repeats another's tokens, which do not matter for
-    the time."""
+    the time of a model without experts."""
     times = -(-count // proposal.ids.shape[1])
     probs = proposal.probabilities
     probs = None if probs is None else probs.repeat(1, times, 1)
@@ -89,6 +95,14 @@ def repeated(proposal: Proposal, count: int) -> Proposal:
 
 
 def _line(seconds: dict[int, float]) -> Callable[[int], float]:
-    (first, low), (last, high) = min(seconds.items()), max(seconds.items())
-    slope = max(0.0, high - low) / max(1, last - first)
-    return lambda count: low + slope * (count - first)
+    """Seconds by count: on the lines between those that were timed, which never fall."""
+    points = sorted(seconds.items())
+    segments = list(pairwise(points)) or [(points[0], points[0])]
+
+    def on_line(count: int) -> float:
+        ends = (each for each in segments if count <= each[1][0])
+        (first, low), (last, high) = next(ends, segments[-1])
+        slope = max(0.0, high - low) / max(1, last - first)
+        return low + slope * (count - first)
+
+    return on_line

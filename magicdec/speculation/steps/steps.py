@@ -82,6 +82,11 @@ class DecodeSteps:
     def padded_gamma(self, gamma: int) -> int:
         return gamma
 
+    @property
+    def reads_experts(self) -> bool:
+        """Whether what a verification reads depends on its tokens."""
+        return self.runner.model.config.experts is not None
+
     def release(self, rows: Sequence[int]) -> None:
         if self.drafter is not None:
             self.drafter.release(rows)
