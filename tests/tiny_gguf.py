@@ -27,9 +27,19 @@ def name_of(architecture: str, hf_name: str) -> str:
     return name
 
 
-def parts_of(name: str, values: Tensor) -> list[tuple[str, Tensor]]:
+def parts_of(name: str, values: Tensor, architecture: str = "") -> list[tuple[str, Tensor]]:
     """The tensors that the converter makes of a parameter: those of all experts are stacked, gate
-    and up apart."""
+    and up apart, which gpt-oss has by turns, with inputs before outputs."""
+    if name.endswith("sinks"):
+        return [(f"{name}.weight", values)]
+    if architecture == "gpt-oss" and ".experts." in name:
+        stem = name.removesuffix("_bias")
+        leaf = "bias" if name.endswith("_bias") else "weight"
+        values = values if leaf == "bias" else values.transpose(1, 2)
+        if stem.endswith("down_proj"):
+            return [(f"{stem}.{leaf}", values)]
+        names = [stem.replace("gate_up_proj", f"{part}_proj.{leaf}") for part in ("gate", "up")]
+        return [(name, values[:, first::2]) for first, name in enumerate(names)]
     if name.endswith("experts.gate_up_proj"):
         halves = values.chunk(2, dim=1)
         names = [name.replace("gate_up_proj", f"{part}_proj.weight") for part in ("gate", "up")]

@@ -121,10 +121,10 @@ def save(
     these stand for."""
     stored: dict[str, Any] = {}
     parameters = [(n, p.data) for n, p in model.named_parameters()]
-    parts = [part for parameter in parameters for part in parts_of(*parameter)]
+    parts = [part for parameter in parameters for part in parts_of(*parameter, architecture)]
     for i, (name, values) in enumerate(parts):
         ours = name_of(architecture, name)
-        if values.dim() == 1 or ours.split(".")[-2] in PLAIN_PARTS:
+        if values.dim() == 1 or ours.endswith("bias") or ours.split(".")[-2] in PLAIN_PARTS:
             offset = float(architecture == "gemma3" and name.endswith("norm.weight"))
             sums = values + offset
             values.copy_(sums - offset)

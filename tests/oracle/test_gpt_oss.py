@@ -12,14 +12,18 @@ import torch
 import transformers
 from conftest import make_runner, pack
 from safetensors.torch import load_file, save_file
+from test_gguf import trained_bpe
 from tiny_families import MODELS, make_model
 from tiny_quantized import LEFT_OUT, save_mxfp4
 
+from magicdec.bench.run.model_check import check_model
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs
 from magicdec.kv.view import SinksAndWindow
+from magicdec.model.checkpoint import checked
 from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.checkpoint.stacked_experts import stacked
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.names import STORED
 
@@ -31,7 +35,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The directory, and transformers' model."""
     directory = tmp_path_factory.mktemp("gpt-oss")
     family, sizes = MODELS["gpt-oss"]
-    model = make_model(family, sizes | {"intermediate_size": 96})
+    model = make_model(family, sizes | {"intermediate_size": 96, "vocab_size": 420})
     save_mxfp4(directory, model)
     return directory, model
 
@@ -179,3 +183,27 @@ def test_drafts_see_sinks_of_their_own_keys(published: tuple[Path, Any]) -> None
         runner.forward(torch.arange(40).unsqueeze(0), [0], num_outputs=1)
         outputs.append(runner.forward(torch.tensor([[5]]), [0], SinksAndWindow(2, 9)))
     assert all(not torch.equal(a, b) for a, b in pairwise(outputs))
+
+
+def test_a_check_compares_it_with_transformers(
+    published: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `magicdec model check`, whose transformers takes the stacked tensors."""
+    monkeypatch.setenv(checked.VARIABLE, str(tmp_path / "checked"))
+    path = changed(published, tmp_path, {}, {})
+    trained_bpe("gpt-2").save(str(path / "tokenizer.json"))
+    check = check_model(str(path), 1e-9)
+    assert check.outcome == checked.EQUAL, check.lines
+
+
+def test_experts_are_stacked_as_they_were(tmp_path: Path) -> None:
+    family, sizes = MODELS["gpt-oss"]
+    model = make_model(family, sizes)
+    model.save_pretrained(tmp_path)
+    read = find_model("--model", str(tmp_path)).weights
+    found = stacked({name: read.read(name) for name in read.tensors})
+    assert {name: tensor.shape for name, tensor in found.items()} == {
+        name: tensor.shape for name, tensor in model.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter), name

@@ -37,9 +37,11 @@ from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.model.checkpoint.quantized.converted import ConvertedWeights
 from magicdec.model.checkpoint.quantized.weights import PrequantizedWeights
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.checkpoint.stacked_experts import stacked
 from magicdec.model.checkpoint.weight_files import WEIGHT_FILES
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import FOREIGN
+from magicdec.model.families.family import find_family
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.gguf.named import is_gguf
 from magicdec.model.tokenizer import Tokenizer
@@ -306,6 +308,8 @@ def load_dequantised(kind: Any, source: ModelSource) -> tuple[Any, str | None]:
     fields.pop(FOREIGN, None)
     try:
         weights = {name: source.weights.read(name).float() for name in source.weights.tensors}
+        if find_family(source.config.architecture).names(source.config).stacked_experts:
+            weights = stacked(weights)
         model, found = kind.from_pretrained(  # it stacks the experts of a mixture
             None,
             config=kind.config_class.from_dict(fields),

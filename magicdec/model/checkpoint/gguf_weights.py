@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,11 @@ from magicdec.output.files import AGAIN, open_regular
 
 LAYER = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
 PERMUTED = ("attn_q", "attn_k")
+SINKS = "attn_sinks"
 NORM = "norm.weight"  # the end of the names that llama.cpp's converter adds an offset to
 
 
-def parts_of_layer(names: Names) -> dict[str, str]:
+def parts_of_layer(names: Names, mlp_norm: str = "ffn_norm") -> dict[str, str]:
     """What stands between "blk.N." and the end of a name, and what it is called in the family's
     layers."""
     query, key, value = names.qkv
@@ -39,7 +41,7 @@ def parts_of_layer(names: Names) -> dict[str, str]:
         "attn_k_norm": names.k_norm,
         "attn_output": names.output,
         "post_attention_norm": names.post_attention_norm,
-        "ffn_norm": names.mlp_norm,
+        mlp_norm: names.mlp_norm,
         "ffn_gate": gate,
         "ffn_up": up,
         "ffn_down": names.down,
@@ -56,12 +58,14 @@ def parts_of_experts(names: Names) -> dict[str, str]:
     return {ours: names.expert + theirs for ours, theirs in parts.items()}
 
 
-def hf_name(name: str, names: Names = Names()) -> str:
+def hf_name(name: str, names: Names = Names(), mlp_norm: str = "ffn_norm") -> str:
     """The Hugging Face name of a tensor; its own if it has none. Of stacked experts it has a "{}"
     for the number."""
     if match := LAYER.match(name):
         layer, part, leaf = match.groups()
-        known = parts_of_layer(names) | parts_of_experts(names)
+        if part == SINKS:
+            return f"{names.layer.format(layer)}{names.sinks}"
+        known = parts_of_layer(names, mlp_norm) | parts_of_experts(names)
         return f"{names.layer.format(layer)}{known[part]}.{leaf}" if part in known else name
     stem, _, leaf = name.rpartition(".")
     whole = {"token_embd": names.embedding, "output_norm": names.norm, "output": names.head}
@@ -69,9 +73,10 @@ def hf_name(name: str, names: Names = Names()) -> str:
 
 
 def of_experts(tensor: GgufTensor) -> list[GgufTensor]:
-    """Each expert's matrix [outputs, inputs] of a stacked tensor [experts, outputs, inputs]."""
-    experts, outputs, _ = tensor.shape
-    size = outputs * tensor.row_bytes
+    """Each expert's matrix [outputs, inputs] of a stacked tensor [experts, outputs, inputs], or its
+    bias of [experts, outputs]."""
+    experts, *outputs = tensor.shape[:-1]
+    size = math.prod(outputs) * tensor.row_bytes
     return [
         replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + number * size)
         for number in range(experts)
@@ -93,12 +98,12 @@ class GgufWeights(FileWeights):
         self._head_dim = config.head_dim
         self._norm_offset = names.norm_offset
         self._router = f".{names.router}.weight"
-        is_permuted = architecture_of(file).is_permuted
-        permuted = PERMUTED if is_permuted else ()
+        architecture = architecture_of(file)
+        permuted = PERMUTED if architecture.is_permuted else ()
         self._permuted = tuple(f".{parts_of_layer(names)[part]}" for part in permuted)
         self._stored: dict[str, GgufTensor] = {}
         for name, tensor in file.tensors.items():
-            theirs = hf_name(name, names)
+            theirs = hf_name(name, names, architecture.mlp_norm)
             if config.experts is not None and STACKED.match(name):
                 each = of_experts(tensor)
                 self._stored |= {theirs.format(i): matrix for i, matrix in enumerate(each)}

@@ -10,8 +10,10 @@ for each. That is how gpt-oss is stored:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from magicdec.model.checkpoint.weight_files import Index, StoredTensor, WeightSource
@@ -88,3 +90,36 @@ class UnstackedExperts(WeightSource):
             values = self._source.read(share.name, (own, *inputs, stored))[0]
             return values[..., share.first :: share.step].T
         return self._source.read(share.name, (own, stored, *inputs))[0, share.first :: share.step]
+
+
+UNSTACKED = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\."
+    r"(?P<leaf>weight|bias)"
+)
+
+
+def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse, of plain tensors by name: those of the experts of a layer as one."""
+    found: dict[str, Tensor] = {}
+    parts: dict[tuple[str, str, str], dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = UNSTACKED.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        else:
+            key = match["experts"], match["matrix"], match["leaf"]
+            parts.setdefault(key, {})[int(match["expert"])] = tensor
+    whole = {key: torch.stack([own[e] for e in sorted(own)]) for key, own in parts.items()}
+    for (experts, matrix, leaf), tensor in whole.items():
+        end = "_bias" if leaf == "bias" else ""
+        if matrix == "down":
+            outputs = tensor
+            name = f"{experts}.down_proj{end}"
+        elif matrix == "gate":
+            up = whole[experts, "up", leaf]
+            outputs = torch.stack([tensor, up], dim=2).flatten(1, 2)
+            name = f"{experts}.gate_up_proj{end}"
+        else:
+            continue
+        found[name] = outputs if leaf == "bias" else outputs.transpose(1, 2).contiguous()
+    return found

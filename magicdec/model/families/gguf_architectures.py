@@ -20,7 +20,7 @@ Keys = Mapping[str, Any]
 HfFields = dict[str, Any]
 """HfFields of a config.json."""
 
-STACKED = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)_exps\.weight$")
+STACKED = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)$")
 EXPERTS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 # Values of keys of mixtures under which llama.cpp computes what is computed here: the softmax of
 # all experts, of which the best are divided by their sum.
@@ -38,6 +38,10 @@ NO_EXPERTS: dict[str, tuple[Any, ...]] = {"expert_count": (0,), "expert_used_cou
 GEMMA3_KEYS = frozenset(
     {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
 )
+GPT_OSS_PATTERN = 2  # one of so many layers sees all tokens
+GPT_OSS_KEYS = EXPERTS | {"attention.sliding_window", "attention.sliding_window_pattern"}
+# Its gate is the softmax of the experts that are used.
+SOFTMAX_OF_USED = PLAIN_EXPERTS | {"expert_gating_func": (3,)}
 GEMMA3_PATTERN = 6  # one of so many layers sees all tokens
 GEMMA3_LOCAL_BASE = 10000.0
 GEMMA3_27B_LAYERS = 62  # the only model whose scores are not divided by the root of the head size
@@ -47,7 +51,8 @@ GEMMA3_27B_LAYERS = 62  # the only model whose scores are not divided by the roo
 class Architecture:
     """An architecture whose tensors have Llama's roles. `is_permuted`: the rows of q and k are in
     the order of adjacent pairs. `fields`: of the config.json, beside or in place of `known` ones.
-    `keys`: those that `fields` reads; `neutral`: values of others that change nothing."""
+    `keys`: those that `fields` reads; `neutral`: values of others that change nothing.
+    `mlp_norm`: the name of the norm before the MLP."""
 
     name: str
     model_type: str
@@ -55,6 +60,7 @@ class Architecture:
     fields: Callable[[GgufFile, Keys, HfFields], HfFields]
     keys: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NO_EXPERTS)
+    mlp_norm: str = "ffn_norm"
 
 
 def llama_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
@@ -107,13 +113,35 @@ def expert_counts(file: GgufFile, own: Keys, known: HfFields, width: int) -> tup
         raise KeyError(first)
     for name, tensor in file.tensors.items():
         if match := STACKED.match(name):
-            expected = (count, hidden, width) if match[1] == "down" else (count, width, hidden)
+            of_expert = (hidden, width) if match[1] == "down" else (width, hidden)
+            expected = (count, *of_expert[: 1 if match[2] == "bias" else 2])
             if tensor.shape != expected:
                 raise ValueError(
                     f"tensor {name} has shape {tensor.shape}, but expert_count {count}, the "
                     f"experts' width {width} and embedding_length {hidden} make {expected}"
                 )
     return count, own["expert_used_count"]
+
+
+def gpt_oss_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
+    """The first of two layers has the window. llama.cpp cuts YaRN's bounds to whole dimensions; the
+    model was trained without that, and is computed so."""
+    num_layers = known["num_hidden_layers"]
+    width = own.get("expert_feed_forward_length", known.get("intermediate_size"))
+    num_experts, num_used = expert_counts(file, own, known, width)
+    pattern = own.get("attention.sliding_window_pattern", GPT_OSS_PATTERN)
+    scaling = known["rope_scaling"]
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise ValueError("rope.scaling.type of gpt-oss is not yarn")
+    return {
+        "intermediate_size": width,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": num_used,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "sliding_window": own["attention.sliding_window"],
+        "layer_types": layer_types(pattern, num_layers),
+        "rope_scaling": scaling | {"truncate": False},
+    }
 
 
 def gemma3_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
@@ -164,6 +192,15 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", False, qwen3_fields),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM", "qwen3_moe", False, qwen3_moe_fields, EXPERTS, PLAIN_EXPERTS
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        False,
+        gpt_oss_fields,
+        GPT_OSS_KEYS,
+        SOFTMAX_OF_USED,
+        mlp_norm="post_attention_norm",
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",

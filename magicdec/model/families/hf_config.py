@@ -20,13 +20,14 @@ from magicdec.output.files import load_object
 WRITTEN = (
     *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"),
 )
 # The object with the text model of one that also sees or hears, and what lies beside it.
 TEXT = "text_config"
 BESIDE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
 # Fields that are written for the others.
 LEFT_OUT = {
+    "GptOssForCausalLM": ("mlp_bias", "use_sliding_window", "max_window_layers"),
     "MixtralForCausalLM": ("mlp_bias", "use_sliding_window", "max_window_layers"),
     "Gemma3ForCausalLM": (
         *("mlp_bias", "use_sliding_window", "max_window_layers"),
@@ -153,8 +154,10 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any] | None:
 def experts_fields(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
     assert experts is not None, "asked of a mixture"
-    if config.architecture == "MixtralForCausalLM":
-        return {
+    if config.architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
+        gate = experts.gate
+        clamps = {} if gate is None else {"swiglu_limit": gate.limit, "swiglu_alpha": gate.alpha}
+        return clamps | {
             "num_local_experts": experts.num_experts,
             "num_experts_per_tok": experts.num_used,
         }
