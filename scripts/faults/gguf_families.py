@@ -27,7 +27,7 @@ PROPERTIES = (
             Fault("an offset that stays", WEIGHTS,
                   "return self._norm_offset if name.endswith(NORM) else 0.0", "return 0.0"),
             Fault("the norm before the MLP after attention", WEIGHTS,
-                  '"ffn_norm": names.mlp_norm', '"ffn_norm": names.post_attention_norm'),
+                  "mlp_norm: names.mlp_norm,", "mlp_norm: names.post_attention_norm,"),
         ),
     ),
     Property(

@@ -39,7 +39,7 @@ PROPERTIES = (
         "test_gguf.py::test_slices_are_those_of_the_whole_tensor",
         (
             Fault("q and k in the order of the file", "model/checkpoint/gguf_weights.py",
-                  "permuted = PERMUTED if is_permuted else ()", "permuted = ()"),
+                  "permuted = PERMUTED if architecture.is_permuted else ()", "permuted = ()"),
             Fault("q and k permuted once more", "model/checkpoint/gguf_weights.py",
                   "reshape(-1, head_dim // 2, 2)", "reshape(-1, 2, head_dim // 2)"),
             Fault("rows of a head from its first one on", "model/checkpoint/gguf_weights.py",
