@@ -39,6 +39,7 @@ class EmulatedModel(Transformer):
         self.elementwise = Elementwise()
         self.seconds = seconds
         self.weight = nn.Parameter(like.new_zeros(1), requires_grad=False)
+        self.blocks = nn.ModuleList()  # it has neither sinks nor experts
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
         """There is no position encoding."""
