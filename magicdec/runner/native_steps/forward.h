@@ -49,20 +49,19 @@ struct Route {
     std::vector<float> weights;   // [tokens, experts of a token]
     std::vector<int64_t> places;  // [tokens, experts of a token]: a row each, in the order of experts
     std::vector<int64_t> begin;   // the first row of each expert, and the end
+    std::vector<int64_t> next;    // of each expert, while rows are given
 
     int64_t count(int64_t expert) const { return begin[expert + 1] - begin[expert]; }
 
     // Sets `places` and `begin` of the first `rows` choices. Returns the number of experts that were chosen.
     int64_t order(int64_t num_experts, int64_t rows) {
-        int64_t touched = 0, at = 0;
-        for (int64_t e = 0; e < num_experts; ++e) {
-            begin[e] = at;
-            for (int64_t i = 0; i < rows; ++i)
-                if (chosen[i] == e) places[i] = at++;
-            touched += at > begin[e];
-        }
-        begin[num_experts] = at;
-        return touched;
+        begin.assign(num_experts + 1, 0);
+        for (int64_t i = 0; i < rows; ++i) ++begin[chosen[i] + 1];
+        const int64_t untouched = std::count(begin.begin() + 1, begin.end(), 0);
+        for (int64_t e = 0; e < num_experts; ++e) begin[e + 1] += begin[e];
+        next.assign(begin.begin(), begin.end());
+        for (int64_t i = 0; i < rows; ++i) places[i] = next[chosen[i]]++;
+        return num_experts - untouched;
     }
 };
 
@@ -182,7 +181,7 @@ private:
     void resize_experts(const Experts& experts, int64_t R, Route& route) {
         const int64_t rows = R * experts.num_used;
         route.chosen.resize(rows), route.weights.resize(rows), route.places.resize(rows);
-        route.begin.resize(experts.num_experts + 1);
+        route.begin.resize(experts.num_experts + 1), route.next.resize(experts.num_experts + 1);
         auto grow = [](auto& numbers, int64_t count) { numbers.resize(std::max<size_t>(numbers.size(), count)); };
         grow(router_logits, R * experts.num_experts);
         grow(gathered, rows * m->hidden);
@@ -257,7 +256,7 @@ private:
             run_experts(*w.experts, routes[layer]);
         } else {
             linear(w.gate_up, normed.data(), R, gate_up.data());
-            gate(m->gate, gate_up.data(), w.gate_up.N / 2, R, w.down.K, hidden.data());
+            gate(m->gate, gate_up.data(), w.gate_up.N / 2, 1, w.down.K, hidden.data());
             linear(w.down, hidden.data(), R, part.data());
         }
         const bool is_last = layer + 1 == m->num_layers;
@@ -265,12 +264,14 @@ private:
                  !is_last ? m->layers[layer + 1].attention_norm : c->hidden_out ? nullptr : m->norm);
     }
 
-    // The gated activation of `rows` rows of twice `width` numbers. Rows of `to` have `stride`: the kernel pads an odd width by
-    // one zero.
+    // The gated activation of rows of twice `width` numbers, as many of each token as `rows`. Those of `to` have `stride`: the
+    // kernel pads an odd width by one zero.
     void gate(const Gate& kind, const S* from, int64_t width, int64_t rows, int64_t stride, S* to) {
-        team.share(rows, [&](int64_t r) {
-            gate_row(kind, from + r * 2 * width, width, to + r * stride);
-            std::fill(to + r * stride + width, to + (r + 1) * stride, S{});
+        team.share(num_tokens, [&](int64_t token) {
+            for (int64_t r = token * rows; r < (token + 1) * rows; ++r) {
+                gate_row(kind, from + r * 2 * width, width, to + r * stride);
+                std::fill(to + r * stride + width, to + (r + 1) * stride, S{});
+            }
         });
     }
 
@@ -284,14 +285,15 @@ private:
                       &route.weights[r * used]);
         });
         team.by_one([&] { c->experts_read += route.order(w.num_experts, R * used); });
-        team.share(R * used, [&](int64_t i) {
-            std::memcpy(&gathered[route.places[i] * width], &normed[i / used * width], width * sizeof(S));
+        team.share(R, [&](int64_t r) {
+            for (int64_t i = r * used; i < (r + 1) * used; ++i)
+                std::memcpy(&gathered[route.places[i] * width], &normed[r * width], width * sizeof(S));
         });
         const int64_t units = w.gate_up[0].N, stride = w.down[0].K;
         for (int64_t e = 0; e < w.num_experts; ++e)
             if (const int64_t count = route.count(e); count)
                 linear(w.gate_up[e], &gathered[route.begin[e] * width], count, &expert_up[route.begin[e] * units]);
-        gate(w.gate, expert_up.data(), units / 2, R * used, stride, expert_hidden.data());
+        gate(w.gate, expert_up.data(), units / 2, used, stride, expert_hidden.data());
         for (int64_t e = 0; e < w.num_experts; ++e)
             if (const int64_t count = route.count(e); count)
                 linear(w.down[e], &expert_hidden[route.begin[e] * stride], count, &expert_out[route.begin[e] * width]);
