@@ -71,6 +71,14 @@ RECORDS = {
     "plan": "magicdec.predict.plan:PlanRecord",
     "simulation": "magicdec.predict.simulator.run:SimulationRecord",
 }
+# The formats of `magicdec export`.
+EXPORTS = {
+    "table": "magicdec.bench.export.table:TABLE",
+    "vllm": "magicdec.bench.export.vllm:VLLM",
+    "pytorch": "magicdec.bench.export.pytorch:PYTORCH",
+    "llama-bench": "magicdec.bench.export.llama_bench:LLAMA_BENCH",
+}
+EVERY_KIND = "table"  # the format that holds records of every kind
 # What computes norms, rotation and gates.
 ELEMENTWISE = {
     "torch": "magicdec.model.elementwise.operators:Elementwise",

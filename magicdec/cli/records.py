@@ -1,5 +1,5 @@
 """`magicdec table`, `report` and `export`: records as tables for people, as a page with figures,
-and as one flat table for other programs.
+and as files for other programs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from magicdec.bench.report.listing import COLUMNS, NARROW, list_records
 from magicdec.cli.flags import LoneCommand
@@ -23,11 +24,14 @@ from magicdec.cli.parsing.record_files import (
 )
 from magicdec.config.sections import WrittenSection
 from magicdec.config.setting import same, setting
-from magicdec.names import RECORDS, load_named
+from magicdec.names import EVERY_KIND, EXPORTS, RECORDS, load_named
 from magicdec.output.files import complete_file
 from magicdec.output.tables import FORMATS, print_tables
 from magicdec.records.reading import read_records
 from magicdec.records.record import Record, RunRecord
+
+if TYPE_CHECKING:
+    from magicdec.bench.export.form import ExportFormat
 
 ON_PAGES = ("run", "serving")  # kinds of records that a report shows
 
@@ -172,31 +176,70 @@ report = LoneCommand(
 
 @dataclass(frozen=True)
 class ExportSection(RecordFilesSection):
-    out: Path = same(WrittenSection, "out", ..., metavar="TABLE")
+    out: Path = same(WrittenSection, "out", ..., metavar="FILE")
+    format: str = setting(
+        EVERY_KIND,
+        "table: a row for each pass of every kind, as CSV or Parquet; vllm: serving passes as vllm "
+        "bench serve saves them; pytorch: the same for PyTorch's benchmark database; llama-bench: "
+        "prefill and decoding without drafts, as JSON or Markdown.",
+        choices=tuple(EXPORTS),
+    )
+
+
+@dataclass
+class Exported:
+    """What has become of the records of an export."""
+
+    num_rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)  # records, by kind and status
+
+    @property
+    def text(self) -> str:
+        return " and ".join(f"{count} of kind {kind}" for kind, count in self.left_out.items())
+
+
+def rows_of_every(
+    args: ExportSection, form: ExportFormat, exported: Exported
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the records that the format can hold, and counts those and the others."""
+    for number, (path, record) in enumerate(read_every_kind(args), 1):
+        before = exported.num_rows
+        for row in form.rows(number, str(path), record) if record.kind in form.kinds else ():
+            exported.num_rows += 1
+            yield row
+        if exported.num_rows == before:
+            exported.left_out[f"{record.kind} with status {record.status}"] += 1
 
 
 @no_collection()
-def write_table(values: ParsedValues) -> int:
-    from magicdec.bench.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
-
+def write_export(values: ParsedValues) -> int:
     args = values[ExportSection]
-    if args.out.suffix not in SUFFIXES:
-        raise ValueError(f"--out {args.out} must end in {' or '.join(SUFFIXES)}")
-    columns = columns_of(
-        row
-        for number, (path, record) in enumerate(read_every_kind(args), 1)
-        for row in flat_rows(number, str(path), record)
-    )
+    form: ExportFormat = load_named(EXPORTS, args.format)
+    if args.out.suffix not in form.suffixes:
+        suffixes = " or ".join(form.suffixes)
+        raise ValueError(f"--out {args.out} must end in {suffixes} with --format {args.format}")
+    exported = Exported()
+    content = form.collect(rows_of_every(args, form, exported))
+    holds = f"--format {args.format} holds {form.holds}, of kind {' or '.join(form.kinds)}"
+    if not exported.num_rows:
+        files = ", ".join(map(str, args.files))
+        raise ValueError(
+            f"{files}: no record has a row, {exported.text}; {holds}; --format {EVERY_KIND} holds "
+            "every kind"
+        )
+    if exported.left_out:
+        print(f"records are left out, {exported.text}: {holds}", file=sys.stderr)
     with complete_file("--out", args.out) as partial:
-        write_columns(partial, columns)
-    print(f"{len(columns['kind'])} rows written to {args.out}", file=sys.stderr)
+        form.write(partial, content)
+    print(f"{exported.num_rows} rows written to {args.out}", file=sys.stderr)
     return 0
 
 
 export = LoneCommand(
-    write_table,
-    "Write records of every kind as one flat table, with one row for each pass. pandas reads it in "
-    "one line: pandas.read_csv(FILE) or pandas.read_parquet(FILE). The name of the table ends in "
-    ".csv or .parquet.",
+    write_export,
+    "Write records for other programs. By default as one flat table of every kind, with one row "
+    "for each pass: pandas reads it in one line, pandas.read_csv(FILE) or "
+    "pandas.read_parquet(FILE), and its name ends in .csv or .parquet. --format writes what vLLM's "
+    "benchmark, PyTorch's benchmark database or llama-bench have.",
     {"export": ExportSection},
 )

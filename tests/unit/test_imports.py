@@ -30,6 +30,7 @@ LAYERS = (
     {"bench.verdict"},
     {"bench.run", "bench.serving"},
     {"bench.gate", "bench.latency", "bench.report", "bench.study"},
+    {"bench.export"},
     {"predict"},
     {"cli"},
     {"__main__", "__init__"},

@@ -29,8 +29,8 @@ SETTINGS = {
 }
 # `--out` names the file of records in some commands, and what a command writes in others;
 # `--modes` what is served, or what is simulated; `--attention` the backend of a run, or that probe
-# measures backends.
-TWO_MEANINGS = {"--out", "--modes", "--attention"}
+# measures backends; `--format` how tables are printed, or for which program records are exported.
+TWO_MEANINGS = {"--out", "--modes", "--attention", "--format"}
 # Choices of these belong to the command, or to the policies that it knows.
 OWN_CHOICES = {"--modes", "--kv_policy", "--dtype", "--kind"}
 # Spellings that other projects, or earlier versions, have for a concept of the vocabulary.

@@ -1,0 +1,16 @@
+"""Records of every kind as one flat table, CSV or Parquet, with a row for each pass."""
+
+from __future__ import annotations
+
+from magicdec.bench.export.form import ExportFormat
+from magicdec.bench.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
+from magicdec.names import RECORDS
+
+TABLE = ExportFormat(
+    kinds=tuple(RECORDS),
+    holds="every pass",
+    suffixes=SUFFIXES,
+    rows=flat_rows,
+    write=write_columns,
+    collect=columns_of,
+)

@@ -1,0 +1,265 @@
+"""`magicdec export --format`: what each format holds of records written by hand, with the
+definitions of the program that reads it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+from synthetic_records import IDENTICAL
+from synthetic_samples import pass_samples
+from test_compare import diverged, failed, make, write
+from test_pass_records import record
+from test_pipeline_command import finished
+
+from magicdec.bench.export.pytorch import METRICS
+from magicdec.bench.serving.metrics import serving_metrics
+from magicdec.engine.scheduler import StepCounts
+from magicdec.names import EXPORTS, load_named
+from magicdec.records.acceptance import Verification, Verifications
+from magicdec.records.samples import PrefillSamples
+from magicdec.runner.request import Moves
+
+# Drafted, accepted and emitted tokens of each verification: the last one drafts a single token.
+JUDGED = [(2, 2, 3), (2, 1, 2), (2, 0, 1), (1, 1, 2)]
+
+
+def served(is_drafting: bool = False, **workload: object) -> dict[str, Any]:
+    """A pass of two requests that arrive at 0 s, with tokens at 1, 2 and 3 s and at 2, 4 and 6 s.
+    It is the only one of its command, so that nothing is compared."""
+    times_s = [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]
+    requests = [finished(each) for each in times_s]
+    requests[1].request_id = 1
+    counts = StepCounts(num_steps=6, num_in_flight=9, moves={i: Moves([0.0]) for i in range(2)})
+    verifications = Verifications()
+    if is_drafting:
+        verifications.by_request[0] = [Verification(*each) for each in JUDGED]
+    metrics = serving_metrics(requests, counts, {}, None, verifications)
+    described = [
+        {"arrival_ms": 0.0, "joined_ms": [0.0], "preempted_ms": [], "prefilled_ms": [1e3 * first],
+         "first_token_ms": 1e3 * first, "finished_ms": 1e3 * last, "prompt_len": prompt_len,
+         "output_len": 3, "output_hash": "0"}
+        for (first, _, last), prompt_len in zip(times_s, (4, 8), strict=True)
+    ]  # fmt: skip
+    alone = {"status": "unchecked", "reference": None, "num_differing": None}
+    parts = {"metrics": asdict(metrics), "requests": described}
+    start = "2026-11-22T05:00:00+00:00"
+    return record("inflight+draft", start, **workload) | alone | parts
+
+
+def run(batch_size: int = 1, **top: Any) -> dict[str, Any]:
+    """A run of three batches: two prompts of 8 tokens and one of 4, each with two tokens after the
+    first, of which the baseline decodes one a step."""
+    base = make(**top)
+    base["config"]["workload"]["batch_size"] = batch_size
+    steps = {"num_forwards": [[1, 1]] * 3, "num_emitted": [[[1], [1]]] * 3}
+    samples = pass_samples(
+        step_ms=[[10.0, 10.0], [15.0, 25.0], [5.0, 5.0]],
+        sequence_tokens=[[2], [2], [2]],
+        sequence_ms=[[20.0], [40.0], [10.0]],
+        begin_ms=[0.0] * 3,
+        threads=[[2]] * 3,
+        **steps,
+    )
+    prefill = PrefillSamples(
+        prefill_ms=[4.0, 8.0, 2.0], ttft_ms=[[4.0], [8.0], [2.0]], num_tokens=[8, 8, 4]
+    )
+    kept = asdict(samples.to_record(is_drafting=False, is_random=False))
+    return base | {"samples": {"autoregressive": kept}, "prefill_samples": asdict(prefill)}
+
+
+def wrong_run() -> dict[str, Any]:
+    """The same run, whose tokens are wrong."""
+    changed = ("status", "correctness", "metrics", "baseline_metrics")
+    return run() | {key: diverged()[key] for key in changed}
+
+
+def forwards() -> dict[str, Any]:
+    """A record of `magicdec latency`: decode steps of one row and of two, and a verification."""
+    base = make()
+    times = {"ms_median": 4.0, "ms_p10": 2.0, "ms_p90": 8.0, "bytes": 9, "roofline_fraction": 0.5}
+    places = [("decode", 1, 1), ("verify", 1, 5), ("decode", 2, 1)]
+    rows = [
+        {"phase": phase, "B": B, "context": 8192, "T": T, "tokens": B * T, "budget": None,
+         "kv_policy": None} | times
+        for phase, B, T in places
+    ]  # fmt: skip
+    kept = {key: base[key] for key in ("schema_version", "config", "environment")}
+    return kept | {"kind": "latency", "status": "ok", "rows": rows}
+
+
+class Exports:
+    """Exports records in a folder."""
+
+    def __init__(self, folder: Path, command: Command) -> None:
+        self.folder = folder
+        self.command = command
+
+    def text(self, form: str, records: Sequence[dict[str, Any]], suffix: str = "json") -> str:
+        code, _, self.said = self.export(form, records, suffix)
+        assert code == 0, self.said
+        return (self.folder / f"out.{suffix}").read_text(encoding="utf-8")
+
+    def export(self, form: str, records: Sequence[dict[str, Any]], suffix: str) -> Any:
+        path = write(self.folder / "records.jsonl", records)
+        out = self.folder / f"out.{suffix}"
+        return self.command("export", path, "--format", form, "--out", out)
+
+
+@pytest.fixture
+def exports(tmp_path: Path, command: Command) -> Exports:
+    return Exports(tmp_path, command)
+
+
+UNCOMPARED = {"status": "unchecked", "reference": None, "num_differing": None, "emulated": False}
+# By hand: TTFT 1 and 2 s, TPOT 1 and 2 s, ITL 1, 1, 2 and 2 s, E2EL 3 and 6 s.
+RESULT = {
+    "date": "20261122-050000", "endpoint_type": "magicdec", "backend": "magicdec",
+    "label": "inflight+draft", "model_id": "demo", "tokenizer_id": "demo", "num_prompts": 2,
+    "request_rate": "inf", "duration": 6.0, "completed": 2, "failed": 0, "total_input_tokens": 12,
+    "total_output_tokens": 6, "request_throughput": 1 / 3, "request_goodput": None,
+    "output_throughput": 1.0, "total_token_throughput": 3.0, "input_lens": [4, 8],
+    "output_lens": [3, 3], "ttfts": [1.0, 2.0], "latencies": [3.0, 6.0], "start_times": [0.0, 0.0],
+    "mean_ttft_ms": 1500.0, "median_ttft_ms": 1500.0, "std_ttft_ms": 500.0, "p90_ttft_ms": 1900.0,
+    "p99_ttft_ms": 1990.0, "mean_tpot_ms": 1500.0, "median_tpot_ms": 1500.0, "std_tpot_ms": 500.0,
+    "p90_tpot_ms": 1900.0, "p99_tpot_ms": 1990.0, "mean_itl_ms": 1500.0, "median_itl_ms": 1500.0,
+    "p90_itl_ms": 2000.0, "p99_itl_ms": 2000.0, "mean_e2el_ms": 4500.0, "median_e2el_ms": 4500.0,
+    "std_e2el_ms": 1500.0, "p90_e2el_ms": 5700.0, "p99_e2el_ms": 5970.0,
+    "correctness": UNCOMPARED, "random_weights": False,
+}  # fmt: skip
+
+TRAFFIC = ("request_rate", "burstiness")
+
+
+def test_a_pass_is_the_object_that_vllm_saves(exports: Exports) -> None:
+    assert json.loads(exports.text("vllm", [served()])) == RESULT
+
+
+def test_passes_are_lines_and_others_are_named(exports: Exports) -> None:
+    right = [served(), served(arrival="poisson:250"), served(arrival="constant:500")]
+    lines = exports.text("vllm", [*right, served() | run(), record("static")]).splitlines()
+    traffic = [
+        {key: value for key, value in json.loads(line).items() if key in TRAFFIC} for line in lines
+    ]
+    rates = [{"request_rate": "inf"}, {"request_rate": 4.0, "burstiness": 1.0}]
+    assert traffic == [*rates, {"request_rate": 2.0}]
+    assert exports.said.splitlines()[0] == (
+        "records are left out, 1 of kind run with status ok and 1 of kind serving with status "
+        "diverged: --format vllm holds passes with metrics, of kind serving"
+    )
+
+
+def test_another_program_is_named_by_its_api(exports: Exports) -> None:
+    found = json.loads(exports.text("vllm", [served() | {"name": "endpoint"}]))
+    assert found["backend"] == found["endpoint_type"] == "openai"
+
+
+def test_acceptance_has_the_definitions_of_vllm(exports: Exports) -> None:
+    """Four verifications drafted 7 tokens, of which 4 were accepted. Three of the four accepted the
+    first one, and one of the four the second one, which only three of them drafted."""
+    raw = served(is_drafting=True)
+    found = json.loads(exports.text("vllm", [raw]))
+    assert found["spec_decode_acceptance_rate"] == pytest.approx(400 / 7)
+    assert found["spec_decode_acceptance_length"] == 2.0
+    assert found["spec_decode_num_drafts"] == 4 and found["spec_decode_draft_tokens"] == 7
+    assert found["spec_decode_accepted_tokens"] == 4
+    assert found["spec_decode_per_position_acceptance_rates"] == [0.75, 0.25]
+    ours = raw["metrics"]["acceptance_per_position"]
+    assert ours == pytest.approx([0.75, 0.75 / 2]), "of the two that judged the second one"
+
+
+def test_what_was_emulated_says_so(exports: Exports) -> None:
+    raw = served(is_drafting=True)
+    raw["config"]["decoding"]["emulate_acceptance"] = [0.5]
+    raw["config"]["draft"] = {}
+    found = json.loads(exports.text("vllm", [raw]))
+    assert found["correctness"] == UNCOMPARED | {"emulated": True}
+
+
+def test_the_database_has_an_object_for_each_metric(exports: Exports) -> None:
+    found = json.loads(exports.text("pytorch", [served()]))
+    assert [each["metric"]["name"] for each in found] == [
+        name for name in METRICS if name != "std_itl_ms"
+    ]
+    mean = next(each for each in found if each["metric"]["name"] == "mean_ttft_ms")
+    left_out = {*METRICS, "ttfts"}
+    assert mean["metric"] == {
+        "name": "mean_ttft_ms",
+        "benchmark_values": [1500.0],
+        "extra_info": {key: value for key, value in RESULT.items() if key not in left_out},
+    }
+    assert mean["model"] == {"name": "demo"} and mean["benchmark"]["name"] == "magicdec benchmark"
+    assert mean["benchmark"]["extra_info"]["args"]["gen_len"] == 4
+
+
+def test_a_run_is_the_tests_of_llama_bench(exports: Exports) -> None:
+    """Two prompts of 8 tokens in 4 and 8 ms, and 2 tokens each in 20 and 40 ms. The deviation is
+    that of a sample: of 4 and 8 it is the square root of 8."""
+    found = json.loads(exports.text("llama-bench", [run()]))
+    keys = ("n_prompt", "n_gen", "n_depth")
+    assert [tuple(row[key] for key in keys) for row in found] == [
+        *((8, 0, 0), (4, 0, 0), (0, 2, 8), (0, 2, 4)),
+    ]
+    prefill, alone, decoding, _ = found
+    assert prefill["samples_ns"] == [4_000_000, 8_000_000] and prefill["avg_ns"] == 6_000_000
+    assert prefill["stddev_ns"] == 2_828_427 and prefill["samples_ts"] == [2000.0, 1000.0]
+    assert prefill["avg_ts"] == 1500.0 and prefill["stddev_ts"] == pytest.approx(500 * 2**0.5)
+    assert alone["avg_ts"] == 2000.0 and alone["stddev_ts"] == alone["stddev_ns"] == 0
+    assert decoding["samples_ns"] == [20_000_000, 40_000_000] and decoding["avg_ts"] == 75.0
+    assert decoding["test_time"] == "2026-11-22T05:00:00Z" and decoding["n_threads"] == 2
+    compared = {"status": "ok", "reference": "autoregressive", "num_differing": 0}
+    assert decoding["correctness"] == compared and IDENTICAL.reference == "autoregressive"
+
+
+def test_a_forward_has_its_median_and_no_samples(exports: Exports) -> None:
+    (row,) = json.loads(exports.text("llama-bench", [forwards()]))
+    assert (row["n_prompt"], row["n_gen"], row["n_depth"]) == (0, 1, 8192)
+    assert row["median_ns"] == 4_000_000 and row["median_ts"] == 250.0
+    assert (row["p10_ns"], row["p90_ns"]) == (2_000_000, 8_000_000)
+    assert not {"avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns"} & set(row)
+    assert row["correctness"] == {"status": "ok", "reference": None, "num_differing": None}
+
+
+def test_the_markdown_is_what_people_paste(exports: Exports) -> None:
+    lines = exports.text("llama-bench", [run(), forwards()], "md").splitlines()
+    weights = run()["config"]["model"]["target_dtype"]
+    head = f"| demo | {weights} | CPU | 2 |"
+    assert lines[0] == "| model | weights | backend | threads | test | t/s | tokens |"
+    assert lines[2] == f"{head} pp8 | 1500.00 ± 707.11 | ok |"
+    assert lines[4] == f"{head} tg2 @ d8 | 75.00 ± 35.36 | ok |"
+    assert lines[6] == f"{head} tg1 @ d8192 | 250.00 (median) | not compared |"
+    jsonl = exports.text("llama-bench", [run()], "jsonl").splitlines()
+    assert [json.loads(line)["n_depth"] for line in jsonl] == [0, 0, 8, 4]
+
+
+# For each format what it holds, and records that it does not hold.
+HELD = {
+    "table": (served, []),
+    "vllm": (served, [run, forwards, failed, lambda: record("static")]),
+    "pytorch": (served, [run, forwards, lambda: record("static")]),
+    "llama-bench": (run, [served, wrong_run, failed, lambda: run(2), lambda: make()]),
+}
+
+
+@pytest.mark.parametrize("form", EXPORTS)
+def test_each_format_has_what_it_holds_and_refuses_the_rest(form: str, exports: Exports) -> None:
+    held, others = HELD[form]
+    found = load_named(EXPORTS, form)
+    suffix = found.suffixes[0].removeprefix(".")
+    assert exports.text(form, [held()], suffix) and "left out" not in exports.said
+    (exports.folder / f"out.{suffix}").unlink()
+    for other in others:
+        raw = other()
+        code, _, err = exports.export(form, [raw], suffix)
+        assert code == 2 and err.count("\n") == 1
+        assert f"no record has a row, 1 of kind {raw['kind']} with status {raw['status']}" in err
+        assert f"--format {form} holds {found.holds}, of kind {' or '.join(found.kinds)}" in err
+        assert not (exports.folder / f"out.{suffix}").exists()
+    code, _, err = exports.export(form, [held()], "txt")
+    suffixes = " or ".join(found.suffixes)
+    assert code == 2 and f"out.txt must end in {suffixes} with --format {form}" in err
