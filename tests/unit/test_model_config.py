@@ -144,7 +144,10 @@ WRITTEN_PRESETS = [name for name in PRESETS if PRESETS[name].config.architecture
 
 @pytest.mark.parametrize("name", WRITTEN_PRESETS)
 def test_round_trip_of_presets(name: str) -> None:
+    """What is written has plain weights."""
     config = PRESETS[name].config
+    if config.experts is not None:
+        config = replace(config, experts=replace(config.experts, stored_bytes=None))
     written = json.loads(json.dumps(to_hf_config(config)))
     assert parse_hf_config(written, name) == config
 
