@@ -44,15 +44,8 @@ inline vec fused(vec a, vec b, vec c) {
 // Numbers that the compiler must not combine or regroup with others, as a product with the sum that follows. Kernels are compiled
 // so that it may, and each place that a function is inlined into may do it in its own way; but a result must have the same bits
 // in all of them.
-inline vec as_it_is(vec x) {
-#if defined(__AVX512F__)
-    asm("" : "+v"(x));
-#elif defined(__AVX__)
-    asm("" : "+x"(x));
-#endif
-    return x;
-}
-inline float as_it_is(float x) {
+template <typename Number>
+inline Number as_it_is(Number x) {
 #if defined(__AVX512F__)
     asm("" : "+v"(x));
 #elif defined(__AVX__)

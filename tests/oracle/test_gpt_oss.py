@@ -22,9 +22,10 @@ from magicdec.hardware import costs
 from magicdec.kv.view import SinksAndWindow
 from magicdec.model.checkpoint import checked
 from magicdec.model.checkpoint.finite import WeightsRefused
-from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.checkpoint.stacked_experts import stacked
 from magicdec.model.families.hf_config import load_model_config
+from magicdec.model.transformer import Transformer
 from magicdec.names import STORED
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -38,6 +39,11 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     model = make_model(family, sizes | {"intermediate_size": 96, "vocab_size": 420})
     save_mxfp4(directory, model)
     return directory, model
+
+
+def loaded(source: ModelSource, shard: Shard = Shard()) -> Transformer:
+    place = shard, None, torch.float32, torch.device("cpu")
+    return load_transformer(source.config, source.weights, *place, stored_as=STORED)
 
 
 def changed(
@@ -57,16 +63,13 @@ def test_logits_are_transformers(published: tuple[Path, Any]) -> None:
     source = find_model("--model", str(published[0]))
     text = torch.arange(60).unsqueeze(0) * 7 % 131
     wanted = published[1](text).logits
-    kinds = source.config, source.weights, Shard(), None, torch.float32, torch.device("cpu")
-    model = load_transformer(*kinds, stored_as=STORED)
-    for own in (model, pack(load_transformer(*kinds, stored_as=STORED))):
+    model = loaded(source)
+    for own in (model, pack(loaded(source))):
         runner = make_runner(own, 1, 64)
         runner.allocate(0)
         found = runner.forward(text, [0], num_outputs=60)
         assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
-    share = load_transformer(
-        source.config, source.weights, Shard(2, 4), None, torch.float32, kinds[5], stored_as=STORED
-    )
+    share = loaded(source, Shard(2, 4))
     whole = model.blocks[1].mlp.down[3].dense()
     first, last = Shard(2, 4).mlp_units(96)
     assert 0 < first < last < 96 and last % 32
@@ -102,10 +105,7 @@ def test_a_published_config_is_read(published: tuple[Path, Any], tmp_path: Path)
 
 def test_bytes_of_the_plan_are_those_that_are_held(published: tuple[Path, Any]) -> None:
     source = find_model("--model", str(published[0]))
-    model = load_transformer(
-        source.config, source.weights, Shard(), None, torch.float32, torch.device("cpu"),
-        stored_as=STORED,
-    )  # fmt: skip
+    model = loaded(source)
     held = [*model.parameters(), *model.buffers()]
     size = sum(tensor.nbytes for tensor in held)
     planned = costs.stored_bytes(source.config, Shard(), 4, is_packed=False, low_bit=STORED)
@@ -137,9 +137,8 @@ def test_an_exponent_beyond_float32_is_refused(published: tuple[Path, Any], tmp_
     scales = torch.full((8, 64, 3), 255, dtype=torch.uint8)
     path = changed(published, tmp_path, {f"{EXPERTS}.down_proj_scales": scales}, {})
     source = find_model("--model", str(path))
-    place = source.config, source.weights, Shard(), None, torch.float32, torch.device("cpu")
     with pytest.raises((ValueError, WeightsRefused), match=r"a scale of MXFP4 is 255, beyond 252"):
-        load_transformer(*place, stored_as=STORED)
+        loaded(source)
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -170,10 +169,7 @@ def test_configs_that_would_be_computed_otherwise_are_refused(
 def test_drafts_see_sinks_of_their_own_keys(published: tuple[Path, Any]) -> None:
     """A forward over a window of the cache has the sink logits of the model, as one of all keys."""
     source = find_model("--model", str(published[0]))
-    model = load_transformer(
-        source.config, source.weights, Shard(), None, torch.float32, torch.device("cpu"),
-        stored_as=STORED,
-    )  # fmt: skip
+    model = loaded(source)
     outputs = []
     for block in (None, *model.blocks):
         if block is not None:
