@@ -29,7 +29,7 @@ from magicdec.runner.request import Moves, NotFinite, Request, Status, StepOutpu
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits, StepPlan
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
-from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.model_plan import ModelPlan, rewound_by_step
 from magicdec.setup.prepare import ResolvedRun, SetupCache, check_models, find
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.strategy import DecodingStrategy
@@ -231,15 +231,13 @@ def make_engine(
         rank=0,
         block_tokens=block_tokens,
         cache_tokens=cache_tokens,
+        rewound=rewound_by_step(config),
     )
     runner = make_runner(plan, run.source, alone, models)
     draft = make_draft(run, groups, models)
     decoder = build_decoder(runner, config.decoding, config.kv, draft=draft, is_in_flight=True)
-    shape = runner.cache.shape
     step_tokens = plan.tokens - max_tokens + 1
-    limits = BatchLimits(
-        plan.tokens, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens
-    )
+    limits = BatchLimits(plan.tokens, *runner.caches.limits, step_tokens, prefill_tokens)
     return Engine(runner, config.attention.prefill_chunk, limits), decoder
 
 

@@ -57,7 +57,7 @@ class Engine:
         `rewind`."""
         assert len(requests) <= self.runner.num_rows and not self.scheduler.running
         for row in range(self.runner.num_rows):
-            self.runner.cache.release(row)
+            self.runner.release(row)
         self.requests = list(requests)
         self.scheduler.add(requests, self.clock.now())
         if (plan := self.scheduler.schedule()) is not None:
@@ -194,11 +194,11 @@ class Engine:
             for _, row in plan.admitted:
                 self.runner.allocate(row)
         for row, num_tokens in plan.reserved:
-            self.runner.cache.allocate(row, num_tokens)
+            self.runner.caches.allocate(row, num_tokens)
 
     def _free(self, rows: Sequence[int | None], strategy: DecodingStrategy) -> None:
         taken_rows = [row for row in rows if row is not None]
         strategy.release(taken_rows)
         if self.is_in_flight:
             for row in taken_rows:
-                self.runner.cache.release(row)
+                self.runner.release(row)

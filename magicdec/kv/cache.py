@@ -1,5 +1,5 @@
-"""KVCache: the rows of the KV cache, their blocks and their lengths, on the device and as the host
-knows them. Source: PagedAttention, arXiv 2309.06180, section 4.
+"""KVCache: the rows of the KV cache of layers with one window, their blocks and their lengths, on
+the device and as the host knows them. Source: PagedAttention, arXiv 2309.06180, section 4.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Lengths:
 
 
 class KVCache(KVPool):
-    """A pool whose blocks belong to rows through `block_table`."""
+    """A pool whose blocks belong to rows through `block_table`.
+
+    `beside`: the cache of other layers of the same rows, whose lengths are also those of this."""
 
     def __init__(
         self,
@@ -84,11 +86,17 @@ class KVCache(KVPool):
         blocks_per_row: int,
         dtype: torch.dtype,
         device: torch.device,
+        beside: KVCache | None = None,
     ) -> None:
         super().__init__(shape, dtype, device)
         self.block_table = torch.zeros(num_rows, blocks_per_row, dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.lengths = [0] * num_rows  # the same on the host, as it last knew them
+        if beside is None:
+            self.seq_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            self.lengths = [0] * num_rows  # the same on the host, as it last knew them
+        else:
+            self.seq_lens = beside.seq_lens
+            self.lengths = beside.lengths
+        self.first_held = [0] * num_rows  # positions of a row before this one are gone
         self.blocks: list[list[int]] = [[] for _ in range(num_rows)]
         self._free = list(range(shape.num_blocks - 1, -1, -1))
 
@@ -118,7 +126,23 @@ class KVCache(KVPool):
     def release(self, row: int) -> None:
         self._free.extend(block for block in reversed(self.blocks[row]) if block != EVICTED)
         self.blocks[row].clear()
+        self.first_held[row] = 0
         self.truncate([row], [0])
+
+    def hold(self, row: int, first: int, num_tokens: int) -> None:
+        """Give `row` blocks for positions `first` to `num_tokens` - 1, and take those before it.
+        Raises ValueError when the pool is exhausted."""
+        num_before = first // self.shape.block_size
+        num_gone = self.first_held[row] // self.shape.block_size
+        blocks = self.blocks[row]
+        is_moved = num_before > num_gone
+        if is_moved:
+            self.evict(row, min(num_gone, len(blocks)), min(num_before, len(blocks)))
+            blocks += [EVICTED] * (num_before - len(blocks))  # of tokens that were never written
+            self.first_held[row] = num_before * self.shape.block_size
+        self.allocate(row, num_tokens)
+        if is_moved:  # a kernel may read the first token in place of padding
+            self.block_table[row, :num_before] = blocks[num_before]
 
     def evict(self, row: int, first: int, last: int) -> None:
         """Return blocks `first` to `last` - 1 of `row` to the pool. Their tokens keep their

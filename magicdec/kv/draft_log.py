@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from magicdec.kv.cache import KVCache
+from magicdec.kv.layer_caches import LayerCaches
 from magicdec.kv.layer_views import LayerViews
 from magicdec.kv.view import KVView
 
@@ -106,14 +107,15 @@ class DraftLog:
             return None
         return [self._rows.get(row, RowLog()).digest() for row in rows]
 
-    def chose(self, cache: KVCache, rows: Sequence[int], positions: Sequence[Tensor]) -> None:
-        """Note that the first entries of `rows` of a cache are now tokens at `positions`, [B, G,
-        N] by layer; empty: no choice."""
-        for place, row in enumerate(rows):
-            self._chosen.pop((id(cache), row), None)
-            if positions:
-                chosen = np.stack([of_layer[place].cpu().numpy() for of_layer in positions])
-                self._chosen[id(cache), row] = ChosenTokens(sums_before(chosen))
+    def chose(self, caches: LayerCaches, rows: Sequence[int], positions: Sequence[Tensor]) -> None:
+        """Note that the first entries of `rows` are now tokens at `positions`, [B, G, N] by layer;
+        empty: no choice."""
+        for cache, layers in zip(caches.distinct, caches.windows.layers, strict=True):
+            for place, row in enumerate(rows):
+                self._chosen.pop((id(cache), row), None)
+                if positions:
+                    chosen = [positions[layer][place].cpu().numpy() for layer in layers]
+                    self._chosen[id(cache), row] = ChosenTokens(sums_before(np.stack(chosen)))
 
     def drafted(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
         """Note draft ids [B, K], of which `counts` are no padding."""
@@ -126,31 +128,30 @@ class DraftLog:
         if not self.is_complete:
             return
         view = views.widest
-        num_layers = views.windows.num_layers
-        of_layer = np.array(views.windows.of_layer)
+        windows = views.windows
         ranges = [_ranges_of(each) for each in views.distinct]
         shifts = [0] * len(view.rows) if offsets is None else offsets[view.row_index].tolist()
         for _ in range(num_forwards):
             for place, row in enumerate(view.rows):
                 hashed = num_read = 0
-                for which, of_view in enumerate(ranges):
+                for each, of_view, layers in zip(
+                    views.distinct, ranges, windows.layers, strict=True
+                ):
                     of_row = of_view[:, place]  # [L or 1, G or 1, R, 2]
-                    layers = of_layer == which
-                    hashed += self._hash(view.cache, row, of_row, shifts[place], layers)
+                    hashed += self._hash(each.cache, row, of_row, shifts[place], layers)
                     keys = int((of_row[0, 0, :, 1] - of_row[0, 0, :, 0]).sum())
-                    num_read += num_layers[which] * keys
+                    num_read += len(layers) * keys
                 log = self._rows.setdefault(row, RowLog())
                 log.reads = (log.reads * NEXT_FORWARD + hashed) & MASK
-                log.num_read += num_read // len(of_layer)
+                log.num_read += num_read // len(windows.of_layer)
             for of_view in ranges:
                 of_view[..., -1, 1] += 1
 
     def _hash(
-        self, cache: KVCache, row: int, ranges: LogPlaces, offset: int, layers: LogPlaces
+        self, cache: KVCache, row: int, ranges: LogPlaces, offset: int, layers: Sequence[int]
     ) -> int:
-        """Of what the `layers` read, bool [L]."""
-        shape = cache.shape
-        size = shape.num_layers, shape.num_kv_heads
+        """Of what the `layers` of a cache read."""
+        size = len(layers), cache.shape.num_kv_heads
         chosen = self._chosen.get((id(cache), row))
         of_text = self._sums_of_text(int(ranges.max()) + offset)
         if chosen is None:
@@ -162,8 +163,9 @@ class DraftLog:
                 chosen.sums_at(everywhere[..., end], of_text, offset) for end in (0, 1)
             )
         of_heads = (until - before).sum(axis=-1, dtype=np.uint64)  # [L or 1, G or 1]
-        weights = mixed(np.arange(size[0] * size[1])).reshape(size) | np.uint64(1)
-        return int((weights * of_heads)[layers].sum(dtype=np.uint64))
+        heads = np.array(layers)[:, None] * size[1] + np.arange(size[1])  # of all layers
+        weights = mixed(heads) | np.uint64(1)
+        return int((weights * of_heads).sum(dtype=np.uint64))
 
     def _sums_of_text(self, most: int) -> Numbers:
         if most >= len(self._of_text):

@@ -13,8 +13,9 @@ from torch import Tensor
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.view import KVView, Visible
 
-MakeView = Callable[[Visible, int | None], KVView]
-"""A function from a rule and a window to the view of a forward."""
+MakeView = Callable[[Visible, int], KVView]
+"""A function from a rule and the place of a window among the distinct ones to the view of a
+forward."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,27 @@ class LayerWindows:
     @cached_property
     def num_layers(self) -> tuple[int, ...]:
         """The number of layers with each of the distinct windows."""
-        return tuple(self.of_layer.count(place) for place in range(len(self.distinct)))
+        return tuple(map(len, self.layers))
 
     @cached_property
-    def of_layer_in_c(self) -> ctypes.Array[ctypes.c_int64]:
-        """`of_layer` for the native executor."""
-        return (ctypes.c_int64 * len(self.of_layer))(*self.of_layer)
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """The layers with each of the distinct windows."""
+        numbers = range(len(self.of_layer))
+        places = range(len(self.distinct))
+        return tuple(tuple(i for i in numbers if self.of_layer[i] == at) for at in places)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each layer among those with its window."""
+        return tuple(self.layers[at].index(i) for i, at in enumerate(self.of_layer))
+
+    @cached_property
+    def in_c(self) -> ctypes.Array[ctypes.c_int64]:
+        """`of_layer`, then `numbers`, for the native executor."""
+        return (ctypes.c_int64 * (2 * len(self.of_layer)))(*self.of_layer, *self.numbers)
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], max_tokens: int) -> LayerWindows:
+    def make(cls, windows: Sequence[int | None], max_tokens: int) -> LayerWindows:
         """Of layers with these windows. A window that no text of `max_tokens` gets past is none."""
         used = [None if w is None or w >= max_tokens else w for w in windows]
         distinct = tuple(sorted(set(used), key=lambda window: -(window or math.inf)))
@@ -47,14 +60,17 @@ class LayerWindows:
     def widest(self) -> int | None:
         return self.distinct[0]
 
+    def of(self, layer: int) -> int | None:
+        return self.distinct[self.of_layer[layer]]
+
     def is_narrow(self, layer: int) -> bool:
         """Whether other layers have a wider window."""
         return self.of_layer[layer] > 0
 
     def views(self, rule: Visible, make: MakeView) -> LayerViews:
-        first, *others = self.distinct
+        others = range(1, len(self.distinct))
         narrow = rule.in_narrow_layers() if others else rule
-        views = (make(rule, first), *(make(narrow, window) for window in others))
+        views = (make(rule, 0), *(make(narrow, place) for place in others))
         return LayerViews(views, self)
 
 

@@ -179,8 +179,7 @@ def load_runner(
     )
     for row in range(num_rows):
         runner.allocate(row)
-    for pool in (runner.cache.k, runner.cache.v):
-        pool.fill_(0.1)
+    runner.caches.fill(0.1)
     return runner
 
 

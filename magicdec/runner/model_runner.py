@@ -22,6 +22,7 @@ from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.hidden_states import HiddenStates
 from magicdec.kv.kernel_view import make_kernel_view
+from magicdec.kv.layer_caches import LayerCaches, Storage, WindowRoom, storages_of
 from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
@@ -64,7 +65,8 @@ class ModelRunner:
 
     `offsets` [num_rows]: position of a row's next token minus its cached tokens, for caches of
     selected tokens. `windows`: the sliding windows of the layers; one that no sequence gets past
-    is none. Tokens before them stay cached for passes that go back to the prompts' end."""
+    is none. `caches` has one for each of them, and `cache` is that of the widest. With
+    `window_room`, layers with a window hold no token that no forward can see any more."""
 
     model: Transformer
     backend: AttentionBackend
@@ -76,34 +78,26 @@ class ModelRunner:
     block_tokens: int | None = None  # about the tokens of a block; default: the backend's choice
     num_blocks: int | None = None  # of the pool; default: as many as all rows can need
     max_following: int | None = None  # drafts included; default: as many as a row holds
+    window_room: WindowRoom | None = None  # default: layers with a window keep every token
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
-    cache: KVCache = field(init=False)
+    caches: LayerCaches = field(init=False)
     counts: ForwardCounts = field(init=False)
     deferred: list[NativeForward] = field(init=False, default_factory=list)  # by `defer`
     has_flaws: bool = field(init=False, default=False)  # native calls computed NaN or infinity
     draft_log: DraftLog | None = field(init=False, default=None)  # None: none is kept
+    sink_logits: Tensor | None = field(init=False, default=None)  # float32 [L, H], of the model
     states: HiddenStates | None = field(init=False, default=None)  # see `keep_states`
 
     def __post_init__(self) -> None:
         weight = next(self.model.parameters())
         self.device = weight.device
         dtype = weight.dtype
-        config = self.model.config
-        block_size, blocks_per_row, num_blocks = self.storage()
-        _, (first, last) = self.model.shard.heads(config.num_heads, config.num_kv_heads)
-        shape = CacheShape(
-            num_layers=len(self.model.layers),
-            num_kv_heads=last - first,
-            head_dim=config.cached_head_dim,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            layout=self.backend.layout(dtype),
-        )
         self.windows = self.layer_windows()
-        self.backend.sinks = self.model.sinks()
+        rewound = 0 if self.window_room is None else self.window_room.rewound
+        place = self.num_rows, dtype, self.device, rewound
+        self.caches = LayerCaches.of(self.windows, self.storages(), self._shape_of, *place)
         self._set_backends()
-        self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
         self.counts = self._make_counts()
         self.offsets: Tensor | None = None
@@ -111,12 +105,33 @@ class ModelRunner:
     def layer_windows(self) -> LayerWindows:
         layers = self.model.layers
         kinds = self.model.config.kinds[layers.start : layers.stop]
-        return LayerWindows.of([kind.window for kind in kinds], self.max_tokens)
+        return LayerWindows.make([kind.window for kind in kinds], self.max_tokens)
+
+    def _shape_of(self, num_layers: int, storage: Storage) -> CacheShape:
+        config = self.model.config
+        _, (first, last) = self.model.shard.heads(config.num_heads, config.num_kv_heads)
+        return CacheShape(
+            num_layers=num_layers,
+            num_kv_heads=last - first,
+            head_dim=config.cached_head_dim,
+            block_size=storage.block_size,
+            num_blocks=storage.num_blocks,
+            layout=self.backend.layout(next(self.model.parameters()).dtype),
+        )
 
     def _set_backends(self) -> None:
-        """A backend plans for one view: each window has a copy."""
-        others = [copy(self.backend) for _ in self.windows.distinct[1:]]
+        """A backend plans for one view, and knows the layers of one cache: each window has its
+        own."""
+        others = (copy(self.backend) for _ in self.windows.distinct[1:])
         self._backends = (self.backend, *others)
+        self.sink_logits = self.model.sinks()
+        for own, layers in zip(self._backends, self.windows.layers, strict=True):
+            own.sinks = None if self.sink_logits is None else self.sink_logits[list(layers)]
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache of the layers with the widest window. Its lengths are those of all."""
+        return self.caches.distinct[0]
 
     @property
     def window(self) -> int | None:
@@ -128,7 +143,7 @@ class ModelRunner:
             on_device = torch.zeros(2, self.num_rows, 2, dtype=torch.int64, device=self.device)
         num_layers = len(self.model.layers)
         return ForwardCounts(
-            bytes_per_token=self.cache.bytes_per_token,
+            bytes_per_token=self.caches.bytes_per_token,
             num_layers=num_layers,
             keys_on_device=num_layers if len(self.windows.distinct) == 1 else 1,
             on_device=on_device,
@@ -149,6 +164,7 @@ class ModelRunner:
             max_tokens=max_tokens,
             block_tokens=None,
             num_blocks=None,
+            window_room=None,
         )
         runner.counts = self.counts
         runner.draft_log = self.draft_log
@@ -174,15 +190,23 @@ class ModelRunner:
     def drafter(self) -> ModelRunner:
         return self if self.drafting is None else self.drafting
 
-    def storage(self) -> tuple[int, int, int]:
-        """(tokens in a block, blocks of a row, blocks of the pool). By default all rows can hold
-        `max_tokens` tokens together."""
-        block_size = self.backend.block_size(self.block_tokens or self.max_tokens)
-        blocks_per_row = -(-self.max_tokens // block_size)
-        return block_size, blocks_per_row, self.num_blocks or self.num_rows * blocks_per_row
+    def storages(self) -> list[Storage]:
+        """The storage of the layers with each of the windows."""
+        return storages_of(
+            self.windows.distinct,
+            self.window_room,
+            self.num_rows,
+            self.max_tokens,
+            self.backend.block_size,
+            self.block_tokens,
+            self.num_blocks,
+        )
 
     def allocate(self, row: int) -> None:
-        self.cache.allocate(row, self.max_tokens)
+        self.caches.allocate(row, self.max_tokens)
+
+    def release(self, row: int) -> None:
+        self.caches.release(row)
 
     def keep_states(self, layers: Sequence[int]) -> None:
         """Keep the hidden states after so many of the layers, of all tokens from now on."""
@@ -247,8 +271,10 @@ class ModelRunner:
     ) -> LayerViews:
         make = make_kernel_view if self.model.elementwise.has_views else make_view
 
-        def view(rule: Visible, window: int | None) -> KVView:
-            return make(self.cache, rows, rule, num_new, committed, window, self.offsets)
+        def view(rule: Visible, place: int) -> KVView:
+            cache = self.caches.distinct[place]
+            window = self.windows.distinct[place]
+            return make(cache, rows, rule, num_new, committed, window, self.offsets)
 
         return self.windows.views(policy, view)
 
@@ -279,8 +305,10 @@ class ModelRunner:
         policy: Visible,
         committed: Lengths | Sequence[int] | None,
     ) -> Lengths | Sequence[int] | None:
-        """Prepare rows for a forward, and return its `committed`. Here blocks are allocated
-        already."""
+        """Prepare rows for a forward, and return its `committed`. Only the host can do it, so for
+        captured rows it has been done before (`CapturedSteps`)."""
+        if not rows.is_captured:
+            self.caches.make_room(rows.numbers, num_new)
         return committed
 
     def _run_layers(self, forward: NativeForward) -> None:
@@ -292,6 +320,7 @@ class ModelRunner:
         for backend, planned in zip(backends, views, strict=True):
             backend.plan(planned)
         of_layer = self.windows.of_layer
+        numbers = self.windows.numbers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             index = layer - first
@@ -300,8 +329,8 @@ class ModelRunner:
             if forward.watch_queries is not None:
                 forward.watch_queries(index, q)
             if forward.watch is None:
-                return backend.run(index, q, k, v, view)
-            out, weights = backend.run_with_weights(index, q, k, v, view)
+                return backend.run(numbers[index], q, k, v, view)
+            out, weights = backend.run_with_weights(numbers[index], q, k, v, view)
             forward.watch(index, weights)
             return out
 

@@ -20,7 +20,13 @@ from magicdec.names import ELEMENTWISE, NARROW, PACKED, load_named
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
-from magicdec.setup.model_plan import Kinds, ModelPlan, StagePart, max_following
+from magicdec.setup.model_plan import (
+    Kinds,
+    ModelPlan,
+    StagePart,
+    max_following,
+    rewound_by_step,
+)
 from magicdec.setup.prepare import ResolvedRun
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries, make_policy
@@ -187,8 +193,9 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         plan.tokens,
         executor=executor,
         block_tokens=plan.block_tokens,
-        num_blocks=plan.storage()[1],
+        num_blocks=plan.num_blocks,
         max_following=max_following(plan.config, plan.tokens),
+        window_room=plan.window_room,
     )
     if plan.state_layers:
         runner.keep_states(plan.state_layers)
@@ -196,10 +203,15 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
 
 
 def make_draft(
-    run: ResolvedRun, groups: ParallelGroups, models: LoadedModels, row_tokens: int | None = None
+    run: ResolvedRun,
+    groups: ParallelGroups,
+    models: LoadedModels,
+    row_tokens: int | None = None,
+    goes_far_back: bool = False,
 ) -> DraftModel | None:
     """The standalone draft model of a run, None without one. Only its ranks hold weights and a
-    cache, for rows of at most `row_tokens`."""
+    cache, for rows of at most `row_tokens`, which are truncated by no more than a step appends
+    unless one `goes_far_back`."""
     config = run.config
     source = run.draft_source
     if config.draft is None or source is None:
@@ -213,6 +225,7 @@ def make_draft(
             groups.rank,
             is_draft=True,
             row_tokens=row_tokens,
+            rewound=None if goes_far_back else rewound_by_step(config),
         )
         runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)

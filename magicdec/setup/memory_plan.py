@@ -18,7 +18,7 @@ from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 from magicdec.names import NARROW
-from magicdec.setup.model_plan import ModelPlan, max_tokens
+from magicdec.setup.model_plan import ModelPlan, max_tokens, rewound_by_pass, rewound_by_step
 from magicdec.speculation.observation import heads_at_once
 from magicdec.speculation.policies.policy import load_policy, make_policy
 
@@ -175,10 +175,16 @@ class Models:
 
 
 def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[ModelPlan]:
+    """The plans of a run, whose passes go back to the prompts, and whose draft model prefills
+    them anew for each."""
     draft = config.draft
-    plans = [ModelPlan(config, models.target, config.parallel.rank_group, rank)]
+    rewound = rewound_by_pass(config, max_tokens(config))
+    place = config.parallel.rank_group, rank
+    plans = [ModelPlan(config, models.target, *place, rewound=rewound)]
     if draft is not None and models.draft is not None and rank in draft.rank_group:
-        plans.append(ModelPlan(config, models.draft, draft.rank_group, rank, is_draft=True))
+        place = draft.rank_group, rank
+        rewound = rewound_by_step(config)
+        plans.append(ModelPlan(config, models.draft, *place, is_draft=True, rewound=rewound))
     return plans
 
 

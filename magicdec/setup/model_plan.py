@@ -17,10 +17,13 @@ from magicdec.hardware.costs import (
     narrow_bytes,
     stored_bytes,
 )
+from magicdec.kv.layer_caches import Storage, WindowRoom, storages_of
+from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import WIDTH
 from magicdec.names import NARROW, PACKED, STORED
+from magicdec.runner.device_batch import NEWEST
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.rolling_runner import BLOCK_SIZE, MOST_REWOUND, blocks_held
 
@@ -35,6 +38,20 @@ def max_following(config: ResolvedConfig, row_tokens: int) -> int:
     short prompt than the longest one."""
     w = config.workload
     return min(row_tokens, row_tokens - w.prefix_len + w.extra_new_tokens)
+
+
+def rewound_by_step(config: ResolvedConfig) -> int:
+    """The most tokens by which a step truncates a row: drafts, and what an observing policy runs
+    again."""
+    policy = make_policy(config.kv)
+    rerun = policy.rerun_tokens(config.workload.prefix_len)
+    return config.decoding.max_gamma + NEWEST + max(policy.observed_tokens, rerun)
+
+
+def rewound_by_pass(config: ResolvedConfig, row_tokens: int) -> int:
+    """The most tokens by which a run truncates a row of `row_tokens`: each pass goes back to the
+    end of the prompt."""
+    return max_following(config, row_tokens) + rewound_by_step(config)
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,8 @@ class ModelPlan:
 
     A cache row holds `row_tokens` (default: by the config). `block_tokens` and `cache_tokens` are
     the sizes of a block and of the cache, rounded up (default: by the backend, for all rows).
+    `rewound`: the most tokens by which a row is truncated, so that layers with a window need to
+    hold no more (default: to its begin).
     """
 
     config: ResolvedConfig
@@ -92,6 +111,7 @@ class ModelPlan:
     row_tokens: int | None = None
     block_tokens: int | None = None
     cache_tokens: int | None = None
+    rewound: int | None = None
 
     @property
     def shard(self) -> Shard:
@@ -160,17 +180,44 @@ class ModelPlan:
         """Tokens by which a row of such a cache may be rewound before its window."""
         return MOST_REWOUND if self.model.eagle is None else self.config.decoding.max_gamma + 1
 
-    def storage(self) -> tuple[int, int]:
-        """(tokens in a block, blocks) of the cache."""
+    @property
+    def windows(self) -> LayerWindows:
+        return LayerWindows.make([kind.window for kind in self.part_model.kinds], self.tokens)
+
+    @property
+    def window_room(self) -> WindowRoom | None:
+        """What layers with a window hold beside it; None: every token."""
+        if self.rewound is None:
+            return None
+        chunk = min(self.config.attention.prefill_chunk, self.tokens)
+        return WindowRoom(self.rewound, max(chunk, self.config.decoding.max_gamma + NEWEST))
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Of a cache whose size was asked for."""
+        if self.cache_tokens is None:
+            return None
+        size = backend_class(self.backend)().block_size(self.block_tokens or self.tokens)
+        return -(-self.cache_tokens // size)
+
+    def storages(self) -> list[Storage]:
+        """Of the layers with each of the `windows`."""
         if self.rolling_rule is not None:
             num_blocks = blocks_held(
                 self.tokens, self.rolling_rule, self.tail, most_rewound=self.most_rewound
             )
-            return BLOCK_SIZE, self.num_rows * num_blocks
-        size = backend_class(self.backend)().block_size(self.block_tokens or self.tokens)
-        if self.cache_tokens is not None:
-            return size, -(-self.cache_tokens // size)
-        return size, self.num_rows * -(-self.tokens // size)
+            per_row = -(-self.tokens // BLOCK_SIZE)
+            held = Storage(BLOCK_SIZE, per_row, self.num_rows * num_blocks)
+            return [held] * len(self.windows.distinct)
+        return storages_of(
+            self.windows.distinct,
+            self.window_room,
+            self.num_rows,
+            self.tokens,
+            backend_class(self.backend)().block_size,
+            self.block_tokens,
+            self.num_blocks,
+        )
 
     @property
     def ends(self) -> tuple[bool, bool]:
@@ -218,8 +265,9 @@ class ModelPlan:
 
     @property
     def kv_bytes(self) -> int:
-        size, num_blocks = self.storage()
-        return size * num_blocks * self.bytes_per_token
+        of_layers = zip(self.storages(), self.windows.num_layers, strict=True)
+        tokens_of_layers = sum(each.num_tokens * count for each, count in of_layers)
+        return tokens_of_layers * self.bytes_per_token // self.part_model.num_layers
 
     @property
     def policy_bytes(self) -> int:

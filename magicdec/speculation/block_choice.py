@@ -79,21 +79,25 @@ def top_blocks(scores: Tensor, rows: Tensor, split: Sequence[Sequence[int]], mos
 
 
 def score_blocks(
-    queries: Tensor, means: Tensor, rows: Tensor, complete: Sequence[int], num_blocks: int
+    queries: Tensor,
+    means: Tensor,
+    rows: Tensor,
+    blocks: Sequence[tuple[int, int]],
+    num_blocks: int,
 ) -> Tensor:
-    """Softmax of mean key . query / sqrt(D) over the first `complete` [B] blocks, summed over
-    the query heads of a KV head: float32 [L, B, G, num_blocks].
+    """Softmax of mean key . query / sqrt(D) over `blocks` [B] (first, stop), summed over the query
+    heads of a KV head: float32 [L, B, G, num_blocks].
 
     queries [L, R, G, H/G, D] and means [L, R, G, blocks, D] are contiguous float32."""
     assert queries.is_contiguous() and means.is_contiguous()
     layers, num_rows, heads, rep, size = queries.shape
     scores = torch.empty(layers, len(rows), heads, num_blocks)
-    counts = torch.tensor(complete, dtype=torch.int64)
+    spans = torch.tensor(blocks, dtype=torch.int64)
     library().magicdec_score_blocks(
         queries.data_ptr(),
         means.data_ptr(),
         rows.data_ptr(),
-        counts.data_ptr(),
+        spans.data_ptr(),
         layers,
         len(rows),
         heads,

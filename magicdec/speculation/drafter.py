@@ -151,7 +151,7 @@ class StandaloneDrafter(Drafter):
         if self.draft_kv is not None and self.draft.runner is not None:
             self.draft_kv.release(rows)
             for row in rows:
-                self.draft.runner.cache.release(row)
+                self.draft.runner.release(row)
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """Forget rejected drafts. The policy's `commit` would copy K and V from the target."""

@@ -77,7 +77,7 @@ class EagleDrafter(StandaloneDrafter):
             return
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
-            runner.cache.release(request.row)
+            runner.release(request.row)
             runner.allocate(request.row)
             self._fill(self.draft_kv, request.row, 0, self.target.cache.lengths[request.row] - 1)
         self.draft_kv.admit(requests)

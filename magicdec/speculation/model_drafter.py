@@ -115,7 +115,7 @@ class ModelDrafter(StandaloneDrafter):
             return
         parts = PrefillChunk.whole(requests)
         for part in parts:
-            runner.cache.release(part.row)
+            runner.release(part.row)
             runner.allocate(part.row)
         prefill(runner, parts, self.draft.prefill_chunk)
         self.draft_kv.admit(requests)

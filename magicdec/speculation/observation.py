@@ -53,12 +53,13 @@ def rerun_tail(
     rows = BatchRows.of(rows, runner.device)
     before = cache.lengths_of(rows).plus(-token_ids.shape[1])
     steps = torch.arange(token_ids.shape[1], device=runner.device)
-    slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)
-    entries = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
+    places = before.tensor.unsqueeze(1) + steps
+    layers = range(len(runner.model.layers))
+    entries = [runner.caches.read(layer, rows.index, places) for layer in layers]
     cache.truncate(rows, before)
     runner.forward(token_ids, rows, num_outputs=0, watch=watch, watch_queries=watch_queries)
     for layer, (k, v) in enumerate(entries):
-        cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
+        runner.caches.write(layer, rows.index, places, k, v)
 
 
 def newest_cached(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
@@ -71,12 +72,13 @@ def weights_in_cache(
     runner: ModelRunner, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
 ) -> Tensor:
     """`received_weights` of the keys at positions `first` to `length` - 1 of rows [B]."""
+    cache, number = runner.caches.of_layer(layer)
+    sinks = None if runner.sink_logits is None else runner.sink_logits[layer]
     if runner.executor is not None:
-        sinks = runner.backend.layer_sinks(layer)
-        weights = runner.executor.received(runner.cache, layer, rows, queries, first, length, sinks)
+        weights = runner.executor.received(cache, number, rows, queries, first, length, sinks)
         return sum_over_replicas(runner, weights)
-    keys = runner.cache.first_keys(layer, rows, length)[:, :, first:]
-    return received_weights(runner, queries, keys, runner.backend.layer_sinks(layer))
+    keys = cache.first_keys(number, rows, length)[:, :, first:]
+    return received_weights(runner, queries, keys, sinks)
 
 
 def received_weights(

@@ -15,7 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.kv.cache import BatchRows, KVCache, Lengths, upload
+from magicdec.kv.layer_caches import Storage
 from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
@@ -43,23 +44,24 @@ class RollingRunner(ModelRunner):
         super().__post_init__()
         self.settled = [0] * self.num_rows  # committed tokens at which each row's window ends
         self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'
-        shape = self.cache.shape
-        size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
-        self.sinks = torch.zeros(self.num_rows, *size, dtype=self.cache.k.dtype, device=self.device)
+        # The keys of the sinks of each cache as they were written, [rows, layers, G, sinks, D].
+        self.sinks = list(map(self._room_for_sinks, self.caches.distinct))
 
     def layer_windows(self) -> LayerWindows:
         """The cache is no longer than the widest window (`setup.model_checks`), which therefore is
         none. Narrower ones count the tokens of the text, as in any cache."""
         windows = super().layer_windows()
         by_layer = [None if i == 0 else windows.distinct[i] for i in windows.of_layer]
-        return LayerWindows.of(by_layer, self.max_tokens)
+        return LayerWindows.make(by_layer, self.max_tokens)
 
-    def storage(self) -> tuple[int, int, int]:
-        """As `ModelRunner.storage`, for the blocks that a row holds at one time."""
+    def storages(self) -> list[Storage]:
+        """As `ModelRunner.storages`, for the blocks that a row holds at one time."""
         held = blocks_held(
             self.max_tokens, self.rule, self.max_tail, self.block_size, self.most_rewound
         )
-        return self.block_size, -(-self.max_tokens // self.block_size), self.num_rows * held
+        per_row = -(-self.max_tokens // self.block_size)
+        storage = Storage(self.block_size, per_row, self.num_rows * held)
+        return [storage] * len(self.windows.distinct)
 
     def allocate(self, row: int) -> None:
         assert not self.cache.blocks[row], "the row was released"
@@ -81,7 +83,7 @@ class RollingRunner(ModelRunner):
         for row, length, start in zip(rows.numbers, lengths.bounds, bases.bounds, strict=True):
             tail = length + num_new - start
             assert tail <= self.max_tail, "the tail is as long as was announced"
-            self.cache.allocate(row, start + tail)
+            self.caches.allocate(row, start + tail)
         return bases
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
@@ -98,31 +100,39 @@ class RollingRunner(ModelRunner):
             is_there = gone * self.block_size <= start or gone == self._sink_blocks()
             assert is_there, "the window was not evicted"
             if last > gone:
-                self.cache.evict(row, gone, last)
+                for cache in self.caches.distinct:
+                    cache.evict(row, gone, last)
                 self.evicted[row] = last
 
     def _turn_sinks(self, rotations: Sequence[tuple[int, int]]) -> None:
         """Rotate the sinks of (row, settled tokens) pairs to the positions before their windows."""
         rows = upload([row for row, _ in rotations], self.device)
         places = torch.arange(self.num_sinks, device=self.device).expand(len(rotations), -1)
-        slots = self.cache.slots(rows, places)
         # While a row fits the budget, its sinks have the positions at which they were written.
         new = [i for i, (row, _) in enumerate(rotations) if self.settled[row] <= self.budget]
-        if new:
-            fresh = upload(new, self.device)
-            self.sinks[rows[fresh]] = self.cache.read_keys(slots[fresh])
         by = upload([max(0, s - self.budget) for _, s in rotations], self.device)
-        original = self.sinks[rows]  # [B, layers, G, sinks, D]
-        self.cache.write_keys(slots, self._turned(original, by))
+        of_caches = zip(self.caches.distinct, self.windows.layers, self.sinks, strict=True)
+        for cache, layers, sinks in of_caches:
+            slots = cache.slots(rows, places)
+            if new:
+                fresh = upload(new, self.device)
+                sinks[rows[fresh]] = cache.read_keys(slots[fresh])
+            cache.write_keys(slots, self._turned(sinks[rows], layers, by))
 
-    def _turned(self, keys: Tensor, by: Tensor) -> Tensor:
-        """keys [B, layers, G, sinks, D] rotated by as many positions [B]."""
+    def _room_for_sinks(self, cache: KVCache) -> Tensor:
+        shape = cache.shape
+        size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
+        return torch.zeros(self.num_rows, *size, dtype=cache.k.dtype, device=self.device)
+
+    def _turned(self, keys: Tensor, layers: Sequence[int], by: Tensor) -> Tensor:
+        """The keys [B, layers, G, sinks, D] of these layers rotated by as many positions [B]."""
         ropes = self.model.ropes
         if len(ropes) == 1:
             (table,) = ropes.values()
             return self._rotated(keys, table[by])
         config = self.model.config
-        of_layers = [config.rope_of(config.kinds[layer]) for layer in self.model.layers]
+        first = self.model.layers.start
+        of_layers = [config.rope_of(config.kinds[first + layer]) for layer in layers]
         turned = torch.empty_like(keys)
         for rope, table in ropes.items():
             places = [place for place, of_layer in enumerate(of_layers) if of_layer == rope]

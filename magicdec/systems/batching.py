@@ -33,7 +33,7 @@ from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_check import MemoryBudget, largest
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_checks import check_shared
-from magicdec.setup.model_plan import ModelPlan, max_tokens
+from magicdec.setup.model_plan import ModelPlan, max_tokens, rewound_by_step
 from magicdec.setup.prepare import ResolvedRun, SetupCache, resolve_run
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
@@ -146,10 +146,13 @@ class Batching(System):
             return []
         target, *drafts = model_plans_of(config, self.run.models, rank)
         options = self.options
-        return [
-            replace(target, block_tokens=options.block_tokens, cache_tokens=options.cache_tokens),
-            *drafts,
-        ]
+        target = replace(
+            target,
+            block_tokens=options.block_tokens,
+            cache_tokens=options.cache_tokens,
+            rewound=rewound_by_step(config),
+        )
+        return [target, *drafts]
 
     def advice(self, each: Pass, room: MemoryBudget) -> str:
         def fits(cache_tokens: int) -> bool:
@@ -158,8 +161,7 @@ class Batching(System):
             return room.refusal(smaller.plan(each, room.ranks)) is None
 
         target, *_ = self.model_plans(each, self.run.config.parallel.rank_group[0])
-        size, num_blocks = target.storage()
-        most = largest(fits, size * num_blocks)
+        most = largest(fits, target.storages()[0].num_tokens)
         if most < max_tokens(self.run.config):
             return "choose a smaller --B, shorter requests or a smaller model"
         return f"--cache_tokens {most} would fit"
@@ -252,12 +254,10 @@ class Batching(System):
         return self._limits_of(self.runner, tokens, 1 + max_gamma)
 
     def _limits_of(self, runner: ModelRunner, tokens: int, step_tokens: int) -> BatchLimits:
-        shape = runner.cache.shape
         prefill_tokens = self.options.prefill_tokens or PREFILL_TOKENS
         return BatchLimits(
             tokens,
-            shape.block_size,
-            shape.num_blocks,
+            *runner.caches.limits,
             prefill_tokens=prefill_tokens,
             step_tokens=step_tokens,
         )
@@ -273,9 +273,9 @@ class Batching(System):
         # The newest token is never cached; more room than the pass had would be a second cache.
         tokens = self.options.longest - 1 + num_tokens
         if runner.max_tokens < tokens:
-            runner = replace(runner, max_tokens=tokens, num_blocks=None)
+            runner = replace(runner, max_tokens=tokens, num_blocks=None, window_room=None)
         for row in range(runner.num_rows):
-            runner.cache.release(row)
+            runner.release(row)
         keep_queries(runner, None)
         runner.draft_log = None
         now_s = self.clock.now()

@@ -34,6 +34,7 @@ from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
+from magicdec.kv.layer_caches import WindowRoom
 from magicdec.model.eagle import EagleHead
 from magicdec.names import EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
@@ -47,6 +48,7 @@ from magicdec.speculation.steps.recorder import Eager
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 MOST_DRAFTS, MOST_NEW, EOS = 4, 20, 7
+OBSERVED = 16  # tokens that policies run again at most
 FEW, SEEDS = 3, 30
 MAX_TOKENS = 40 + MOST_NEW + MOST_DRAFTS
 PROMPTS = random_prompts([1, 2, 3, 5, 8, 13, 16, 21, 33, 40], 97)
@@ -153,13 +155,14 @@ def draw_schedule(
     following = MOST_NEW + step_tokens - 1
     runner = make_runner(PACKED if is_native else MODEL, num_rows, MAX_TOKENS, backend, following)
     executor = Executor(PACKED, runner.group) if is_native else None
-    runner = replace(runner, executor=executor, **blocks)
+    prefill_tokens, chunk = random.choice((None, 1, 6, 16)), random.choice((3, 8, 64))
+    room = WindowRoom(2 * step_tokens + OBSERVED, max(chunk, step_tokens + 2))
+    runner = replace(runner, executor=executor, window_room=room, **blocks)
+    block_size, num_blocks = runner.caches.limits
     limits = BatchLimits(
-        MAX_TOKENS, runner.cache.shape.block_size,
-        runner.cache.shape.num_blocks if blocks else None, step_tokens,
-        random.choice((None, 1, 6, 16)),
-    )  # fmt: skip
-    return Schedule(requests, runner, limits, random.choice((3, 8, 64)))
+        MAX_TOKENS, block_size, num_blocks if blocks else None, step_tokens, prefill_tokens
+    )
+    return Schedule(requests, runner, limits, chunk)
 
 
 def lone_output(request: Request) -> list[int]:

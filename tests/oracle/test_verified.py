@@ -237,17 +237,24 @@ def test_the_best_blocks(
     assert torch.equal(top_blocks(kept, rows, split, most), expected)
 
 
-@given(complete=st.lists(st.integers(0, 40), min_size=1, max_size=3), rep=st.integers(1, 3))
-def test_scores_are_a_softmax_over_complete_blocks(complete: list[int], rep: int) -> None:
+@given(
+    blocks=st.lists(st.tuples(*[st.integers(0, 40)] * 2), min_size=1, max_size=3),
+    rep=st.integers(1, 3),
+)
+def test_scores_are_a_softmax_over_the_blocks_that_may_be_chosen(
+    blocks: list[tuple[int, int]], rep: int
+) -> None:
     torch.manual_seed(0)
+    blocks = [(min(pair), max(pair)) for pair in blocks]
     queries, means = torch.randn(2, 4, 3, rep, 16), torch.randn(2, 4, 3, 50, 16)
-    rows = torch.tensor([2, 0, 3][: len(complete)])
-    found = score_blocks(queries, means, rows, complete, 45)
+    rows = torch.tensor([2, 0, 3][: len(blocks)])
+    found = score_blocks(queries, means, rows, blocks, 45)
     logits = queries[:, rows] @ means[:, rows, :, :45].mT * 16**-0.5
-    for b, count in enumerate(complete):
-        expected = logits[:, b, ..., :count].double().softmax(dim=-1).sum(dim=2)
-        torch.testing.assert_close(found[:, b, :, :count].double(), expected, rtol=1e-5, atol=1e-6)
-        assert not found[:, b, :, count:].any()
+    for b, (first, stop) in enumerate(blocks):
+        expected = logits[:, b, ..., first:stop].double().softmax(dim=-1).sum(dim=2)
+        own = found[:, b, :, first:stop].double()
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+        assert not found[:, b, :, :first].any() and not found[:, b, :, stop:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -21,6 +21,12 @@ def cache_of(num_layers: int = LAYERS) -> Any:
     return SimpleNamespace(shape=SimpleNamespace(num_layers=num_layers, num_kv_heads=HEADS))
 
 
+def alone(cache: Any) -> Any:
+    """The caches of a runner whose layers all have one window."""
+    windows = LayerWindows((None,), (0,) * cache.shape.num_layers)
+    return SimpleNamespace(distinct=[cache], windows=windows)
+
+
 def view_of(cache: Any, ranges: torch.Tensor) -> Any:
     rows = ranges.shape[1]
     index = torch.arange(rows)
@@ -121,14 +127,14 @@ def test_entries_of_a_copy_are_the_positions_that_they_hold() -> None:
     positions = torch.tensor([[[3, 30, 7, 38, 39], [1, 2, 3, 38, 39]]])  # [B, G, N]
     offsets = torch.tensor([35])
     log = DraftLog()
-    log.chose(copy, [0], [positions] * LAYERS)
+    log.chose(alone(copy), [0], [positions] * LAYERS)
     log.read(views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
     (of_copy,) = log.digests([0]) or []
     kept = [[(7, 8), (38, 40), (40, 43)], [(3, 4), (38, 40), (40, 43)]]
     ranges = torch.tensor([[kept]] * LAYERS)  # [L, B, G, R, 2]
     assert of_copy == digest_of(ranges, cache=source)
     log.begin()
-    log.chose(copy, [0], [positions.flip(2)] * LAYERS)
+    log.chose(alone(copy), [0], [positions.flip(2)] * LAYERS)
     log.read(views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
     assert log.digests([0]) != [of_copy], "other entries are read"
 

@@ -400,7 +400,7 @@ def continued(runner: ModelRunner, ids: Sequence[int], following: Sequence[int])
     """This project's result after the text and `following`; `tokens` are its own choices in their
     places."""
     started = time.perf_counter()
-    runner.cache.release(0)
+    runner.release(0)
     runner.allocate(0)
     first = len(ids) % CHUNK or CHUNK  # the last chunk is whole, or the only one
     starts = [0, *range(first, len(ids), CHUNK)]

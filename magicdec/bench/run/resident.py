@@ -22,7 +22,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.setup.loading import LoadedModels
-from magicdec.setup.model_plan import max_tokens
+from magicdec.setup.model_plan import max_tokens, rewound_by_pass
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.policies.policy import keep_queries, make_policy
 
@@ -113,20 +113,22 @@ def make_requests(prepared: Prepared, batch: int) -> list[Request]:
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """The caches of runs that share their prompts: tokens of a row, and the KV section whose policy
-    needs queries of most prompt tokens. `is_kept`: every batch has its own cache and is prefilled
-    once."""
+    """The caches of runs that share their prompts: tokens of a row, by how many it is truncated,
+    and the KV section whose policy needs queries of most prompt tokens. `is_kept`: every batch has
+    its own cache and is prefilled once."""
 
     max_tokens: int
+    rewound: int
     kv: KVSection | None
     is_kept: bool = False
 
     @classmethod
     def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> CacheDemand:
         longest = max(max_tokens(config) for config in configs)
+        rewound = max(rewound_by_pass(config, longest) for config in configs)
         observing = [config.kv for config in configs if config.decoding.model_drafter == "self"]
         most = max(observing, key=lambda kv: make_policy(kv).observed_tokens, default=None)
-        return cls(longest, most, is_kept)
+        return cls(longest, rewound, most, is_kept)
 
 
 def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
@@ -165,16 +167,18 @@ class Resident:
         return self._prompts is None and not len(self.models)
 
     def prompts(
-        self, config: ResolvedConfig, room: CacheDemand, make_runner: Callable[[int], ModelRunner]
+        self,
+        config: ResolvedConfig,
+        room: CacheDemand,
+        make_runner: Callable[[CacheDemand], ModelRunner],
     ) -> Prompts:
-        """The caches of a run, filled if the last run had the same prompts. `make_runner` gets the
-        tokens of a row."""
+        """The caches of a run, filled if the last run had the same prompts."""
         key = prefill_key(config), room
         if self._prompts is None or key != self._key:
             self._prompts = None  # before others take their memory
 
             def make() -> ModelRunner:
-                runner = make_runner(room.max_tokens)
+                runner = make_runner(room)
                 keep_queries(runner, room.kv)
                 return runner
 

@@ -121,22 +121,23 @@ class Run:
     def runner(self) -> ModelRunner:
         return self.engine.runner
 
-    def make_runner(self, max_tokens: int) -> ModelRunner:
+    def make_runner(self, room: CacheDemand) -> ModelRunner:
         source = self.prepared.source
         group = self.groups.target
-        plan = self.plan_of(max_tokens)
+        plan = self.plan_of(room.max_tokens, room.rewound)
         model = self.resident.models.get(source, group, plan.kinds)
         # Before the cache takes memory.
         self.resident.models.get_copy(source, group, plan)
         return runner_of(plan, model, group)
 
-    def plan_of(self, max_tokens: int) -> ModelPlan:
+    def plan_of(self, max_tokens: int, rewound: int | None = None) -> ModelPlan:
         return ModelPlan(
             self.config,
             self.prepared.source.config,
             self.groups.target.ranks,
             self.groups.rank,
             row_tokens=max_tokens,
+            rewound=rewound,
         )
 
     def use(self, prefilled: Prefilled) -> None:

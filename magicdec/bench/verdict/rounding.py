@@ -58,7 +58,7 @@ def measure_gaps(
             replace(r, row=row) for row, r in enumerate(requests[first : first + runner.num_rows])
         ]
         for row in range(runner.num_rows):
-            runner.cache.release(row)
+            runner.release(row)
             runner.allocate(row)
         prefill(
             runner, PrefillChunk.whole([replace(r, output_ids=[]) for r in batch]), prefill_chunk
@@ -102,7 +102,7 @@ def view_of(
     `pairs` [N, 2] are tokens whose gaps are wanted. The shortfall of a NaN is infinite. Every rank
     of the group calls this."""
     output = request.output_ids
-    wider.cache.release(0)
+    wider.release(0)
     wider.allocate(0)
     ids = upload([[*request.prompt_ids, *output[:-1]]], wider.device)
     emitted = upload(output, wider.device)

@@ -106,13 +106,14 @@ class WiderTexts:
         return runner
 
     def _copy(self, runner: ModelRunner, layer: int, place: int, row: int, length: int) -> None:
-        source = self.source.cache
-        target = runner.cache
         device = self.source.device
         of_model = runner.model.layers[layer] - self.source.model.layers.start
-        for at in range(0, length, TILE_TOKENS):
+        cache, _ = self.source.caches.of_layer(of_model)
+        source = upload([row], device)
+        target = upload([place], device)
+        # A layer with a window may have lost the tokens that none after the prompt can see.
+        for at in range(cache.first_held[row], length, TILE_TOKENS):
             positions = torch.arange(at, min(at + TILE_TOKENS, length), device=device)[None]
-            slots = source.slots(upload([row], device), positions)
-            k, v = source.read(of_model, slots)  # [1, G, tokens, D] each
-            k, v = (each.transpose(1, 2).to(target.k.dtype) for each in (k, v))
-            target.write(layer, target.slots(upload([place], device), positions), k, v)
+            entries = self.source.caches.read(of_model, source, positions)  # [1, G, tokens, D] each
+            k, v = (each.to(runner.cache.k.dtype) for each in entries)
+            runner.caches.write(layer, target, positions, k, v)

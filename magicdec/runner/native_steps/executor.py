@@ -234,7 +234,7 @@ class Executor:
         if cancellation is not None:
             calls[0].cancelled = cancellation.address
             calls[0].cancelled_value = cancellation.value
-        fields = self._run(forwards[0].view.cache, calls)
+        fields = self._run(forwards[0].views, calls)
         if cancellation is not None and fields[0].layers_done < layers:
             raise Cancelled(fields[0].layers_done)
         for layer in range(layers):
@@ -266,7 +266,7 @@ class Executor:
             call.hidden_in = states.data_ptr()
             call.kept.append(states)
         call.pa = pa
-        done = self._run(views.widest.cache, [call])[0]
+        done = self._run(views, [call])[0]
         return drafts[:, : done.num_drafted], _keys_seen(call), not done.not_finite
 
     @staticmethod
@@ -281,8 +281,8 @@ class Executor:
     ) -> Tensor:
         """Attention weights float32 [B, G, length - first] that keys at positions `first` to
         `length` - 1 of rows [B] received from the newest queries [B, T, H, D], summed over these
-        and a KV head's query heads. The cache has native layout. `sinks`, float32 [H]: logits that
-        take part in the softmax."""
+        and a KV head's query heads. `layer` is the number of one in the cache, which has native
+        layout. `sinks`, float32 [H]: logits that take part in the softmax."""
         (num_rows, num_new, num_heads, size), shape = queries.shape, cache.shape
         assert queries.dtype == cache.k.dtype and num_new <= length - first
         queries = queries.contiguous()
@@ -339,23 +339,26 @@ class Executor:
             hidden,
             ctypes.addressof(of_views),
             len(of_views),
-            ctypes.addressof(views.windows.of_layer_in_c),
+            ctypes.addressof(views.windows.in_c),
             num_outputs,
         )
         # The library reads them until it returns, and counts in `of_views`.
         call.kept = [tensors, views, of_views]
         return call
 
-    def _run(self, cache: KVCache, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
+    def _run(self, views: LayerViews, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
+        """Computes calls over the caches of `views`."""
         peers = self._peers
         exchange = self.exchange
         fields = array_of(CallFields, len(calls))(*calls)
+        caches = [each.cache for each in views.distinct]
+        described = array_of(CacheFields, len(caches))(*map(describe_cache, caches))
         if exchange is not None:
             peers.turn = exchange.turn
         arguments = (
-            STORAGE.index(cache.k.dtype),
+            STORAGE.index(caches[0].k.dtype),
             self._describe_model(),
-            describe_cache(cache),
+            described,
             peers,
             fields,
             len(fields),

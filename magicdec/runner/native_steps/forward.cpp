@@ -3,9 +3,9 @@
 
 // `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations. Returns
 // DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
-extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* cache, Exchange* exchange, Call* calls,
+extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* caches, Exchange* exchange, Call* calls,
                                     int64_t num_calls) {
-    auto run = [&](auto& forward) { return forward.run(*model, *cache, *exchange, calls, num_calls); };
+    auto run = [&](auto& forward) { return forward.run(*model, caches, *exchange, calls, num_calls); };
     if (storage == FLOAT32) {
         static thread_local Forward<float, Float32> forward;
         return run(forward);

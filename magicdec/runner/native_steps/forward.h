@@ -68,7 +68,8 @@ struct Route {
 template <typename S, typename Kernel, typename Short = Kernel>
 class Forward {
 public:
-    int64_t run(const Model& model, const Cache& cache, Exchange& exchange, Call* calls, int64_t num_calls) {
+    // `caches`: one of each view, the same for all calls.
+    int64_t run(const Model& model, const Cache* caches, Exchange& exchange, Call* calls, int64_t num_calls) {
         m = &model, peers = &exchange, c = calls;
         status = DONE;
         num_steps = c->steps, cancelled_at = model.num_layers;
@@ -79,7 +80,7 @@ public:
         for (int64_t i = 0; i < num_calls; ++i) {
             Call& call = calls[i];
             parts.push_back(&room_for_parts[i]);
-            parts[i]->start(model, cache, call, first);
+            parts[i]->start(model, caches, call, first);
             if (call.tokens) tokens.insert(tokens.end(), call.tokens, call.tokens + call.B * call.T);
             first += call.B * call.T;
         }

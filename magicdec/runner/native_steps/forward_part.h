@@ -40,8 +40,8 @@ struct Model {
     int64_t norm_before_residual, norm_output;
     const Layer* layers;
 };
-struct Cache {
-    char *k, *v;  // of the first layer
+struct Cache {  // of the layers with one window
+    char *k, *v;  // of the first of them
     int64_t layer_bytes, table_stride, block_size;
     const int64_t* table;
 };
@@ -54,7 +54,7 @@ struct Exchange {  // the all-reduce; size 1: none
 // What layers with the same window see of the cache.
 struct View {
     const int64_t* ranges;  // visible committed tokens [layers, B, heads, num_ranges, 2]
-    // layers: all of the forward's, or 1 if ranges are the same in each; heads: G, or 1
+    // layers: all with this view, or 1 if ranges are the same in each; heads: G, or 1
     int64_t layers, heads, num_ranges;
     int64_t window;     // 0: none
     int64_t keys_seen;  // out: visible keys of a head in one layer, summed over rows and forwards
@@ -65,8 +65,8 @@ struct Call {
     const int64_t *tokens, *rows, *seq_lens, *committed, *offsets;  // [B, T], then [B] each; offsets may be null
     const void* hidden_in;  // S [B, T, hidden] instead of tokens, of a head beside them, or null
     View* views;
-    int64_t num_views;
-    const int64_t* view_of;  // the view of each layer
+    int64_t num_views;  // and caches
+    const int64_t* view_of;  // [2, layers]: the view of each layer, then its number among the layers with that view
     int64_t num_outputs;  // newest tokens of each row whose logits or hidden states are wanted
     void* logits;       // S [outputs of all calls, V] in the first call, or null
     void* hidden_out;   // S [outputs of all calls, hidden] after the last of these layers, instead of logits, or null
@@ -94,12 +94,13 @@ namespace {
 template <typename S, typename Kernel, typename Short>
 class Part {
 public:
-    // Called by one thread before the first forward. `first` is the call's first token among those of all calls.
-    void start(const Model& model, const Cache& cache, Call& of, int64_t first_token) {
-        m = &model, kv = &cache, call = &of, first = first_token;
+    // Called by one thread before the first forward. There is a cache of each view. `first` is the call's first token among
+    // those of all calls.
+    void start(const Model& model, const Cache* caches, Call& of, int64_t first_token) {
+        m = &model, call = &of, first = first_token;
         lengths.assign(of.seq_lens, of.seq_lens + of.B);
         while (int64_t(seen.size()) < of.num_views) seen.emplace_back();
-        for (int64_t i = 0; i < of.num_views; ++i) seen[i].start(of.views[i], of.B);
+        for (int64_t i = 0; i < of.num_views; ++i) seen[i].start(of.views[i], caches[i], of);
     }
 
     // Lengths, visible ranges and the plan of the next forward; called by one thread.
@@ -107,24 +108,23 @@ public:
         if (step)
             for (int64_t& length : lengths) length += problem.T;
         const Call& c = *call;
-        table = {kv->table, c.rows, kv->table_stride};
-        problem = {c.B, step ? 1 : c.T, m->H, m->G, HEAD_SIZE, kv->block_size, lengths.data(), 0};
+        problem = {c.B, step ? 1 : c.T, m->H, m->G, HEAD_SIZE, 0, lengths.data(), 0};
         for (int64_t i = 0; i < c.num_views; ++i) {
             Seen& view = seen[i];
             view.begin(problem, c.committed);
-            if (view.of->layers == 1) view.plan(table, 0, c.mass != nullptr);
+            if (view.of->layers == 1) view.plan(0, c.mass != nullptr);
         }
     }
 
     bool has_ranges_of_own(int64_t layer) const { return call->views[call->view_of[layer]].layers > 1; }
     // Called by one thread for each layer that has ranges of its own.
-    void plan_layer(int64_t layer) { view_of(layer).plan(table, layer, call->mass != nullptr); }
+    void plan_layer(int64_t layer) { view_of(layer).plan(number_of(layer), call->mass != nullptr); }
 
     // `attend` and `merge` are called by all threads, which must meet after either.
     void attend(int64_t layer) {
         Seen& view = view_of(layer);
         view.with_attention(
-            [&](auto& attention) { attention.attend(view.problem, pools(attention, layer), call->mass); });
+            [&](auto& attention) { attention.attend(view.problem, pools(attention, view, layer), call->mass); });
     }
     void merge(int64_t layer, S* mixed, float* lse) {
         float* mass = call->mass ? call->mass + layer * call->B * m->G * call->num_blocks : nullptr;
@@ -154,7 +154,7 @@ public:
                         m->H * HEAD_SIZE * sizeof(S));
         Seen& view = view_of(layer);
         view.with_attention([&](auto& attention) {
-            attention.place(view.problem, table, pools(attention, layer), b, t, q, k, v);
+            attention.place(view.problem, view.table, pools(attention, view, layer), b, t, q, k, v);
         });
     }
 
@@ -173,16 +173,17 @@ public:
 private:
     // The attention of the layers with one view.
     struct Seen {
-        void start(View& view, int64_t B) {
-            of = &view;
-            ranges.resize(view.layers * B * view.heads * (view.num_ranges + 1) * 2);
+        void start(View& view, const Cache& cache, const Call& call) {
+            of = &view, kv = &cache;
+            table = {cache.table, call.rows, cache.table_stride};
+            ranges.resize(view.layers * call.B * view.heads * (view.num_ranges + 1) * 2);
             attention.keys_read = short_attention.keys_read = 0;
             view.keys_seen = 0;
         }
 
         void begin(const Problem& of_part, const int64_t* committed) {
             problem = of_part;
-            problem.window = of->window;
+            problem.window = of->window, problem.block_size = kv->block_size;
             if constexpr (!std::is_same_v<Short, Kernel>) is_short = Short::serves(problem);
             for (int64_t layer = 0; layer < of->layers; ++layer)
                 for (int64_t b = 0; b < problem.B; ++b)
@@ -195,7 +196,8 @@ private:
                 }
         }
 
-        void plan(const Table& table, int64_t layer, bool with_mass) {
+        // `layer` is its number among the layers with this view.
+        void plan(int64_t layer, bool with_mass) {
             with_attention([&](auto& attention) { attention.plan_view(problem, table, of_layer(layer), with_mass); });
         }
 
@@ -205,6 +207,8 @@ private:
         }
 
         View* of;
+        const Cache* kv;
+        Table table;
         Problem problem;
         Attention<Kernel, S> attention;
         Attention<Short, S> short_attention;
@@ -231,14 +235,16 @@ private:
     };
 
     Seen& view_of(int64_t layer) { return seen[call->view_of[layer]]; }
+    int64_t number_of(int64_t layer) const { return call->view_of[m->num_layers + layer]; }
 
     template <typename Own>
     static Pools<Own> pools_of(const Attention<Own, S>&, char* k, char* v) {
         return {(typename Own::Pool*)k, (typename Own::Pool*)v};
     }
     template <typename Any>
-    auto pools(const Any& attention, int64_t layer) const {
-        return pools_of(attention, kv->k + layer * kv->layer_bytes, kv->v + layer * kv->layer_bytes);
+    auto pools(const Any& attention, const Seen& view, int64_t layer) const {
+        const int64_t offset = number_of(layer) * view.kv->layer_bytes;
+        return pools_of(attention, view.kv->k + offset, view.kv->v + offset);
     }
 
     void norm_head(const void* weight, S* head) {
@@ -248,8 +254,6 @@ private:
     }
 
     const Model* m;
-    const Cache* kv;
-    Table table;
     std::vector<int64_t> lengths;
     std::deque<Seen> seen;  // by view
 };

@@ -19,7 +19,7 @@ from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.speculation.block_choice import add_mean_keys, score_blocks
-from magicdec.speculation.block_kv import BLOCK, BlockKV, BlockSelection
+from magicdec.speculation.block_kv import BLOCK, BlockKV, BlockSelection, Number
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.observation import newest_queries
 
@@ -57,10 +57,13 @@ class RetrievedBlocks(BlockKV):
         self._mean_keys = torch.zeros(shape.num_layers, rows, *keys, device=runner.device)
         self._committed = torch.zeros(rows, dtype=torch.int64, device=runner.device)
         self._complete = [0] * rows  # blocks of each row whose mean key is known, on the host
-        self._seen: dict[int, Tensor] = {}  # layer -> queries [B, T, H, D] of the last verification
+        # Queries [B, T, H, D] of the last verification, by the number of a layer in the cache.
+        self._seen: dict[int, Tensor] = {}
 
     def watch_queries(self, layer: int, queries: Tensor) -> None:
-        self._seen[layer] = queries
+        windows = self.runner.windows
+        if not windows.is_narrow(layer):
+            self._seen[windows.numbers[layer]] = queries
 
     @property
     def state(self) -> list[Tensor]:
@@ -72,8 +75,9 @@ class RetrievedBlocks(BlockKV):
         for request, row in zip(requests, rows, strict=True):
             self._complete[row] = 0
             self._committed[row] = request.num_cached
-        for layer, queries in enumerate(newest_queries(self.runner, requests, 1)):
-            self._query[layer, index] = self._by_kv_head(queries[:, 0])
+        of_all_layers = newest_queries(self.runner, requests, 1)
+        for number, layer in enumerate(self.runner.windows.layers[0]):
+            self._query[number, index] = self._by_kv_head(of_all_layers[layer][:, 0])
         self._add_means(requests)
         self._choice = None
 
@@ -83,15 +87,21 @@ class RetrievedBlocks(BlockKV):
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
         index = torch.arange(len(rows), device=self.runner.device)
         if self.runner.executor is not None:
-            complete = [length // BLOCK for length in committed.bounds]
-            scores = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
+            blocks = [(self._first_block(n), n // BLOCK) for n in committed.bounds]
+            scores = score_blocks(self._query, self._mean_keys, rows.index, blocks, num_blocks)
             return scores, index
         keys = self._mean_keys[:, rows.index, :, :num_blocks]  # [L, B, G, blocks, D]
         query = self._query[:, rows.index] * keys.shape[-1] ** -0.5  # [L, B, G, H/G, D]
         block = torch.arange(num_blocks, device=keys.device)
         is_partial = block >= (committed.tensor // BLOCK).view(-1, 1, 1, 1)  # [B, 1, 1, blocks]
-        weights = (query @ keys.mT).masked_fill(is_partial, HIDDEN).softmax(dim=-1)
+        is_gone = block < self._first_block(committed.tensor).view(-1, 1, 1, 1)
+        weights = (query @ keys.mT).masked_fill(is_partial | is_gone, HIDDEN).softmax(dim=-1)
         return weights.sum(dim=3), index
+
+    def _first_block(self, committed: Number) -> Number:
+        """The first block that lies in the model's window."""
+        first, _ = self.policy.sinks(committed)
+        return -(-first // BLOCK)
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         before = self._committed[rows.index]
@@ -108,7 +118,9 @@ class RetrievedBlocks(BlockKV):
 
     def _add_means(self, requests: Sequence[Request]) -> None:
         rows = [r.row for r in requests if r.row is not None]
-        num_known = [self._complete[row] for row in rows]
+        # A model whose layers all have a window may have lost the first blocks.
+        num_lost = [-(-self.runner.cache.first_held[row] // BLOCK) for row in rows]
+        num_known = [max(self._complete[row], n) for row, n in zip(rows, num_lost, strict=True)]
         complete = [r.num_cached // BLOCK for r in requests]
         count = max(new - old for new, old in zip(complete, num_known, strict=True))
         if count <= 0:

@@ -133,13 +133,13 @@ class CopiedKV(DraftKV):
             self.runner = self.source.with_cache(self.row_tokens)
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
-            self.runner.cache.release(request.row)
-            self.runner.cache.allocate(request.row, self.runner.max_tokens)
+            self.runner.release(request.row)
+            self.runner.allocate(request.row)
         self._choose(requests)
 
     def release(self, rows: Sequence[int]) -> None:
         for row in rows:
-            self.runner.cache.release(row)
+            self.runner.release(row)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> None:
         """Copy the tokens that `follow` would not, and choose anew where due."""
@@ -163,15 +163,13 @@ class CopiedKV(DraftKV):
     def follow(self, rows: BatchRows, most: int) -> None:
         source = self.source.cache
         cache = self.runner.cache
-        steps = torch.arange(most, device=source.k.device)
+        steps = torch.arange(most, device=self.source.device)
         num_held = cache.seq_lens[rows.index].unsqueeze(1)
         offsets = self._offsets[rows.index].unsqueeze(1)
         # Rows with fewer new tokens copy past their end too: rejected drafts, forgotten right
         # after.
-        cache.copy_from(
-            source,
-            source.slots(rows.index, num_held + offsets + steps),
-            cache.slots(rows.index, num_held + steps),
+        self.runner.caches.copy_from(
+            self.source.caches, rows.index, num_held + offsets + steps, num_held + steps
         )
         cache.advance(rows, most)
         self.rewind(rows, source.lengths_of(rows))
@@ -214,13 +212,14 @@ class CopiedKV(DraftKV):
         cache = self.runner.cache
         count = min(self.policy.budget, length - first)
         places = torch.arange(count, device=source.device).expand(len(rows), -1)
-        target = cache.slots(rows.index, places)
         chosen = list[Tensor]()
         newest_positions = torch.arange(length - count, length, device=source.device)
         everywhere = newest_positions.expand(len(rows), cache.shape.num_kv_heads, -1)
         for layer, newest in enumerate(queries):
+            own = source.windows.of(layer)
             if source.windows.is_narrow(layer):
-                self._copy(layer, rows, everywhere, target)
+                seen = min(count, own or count)  # it may hold no others
+                self._copy(layer, rows, everywhere[..., -seen:], places[:, -seen:])
                 chosen.append(everywhere)
                 continue
             window = min(newest.shape[1], length - first)
@@ -228,18 +227,17 @@ class CopiedKV(DraftKV):
                 source, layer, rows.index, newest[:, newest.shape[1] - window :], first, length
             )
             positions = first + self.policy.select(weights, window)
-            self._copy(layer, rows, positions, target)
+            self._copy(layer, rows, positions, places)
             chosen.append(positions)
         if self.runner.draft_log is not None:
-            self.runner.draft_log.chose(cache, rows.numbers, chosen)
+            self.runner.draft_log.chose(self.runner.caches, rows.numbers, chosen)
         cache.truncate(rows, [0] * len(rows))
         cache.advance(rows, count)
         return count
 
-    def _copy(self, layer: int, rows: BatchRows, positions: Tensor, target: Tensor) -> None:
-        source = self.source.cache
-        k, v = source.read(layer, source.slots(rows.index, positions))
-        self.runner.cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
+    def _copy(self, layer: int, rows: BatchRows, positions: Tensor, places: Tensor) -> None:
+        entries = self.source.caches.read(layer, rows.index, positions)
+        self.runner.caches.write(layer, rows.index, places, *entries)
 
     def _reach(self, length: int, gamma: int) -> tuple[int, int]:
         """The position up to which a choice serves, and the first position visible from there."""

@@ -63,10 +63,13 @@ class WeighedBlocks(BlockKV):
             self.num_blocks,
             device=runner.device,
         )
-        self._seen: dict[int, Tensor] = {}  # layer -> weights of the last verification's rows
+        # Weights of the last verification's rows, by the number of a layer in the cache.
+        self._seen: dict[int, Tensor] = {}
 
     def watch(self, layer: int, weights: Tensor) -> None:
-        self._seen[layer] = weights
+        windows = self.runner.windows
+        if not windows.is_narrow(layer):
+            self._seen[windows.numbers[layer]] = weights
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Run the newest tokens of long prompts again to observe their attention."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, upload
-from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.device_batch import NEWEST, DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal
@@ -161,6 +161,9 @@ class CapturedSteps(DecodeSteps):
         return proposal.ids
 
     def _work(self, kind: str, count: int, pending: int) -> RecordedWork:
+        """What is captured, with room in the caches for it, which only the host can make."""
+        for runner in self._runners:
+            runner.caches.make_room(self._batch.rows.numbers, self._most + NEWEST)
         key = kind, count, pending
         if key not in self._works:
             batch = self._batch

@@ -206,7 +206,7 @@ class ModelPathDrafter:
 
     def _begin(self, number: int, lane: int, text: Sequence[int]) -> None:
         request = Request(lane, tuple(text), SamplingParams(1), row=lane)
-        self.runner.cache.release(lane)
+        self.runner.release(lane)
         self.runner.allocate(lane)
         (part,) = PrefillChunk.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)

@@ -123,9 +123,11 @@ class SpeculativePipeline(StagedSystem):
             config = self.run.config.on_ranks(self.layout.group_of(rank))
             (target,) = model_plans_of(config, self.run.models, rank)
             row_tokens = max_tokens(config) + self.past_end
-            plans.append(replace(target, part=StagePart(layers), row_tokens=row_tokens))
+            part = StagePart(layers)
+            plans.append(replace(target, part=part, row_tokens=row_tokens, rewound=None))
         if self.drafting is not None:
-            plans += model_plans_of(self.drafting.config, self.run.models, rank)[1:]
+            drafts = model_plans_of(self.drafting.config, self.run.models, rank)[1:]
+            plans += [replace(draft, rewound=None) for draft in drafts]
         return plans
 
     def config_of(self, each: Pass) -> dict[str, Any]:
@@ -210,7 +212,7 @@ class SpeculativePipeline(StagedSystem):
         config = self.drafting.config
         assert group is not None, "this rank drafts"
         groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)
-        draft = make_draft(self.drafting, groups, models)
+        draft = make_draft(self.drafting, groups, models, goes_far_back=True)
         assert draft is not None, "a model drafts"
         vocab_size = self.drafting.source.config.vocab_size
         return ModelPathDrafter(draft, config.kv, vocab_size, self.sampling)

@@ -22,7 +22,7 @@ from magicdec.runner.request import Request
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.memory_plan import model_plans_of
-from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
+from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens, rewound_by_step
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.ring.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics, uses_of
@@ -88,7 +88,7 @@ class Ring(StagedSystem):
             config = config.without_drafts()
         target, *drafts = model_plans_of(config, self.run.models, rank)
         part = StagePart(self.layers[stage], has_ends=stage == 0)
-        return [replace(target, part=part), *drafts]
+        return [replace(target, part=part, rewound=rewound_by_step(config)), *drafts]
 
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         if self.groups is None:

@@ -66,7 +66,7 @@ class Stage:
 
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
-            self.runner.cache.release(row)
+            self.runner.release(row)
 
     def answer(self, message: Message) -> tuple[Message | None, int | None]:
         if message.kind is Kind.FREE:

@@ -234,8 +234,7 @@ class Timing(ABC):
             self.config, source.config, ranks, rank, part, row_tokens=w.prefix_len + w.gen_len
         )
         runner = make_runner(plan, source, groups.target, models)
-        for pool in (runner.cache.k, runner.cache.v):
-            pool.fill_(0.1)
+        runner.caches.fill(0.1)
         return self.timer(runner, has_ends, groups)
 
 

@@ -1,0 +1,182 @@
+"""LayerCaches: the KV caches of a runner's layers, one for each distinct window, of the same rows.
+
+A layer with a window needs the K and V of its newest tokens only. Where a bound is known on how far
+a row may go back, its cache holds no more: rows take blocks as they grow and give back those behind
+the window. Source of the idea of one block table for each kind of layer: vLLM's hybrid KV cache
+manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.cache import KVCache
+from magicdec.kv.layer_views import LayerWindows
+from magicdec.kv.pool import CacheShape
+
+WINDOW_BLOCK = 64  # tokens of a block, unless a backend needs more: little is held past the window
+
+
+@dataclass(frozen=True)
+class WindowRoom:
+    """What a row may need of a layer beside its window: `rewound`, the most tokens by which it is
+    truncated, and `new`, the most that a forward appends."""
+
+    rewound: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The blocks of a cache: the tokens of each, how many a row addresses, and all.
+
+    `held` is the window of a cache whose rows hold no more than it and its room."""
+
+    block_size: int
+    blocks_per_row: int
+    num_blocks: int
+    held: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.block_size * self.num_blocks
+
+
+def storages_of(
+    windows: Sequence[int | None],
+    room: WindowRoom | None,
+    num_rows: int,
+    max_tokens: int,
+    block_size: Callable[[int], int],
+    block_tokens: int | None = None,
+    num_blocks: int | None = None,
+) -> list[Storage]:
+    """The storage of layers with each of the windows, for rows of at most `max_tokens`.
+
+    It keeps every token, in blocks of about `block_tokens` (default: whatever the backend prefers)
+    and `num_blocks` in all (default: as many as all rows can need), unless the window has `room`
+    and less is held so. `block_size`: see `AttentionBackend`."""
+    size = block_size(block_tokens or max_tokens)
+    per_row = -(-max_tokens // size)
+    everything = Storage(size, per_row, num_blocks or num_rows * per_row)
+    storages = [everything] * len(windows)
+    for place, window in enumerate(windows):
+        if window is None or room is None:
+            continue
+        small = block_size(WINDOW_BLOCK)
+        held = -(-(window - 1 + room.rewound + room.new) // small) + 1
+        rolling = Storage(small, -(-max_tokens // small), num_rows * held, window)
+        if rolling.num_tokens < everything.num_tokens:
+            storages[place] = rolling
+    return storages
+
+
+@dataclass(frozen=True)
+class LayerCaches:
+    """The caches of layers with the `windows`, in the order of the distinct ones. `held`: see
+    `Storage`."""
+
+    windows: LayerWindows
+    distinct: tuple[KVCache, ...]
+    held: tuple[int | None, ...]
+    rewound: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        windows: LayerWindows,
+        storages: Sequence[Storage],
+        shape: Callable[[int, Storage], CacheShape],
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rewound: int = 0,
+    ) -> LayerCaches:
+        """`shape` of so many layers with a storage."""
+        caches = list[KVCache]()
+        for num_layers, storage in zip(windows.num_layers, storages, strict=True):
+            beside = caches[0] if caches else None
+            place = num_rows, storage.blocks_per_row, dtype, device
+            caches.append(KVCache(shape(num_layers, storage), *place, beside))
+        return cls(windows, tuple(caches), tuple(each.held for each in storages), rewound)
+
+    @property
+    def limits(self) -> tuple[int, int | None]:
+        """The block size of the caches that keep every token, and their number of blocks; None if
+        none does, so that every row has room."""
+        shape = self.distinct[0].shape
+        return shape.block_size, None if self.held[0] is not None else shape.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cache.num_bytes for cache in self.distinct)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's K and V in all layers and heads of this rank."""
+        return sum(cache.bytes_per_token for cache in self.distinct)
+
+    def of_layer(self, layer: int) -> tuple[KVCache, int]:
+        """The cache of a layer, and the layer's number in it."""
+        return self.distinct[self.windows.of_layer[layer]], self.windows.numbers[layer]
+
+    def fill(self, number: float) -> None:
+        """Write `number` everywhere, in place of zeros, whose pages a system may share."""
+        for cache in self.distinct:
+            for pool in (cache.k, cache.v):
+                pool.fill_(number)
+
+    def allocate(self, row: int, num_tokens: int) -> None:
+        """Give `row` blocks for `num_tokens` in the caches that keep every token. Raises ValueError
+        when a pool is exhausted."""
+        for cache, held in zip(self.distinct, self.held, strict=True):
+            if held is None:
+                cache.allocate(row, num_tokens)
+
+    def release(self, row: int) -> None:
+        for cache in self.distinct:
+            cache.release(row)
+
+    def make_room(self, rows: Sequence[int], num_new: int) -> None:
+        """Move what caches hold of `rows` to a forward of `num_new` tokens. The host has to know
+        their lengths.
+
+        Raises AssertionError for a row that was truncated behind what a window still holds."""
+        for cache, window in zip(self.distinct, self.held, strict=True):
+            if window is None:
+                continue
+            for row in rows:
+                length = cache.lengths[row]
+                seen = max(0, length + 1 - window)
+                assert seen >= cache.first_held[row], (
+                    f"row {row} went back to {length} tokens, and layers with a window of {window} "
+                    f"hold none before {cache.first_held[row]}"
+                )
+                cache.hold(row, max(0, seen - self.rewound), length + num_new)
+
+    def read(self, layer: int, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of a layer's K and V at positions [B, N] or, by KV head, [B, G or 1, N] of `rows`
+        [B]: two [B, G, N, D]."""
+        cache, number = self.of_layer(layer)
+        return cache.read(number, cache.slots(rows, positions))
+
+    def write(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [B, G, N, D], as `read` returns them."""
+        cache, number = self.of_layer(layer)
+        cache.write(number, cache.slots(rows, positions), k.transpose(1, 2), v.transpose(1, 2))
+
+    def copy_from(self, other: LayerCaches, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy all layers' K and V of `rows` [B] from positions `source` [B, N] of `other` to
+        positions `target`. Sources of a repeated target must be equal."""
+        if len(self.distinct) == len(other.distinct) == 1:
+            (from_cache,) = other.distinct
+            (to_cache,) = self.distinct
+            slots = from_cache.slots(rows, source), to_cache.slots(rows, target)
+            to_cache.copy_from(from_cache, *slots)
+            return
+        for layer in range(len(self.windows.of_layer)):
+            self.write(layer, rows, target, *other.read(layer, rows, source))
