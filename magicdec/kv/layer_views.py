@@ -60,9 +60,6 @@ class LayerWindows:
     def widest(self) -> int | None:
         return self.distinct[0]
 
-    def of(self, layer: int) -> int | None:
-        return self.distinct[self.of_layer[layer]]
-
     def is_narrow(self, layer: int) -> bool:
         """Whether other layers have a wider window."""
         return self.of_layer[layer] > 0

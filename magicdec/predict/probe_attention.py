@@ -23,6 +23,7 @@ from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.timing import seconds_of, synchronize
 from magicdec.kv.cache import BatchRows, KVCache
+from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, Visible, make_view
 from magicdec.model.config import ModelConfig
@@ -40,7 +41,7 @@ MOST_BYTES = 1 << 30  # of keys and values that a measurement makes
 @dataclass(frozen=True)
 class Read:
     """Equal forwards of a step: `times` a step, `num_new` tokens a row attend to what `policy`
-    shows of `context` tokens, within the sliding `window`, if any."""
+    shows of `context` tokens, within the sliding `window`, if any, in a `share` of the layers."""
 
     times: int
     num_new: int
@@ -48,6 +49,7 @@ class Read:
     policy: Visible
     window: int | None = None
     returns_weights: bool = False  # where the attention goes is asked too
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,30 +72,29 @@ def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     fastest."""
     d = config.decoding
     context = config.workload.prefix_len
-    window = _window(config, model, context)
     num_ranks = len(config.parallel.rank_group)
     if d.strategy == BASELINE:
-        decode = Read(1, 1, context, FULL, window)
-        return _make_step("a decode forward", (decode,), config, model, num_ranks)
+        decode = _of_layers(Read(1, 1, context, FULL), config, model)
+        return _make_step("a decode forward", decode, config, model, num_ranks)
     num_new = d.max_gamma + 1
     is_self = d.model_drafter == SELF
     watches = is_self and load_policy(config.kv.policy).needs_weights
-    reads: tuple[Read, ...] = (Read(1, num_new, context, FULL, window, watches),)
+    reads = _of_layers(Read(1, num_new, context, FULL, None, watches), config, model)
     name = f"a verification of {num_new} tokens"
     if is_self:
         drafts_name, drafts = _drafts(config, model)
         name = f"{drafts_name} and {name}"
-        reads = (drafts, *reads)
+        reads = (*drafts, *reads)
     return _make_step(name, reads, config, model, num_ranks)
 
 
 def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     assert config.draft is not None
     name, drafts = _drafts(config, model)
-    return _make_step(name, (drafts,), config, model, len(config.draft.rank_group))
+    return _make_step(name, drafts, config, model, len(config.draft.rank_group))
 
 
-def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
+def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, tuple[Read, ...]]:
     """The draft forwards of a step, and their name. All count as the first, which sees a few tokens
     fewer."""
     kv = config.kv
@@ -101,17 +102,23 @@ def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
     policy = make_policy(config.kv)
     of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
     context, visible = policy.draft_reads(config.workload.prefix_len)
-    # The cache of a draft that rolls is no longer than its window.
-    rolls = config.draft is not None and policy.can_roll
-    window = None if rolls else _window(config, model, context)
-    return f"{times} drafts ({kv.policy}{of})", Read(times, 1, context, visible, window)
+    reads = _of_layers(Read(times, 1, context, visible), config, model)
+    if config.draft is not None and policy.can_roll:
+        # A cache that rolls is no longer than the widest window (`RollingRunner.layer_windows`).
+        reads = (replace(reads[0], window=None), *reads[1:])
+    return f"{times} drafts ({kv.policy}{of})", reads
 
 
-def _window(config: ResolvedConfig, model: ModelConfig, num_cached: int) -> int | None:
-    """The sliding window of the layers that read most, if rows grow past it."""
-    longest = num_cached + max_tokens(config) - config.workload.prefix_len
-    window = model.windows[0]
-    return None if window is None or window >= longest else window
+def _of_layers(read: Read, config: ResolvedConfig, model: ModelConfig) -> tuple[Read, ...]:
+    """`read` in the layers with each window that rows grow past, the widest first."""
+    longest = read.context + max_tokens(config) - config.workload.prefix_len
+    windows = LayerWindows.make([kind.window for kind in model.kinds], longest)
+    reads = list[Read]()
+    for window, count in zip(windows.distinct, windows.num_layers, strict=True):
+        policy = read.policy.in_narrow_layers() if reads else read.policy
+        share = count / model.num_layers
+        reads.append(replace(read, policy=policy, window=window, share=share))
+    return tuple(reads)
 
 
 def _make_step(
@@ -138,7 +145,7 @@ Random = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class MeasuredAttention:
-    """Seconds of a layer's attention in a step, and an output for each of its reads."""
+    """Seconds of a layer's attention in a step, on average, and an output for each of its reads."""
 
     seconds: float
     outputs: tuple[Tensor, ...]
@@ -154,7 +161,7 @@ def measure(
     outputs = []
     for read in step.reads:
         once, output = measure_read(make_backend(name), read, step, device, recorder)
-        seconds += read.times * once
+        seconds += read.share * read.times * once
         outputs.append(output)
     return MeasuredAttention(seconds, tuple(outputs))
 

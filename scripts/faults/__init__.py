@@ -19,6 +19,7 @@ from faults import (
     speculation,
     verdict,
     weights,
+    windows,
 )
 
 PROPERTIES = (
@@ -37,4 +38,5 @@ PROPERTIES = (
     *planned.PROPERTIES,
     *sinks.PROPERTIES,
     *gguf_families.PROPERTIES,
+    *windows.PROPERTIES,
 )

@@ -43,8 +43,8 @@ PROPERTIES = (
             Fault("scores shared by fewer neighbours", "speculation/policies/snapkv.py",
                   "KERNEL = 5  #", "KERNEL = 3  #"),
             Fault("a choice for another row of the same length", "speculation/policies/snapkv.py",
-                  "k, v = source.read(layer, source.slots(rows.index, positions))",
-                  "k, v = source.read(layer, source.slots(rows.index * 0, positions))"),
+                  "entries = self.source.caches.read(layer, rows.index, positions)",
+                  "entries = self.source.caches.read(layer, rows.index * 0, positions)"),
         ),
     ),
     Property(
@@ -130,8 +130,8 @@ PROPERTIES = (
         f"{READS}[retrieval-grouped-native]",
         (
             Fault("scores of another row", "speculation/policies/retrieval.py",
-                  "self._query, self._mean_keys, rows.index, complete, num_blocks",
-                  "self._query, self._mean_keys, rows.index * 0, complete, num_blocks"),
+                  "self._query, self._mean_keys, rows.index, blocks, num_blocks",
+                  "self._query, self._mean_keys, rows.index * 0, blocks, num_blocks"),
             Fault("the best blocks of another row", "speculation/block_kv.py",
                   "return top_blocks(scores, index, split, most)",
                   "return top_blocks(scores, index * 0, split, most)"),
@@ -145,10 +145,8 @@ PROPERTIES = (
                   "return self._weights, rows.index",
                   "return self._weights, (rows.index + 1) % self._weights.shape[1]"),
             Fault("weights of the prompt for ever", "speculation/policies/verified.py",
-                  "    def watch(self, layer: int, weights: Tensor) -> None:\n"
-                  "        self._seen[layer] = weights",
-                  "    def watch(self, layer: int, weights: Tensor) -> None:\n"
-                  "        if weights.shape[0] == 1:\n            self._seen[layer] = weights"),
+                  "if not windows.is_narrow(layer):",
+                  "if not windows.is_narrow(layer) and weights.shape[0] == 1:"),
             Fault("a window of blocks short by one", "speculation/block_kv.py",
                   "start = (committed - self.window) // BLOCK * BLOCK",
                   "start = (committed - self.window + 1) // BLOCK * BLOCK"),

@@ -39,21 +39,22 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 
 KINDS = {
-    "some": (LayerKind(9), LayerKind(), LayerKind(9), LayerKind()),
-    "two": (LayerKind(21), LayerKind(9), LayerKind(9), LayerKind()),
-    "all": (LayerKind(12),),
+    "some": (LayerKind(9), LayerKind()),
+    "two": (LayerKind(21), LayerKind(9), LayerKind()),
+    "all": (LayerKind(12),) * 2,
 }
-NUM_NEW, GAMMA, CHUNK, OBSERVED = 20, 3, 16, 5
+NUM_NEW, GAMMA, CHUNK, OBSERVED = 12, 3, 16, 5
 SECTIONS = [
     ("self", KVSection("full")),
     ("self", KVSection("streaming_llm", 17, 0)),
-    ("self", KVSection("snapkv", 16, window_size=OBSERVED, reselect_every=7)),
+    ("self", KVSection("snapkv", 16, window_size=OBSERVED, reselect_every=5)),
     ("self", KVSection("verified", 40, 4, recent_window=2)),
     ("self", KVSection("retrieval", 40, 4, recent_window=2)),
     ("model", KVSection("full")),
     ("model", KVSection("snapkv", 16, window_size=OBSERVED)),
 ]
-LENGTHS = {"grouped": (150, 40, 97), "sdpa": (150, 40, 97), "native steps": (400, 40, 231)}
+IDS = [f"{drafter}-{kv.policy}" for drafter, kv in SECTIONS]
+LENGTHS = {"grouped": (120, 24, 71), "sdpa": (120, 24, 71), "native steps": (330, 40, 231)}
 # The rerun of `verified`, and what a draft's cache may lack.
 ROOM = WindowRoom(NUM_NEW + GAMMA + 16 + 2, CHUNK)
 
@@ -66,7 +67,9 @@ def small_blocks(num_tokens: int) -> Iterator[None]:
 
 
 def model_of(kinds: str, seed: int = 0) -> Transformer:
-    return tiny_transformer(replace(TINY, num_layers=4, layer_kinds=KINDS[kinds]), seed)
+    return tiny_transformer(
+        replace(TINY, num_layers=len(KINDS[kinds]), layer_kinds=KINDS[kinds]), seed
+    )
 
 
 def decoded(
@@ -97,7 +100,7 @@ def decoded(
 @pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("name", ["grouped", "sdpa", "captured", "native steps"])
 @pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize(("drafter", "kv"), SECTIONS, ids=str)
+@pytest.mark.parametrize(("drafter", "kv"), SECTIONS, ids=IDS)
 def test_a_batch_emits_what_it_emits_with_every_token(
     drafter: str, kv: KVSection, kinds: str, name: str
 ) -> None:
@@ -148,7 +151,7 @@ def windowed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         ("model", KVSection("full"), False),
         (None, KVSection("full"), True),
     ],
-    ids=str,
+    ids=["none", "streaming_llm", "snapkv", "model", "captured"],
 )
 def test_requests_in_flight(
     drafter: str | None,

@@ -284,6 +284,14 @@ def test_the_step_is_the_runs_own() -> None:
         assert others.reads == (Read(1, tokens, 1000, whole),)
         assert others.name == f"a verification of {tokens} tokens"
 
+    kinds = (LayerKind(300), LayerKind(), LayerKind(300), LayerKind(5000))
+    mixed = target_step(BFLOAT16, replace(MODEL, num_layers=4, layer_kinds=kinds))
+    assert mixed.reads == (
+        replace(drafts, share=0.5),
+        replace(drafts, share=0.5, window=300),
+        replace(verification, share=0.5),
+        replace(verification, share=0.5, window=300),
+    )
     ranks = replace(BFLOAT16, parallel=replace(BFLOAT16.parallel, rank_group=(0, 1, 2)))
     assert (target_step(ranks, MODEL).num_heads, target_step(ranks, MODEL).num_kv_heads) == (2, 1)
     long = replace(BFLOAT16, workload=replace(BFLOAT16.workload, batch_size=64, prefix_len=1 << 20))

@@ -216,10 +216,9 @@ class CopiedKV(DraftKV):
         newest_positions = torch.arange(length - count, length, device=source.device)
         everywhere = newest_positions.expand(len(rows), cache.shape.num_kv_heads, -1)
         for layer, newest in enumerate(queries):
-            own = source.windows.of(layer)
             if source.windows.is_narrow(layer):
-                seen = min(count, own or count)  # it may hold no others
-                self._copy(layer, rows, everywhere[..., -seen:], places[:, -seen:])
+                # The layer may have lost those before its window, where no draft looks either.
+                self._copy(layer, rows, everywhere, places)
                 chosen.append(everywhere)
                 continue
             window = min(newest.shape[1], length - first)
