@@ -8,7 +8,7 @@ for (const table of document.querySelectorAll("table")) {
       headings.forEach((other) => other.removeAttribute("aria-sort"));
       heading.setAttribute("aria-sort", rising ? "ascending" : "descending");
       const body = table.tBodies[0];
-      const key = (row) => row.cells[column].dataset.order;
+      const key = ({ cells }) => cells[column].dataset.order ?? cells[column].textContent;
       const isNumber = (text) => text !== "" && Number.isFinite(Number(text));
       const compare = (a, b) =>
         isNumber(a) && isNumber(b) ? Number(a) - Number(b) : a.localeCompare(b, "en");

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +35,7 @@ from magicdec.bench.report.tables import (
     frame_csv,
     runs_table,
 )
+from magicdec.bench.report.template import PAGE, render
 from magicdec.names import BASELINE
 from magicdec.output.figures import styled
 
@@ -44,13 +45,11 @@ if TYPE_CHECKING:
 ABOUT = ("run", "command", "file")  # columns of every record, beside its environment
 DOTS_PER_INCH = 160
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
-PAGE = "index.html"
 RERUN = "rerun.sh"
 RERUN_HEAD = """#!/usr/bin/env bash
 # Runs every command of the report again, from the root of the repository.
 set -u
 """
-HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,16 @@ def write_report(out: Path, report: Report) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         svg = {f.name: save_figure(f, out if report.has_figure_files else None) for f in figures}
-        for name, text in (files | {PAGE: render(report, svg)}).items():
+        files[PAGE] = render(
+            "page.html",
+            "MagicDec report",
+            ["page.css"],
+            ["page.js"],
+            report=report,
+            svg=svg,
+            rerun=RERUN,
+        )
+        for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         place = error.filename or out
@@ -184,26 +192,6 @@ def inline(svg: str, name: str) -> str:
     head, rest = element.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     return ID.sub(rf"\g<1>{name}-", f'{head} aria-hidden="true">{rest}')
-
-
-def render(report: Report, svg: Mapping[str, str]) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(HERE)
-    engine = Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return engine.get_template("page.html").render(
-        report=report,
-        svg=svg,
-        rerun=RERUN,
-        style=(HERE / "page.css").read_text(encoding="utf-8"),
-        script=(HERE / "page.js").read_text(encoding="utf-8"),
-    )
 
 
 def stalls_line(passes: pd.DataFrame) -> list[str]:
