@@ -25,11 +25,13 @@ from magicdec.records.renewing import renewed
 
 R = TypeVar("R", bound=Record)
 CONVERTIBLE = 2  # the version that `CONVERT` names a program for
+MOST_UNREADABLE = 1000  # lines of a file that are no records; with more it is no file of records
 CONVERT = "convert it with `python scripts/convert_records.py OLD NEW`, or "
 
 
 class Unreadable(ValueError):
-    """An error for a line that is no record, cut off in a crash or damaged."""
+    """An error for a line that is no record, cut off in a crash or damaged, or for a file without
+    any other."""
 
 
 def load_records(path: Path, is_strict: bool = False) -> list[RunRecord]:
@@ -43,6 +45,15 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
     Raises ValueError, one line, if the file cannot be read or has no record of the type, for
     another schema version, and with `is_strict` for a line that is no record.
     """
+    for _, record in numbered_records(path, record_type, is_strict):
+        yield record
+
+
+def numbered_records(
+    path: Path, record_type: type[R], is_strict: bool = False
+) -> Iterator[tuple[int, R]]:
+    """Yields records as `read_records` does, each with the number of its line, from 1. The
+    exception is `Unreadable` if no line of the file is a record of any kind."""
     unreadable = list[str]()
     num_records = 0
     left_out = Counter[str]()
@@ -59,15 +70,16 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
             record = cast(R, renewed(parsed))
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
-            if is_strict:
+            if is_strict or len(unreadable) > MOST_UNREADABLE:
                 break
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
         else:
             num_records += 1
-            yield record
-    if unreadable and (is_strict or not (num_records or left_out)):
-        raise ValueError(f"{unreadable[0]}; give a file of records (JSON lines)")
+            yield number, record
+    is_refused = is_strict or len(unreadable) > MOST_UNREADABLE
+    if unreadable and (is_refused or not (num_records or left_out)):
+        raise Unreadable(f"{unreadable[0]}; give a file of records (JSON lines)")
     counts = " and ".join(f"{count} of kind {kind}" for kind, count in left_out.items() if count)
     if sum(left_out.values()) and not num_records:
         raise ValueError(f"{path}: it has other records only, {counts}; see `magicdec table`")

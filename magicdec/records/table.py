@@ -53,7 +53,6 @@ def method(record: RunRecord) -> str:
 
 def method_of(config: dict[str, Any]) -> str:
     decoding = config["decoding"]
-    kv = config["kv"]
     if decoding["strategy"] == BASELINE:
         return BASELINE
     names = {"model": "standalone draft", "self": "self-speculation", EAGLE: "EAGLE-3 head"}
@@ -61,14 +60,17 @@ def method_of(config: dict[str, Any]) -> str:
     drafter = looked_up + plus + names.get(last, f"{last} draft")
     weights = decoding.get("draft_weights")
     drafter += f" in {weights}" if weights else ""
-    budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
+    policy = policy_of(config)
+    reads = []
+    if policy is not None:
+        reads = ["full KV" if policy == FULL_KV_POLICY else f"{policy} {config['kv']['budget']}"]
     gamma = f"gamma {decoding['gamma']}"
     emulated = decoding.get("emulate_acceptance")
     if emulated is not None:
         gamma += f", EMULATED acceptance {' '.join(f'{rate:g}' for rate in emulated)}"
     if decoding.get("pa") is not None:
         gamma += f", pa {decoding['pa']:g}"
-    return ", ".join([drafter, *([budget] if policy_of(config) else []), gamma])
+    return ", ".join([drafter, *reads, gamma])
 
 
 def _title(record: RunRecord) -> str:
@@ -81,7 +83,7 @@ def _title(record: RunRecord) -> str:
     batches = w["num_batches"]
     read = "" if bandwidth is None else f", {bandwidth / 1e9:.1f} GB/s read"
     return (
-        f"{c['model']['model']} ({_dtypes(c['model'])}){dataset}: "
+        f"{c['model']['model']} ({dtypes_of(c['model'])}){dataset}: "
         f"B {w['batch_size']}, prefix {w['prefix_len']}, {w['gen_len']} new tokens, "
         f"{batches} batch{'es' * (batches != 1)}; "
         f"ranks {e.world_size} x threads {e.threads}, "
@@ -89,7 +91,8 @@ def _title(record: RunRecord) -> str:
     )
 
 
-def _dtypes(model: dict[str, Any]) -> str:
+def dtypes_of(model: dict[str, Any]) -> str:
+    """The dtype of a model from a record's config, and that of its weights if it is narrow."""
     dtype: str = model["dtype"]
     weights = model["target_dtype"]
     return f"{dtype}, {weights} weights" if weights in NARROW else dtype
