@@ -18,7 +18,8 @@ from magicdec.config.setting import declared
 
 ROOT = Path(__file__).parents[2]
 FRONT, INDEX, LOG = "README", "docs/README", "docs/log/README"
-STUDY = "results/cpu/report"  # a page with its files, which the site has as they are
+# Pages with their files, which the site has as they are; the second links to records, too.
+STUDY, GALLERY = "results/cpu/report", "results/gallery"
 
 project, author, copyright = "magicdec", "", "the authors of magicdec; Apache-2.0"
 release = importlib.metadata.version("magicdec").partition("+")[0]
@@ -63,11 +64,12 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n\n{lines}\n```\n"
 
 
-def link_to_the_study(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """A link to a file of the study opens it; other files that are no pages are downloads."""
+def link_to_pages(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """A link to a file of the study or to the gallery opens it; other files that are no pages of
+    the site are downloads."""
     for node in list(doctree.findall(download_reference)):
         target = str((ROOT / page).parent.joinpath(node["reftarget"]).resolve().relative_to(ROOT))
-        if target.startswith(STUDY):
+        if target.startswith((STUDY, GALLERY)):
             uri = "../" * page.count("/") + target
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
@@ -83,12 +85,18 @@ def add_meanings(
 
 def finish(app: Sphinx, error: Exception | None) -> None:
     if error is None:
-        shutil.copytree(ROOT / STUDY, app.outdir / STUDY, dirs_exist_ok=True)
+        for folder in (STUDY, GALLERY):
+            shutil.copytree(ROOT / folder, app.outdir / folder, dirs_exist_ok=True)
+        page = (ROOT / GALLERY / "index.html").read_text(encoding="utf-8")
+        for name in set(re.findall(r'href="\.\./([^"#]+)', page)):
+            copy = app.outdir / GALLERY / ".." / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / GALLERY / ".." / name, copy)
         shutil.copy(app.outdir / f"{FRONT}.html", app.outdir / "index.html")
 
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_contents)
-    app.connect("doctree-resolved", link_to_the_study)
+    app.connect("doctree-resolved", link_to_pages)
     app.connect("autodoc-process-docstring", add_meanings)
     app.connect("build-finished", finish)
