@@ -46,9 +46,11 @@ from magicdec.predict.curves import (
     find_conditional,
     find_curves,
     is_file,
+    known_gammas,
     longest,
 )
 from magicdec.predict.draft_table import FORMATS, DraftTable, fastest_runs
+from magicdec.predict.golden import is_golden
 from magicdec.predict.plan import SpeculationPlan, describe_model, make_record, tables
 from magicdec.predict.speculation import SelectionCost
 from magicdec.records.reading import load_records
@@ -126,6 +128,11 @@ class PlanSection(AcceptanceSection):
         metavar="FORMAT FILE",
     )
 
+    acceptance_curve: str | None = setting(
+        None,
+        "The curve of a golden file of --acceptance, such as thinking_on. Default: its only one.",
+    )
+
     @property
     def exports(self) -> list[tuple[str, Path]]:
         """The formats and files of `--export`. Raises ValueError for what cannot be written."""
@@ -142,10 +149,11 @@ class PlanSection(AcceptanceSection):
 
     @cached_property
     def records(self) -> list[RunRecord]:
-        """The records of the file of `--acceptance`, read once; empty if it is no file. Raises
-        ValueError if it cannot be read."""
+        """The records of the file of `--acceptance`, read once; empty if it is none of records.
+        Raises ValueError if it cannot be read."""
         source, *others = self.acceptance or ("",)
-        return load_records(Path(source)) if is_file(source) and not others else []
+        has_records = is_file(source) and not is_golden(source) and not others
+        return load_records(Path(source)) if has_records else []
 
     @property
     def drafter(self) -> str:
@@ -206,6 +214,10 @@ def refuse_idle(args: PlanSection, values: ParsedValues) -> None:
     """Raises ValueError for a given flag that would do nothing."""
     if args.acceptance is None or any(map(is_file, args.acceptance)):
         values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is a rate")
+    if len(args.acceptance or ()) != 1 or not any(map(is_golden, args.acceptance or ())):
+        values.refuse_given(
+            ["plan.acceptance_curve"], "it is for an --acceptance that is a golden file (.yaml)"
+        )
     if args.ranks_per_node == 1:
         values.refuse_given(["plan.link", "plan.link_latency_us"], "a node has one rank")
     if args.nodes == 1:
@@ -307,10 +319,15 @@ def make_plan(args: PlanSection) -> SpeculationPlan:
             args.acceptance_gamma,
             args.draft_weights,
             args.records,
+            args.acceptance_curve,
         )
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
         raise ValueError(f"--max_gamma {args.max_gamma}: --acceptance has {reach} positions")
+    max_gamma = args.max_gamma or min(MAX_GAMMA, reach or MAX_GAMMA)
+    least = min(known_gammas(next(iter(curves.values())), reach or 1))
+    if max_gamma < least:
+        raise ValueError(f"--max_gamma {max_gamma}: --acceptance begins at {least} draft tokens")
     return SpeculationPlan(
         target=target,
         draft=find_draft(args, target),
@@ -320,7 +337,7 @@ def make_plan(args: PlanSection) -> SpeculationPlan:
         machine_source=args.machine_source,
         batch_sizes=args.B,
         prefix_lens=args.prefix_len,
-        max_gamma=args.max_gamma or min(MAX_GAMMA, reach or MAX_GAMMA),
+        max_gamma=max_gamma,
         gen_len=args.gen_len or DEFAULT_GEN_LEN,
         kv_policy=args.kv_policy,
         choices={budget: find_choice(args.kv_policy, budget) for budget in curves},

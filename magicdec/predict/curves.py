@@ -16,13 +16,14 @@ from typing import Any
 
 from magicdec.config.setting import setting
 from magicdec.names import DEFAULT_KV_POLICY
+from magicdec.predict.golden import is_golden, load_golden
 from magicdec.records.comparison.conditions import sampling
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
-AcceptanceCurve = float | tuple[float, ...]
-"""Either one conditional rate, or the shares of verifications that accept at least 1, 2, ... draft
-tokens (a record's `acceptance_per_position`)."""
+AcceptanceCurve = float | tuple[float, ...] | Mapping[int, float]
+"""One conditional rate; or the shares of verifications that accept at least 1, 2, ... draft tokens
+(a record's `acceptance_per_position`); or acceptance lengths by the draft tokens of a step."""
 
 PRECISION = 1e-9  # of a converted rate
 
@@ -38,7 +39,7 @@ def conditional_rate(acceptance_rate: float, gamma: int) -> float:
     return low if acceptance_rate < 1 else 1.0
 
 
-def survival(acceptance: AcceptanceCurve, position: int) -> float:
+def survival(acceptance: float | tuple[float, ...], position: int) -> float:
     if isinstance(acceptance, tuple):
         assert 1 <= position <= len(acceptance), "gamma is at most the curve's length"
         return acceptance[position - 1]
@@ -46,13 +47,23 @@ def survival(acceptance: AcceptanceCurve, position: int) -> float:
 
 
 def expected_tokens(acceptance: AcceptanceCurve, gamma: int) -> float:
-    """Expected tokens per row and verification with the bonus token: 1 to gamma + 1."""
+    """Expected tokens per row and verification with the bonus token: 1 to gamma + 1. `gamma` is 0
+    or one of `known_gammas`."""
+    if isinstance(acceptance, Mapping):
+        return acceptance[gamma] if gamma else 1.0
     return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
+
+
+def known_gammas(acceptance: AcceptanceCurve, max_gamma: int) -> Sequence[int]:
+    """The draft tokens of a step, 1 to `max_gamma`, of which the acceptance is known."""
+    if isinstance(acceptance, Mapping):
+        return [gamma for gamma in sorted(acceptance) if gamma <= max_gamma]
+    return range(1, max_gamma + 1)
 
 
 DEFAULT_BUDGET = 257
 DEFAULT_GAMMA = 4
-CHOICES = "a rate such as 0.8, and in a plan a file of records"
+CHOICES = "a rate such as 0.8, and in a plan a file of records or of golden lengths (.yaml)"
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,8 @@ class AcceptanceSection:
     acceptance: tuple[str, ...] | None = setting(
         None,
         "An acceptance rate as in a record (accepted / drafted tokens) such as 0.8. A plan also "
-        "takes a file of records, or several rates, one for each --budget. Default: 0.8 in "
-        "simulate.",
+        "takes a file of records, InferenceX's golden acceptance lengths (a .yaml), or several "
+        "rates, one for each --budget. Default: 0.8 in simulate.",
         metavar="A",
     )
     conditional_acceptance: tuple[float, ...] | None = setting(
@@ -92,14 +103,20 @@ def find_curves(
     gamma: int = DEFAULT_GAMMA,
     weights: str | None = None,
     records: Sequence[RunRecord] | None = None,
+    golden_curve: str | None = None,
 ) -> tuple[dict[int, AcceptanceCurve], str]:
     """Returns budget -> acceptance, and a text that names the source.
 
-    `values` are one for all budgets, one per budget, or one file, whose records (`records`, if
-    already read) count if they have this `drafter` (`self` or `model`), draft `weights` and KV
-    policy (None: the default). A rate was measured with `gamma` draft tokens. `budgets` None stands
-    for all in the file, or the default. Raises ValueError for other values.
+    `values` are one for all budgets, one per budget, or one file. The records of a file
+    (`records`, if already read) count if they have this `drafter` (`self` or `model`), draft
+    `weights` and KV policy (None: the default); a golden file has `golden_curve` for all budgets
+    (None: its only one). A rate was measured with `gamma` draft tokens. `budgets` None stands for
+    all in the file of records, or the default. Raises ValueError for other values.
     """
+    if len(values) == 1 and is_golden(values[0]):
+        lengths, what = load_golden(Path(values[0]), golden_curve)
+        source = f"{values[0]} (InferenceX, {what}, of its own draft)"
+        return _spread("--acceptance", [lengths], budgets), source
     if len(values) == 1 and is_file(values[0]):
         path = Path(values[0])
         like = (drafter, policy or DEFAULT_KV_POLICY, weights)
@@ -140,11 +157,12 @@ def parse_acceptance(text: str) -> float:
 
 def longest(curves: dict[int, AcceptanceCurve]) -> int | None:
     """The largest gamma that all curves reach; None if all are rates."""
-    return min((len(c) for c in curves.values() if isinstance(c, tuple)), default=None)
+    reached = [c for c in curves.values() if isinstance(c, tuple | Mapping)]
+    return min((max(c) if isinstance(c, Mapping) else len(c) for c in reached), default=None)
 
 
 def is_file(text: str) -> bool:
-    return Path(text).suffix == ".jsonl" or Path(text).is_file()
+    return Path(text).suffix == ".jsonl" or is_golden(text) or Path(text).is_file()
 
 
 Drafting = tuple[str, str, str | None]

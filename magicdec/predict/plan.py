@@ -4,7 +4,7 @@ rates; and PlanRecord with its tables. docs/plan.md is made from these classes. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -236,7 +236,10 @@ def describe_machine(ranks: dict[str, Any]) -> str:
     )
 
 
-def _curve(acceptance: float | Sequence[float]) -> str:
+def _curve(acceptance: float | Sequence[float] | Mapping[Any, float]) -> str:
+    if isinstance(acceptance, Mapping):
+        lengths = " ".join(f"{gamma}: {length:.2f}" for gamma, length in acceptance.items())
+        return f"acceptance lengths by gamma {lengths}"
     if not isinstance(acceptance, float | int):
         return " ".join(f"{share:.2f}" for share in acceptance)
     tokens = f"{expected_tokens(acceptance, 4):.2f} tokens per step at gamma 4"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from magicdec.hardware.costs import Deployment, attention_flops, kv_bytes_per_token, slowest_shard
-from magicdec.predict.curves import AcceptanceCurve, expected_tokens
+from magicdec.predict.curves import AcceptanceCurve, expected_tokens, known_gammas
 
 CHUNK = 512  # prompt tokens of a prefill forward, the default of `--prefill_chunk`
 
@@ -91,6 +91,9 @@ class SpeculationCost:
     acceptance: AcceptanceCurve
     choice: SelectionCost = SelectionCost()
 
+    def gammas(self, max_gamma: int) -> Sequence[int]:
+        return known_gammas(self.acceptance, max_gamma)
+
     def begin_s(self, B: int, S: int) -> float:
         is_self = self.draft.config is self.target.config
         own = 0.0 if is_self else prefill_seconds(self.draft, B, S)
@@ -117,7 +120,7 @@ def best_gamma(candidates: Sequence[SpeculationCost], B: int, S: int, max_gamma:
     """The prediction with the fastest steps, over `candidates` (one per KV budget) and gamma 0 to
     `max_gamma`."""
     ways = [(candidates[0], 0)]
-    ways += [(way, gamma) for way in candidates for gamma in range(1, max_gamma + 1)]
+    ways += [(way, gamma) for way in candidates for gamma in way.gammas(max_gamma)]
     way, gamma = max(ways, key=lambda w: w[0].predict_step(B, S, w[1]).speedup)
     return way.predict(B, S, gamma)
 
@@ -130,8 +133,8 @@ def break_even_context(
     it reads all of a full budget."""
 
     def pays(S: int) -> bool:
-        gammas = range(1, max_gamma + 1)
-        return any(way.predict_step(B, S, g).speedup > 1 for way in candidates for g in gammas)
+        gammas = ((way, gamma) for way in candidates for gamma in way.gammas(max_gamma))
+        return any(way.predict_step(B, S, gamma).speedup > 1 for way, gamma in gammas)
 
     powers = (1 << n for n in range(limit.bit_length()))
     places = sorted({limit, *powers, *(min(way.budget, limit) for way in candidates)})

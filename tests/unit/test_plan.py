@@ -152,6 +152,71 @@ def test_acceptance_as_a_rate() -> None:
     assert make(f"{BY_HAND} --acceptance 0.8").max_gamma == 8
 
 
+GOLDEN = """# key = num_speculative_tokens; value = golden AL
+_metadata: {draft-model: a/Draft}
+mini:
+  thinking_on: {4: '4.6', 1: 1.8, 2: 2.4}
+  thinking_off: {12: 5}
+"""
+
+
+def test_acceptance_of_a_golden_file(tmp_path: Path) -> None:
+    """Each length is that of the file, no other draft length is planned, and the fastest of these
+    is the one that the lengths and the times of a step say."""
+    path = tmp_path / "mini_mtp.yaml"
+    path.write_text(GOLDEN)
+    flags = f"{BY_HAND} --acceptance {path} --model llama-3.1-8b --budget 512 257"
+    found = make(f"{flags} --acceptance_curve thinking_on")
+    assert found.curves == {budget: {1: 1.8, 2: 2.4, 4: 4.6} for budget in (512, 257)}
+    assert found.max_gamma == 4 and "mini, thinking_on" in found.acceptance_source
+    (_, way) = found.candidates()  # of the smaller budget, which is never slower
+    steps = {gamma: way.predict_step(8, 32000, gamma) for gamma in (1, 2, 4)}
+    assert [step.tokens_per_step for step in steps.values()] == [1.8, 2.4, 4.6]
+    best = max(steps.values(), key=lambda step: step.speedup)
+    assert best.gamma == found.predict(8, 32000).gamma == 4
+    assert make(f"{flags} --acceptance_curve thinking_on --max_gamma 3").predict(8, 32000).gamma < 3
+    assert make(f"{flags} --acceptance_curve thinking_off --max_gamma 12").max_gamma == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOLDEN, "it has several curves; choose one by --acceptance_curve: thinking_on, "),
+        ("a: {on: {1: 1.5}}\nb: {on: {1: 1.5}}", "no golden acceptance file of InferenceX"),
+        ("- mini: 1.5", "no golden acceptance file of InferenceX"),
+        ("mini: 1.5", "mini has no thinking modes"),
+        ("mini: {a: {}}", "a has no acceptance lengths"),
+        ("mini: {a: {3: 4.1}}", "length of 4.1 for 3 draft tokens; it is from 1 to 4"),
+        ("mini: {a: {3: 0.9}}", "an acceptance length of 0.9"),
+        ("mini: {a: {3: .nan}}", "an acceptance length of nan"),
+        ("mini: {a: {3: [2]}}", "an acceptance length of [2]"),
+        ("mini: {a: {0: 1.0}}", "a has 0 draft tokens"),
+        ("mini: {a: {yes: 1.0}}", "a has True draft tokens"),
+        ("mini: {a: {12: 5}}", "--max_gamma 8: --acceptance begins at 12 draft tokens"),
+        ("mini: {a: {1: 1.5", "it is no YAML (expected ',' or '}', but got '<stream end>' in"),
+        ("mini: !!python/object/apply:os.getcwd []", "it is no YAML (could not determine"),
+        ("[" * 9999, "it is no YAML (RecursionError)"),
+    ],
+)  # fmt: skip
+def test_a_bad_golden_file_is_one_line(text: str, message: str, run: Run) -> None:
+    Path("golden.yaml").write_text(text)
+    code, _, err = run(f"{BY_HAND} --acceptance golden.yaml")
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_a_curve_is_chosen_of_a_golden_file_alone(run: Run) -> None:
+    Path("golden.yaml").write_text(GOLDEN)
+    for words, message in (
+        ("0.8 --acceptance_curve a", "--acceptance_curve does nothing here"),
+        ("golden.yaml --acceptance_curve a", "it has no --acceptance_curve a; choose from"),
+        ("golden.yaml --acceptance_gamma 3", "--acceptance_gamma does nothing here"),
+        ("golden.yaml 0.5", "--acceptance golden.yaml is not known"),
+        ("missing.yaml", "--acceptance missing.yaml: No such file or directory"),
+    ):
+        code, _, err = run(f"{BY_HAND} --acceptance {words}")
+        assert code == 2 and message in err and err.count("\n") == 1
+
+
 def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
     first = json.loads(BASELINES.read_text().splitlines()[0])
     for section, key, value in (
