@@ -228,6 +228,13 @@ def test_logs_and_damaged_lines_of_a_folder_are_said_and_left_out(
     assert 'href="../set/below/torn.jsonl#L1"' in page
 
 
+def test_a_file_of_noise_is_refused_in_one_line(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "noise.jsonl"
+    path.write_text(json.dumps(variant()) + "\n" + "noise\n" * 1001)
+    code, _, err = command("report", "--gallery", path, "--out", tmp_path / "out")
+    assert code == 2 and "noise.jsonl:2: not a JSON record" in err and err.count("\n") == 1
+
+
 def test_the_committed_page_has_all_committed_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written again by the command on it, which a folder of new records must be added to."""
     monkeypatch.chdir(ROOT)
