@@ -9,15 +9,20 @@ the first of them, do not.
 The acceptance of position k is the share of verifications that accepted at least k drafts. Where
 draft lengths differ, it is the product, over the positions up to k, of accepted / judged.
 
+Of another program's drafts only some of this may be known (`ReportedCounts`). What is not known is
+NaN in the counts and None in the metrics.
+
 Statistics resample requests, because the verifications of one request resemble each other.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -105,12 +110,99 @@ class Verification:
     position: int | None = None  # of the first draft in the text, where drafts run ahead
 
 
+@dataclass(frozen=True)
+class ReportedCounts:
+    """What another program reports of the drafts of one request, or of a pass, in the terms of this
+    module. None: it does not say."""
+
+    drafted: int | None = None
+    accepted: int | None = None
+    verifications: int | None = None
+    emitted: int | None = None
+    histogram: tuple[int, ...] | None = None  # verifications that accepted j draft tokens
+    steps: tuple[tuple[int, int], ...] | None = None  # by verification: drafted and accepted
+
+    @classmethod
+    def of(cls, verifications: Sequence[Verification]) -> ReportedCounts:
+        """All counts of known verifications."""
+        accepted = [each.accepted for each in verifications]
+        return cls(
+            sum(each.drafted for each in verifications),
+            sum(accepted),
+            len(verifications),
+            sum(each.emitted for each in verifications),
+            tuple(np.bincount(accepted, minlength=1).tolist()),
+            tuple((each.drafted, each.accepted) for each in verifications),
+        )
+
+    @property
+    def has_drafts(self) -> bool:
+        return any((self.drafted, self.accepted, self.verifications))
+
+    def find_contradiction(self, num_tokens: int) -> str | None:
+        """A sentence if the counts contradict each other, or the output tokens of the requests
+        without the first one of each, of which every verification emits one or more."""
+        verified = self.verifications
+        accepted = self.accepted
+        drafted = self.drafted
+        histogram = self.histogram
+        if accepted is not None and drafted is not None and accepted > drafted:
+            return f"{accepted} accepted of {drafted} draft tokens"
+        if drafted is not None and verified is not None and verified > drafted:
+            return f"{verified} verifications of {drafted} draft tokens"
+        if verified is not None and verified > num_tokens:
+            return f"{verified} verifications, but {num_tokens} output tokens after the first ones"
+        if histogram is not None:
+            count = sum(histogram)
+            total = sum(number * each for number, each in enumerate(histogram))
+            if verified is not None and count != verified:
+                return f"a histogram of {count} verifications, not {verified}"
+            if accepted is not None and total != accepted:
+                return f"a histogram of {total} accepted draft tokens, not {accepted}"
+        if self.steps is not None:
+            sums = [sum(column) for column in zip(*self.steps, strict=True)] or [0, 0]
+            if [len(self.steps), *sums] != [verified, drafted, accepted]:
+                return f"single steps that are not the {verified} verifications of its sums"
+            if any(taken > proposed for proposed, taken in self.steps):
+                return "a step that accepted more draft tokens than it had"
+        return None
+
+    @property
+    def num_positions(self) -> int:
+        lengths = [proposed for proposed, _ in self.steps or ()]
+        return max(lengths, default=len(self.histogram or (0,)) - 1)
+
+    def accepted_by_position(self) -> list[int] | None:
+        """The verifications that accepted the draft of each position."""
+        if self.steps is not None:
+            taken = [accepted for _, accepted in self.steps]
+            return [sum(k < each for each in taken) for k in range(self.num_positions)]
+        if self.histogram is None:
+            return None
+        return list(accumulate(self.histogram[:0:-1]))[::-1]
+
+    def judged_by_position(self) -> list[int] | None:
+        """The verifications that judged the draft of each position. Without single steps, this is
+        known if each of them drafted a token for every position."""
+        positions = range(self.num_positions)
+        if self.steps is not None:
+            return [sum(k < min(n, taken + 1) for n, taken in self.steps) for k in positions]
+        accepted = self.accepted_by_position()
+        verified = self.verifications
+        if accepted is None or verified is None or self.drafted != verified * len(positions):
+            return None
+        return [verified, *accepted][: len(positions)]
+
+
 @dataclass
 class Verifications:
-    """The verifications of a pass by request id, in their order."""
+    """The verifications of a pass by request id, in their order. Of a pass of another program what
+    it reports in place of them, by request and of the whole pass."""
 
     by_request: dict[int, list[Verification]] = field(default_factory=lambda: defaultdict(list))
     num_cancelled: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    reported: dict[int, ReportedCounts] = field(default_factory=dict)
+    reported_total: ReportedCounts | None = None
 
     @classmethod
     def of(cls, samples: PassSamples) -> Verifications:
@@ -149,6 +241,25 @@ class Verifications:
     @property
     def num_accepted(self) -> int:
         return sum(each.accepted for each in self.every)
+
+    def counts_of(self, request_id: int) -> ReportedCounts | None:
+        """What is known of the drafts of a request; None if nothing was drafted for it."""
+        if steps := self.by_request.get(request_id):
+            return ReportedCounts.of(steps)
+        reported = self.reported.get(request_id)
+        return reported if reported is not None and reported.has_drafts else None
+
+    def of_requests(self, request_ids: Sequence[int]) -> Verifications:
+        """Those of some requests, which become the requests 0, 1, ..."""
+        found = Verifications()
+        for number, request_id in enumerate(request_ids):
+            if request_id in self.by_request:
+                found.by_request[number] = self.by_request[request_id]
+            if request_id in self.num_cancelled:
+                found.num_cancelled[number] = self.num_cancelled[request_id]
+            if request_id in self.reported:
+                found.reported[number] = self.reported[request_id]
+        return found
 
     def take(self, request_id: int) -> Verifications:
         """Removes one request's verifications and returns them as those of request 0."""
@@ -189,10 +300,11 @@ class Verifications:
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """Counts over the verifications of P prompts at K draft positions. A position is judged if it
-    was drafted and all drafts before it were accepted."""
+    """Counts over the verifications of P prompts at K draft positions; NaN where a count is not
+    known. A position is judged if it was drafted and all drafts before it were accepted."""
 
     drafted: Array  # [P] draft tokens
+    num_accepted: Array  # [P]
     verifications: Array  # [P]
     emitted: Array  # [P] tokens that the verifications appended to the output
     judged: Array  # [P, K]
@@ -210,10 +322,34 @@ class PromptCounts:
 
         return cls(
             by_prompt(drafted),
+            by_prompt(accepted),
             by_prompt(np.ones(len(prompts))),
             by_prompt(emitted),
             by_prompt(positions < np.minimum(drafted, accepted + 1)[:, None]),
             by_prompt(positions < accepted[:, None]),
+        )
+
+    @classmethod
+    def of_reported(cls, reported: Mapping[int, ReportedCounts], num_prompts: int) -> PromptCounts:
+        num_positions = max((each.num_positions for each in reported.values()), default=0)
+        rows = [reported.get(prompt, ReportedCounts(0, 0, 0, 0)) for prompt in range(num_prompts)]
+
+        def column(name: str) -> Array:
+            return np.array([getattr(row, name) for row in rows], float)  # None is NaN
+
+        def by_position(counts: list[int] | None, row: ReportedCounts) -> list[float]:
+            if counts is None:
+                return [math.nan if row.has_drafts else 0.0] * num_positions
+            return [*counts, *[0.0] * (num_positions - len(counts))]
+
+        judged = [by_position(row.judged_by_position(), row) for row in rows]
+        accepted = [by_position(row.accepted_by_position(), row) for row in rows]
+        shape = num_prompts, num_positions
+        names = ("drafted", "accepted", "verifications", "emitted")
+        return cls(
+            *map(column, names),
+            np.array(judged, float).reshape(shape),
+            np.array(accepted, float).reshape(shape),
         )
 
     @property
@@ -224,14 +360,15 @@ class PromptCounts:
     def rates(self) -> Array:
         """[P] acceptance rates; NaN for a prompt without drafts."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            rates: Array = self.accepted.sum(axis=1) / self.drafted
+            rates: Array = self.num_accepted / self.drafted
         return rates
 
     def equals(self, other: PromptCounts) -> bool:
         return all(map(np.array_equal, vars(self).values(), vars(other).values()))
 
     def with_verifications(self) -> PromptCounts:
-        return PromptCounts(*(counts[self.verifications > 0] for counts in vars(self).values()))
+        has_none = (self.verifications == 0) | (self.drafted == 0)
+        return PromptCounts(*(counts[~has_none] for counts in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -266,10 +403,10 @@ def count_by_prompt(samples: PassSamples) -> PromptCounts:
 def estimates_of(counts: PromptCounts) -> Estimates:
     """The metrics of these counts. A value without a prompt is not finite if no other prompt has a
     verification."""
-    drafted, verified, emitted, judged, accepted = map(with_each_left_out, vars(counts).values())
-    num_accepted = accepted.sum(axis=1)  # each token counts once, at its position
+    sums = map(with_each_left_out, vars(counts).values())
+    drafted, num_accepted, verified, emitted, judged, accepted = sums
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = np.where(judged > 0, accepted / judged, 0.0)
+        shares = np.where(judged == 0, 0.0, accepted / judged)
         return Estimates(
             rate=num_accepted / drafted,
             length=1 + num_accepted / verified,
@@ -280,33 +417,63 @@ def estimates_of(counts: PromptCounts) -> Estimates:
 
 def acceptance_metrics(verifications: Verifications, num_requests: int) -> dict[str, Any]:
     """The fields of `AcceptanceMetrics` for the requests 0 to `num_requests` - 1; empty if nothing
-    was drafted. Where every draft was cancelled, their number is all that is known."""
-    counts = PromptCounts.of(verifications.by_request, num_requests).with_verifications()
+    was drafted. Where every draft was cancelled, their number is all that is known. What a program
+    reports of the whole pass fills in what it does not report by request."""
+    counts = PromptCounts.of(verifications.by_request, num_requests)
+    if verifications.reported:
+        counts = PromptCounts.of_reported(verifications.reported, num_requests)
+    found = metrics_of(counts.with_verifications())
+    total = verifications.reported_total
+    if total is not None:
+        of_pass = metrics_of(PromptCounts.of_reported({0: total}, 1).with_verifications())
+        found = of_pass | {name: value for name, value in found.items() if value is not None}
     cancelled = verifications.num_cancelled
     num_cancelled = sum(cancelled.values()) if cancelled else None
+    if found or num_cancelled:
+        found["num_cancelled_draft_tokens"] = num_cancelled
+    return found
+
+
+def metrics_of(counts: PromptCounts) -> dict[str, Any]:
+    """The metrics of prompts with drafts; empty if there is none. None where a metric is not
+    known."""
     if not counts.num_prompts:
-        return {"num_cancelled_draft_tokens": num_cancelled} if num_cancelled else {}
+        return {}
     estimates = estimates_of(counts)
     longest = 1 + counts.judged.shape[1]
-    positions = [interval(values, 0, 1) or [] for values in estimates.per_position.T]
-    every = verifications.every
-    histogram = np.bincount([each.accepted for each in every], minlength=longest)
+    num_steps = counts.verifications.sum()
+    accepted = counts.accepted.sum(axis=0)
+    # Those that accepted j tokens accepted the j-th and not the next one.
+    histogram = -np.diff([num_steps, *accepted, 0.0])
+    has_histogram = longest > 1 and np.isfinite(histogram).all()
+    per_position = estimates.per_position
+    has_positions = longest > 1 and np.isfinite(per_position[0]).all()
+    positions = [interval(values, 0, 1) or [] for values in per_position.T]
     return {
-        "num_spec_steps": len(every),
-        "num_draft_tokens": verifications.num_drafted,
-        "num_accepted_draft_tokens": verifications.num_accepted,
-        "num_cancelled_draft_tokens": num_cancelled,
-        "acceptance_histogram": histogram.tolist(),
-        "draft_acceptance_rate": float(estimates.rate[0]),
-        "mean_acceptance_length": float(estimates.length[0]),
-        "mean_emitted_tokens": float(estimates.emitted[0]),
-        "acceptance_per_position": estimates.per_position[0].tolist(),
+        "num_spec_steps": whole(num_steps),
+        "num_draft_tokens": whole(counts.drafted.sum()),
+        "num_accepted_draft_tokens": whole(counts.num_accepted.sum()),
+        "acceptance_histogram": histogram.astype(int).tolist() if has_histogram else None,
+        "draft_acceptance_rate": known(estimates.rate[0]),
+        "mean_acceptance_length": known(estimates.length[0]),
+        "mean_emitted_tokens": known(estimates.emitted[0]),
+        "acceptance_per_position": per_position[0].tolist() if has_positions else None,
         "draft_acceptance_rate_interval": interval(estimates.rate, 0, 1),
         "mean_acceptance_length_interval": interval(estimates.length, 1, longest),
         "mean_emitted_tokens_interval": interval(estimates.emitted, 1, longest),
         "acceptance_per_position_interval": positions if any(positions) else None,
-        "judged_per_position": [int(count) for count in counts.judged.sum(axis=0)],
+        "judged_per_position": counts.judged.sum(axis=0).astype(int).tolist()
+        if has_positions
+        else None,
     }
+
+
+def known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def whole(count: float) -> int | None:
+    return int(count) if math.isfinite(count) else None
 
 
 def acceptance_of(samples: PassSamples) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def pair(accepted: Sequence[int], num_different: int = 0) -> PairedCounts:
     def counts(of_each: Sequence[int]) -> PromptCounts:
         tens = np.full(4, 10.0)
         column = np.array(of_each, float).reshape(4, 1)
-        return PromptCounts(tens, tens, tens, tens.reshape(4, 1), column)
+        return PromptCounts(tens, column[:, 0], tens, tens, tens.reshape(4, 1), column)
 
     return PairedCounts(counts([5] * 4), counts(accepted), num_different)
 
