@@ -63,6 +63,19 @@ EXECUTORS = {
     "slurm": "magicdec.bench.study.executor:SlurmJobs",
 }
 SEQUENTIAL = "sequential"  # one process, one request after the other
+# Programs whose servers say what they drafted: the form in which each does.
+SERVER_FORMATS = {
+    "vllm": "magicdec.systems.servers.vllm:VLLM",
+    "sglang": "magicdec.systems.servers.sglang:SGLANG",
+    "llama.cpp": "magicdec.systems.servers.llama_cpp:LLAMA_CPP",
+}
+# What `--endpoint_api` can name: the interface by which a server is asked.
+OPENAI_API = "openai"
+SERVER_APIS = {
+    OPENAI_API: "magicdec.systems.servers.openai:OPENAI",
+    "sglang": "magicdec.systems.servers.sglang:GENERATE",
+    "llama.cpp": "magicdec.systems.servers.llama_cpp:COMPLETION",
+}
 # The kinds of records, which all commands append to one file, by their key `kind`.
 RECORDS = {
     "run": "magicdec.records.record:RunRecord",

@@ -188,7 +188,12 @@ class Command:
             every = default_names(self.modes, world_size, has_draft)
             names = (*every, *(self.drafting if draft != NONE and is_named else ()))
             names += tuple(name for name in EXTERNAL if options.endpoint is not None)
-        return [Pass.named(name) for name in names]
+        servers = range(len(options.endpoint or ()) or 1)
+        return [
+            replace(each, server=server)
+            for each in map(Pass.named, names)
+            for server in (servers if each.system == ENDPOINT else (0,))
+        ]
 
     def settle(
         self,

@@ -43,7 +43,8 @@ class Setting:
 
     `other_defaults` names commands with another default, `synonyms` other programs' names, answered
     with the flag. A list that `can_be_empty` needs no value; one that `is_set` or has choices has
-    none twice. Several texts of one that `is_joined` are joined by commas.
+    none twice, unless it `can_repeat` them. Several texts of one that `is_joined` are joined by
+    commas.
     """
 
     help: str
@@ -60,6 +61,7 @@ class Setting:
     synonyms: tuple[str, ...] = ()
     can_be_empty: bool = False
     is_set: bool = False
+    can_repeat: bool = False
     is_joined: bool = False
 
 
@@ -137,8 +139,9 @@ class Declared:
             if self.setting.parse is not None and isinstance(value, str | list):
                 value = self.setting.parse(value)
             value = _adapter(self.kind, self.setting).validate_python(value)
-            is_set = self.is_list and (self.setting.choices or self.setting.is_set)
-            if is_set and len(set(value)) < len(value):
+            declared = self.setting
+            is_set = declared.is_set or (bool(declared.choices) and not declared.can_repeat)
+            if self.is_list and is_set and len(set(value)) < len(value):
                 twice = next(each for each in value if value.count(each) > 1)
                 raise ValueError(f"names {twice} twice; name each once")
             return value

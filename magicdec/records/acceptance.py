@@ -17,8 +17,8 @@ Statistics resample requests, because the verifications of one request resemble 
 
 from __future__ import annotations
 
-from collections import defaultdict
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -231,6 +231,13 @@ class Verifications:
         return found
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether something was drafted, as far as is known."""
+        total = [] if self.reported_total is None else [self.reported_total]
+        reported = any(each.has_drafts for each in (*self.reported.values(), *total))
+        return reported or any(self.by_request.values())
+
+    @property
     def every(self) -> list[Verification]:
         return [each for of_request in self.by_request.values() for each in of_request]
 
@@ -345,9 +352,11 @@ class PromptCounts:
         judged = [by_position(row.judged_by_position(), row) for row in rows]
         accepted = [by_position(row.accepted_by_position(), row) for row in rows]
         shape = num_prompts, num_positions
-        names = ("drafted", "accepted", "verifications", "emitted")
         return cls(
-            *map(column, names),
+            column("drafted"),
+            column("accepted"),
+            column("verifications"),
+            column("emitted"),
             np.array(judged, float).reshape(shape),
             np.array(accepted, float).reshape(shape),
         )

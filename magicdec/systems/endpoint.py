@@ -1,4 +1,4 @@
-"""The system of an OpenAI-compatible server that streams completions. Only token ids (which vLLM
+"""The system of another program's server that streams completions. Only token ids (which vLLM
 sends for `return_token_ids`) are compared; other tokens are counted."""
 
 from __future__ import annotations
@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from http.client import HTTPException
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from magicdec.config.run_config import RunConfig
+from magicdec.names import SERVER_APIS, load_object
 from magicdec.output.console import Progress
 from magicdec.runner.request import UNKNOWN_ID, Request, StepOutput
 from magicdec.setup.model_plan import ModelPlan
@@ -21,16 +24,32 @@ from magicdec.setup.prepare import SetupCache
 from magicdec.systems.batching import of_first_rank_alone
 from magicdec.systems.http_client import AnswerLimits, LimitReached, Server, read_key
 from magicdec.systems.modes import Pass
+from magicdec.systems.options import NO_URL
+from magicdec.systems.servers.counters import Counters
+from magicdec.systems.servers.form import Asked, ServerApi
+from magicdec.systems.servers.report import (
+    CountedPass,
+    ServerCounts,
+    conclude,
+    count_pass,
+    form_of,
+    is_behind,
+)
 from magicdec.systems.system import Extras, PassObserver, StepShape, System
 
 # Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
 # the prompt, which a server may repeat as ids, and for each token that was asked for.
 MODELS_BYTES = 4 << 20
+METRICS_BYTES = 32 << 20
 STREAM_BYTES = 1 << 20
 PROMPT_BYTES = 32
 TOKEN_BYTES = 1 << 14
 MOST_PARTS = 8  # of a streamed text without ids, for each token that was asked for
 OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")  # of a stream of events, beside its data
+# A server may count a moment after it has answered.
+COUNTING_S = 5.0
+EVERY_S = 0.05
+OF_OPENAI = "/v1"  # the end of the URL of OpenAI's interface
 
 
 class Endpoint(System):
@@ -44,18 +63,45 @@ class Endpoint(System):
         workload = self.options.batch_of(run_config.workload, self.options.rows)
         models = self.find(run_config, workload, cache)
         self.run = self.complete(of_first_rank_alone(models), cache)
-        self.model = self.options.endpoint_model
-        key = self.options.endpoint_key_env
-        self.server = Server(self.options.endpoint or "", None if key is None else read_key(key))
+        number = self.passes[0].server
+        self.model = self.options.of_server("endpoint_model", number)
+        self.sends_text = self.options.of_server("endpoint_prompts", number) == "text"
+        self.api: ServerApi = load_object(
+            SERVER_APIS[self.options.of_server("endpoint_api", number)]
+        )
+        variable = self.options.endpoint_key_env
+        key = None if variable is None else read_key(variable)
+        url = (self.options.endpoint or ("",))[number]
+        self.server = Server(url, key)
+        self.root = Server(without_openai(url), key) if self.api.is_at_root else self.server
+        self.metrics: Server | None = None
+        metrics_url = self.options.of_server("endpoint_metrics", number)
+        if metrics_url not in (None, NO_URL):
+            self.metrics = Server(metrics_url, key if is_same_server(metrics_url, url) else None)
+        self.said = ServerCounts()
         if self.launch.rank == 0:
-            served = self._parts(next(self._events("/models", self._limits(MODELS_BYTES))), "data")
-            names = [str(each["id"]) for each in served if "id" in each]
-            self.model = self.model or next(iter(names), None)
-            if self.model not in names:
-                choices = ", ".join(names) or "no model"
-                raise ValueError(
-                    f"--endpoint_model {self.model} is not served there; choose from {choices}"
-                )
+            self._find_model()
+            self._check_metrics()
+
+    def _find_model(self) -> None:
+        """Raises ValueError if the server lacks the model."""
+        answer = self._object("/models", self._text(self.server, "/models", MODELS_BYTES))
+        served = self._parts(answer, "data")
+        names = [str(each["id"]) for each in served if "id" in each]
+        self.model = self.model or next(iter(names), None)
+        if self.model not in names:
+            choices = ", ".join(names) or "no model"
+            raise ValueError(
+                f"--endpoint_model {self.model} is not served there; choose from {choices}"
+            )
+
+    def _check_metrics(self) -> None:
+        """Raises ValueError if the counters cannot be read, or are those of an unknown program."""
+        if (counters := self._counters()) is not None:
+            try:
+                form_of(counters)
+            except ValueError as error:
+                raise ValueError(f"--endpoint_metrics {self.metrics} {error}") from None
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         return []
@@ -71,13 +117,40 @@ class Endpoint(System):
 
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         ended = SimpleQueue[Exception | None]()
+        self.said = ServerCounts()
+        is_read = observer.is_measured and self.launch.rank == 0
+        before = self._counters() if is_read else None
         for request in requests if self.launch.rank == 0 else ():
             # A daemon, so that a command that ends does not wait for the other answers.
             Thread(target=self._serve_one, args=(request, observer, ended), daemon=True).start()
         for _ in requests if self.launch.rank == 0 else ():
             if (error := ended.get()) is not None:
                 raise error
-        return Extras()
+        if not is_read:
+            return Extras()
+        taken, report = conclude(self.said, requests, lambda: self._count(before, requests))
+        observer.verifications = taken
+        return Extras(server=report)
+
+    def _count(self, before: Counters | None, requests: Sequence[Request]) -> CountedPass | None:
+        """What the server has counted in a pass that has ended; None if its counters are not read.
+        Raises ValueError as `count_pass` does."""
+        if before is None:
+            return None
+        end_s = time.monotonic() + COUNTING_S
+        while True:
+            after = self._counters()
+            assert after is not None, "they were read before"
+            if not is_behind(before, after, requests) or time.monotonic() > end_s:
+                return count_pass(before, after, requests)
+            time.sleep(EVERY_S)
+
+    def _counters(self) -> Counters | None:
+        """The counters now; None without `--endpoint_metrics`. Raises ValueError."""
+        if self.metrics is None:
+            return None
+        sent = self._text(self.metrics, "", METRICS_BYTES, "--endpoint_metrics")
+        return Counters.read(sent.decode(errors="replace"))
 
     def _serve_one(
         self, request: Request, observer: PassObserver, ended: SimpleQueue[Exception | None]
@@ -102,7 +175,9 @@ class Endpoint(System):
         ignores_eos = self.run.config.decoding.ignore_eos
         size = PROMPT_BYTES * len(request.prompt_ids) + TOKEN_BYTES * most
         limits = self._limits(STREAM_BYTES + size)
-        for event in self._events("/completions", limits, self._body(request)):
+        for sent in self._events(limits, self._body(request)):
+            event = self.api.event(sent, len(request.output_ids))
+            self.said.observe(request.request_id, event)
             if isinstance(usage := event.get("usage"), dict):
                 said = usage.get("completion_tokens")
             for choice in self._parts(event, "choices"):
@@ -148,14 +223,9 @@ class Endpoint(System):
 
     def _body(self, request: Request) -> dict[str, Any]:
         ids = list(request.prompt_ids)
+        prompt = self.run.tokenizer.decode(ids) if self.sends_text else ids
         most = request.sampling.max_new_tokens
-        as_text = self.options.endpoint_prompts == "text"
-        prompt = self.run.tokenizer.decode(ids) if as_text else ids
-        body: dict[str, Any] = {"model": self.model, "prompt": prompt}
-        body |= {"max_tokens": most, "temperature": 0, "stream": True, "return_token_ids": True}
-        if self.run.config.decoding.ignore_eos:
-            body |= {"ignore_eos": True, "min_tokens": most}
-        return body | {"stream_options": {"include_usage": True}}
+        return self.api.body(Asked(self.model, prompt, most, self.run.config.decoding.ignore_eos))
 
     def _parts(self, answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
         parts = answer.get(name) or []
@@ -186,35 +256,63 @@ class Endpoint(System):
             self.options.endpoint_timeout_s, self.options.endpoint_total_s, num_bytes
         )
 
-    def _events(
-        self, path: str, limits: AnswerLimits, body: dict[str, Any] | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """The JSON object that the server answers, or with a `body` the objects that it streams.
-        Raises ValueError, one line naming the server, if it fails or exceeds the limits."""
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with self.server.ask(path, data, limits) as response:
-                if response.status != 200:
-                    text = self._shown(response.read(TOKEN_BYTES).decode(errors="replace"))
-                    raise ValueError(f"{self._flag} answers {path} with {response.status}: {text}")
-                if body is None:
-                    yield self._object(path, response.read())
+    def _events(self, limits: AnswerLimits, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The JSON objects that the server streams. Raises ValueError as `_asked` does."""
+        path = self.api.path
+        with self._asked(self.root, path, limits, json.dumps(body).encode()) as response:
+            for line in response:
+                sent = line.strip().removeprefix(b"data:").strip()
+                if sent == b"[DONE]":
                     return
-                for line in response:
-                    sent = line.strip().removeprefix(b"data:").strip()
-                    if sent == b"[DONE]":
+                if sent and not sent.startswith(OTHER_FIELDS):
+                    event = self._object(path, sent)
+                    if event.get("error"):
+                        said = self._shown(event["error"])
+                        raise ValueError(f"{self._flag} ends an answer with: {said}")
+                    yield event
+                    if self.api.is_last(event):
                         return
-                    if sent and not sent.startswith(OTHER_FIELDS):
-                        event = self._object(path, sent)
-                        if event.get("error"):
-                            said = self._shown(event["error"])
-                            raise ValueError(f"{self._flag} ends an answer with: {said}")
-                        yield event
             raise ValueError(f"{self._flag} ends in the middle of an answer")
+
+    def _text(self, server: Server, path: str, num_bytes: int, flag: str = "--endpoint") -> bytes:
+        """What a server answers. Raises ValueError as `_asked` does."""
+        with self._asked(server, path, self._limits(num_bytes), flag=flag) as response:
+            return response.read()
+
+    @contextmanager
+    def _asked(
+        self,
+        server: Server,
+        path: str,
+        limits: AnswerLimits,
+        data: bytes | None = None,
+        flag: str = "--endpoint",
+    ) -> Iterator[HTTPResponse]:
+        """The answer of a server. Raises ValueError, one line naming the server, if it fails or
+        exceeds the limits, also while it is read."""
+        flag = f"{flag} {server}"
+        try:
+            with server.ask(path, data, limits) as response:
+                if response.status != 200:
+                    text = server.shown(response.read(TOKEN_BYTES).decode(errors="replace"))
+                    place = f" {path}" if path else ""
+                    raise ValueError(f"{flag} answers{place} with {response.status}: {text}")
+                yield response
         except LimitReached as error:
-            raise ValueError(f"{self._flag} {error}") from None
+            raise ValueError(f"{flag} {error}") from None
         except (OSError, HTTPException) as error:
-            raise ValueError(f"{self._flag}: {self._shown(str(error))}") from None
+            raise ValueError(f"{flag}: {server.shown(str(error))}") from None
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def without_openai(url: str) -> str:
+    """The URL of the whole server, whose interface of OpenAI's is at `url`."""
+    parts = urlsplit(url)
+    return parts._replace(path=parts.path.rstrip("/").removesuffix(OF_OPENAI)).geturl()
+
+
+def is_same_server(url: str, other: str) -> bool:
+    """Whether both have one host and port, so that one may have the key of the other."""
+    return urlsplit(url)[:2] == urlsplit(other)[:2]

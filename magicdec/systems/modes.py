@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from string import digits
 
 from magicdec.names import SEQUENTIAL
 
@@ -64,18 +65,24 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Pass:
-    """All requests, served once in one mode."""
+    """All requests, served once in one mode. `server` numbers the servers of `--endpoint`."""
 
     mode: str
     is_drafting: bool
+    server: int = 0
 
     @classmethod
     def named(cls, name: str) -> Pass:
-        mode = name.removesuffix(WITH_DRAFT)
-        return cls(mode, mode != name or MODES[mode].drafts is Drafts.ALWAYS)
+        numbered = name.removesuffix(WITH_DRAFT)
+        mode = numbered.rstrip(digits)
+        number = numbered.removeprefix(mode)
+        is_drafting = numbered != name or MODES[mode].drafts is Drafts.ALWAYS
+        return cls(mode, is_drafting, int(number) - 1 if number else 0)
 
     @property
     def name(self) -> str:
+        if self.server:
+            return f"{self.mode}{self.server + 1}"
         is_chosen = self.is_drafting and MODES[self.mode].drafts is Drafts.MAYBE
         return f"{self.mode}{WITH_DRAFT}" if is_chosen else self.mode
 

@@ -22,7 +22,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.layout import StageGrid, make_grid, read_split
-from magicdec.names import NGRAM_AND
+from magicdec.names import NGRAM_AND, OPENAI_API, SERVER_APIS
 from magicdec.runner.step_plan import PREFILL_TOKENS
 from magicdec.systems.http_client import read_key
 from magicdec.systems.modes import (
@@ -46,6 +46,8 @@ WINDOW_MS = 1000.0
 OF_SAMPLING = ("temperature", "repetition_penalty", "presence_penalty")
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
 WINDOWED = "dynamic"  # the mode that has a time window
+NO_URL = "none"  # in `--endpoint_metrics`, of a server whose counters are not read
+OF_EACH = ("endpoint_model", "endpoint_prompts", "endpoint_api", "endpoint_metrics")
 
 
 def parse_url(text: str) -> str:
@@ -58,6 +60,16 @@ def parse_url(text: str) -> str:
     if not is_url:
         raise ValueError(f"{masked(text)} is no URL; give one such as http://127.0.0.1:8000/v1")
     return text
+
+
+def parse_urls(words: str | Sequence[str]) -> list[str]:
+    return [parse_url(word) for word in ([words] if isinstance(words, str) else words)]
+
+
+def parse_metrics_urls(words: str | Sequence[str]) -> list[str]:
+    """As `parse_urls`, where a server may have `NO_URL`."""
+    texts = [words] if isinstance(words, str) else words
+    return [word if word == NO_URL else parse_url(word) for word in texts]
 
 
 def check_credentials(url: str, variable: str | None) -> None:
@@ -169,20 +181,38 @@ class ServeOptions(StagesSection):
         above=0,
     )
     emulate_acceptance: tuple[float, ...] | None = same(DecodingSection, "emulate_acceptance")
-    endpoint: str | None = setting(
+    endpoint: tuple[str, ...] | None = setting(
         None,
         "An OpenAI-compatible server, such as http://127.0.0.1:8000/v1, to which the mode endpoint "
-        "sends the same requests.",
+        "sends the same requests. With several, the later ones are endpoint2, endpoint3, ... in "
+        "tables and records, and each other flag of endpoints has one value for all or one for "
+        "each.",
         metavar="URL",
-        parse=parse_url,
+        parse=parse_urls,
     )
-    endpoint_model: str | None = setting(
+    endpoint_model: tuple[str, ...] | None = setting(
         None, "The model as the server names it. Default: the first that it has."
     )
-    endpoint_prompts: str = setting(
-        "ids",
+    endpoint_prompts: tuple[str, ...] = setting(
+        ("ids",),
         "Send prompts as token ids, or as text to a server that takes no ids.",
         choices=("ids", "text"),
+        can_repeat=True,
+    )
+    endpoint_api: tuple[str, ...] = setting(
+        (OPENAI_API,),
+        "The interface by which the server is asked: OpenAI's completions, SGLang's /generate, "
+        "which reports drafts, or llama.cpp's /completion, which says token ids.",
+        choices=tuple(SERVER_APIS),
+        can_repeat=True,
+    )
+    endpoint_metrics: tuple[str, ...] | None = setting(
+        None,
+        "Where the server shows its Prometheus counters, such as http://127.0.0.1:8000/metrics, "
+        "for the acceptance of drafts that its answers do not report: read before and after the "
+        f"requests, which nobody else may disturb; {NO_URL} for none.",
+        metavar="URL",
+        parse=parse_metrics_urls,
     )
     endpoint_timeout_s: float = setting(
         300.0, "Seconds without a new token of the server after which it has stalled.", above=0
@@ -225,6 +255,11 @@ class ServeOptions(StagesSection):
 
     def of_system(self, system: str) -> list[Pass]:
         return [each for each in self.passes if each.system == system]
+
+    def of_server(self, name: str, number: int) -> Any:
+        """The value that a setting of `OF_EACH` has for the server of that number."""
+        values = getattr(self, name)
+        return None if values is None else values[0 if len(values) == 1 else number]
 
     @property
     def is_measured(self) -> bool:
@@ -359,7 +394,8 @@ class ServeOptions(StagesSection):
         values = asdict(self) | asdict(self.speculation)
         for name in ("shapes", "passes", "speculation", "mode", "has_rows_of_ring"):
             del values[name]
-        values["endpoint"] = self.endpoint and masked(self.endpoint)
+        for name in ("endpoint", "endpoint_metrics"):
+            values[name] = values[name] and [masked(url) for url in values[name]]
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
         values["modes"] = [each.name for each in self.passes]
@@ -396,7 +432,7 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
             raise ValueError("--modes endpoint needs --endpoint URL")
         if options.emulate_stage_ms is not None:
             raise ValueError("--emulate_stage_ms: a server at --endpoint computes; leave one out")
-        check_credentials(options.endpoint, options.endpoint_key_env)
+        _check_servers(options)
         _refuse_sampling(config, "--modes endpoint, whose server decodes greedily")
     rings = options.of_system(RING)
     if fixed and options.draft.startswith(NGRAM_AND):
@@ -415,6 +451,29 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
         raise ValueError(f"--emulate_link_ms {options.emulate_link_ms}: one rank has no link")
     _check_emulated_acceptance(options)
     _check_emulated_stages(options, config)
+
+
+def _check_servers(options: ServeOptions) -> None:
+    """Raises ValueError if a setting fits neither all servers nor each of them."""
+    servers = options.endpoint or ()
+    if len(set(servers)) < len(servers):
+        raise ValueError("--endpoint names a server twice; name each once")
+    for url in servers:
+        check_credentials(url, options.endpoint_key_env)
+    for name in OF_EACH:
+        values = getattr(options, name)
+        if values is not None and len(values) not in (1, len(servers)):
+            raise ValueError(
+                f"--{name} has {len(values)} values for {len(servers)} servers of --endpoint; give "
+                "one for all or one for each"
+            )
+    of_each = [options.of_server("endpoint_metrics", number) for number in range(len(servers))]
+    urls = [url for url in of_each if url not in (None, NO_URL)]
+    if len(set(urls)) < len(urls):
+        raise ValueError(
+            "--endpoint_metrics has the same counters for several servers; give each its own, or "
+            f"{NO_URL}"
+        )
 
 
 def _check_emulated_acceptance(options: ServeOptions) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from magicdec.speculation.steps.witness import Witness
     from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
     from magicdec.systems.ring.metrics import RingMetrics
+    from magicdec.systems.servers.report import ServerReport
 
 WARM_UP_TOKENS = 3
 
@@ -117,6 +118,7 @@ class Extras:
     speculation: SpeculationMetrics | None = None
     trace: PassTrace | None = None
     watched: WatchedSteps | None = None
+    server: ServerReport | None = None  # of another program
 
 
 class System(ABC):

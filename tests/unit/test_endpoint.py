@@ -4,10 +4,11 @@ loopback that knows the right tokens, and the ways in which it fails."""
 from __future__ import annotations
 
 import json
+import re
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from typing import Any
 import pytest
 from conftest import Command
 
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.serving.showing import break_even
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.masking import masked
 from magicdec.distributed.groups import Launch
+from magicdec.records.reading import read_records
 from magicdec.systems.batching import Batching
 
 ALONE = Launch(0, 1, 0, 1)
@@ -35,14 +39,18 @@ class Server:
     has_usage: bool = True
     fault: str = ""
     odd: Any = None  # sent after two tokens
+    report: dict[str, Any] = field(default_factory=dict)  # fields of the last event of an answer
+    counters: list[str] = field(default_factory=list)  # sent by /metrics in turn, the last again
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)  # the Authorization of each request
     address: str = ""
     released: threading.Event = field(default_factory=threading.Event)
+    num_tokens: int = 0  # that it has sent
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """What is streamed; None ends the connection."""
         known = self.answers.get(tuple(body["prompt"]), [1] * body["max_tokens"])
+        self.num_tokens += min(len(known), body["max_tokens"])
         output = known[: body["max_tokens"]]
         if self.fault == "wrong":
             output = [*output[:-1], output[-1] + 1]
@@ -68,7 +76,33 @@ class Server:
             elif number != 1 or not self.has_usage:  # the second has no text of its own
                 yield {"choices": [{"text": "x", "token_ids": None}]}
         if self.has_usage:
-            yield {"choices": [], "usage": {"completion_tokens": len(output)}}
+            yield {"choices": [], "usage": {"completion_tokens": len(output)}} | self.report
+
+    def as_sglang(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of /generate, which have all ids so far."""
+        sampling = body["sampling_params"]
+        asked = {"prompt": body["input_ids"], "max_tokens": sampling["max_new_tokens"]}
+        ids = list[int]()
+        for event in self.events(asked):
+            for choice in (event or {}).get("choices", []):
+                ids += choice["token_ids"]
+                info = {"completion_tokens": len(ids), "finish_reason": None}
+                yield {"text": "", "output_ids": [*ids], "meta_info": info}
+        ended = {"completion_tokens": len(ids), "finish_reason": {"type": "length"}}
+        yield {"text": "", "output_ids": ids, "meta_info": ended | self.report}
+
+    def as_llama_cpp(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of /completion, whose ids are new ones."""
+        asked = {"prompt": body["prompt"], "max_tokens": body["n_predict"]}
+        for event in self.events(asked):
+            for choice in (event or {}).get("choices", []):
+                yield {"content": "", "tokens": choice["token_ids"], "stop": False}
+        yield {
+            "content": "",
+            "tokens": [],
+            "stop": True,
+            "timings": {"predicted_n": 4} | self.report,
+        }
 
 
 @pytest.fixture
@@ -86,6 +120,10 @@ def server() -> Iterator[Server]:
 
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
+            if path == "/metrics":
+                text = ours.counters.pop(0) if len(ours.counters) > 1 else ours.counters[0]
+                self.answer(200, text.format(ours.num_tokens))
+                return
             assert path == "/v1/models" and query in ("", "token=q1")
             ours.keys.append(self.headers["Authorization"])
             if ours.fault == "slow":
@@ -101,7 +139,7 @@ def server() -> Iterator[Server]:
             self.answer(200, "<html>" if ours.fault == "no JSON" else json.dumps(models))
 
         def do_POST(self) -> None:
-            assert self.path.partition("?")[0] == "/v1/completions"
+            path = self.path.partition("?")[0]
             ours.keys.append(self.headers["Authorization"])
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             ours.bodies.append(body)
@@ -112,12 +150,18 @@ def server() -> Iterator[Server]:
                 self.answer(401, f"\x1b[31mno such key: {self.headers['Authorization']}")
                 return
             self.answer(200, "")
-            for event in ours.events(body):
+            events = {
+                "/v1/completions": ours.events,
+                "/generate": ours.as_sglang,
+                "/completion": ours.as_llama_cpp,
+            }[path]
+            for event in events(body):
                 if event is None:
                     return
                 self.wfile.write(f": ping\n\nevent: new\ndata: {json.dumps(event)}\n\n".encode())
                 self.wfile.flush()
-            self.wfile.write(b"data: [DONE]\n\n")
+            if path != "/completion":  # whose last event says that it is
+                self.wfile.write(b"data: [DONE]\n\n")
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
@@ -171,7 +215,7 @@ def test_a_server_is_measured_and_compared_like_a_mode(
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     ours, theirs = records_of(tmp_path)
     assert (theirs["name"], theirs["status"], theirs["num_differing"]) == ("endpoint", "ok", 0)
-    assert theirs["config"]["workload"]["endpoint"] == server.address
+    assert theirs["config"]["workload"]["endpoint"] == [server.address]
     assert theirs["threads"] == [0] and theirs["metrics"]["peak_memory_bytes"] is None
     assert theirs["metrics"]["num_steps"] is theirs["metrics"]["num_preemptions"] is None
     assert set(theirs["metrics"]) == set(ours["metrics"])
@@ -185,6 +229,188 @@ def test_a_server_is_measured_and_compared_like_a_mode(
     assert body["temperature"] == 0 and body["stream"] and body["ignore_eos"]
     assert "endpoint: all 3 requests have the tokens of sequential" in capsys.readouterr().out
     assert "endpoint" in command("table", tmp_path / "out.jsonl").out
+
+
+# What a server reports of 2 verifications with 3 draft tokens, after 4 tokens of an answer.
+OF_VLLM = {
+    "metrics": {
+        "speculative_decoding": {
+            "num_draft_tokens": 3,
+            "num_accepted_draft_tokens": 1,
+            "num_spec_steps": 2,
+            "acceptance_histogram": [1, 1, 0],
+            "per_step_accepted": [1, 0],
+            "per_step_drafted": [2, 1],
+        }
+    }
+}
+OF_SGLANG = {
+    "spec_verify_ct": 2,
+    "spec_num_correct_drafts": 1,
+    "spec_num_proposed_drafts": 3,
+    "spec_correct_drafts_histogram": [1, 1],
+}
+OF_LLAMA_CPP = {"draft_n": 3, "draft_n_accepted": 1}
+
+
+@pytest.mark.usefixtures("learning")
+@pytest.mark.parametrize(
+    ("api", "program", "report", "length"),
+    [
+        ("openai", "vllm", OF_VLLM, 1.5),
+        ("openai", "llama.cpp", {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}, None),
+        ("sglang", "sglang", OF_SGLANG, 1.5),
+        ("llama.cpp", "llama.cpp", OF_LLAMA_CPP, None),
+    ],
+)
+def test_acceptance_is_a_column_beside_our_modes(
+    api: str, program: str, report: dict[str, Any], length: float | None,
+    words: list[str], server: Server, tmp_path: Path, command: Command,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    server.report = report
+    assert run([*words, "--modes", "sequential", "endpoint", "--endpoint_api", api]) == 0
+    _, record = records_of(tmp_path)
+    assert (record["status"], record["num_differing"]) == ("ok", 0)
+    metrics, said = record["metrics"], record["server"]
+    assert (said["program"], said["source"], said["problems"]) == (program, "answers", [])
+    assert (metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]) == (9, 3)
+    assert metrics["draft_acceptance_rate"] == 1 / 3
+    assert metrics["mean_acceptance_length"] == length
+    assert ("mean_acceptance_length" in said["missing"]) == (length is None)
+    for request in record["requests"]:
+        assert (request["num_draft_tokens"], request["num_accepted_draft_tokens"]) == (3, 1)
+        assert request["per_step_drafted"] == ([2, 1] if program == "vllm" else None)
+        assert request["num_spec_steps"] == (2 if length else None)
+    (group,) = record["acceptance_by_context"]
+    assert (group["most_context"], group["num_requests"]) == (2048, 3)
+    assert group["draft_acceptance_rate"] == 1 / 3
+    out = capsys.readouterr().out
+    assert re.search(r"acceptance rate +│ +│ +0\.333", out), out
+    assert f"endpoint: acceptance by the answers of {program}" in out
+    assert "0.333" in command("table", tmp_path / "out.jsonl").out
+    if program == "vllm":
+        code, _, _ = command("report", tmp_path / "out.jsonl", "--out", tmp_path / "page")
+        page = (tmp_path / "page" / "index.html").read_text()
+        assert code == 0 and "acceptance by the answers of vllm" in page
+
+
+@pytest.mark.usefixtures("learning")
+def test_what_contradicts_itself_is_one_line_and_the_times_stay(
+    words: list[str], server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = OF_VLLM["metrics"]["speculative_decoding"]
+    wrong = counts | {"acceptance_histogram": [1, 0, 1]}
+    server.report = {"metrics": {"speculative_decoding": wrong}}
+    assert run([*words, "--modes", "sequential", "endpoint"]) == 0
+    _, record = records_of(tmp_path)
+    assert record["metrics"]["draft_acceptance_rate"] is record["acceptance_by_context"] is None
+    assert record["metrics"]["mean_ttft_ms"] > 0 and record["server"]["source"] is None
+    assert "draft_acceptance_rate" in record["server"]["missing"]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "not taken" in line]
+    assert line == ("endpoint: not taken: request 0: a histogram of 2 accepted draft tokens, not 1")
+
+
+COUNTERS = """vllm:generation_tokens_total {{0}}
+vllm:spec_decode_num_drafts_total {}
+vllm:spec_decode_num_draft_tokens_total {}
+vllm:spec_decode_num_accepted_tokens_total {}
+"""
+
+
+@pytest.mark.usefixtures("learning")
+@pytest.mark.parametrize(
+    ("after", "extra", "problem"),
+    [
+        ((9, 18, 7), "", None),
+        ((4, 18, 7), "", "spec_decode_num_drafts_total went from 5 to 4, so that the server has"),
+        (
+            (9, 18, 7),
+            "vllm:generation_tokens_total 5\n",
+            "17 generated tokens, but the answers have",
+        ),
+        ((9, 90, 7), "", None),
+        ((60, 90, 7), "", "55 verifications, but 9 output tokens after the first ones"),
+    ],
+)
+def test_counters_are_read_around_the_pass(
+    after: tuple[int, ...], extra: str, problem: str | None,
+    words: list[str], server: Server, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The first reading is the check before the command, and the second after the warm-up."""
+    before = COUNTERS.format(5, 10, 3)
+    server.counters = [before, before, COUNTERS.format(*after) + extra]
+    address = server.address.removesuffix("/v1")
+    flags = ("--modes", "sequential", "endpoint", "--endpoint_metrics", f"{address}/metrics")
+    assert run([*words, *flags]) == 0
+    _, record = records_of(tmp_path)
+    said, metrics = record["server"], record["metrics"]
+    assert record["acceptance_by_context"] is None
+    if problem is None:
+        assert (said["source"], said["problems"]) == ("counters", [])
+        assert metrics["mean_acceptance_length"] == 2 and metrics["num_spec_steps"] == 4
+        assert metrics["draft_acceptance_rate"] == 4 / (after[1] - 10)
+        assert metrics["draft_acceptance_rate_interval"] is None
+        assert said["missing"] == [
+            *("mean_emitted_tokens", "acceptance_per_position", "judged_per_position"),
+            "acceptance_histogram",
+        ]
+    else:
+        assert said["source"] is None and metrics["num_spec_steps"] is None
+        assert [problem in each for each in said["problems"]] == [True]
+
+
+@pytest.mark.usefixtures("learning")
+def test_a_server_may_count_a_moment_after_it_answers(
+    words: list[str], server: Server, tmp_path: Path
+) -> None:
+    before, late = COUNTERS.format(0, 0, 0), COUNTERS.format(4, 8, 4)
+    behind = before.replace("{0}", "10")  # the warm-up had 9 tokens
+    server.counters = [before, before, behind, behind, late]
+    address = server.address.removesuffix("/v1")
+    assert run([*words, "--modes", "endpoint", "--endpoint_metrics", f"{address}/metrics"]) == 0
+    (record,) = records_of(tmp_path)
+    assert record["server"]["problems"] == []
+    assert record["metrics"]["mean_acceptance_length"] == 2
+
+
+@pytest.mark.usefixtures("learning")
+def test_several_servers_have_a_column_each(
+    words: list[str], server: Server, tmp_path: Path, command: Command,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    server.report = {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}
+    other = server.address.replace("127.0.0.1", "localhost")
+    flags = ["--endpoint", server.address, other, "--endpoint_model", "tiny", "other"]
+    assert run([*words, "--modes", "sequential", "endpoint", *flags]) == 0
+    assert [record["name"] for record in records_of(tmp_path)] == [
+        *("sequential", "endpoint", "endpoint2"),
+    ]
+    assert [body["model"] for body in server.bodies] == ["tiny"] * 6 + ["other"] * 6
+    out = capsys.readouterr().out
+    assert "endpoint2: all 3 requests have the tokens of sequential" in out
+    exported = tmp_path / "vllm.jsonl"
+    words = [str(tmp_path / "out.jsonl"), "--format", "vllm", "--out", str(exported)]
+    assert command("export", *words).code == 0 and len(exported.read_text().splitlines()) == 3
+
+
+def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
+    tmp_path: Path, words: list[str], server: Server
+) -> None:
+    """By hand: 3 tokens after the first of each of 3 requests, 2 verifications for each."""
+    server.report = OF_VLLM
+    assert run([*words, "--modes", "endpoint"]) == 0
+    (drafting,) = read_records(tmp_path / "out.jsonl", ServingRecord)
+    assert drafting.metrics is not None and drafting.server is not None
+    times = replace(drafting.metrics, mean_tpot_ms=30.0)
+    drafting = replace(drafting, metrics=times)
+    without = replace(times, mean_tpot_ms=20.0, num_draft_tokens=None, num_spec_steps=None)
+    plain = replace(drafting, metrics=without)
+    assert break_even(drafting, [drafting]) is break_even(plain, [plain, drafting]) is None
+    # 9 tokens take the time of 13.5 plain steps; 6 verifications of 1.5 tokens emit all of them.
+    assert break_even(drafting, [plain, drafting]) == pytest.approx(13.5 / 6)
+    other = replace(plain, server=replace(drafting.server, program="sglang"))
+    assert break_even(drafting, [other, drafting]) is None
 
 
 @pytest.mark.usefixtures("learning")
@@ -310,6 +536,15 @@ def test_what_no_server_can_serve_is_refused(
             "needs the tokens of a mode that comes",
         ),
         ("--endpoint_prompts words", "--endpoint_prompts words is not known; choose from ids, te"),
+        ("--endpoint_api vllm", "--endpoint_api vllm is not known; choose from openai, sglang, ll"),
+        (f"--endpoint {address} {address}", "--endpoint names a server twice; name each once"),
+        ("--endpoint_api openai sglang", "--endpoint_api has 2 values for 1 servers of --endpoint"),
+        ("--endpoint_metrics localhost", "--endpoint_metrics localhost is no URL; give one such"),
+        ("--endpoint_metrics http://127.0.0.1:9/m", "--endpoint_metrics http://127.0.0.1:9/m: [Er"),
+        (
+            f"--endpoint_metrics {address}/models",
+            f"--endpoint_metrics {address}/models has no counters of a known server (vllm:*, sgla",
+        ),
     ):
         code, _, err = command("serve", *words, "--modes", "endpoint", *flags.split())
         assert code == 2 and message in err, err

@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
-from magicdec.bench.serving.metrics import serving_metrics
+from magicdec.bench.serving.metrics import (
+    acceptance_by_context,
+    missing_of,
+    serving_metrics,
+)
 from magicdec.bench.serving.prepare import PreparedServing
 from magicdec.bench.serving.record import (
     FAILED,
@@ -300,6 +304,10 @@ class Experiment:
         # With random weights a draft and its target agree by chance alone.
         judged = None if system.run.is_random else served.observer.verifications
         steps = served.observer.steps
+        metrics = None
+        if is_right:
+            peak = served.peak_memory
+            metrics = serving_metrics(requests, counts, goodput, peak, judged, steps)
         return ServingRecord(
             status=status,
             name=each.name,
@@ -310,13 +318,13 @@ class Experiment:
             reference=reference.each.name if has_others else None,
             num_differing=verdict.num_differing,
             correctness=verdict.correctness,
-            metrics=serving_metrics(requests, counts, goodput, served.peak_memory, judged, steps)
-            if is_right
-            else None,
+            metrics=metrics,
             ring=served.extras.ring if is_right else None,
             speculation=served.extras.speculation if is_right else None,
             occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
             requests=describe_requests(requests, counts.moves, requests[0].arrived_s, judged),
+            acceptance_by_context=acceptance_by_context(requests, judged) if is_right else None,
+            server=missing_of(served.extras.server, metrics, served.observer.verifications),
         )
 
     def describe_config(self, each: Pass) -> dict[str, Any]:

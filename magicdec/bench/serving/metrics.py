@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,15 @@ from magicdec.engine.scheduler import StepCounts
 from magicdec.records.acceptance import AcceptanceMetrics, Verifications, acceptance_metrics
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metrics import mean, percentile, stall_metrics
+from magicdec.records.performance import SUFFIX
 from magicdec.records.stalls import PassSteps, TimedStep
 from magicdec.runner.request import Moves, Request
+from magicdec.systems.servers.report import ServerReport
 
 OF_SERVER = "of `endpoint`"  # another program counts these
 ONE_TOKEN = "if every request has a single output token"
 NOT_TIMED = "if no step decodes, or in modes whose steps wait for each other"
+FIRST_CONTEXT = 2048  # tokens of the longest prompts of the first group by context
 of_request = partial(recorded, unit="ms", digits=1)
 of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens after the first
 
@@ -172,6 +175,26 @@ class ServingMetrics(AcceptanceMetrics, ServedTimes):
     """The metrics of one pass. The fields of the last base come first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ContextAcceptance(AcceptanceMetrics):
+    """The acceptance of the requests whose prompts have similar lengths."""
+
+    most_context: int = recorded(
+        "length of the longest prompts that the group can have; those of the next group are up to "
+        "twice as long",
+        "tokens",
+    )
+    num_requests: int = recorded("requests of the group, with those without drafts", "requests")
+
+
+# Of `AcceptanceMetrics` those that a server may report, or that follow from it.
+REPORTABLE = tuple(
+    each.name
+    for each in fields(AcceptanceMetrics)
+    if not each.name.endswith(SUFFIX) and each.name != "num_cancelled_draft_tokens"
+)
+
+
 def serving_metrics(
     requests: Sequence[Request],
     counts: StepCounts,
@@ -213,6 +236,42 @@ def serving_metrics(
         **summary("itl", [gap for request in requests for gap in request.gaps_ms()]),
         **summary("e2el", [of["e2el"] for of in times]),
     )
+
+
+def acceptance_by_context(
+    requests: Sequence[Request], verifications: Verifications | None
+) -> list[ContextAcceptance] | None:
+    """The acceptance of requests by the length of their prompts; None where it is not known by
+    request, or has no meaning."""
+    if verifications is None:
+        return None
+    ids = dict[int, list[int]]()
+    for request in requests:
+        most = FIRST_CONTEXT
+        while most < len(request.prompt_ids):
+            most *= 2
+        ids.setdefault(most, []).append(request.request_id)
+    groups = [
+        ContextAcceptance(
+            most_context=most,
+            num_requests=len(members),
+            **acceptance_metrics(verifications.of_requests(members), len(members)),
+        )
+        for most, members in sorted(ids.items())
+    ]
+    return groups if any(each.num_draft_tokens or each.num_spec_steps for each in groups) else None
+
+
+def missing_of(
+    report: ServerReport | None, metrics: ServingMetrics | None, verifications: Verifications
+) -> ServerReport | None:
+    """The report of a server with the names of the metrics that do not follow from it. If it says
+    that nothing was drafted, none is missing."""
+    if report is None:
+        return None
+    is_drafting = report.source is None or verifications.has_drafts
+    names = [name for name in REPORTABLE if getattr(metrics, name, None) is None]
+    return replace(report, missing=names if is_drafting else [])
 
 
 def prefill_speed(request: Request, moves: Moves) -> float:

@@ -44,13 +44,13 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
     """Find and check the models, divide them, make the prompts and plan the memory. Raises
     ValueError, one line naming the flag, for errors that a user can correct."""
     cache = SetupCache()
-    by_system = dict[tuple[str, bool], list[Pass]]()
+    by_system = dict[tuple[str, bool, int], list[Pass]]()
     # Stages first: they can read a checkpoint of which this host has a part.
     for each in sorted(options.passes, key=lambda each: each.ranks is not Ranks.STAGES):
-        place = each.system, options.is_on_all(each, launch.world_size)
+        place = each.system, options.is_on_all(each, launch.world_size), each.server
         by_system.setdefault(place, []).append(each)
     systems: list[System] = []
-    for (name, _), passes in by_system.items():
+    for (name, *_), passes in by_system.items():
         kind: type[System] = load_object(name)
         has_stages = passes[0].ranks is Ranks.STAGES
         config = without_draft_ranks(run_config) if has_stages else run_config

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from magicdec.bench.serving.metrics import ServingMetrics
+from magicdec.bench.serving.metrics import FIRST_CONTEXT, ContextAcceptance, ServingMetrics
 from magicdec.config.run_config import split_draft
 from magicdec.names import FULL_KV_POLICY
-from magicdec.records.acceptance import Verification, Verifications
+from magicdec.records.acceptance import ReportedCounts, Verification, Verifications
 from magicdec.records.correctness import Correctness
 from magicdec.records.drafted import DraftedPass, StepLog
 from magicdec.records.fields import RecordPart, recorded
@@ -28,6 +28,7 @@ from magicdec.runner.request import Moves, Request
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
 from magicdec.systems.ring.metrics import RingMetrics
+from magicdec.systems.servers.report import ServerReport
 
 if TYPE_CHECKING:
     from magicdec.systems.stages.spans import Span
@@ -39,6 +40,7 @@ FAILED = "failed"
 STATUSES = ("ok", "ok_with_ties", "differs", "diverged", UNCHECKED, FAILED)
 WITHOUT_METRICS = ("diverged", FAILED)
 NO_VERIFICATIONS = "if nothing was drafted for it; with random weights"
+UNREPORTED = f"{NO_VERIFICATIONS}; if a server does not report it"
 UNLOGGED = "except in the passes of the gate; of pipelined speculation; where steps are captured"
 NO_STAGES = "of other modes, or if `diverged` or `failed`"
 # The flags of a mode on which its drafts depend, beside those of a run.
@@ -68,17 +70,37 @@ class RequestRecord(RecordPart):
     finished_ms: float = recorded("when its last output token was known", "ms")
     prompt_len: int = recorded("length of its prompt", "tokens")
     output_len: int = recorded("length of its output", "tokens")
+    num_draft_tokens: int | None = recorded(
+        "its draft tokens that were judged",
+        "tokens",
+        null=f"{UNREPORTED}; in records of earlier versions",
+    )
+    num_accepted_draft_tokens: int | None = recorded(
+        "those of them that were accepted",
+        "tokens",
+        null=f"{UNREPORTED}; in records of earlier versions",
+    )
+    num_spec_steps: int | None = recorded(
+        "verifications of its drafts",
+        "verifications",
+        null=f"{UNREPORTED}; in records of earlier versions",
+    )
+    acceptance_histogram: list[int] | None = recorded(
+        "those of them that accepted exactly j draft tokens, for j = 0, 1, ...",
+        "verifications",
+        null=f"{UNREPORTED}; in records of earlier versions",
+    )
     per_step_drafted: list[int] | None = recorded(
-        "draft tokens of each verification of its drafts, in order", "tokens", null=NO_VERIFICATIONS
+        "draft tokens of each verification of its drafts, in order", "tokens", null=UNREPORTED
     )
     per_step_accepted: list[int] | None = recorded(
-        "those of them that were accepted", "tokens", null=NO_VERIFICATIONS
+        "those of them that were accepted", "tokens", null=UNREPORTED
     )
     per_step_emitted: list[int] | None = recorded(
         "tokens that each of these verifications appended to its output; in `async` those of the "
         "commit in which the verification ended",
         "tokens",
-        null=NO_VERIFICATIONS,
+        null=f"{NO_VERIFICATIONS}; of `endpoint`",
     )
     per_step_position: list[int] | None = recorded(
         "position of the first of these draft tokens in the text, prompt included",
@@ -110,6 +132,9 @@ class RequestRecord(RecordPart):
         return self.per_step_position is not None or not self.per_step_drafted
 
     def verifications(self) -> list[Verification]:
+        """Those that are known whole, and none of a server's."""
+        if self.per_step_emitted is None:
+            return []
         count = len(self.per_step_drafted or ())
         digests: Iterable[tuple[str, int] | None] = [None] * count
         if self.draft_hashes is not None and self.draft_keys is not None:
@@ -174,6 +199,18 @@ class ServingRecord(MeasuredRecord):
     )
     requests: list[RequestRecord] = recorded(
         f"the requests in the order of arrival; none if `{FAILED}`"
+    )
+    acceptance_by_context: list[ContextAcceptance] | None = recorded(
+        f"acceptance by the length of prompts: up to {FIRST_CONTEXT} tokens, up to twice as many, "
+        "and so on; groups without a request are left out",
+        null="if nothing was drafted; with random weights; if a server reports it of the whole "
+        "pass alone; if `diverged` or `failed`; in records of earlier versions",
+        default=None,
+    )
+    server: ServerReport | None = recorded(
+        "what the server at `--endpoint` reported of its drafts",
+        null="of modes other than `endpoint`; in records of earlier versions",
+        default=None,
     )
     error: str | None = recorded(
         "what has ended the pass, with the step", null=f"unless `{FAILED}`", default=None
@@ -276,6 +313,8 @@ class ServingRecord(MeasuredRecord):
         """As `DraftingRecord`."""
         if self.metrics is None or self.metrics.draft_acceptance_rate is None:
             raise ValueError("has no draft_acceptance_rate")
+        if self.server is not None:
+            raise ValueError("has the acceptance that a server reports, which is not compared")
         found = Verifications()
         for number, request in enumerate(self.requests):
             for each in request.verifications():
@@ -358,6 +397,21 @@ def describe_requests(
         steps = judged.by_request.get(request.request_id)
         return [getattr(each, name) for each in steps] if steps else None
 
+    def by_step(counts: ReportedCounts, part: int) -> list[int] | None:
+        return None if counts.steps is None else [step[part] for step in counts.steps]
+
+    def counted(request: Request) -> dict[str, Any]:
+        counts = judged.counts_of(request.request_id) or ReportedCounts()
+        histogram = counts.histogram
+        return {
+            "num_draft_tokens": counts.drafted,
+            "num_accepted_draft_tokens": counts.accepted,
+            "num_spec_steps": counts.verifications,
+            "acceptance_histogram": None if histogram is None else list(histogram),
+            "per_step_drafted": by_step(counts, 0),
+            "per_step_accepted": by_step(counts, 1),
+        }
+
     def ms(at_s: float | None) -> float:
         assert at_s is not None, "the request has ended"
         return 1e3 * (at_s - begin_s)
@@ -385,8 +439,7 @@ def describe_requests(
             finished_ms=ms(request.finished_s),
             prompt_len=len(request.prompt_ids),
             output_len=len(request.output_ids),
-            per_step_drafted=per_step(request, "drafted"),
-            per_step_accepted=per_step(request, "accepted"),
+            **counted(request),
             per_step_emitted=per_step(request, "emitted"),
             per_step_position=positions_of(request),
             draft_hashes=of_log(request, 0),

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.bench.serving.metrics import ServingMetrics
+from magicdec.bench.serving.metrics import ContextAcceptance, ServingMetrics
 from magicdec.bench.serving.record import FAILED, WITHOUT_METRICS, RequestRecord, ServingRecord
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
 from magicdec.records.metric_tables import fixed, has_enough, metric_rows
 from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
+from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
 from magicdec.systems.ring.metrics import RingMetrics
 
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
     return [
         modes_table(records, rows_of(records)),
+        *context_tables(records),
         *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
     ]
 
 
+DRAFTS = "Drafts"
 # The metrics of requests in groups, as serving benchmarks have them.
 GROUPS = {
     "Throughput": (
@@ -43,7 +46,7 @@ GROUPS = {
     "Time per output token": tuple(f"{of}_tpot_ms" for of in ("mean", "p50", "p90", "p99")),
     "Inter-token latency": tuple(f"{of}_itl_ms" for of in ("mean", "p50", "p90", "p99")),
     "End-to-end latency": tuple(f"{of}_e2el_ms" for of in ("mean", "p50", "p90", "p99")),
-    "Drafts": (*("draft_acceptance_rate", "mean_acceptance_length", "num_cancelled_draft_tokens"),),
+    DRAFTS: (*("draft_acceptance_rate", "mean_acceptance_length", "num_cancelled_draft_tokens"),),
     "Speed of one request": ("request_tokens_per_s", "prefill_tokens_per_s"),
     "Steps and memory": (
         *("mean_in_flight", "num_steps", "median_step_ms", "stalled_steps", "stalled_ms"),
@@ -52,6 +55,8 @@ GROUPS = {
 }
 OF_STALLS = ("steady_output_throughput", "stalled_steps", "stalled_ms")  # where a step stalled
 OF_SPECULATION = "Pipelined speculation"
+PLAIN_STAGES = "iterative"  # the mode of stages whose drafts would run ahead, without any
+SAID_MISSING = ("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position")
 RUNS = (
     "a run: tokens of one request that pass the stages together, such as a token and its drafts; "
     "cancelled: the token that it was drafted after has turned out to be another one"
@@ -72,9 +77,88 @@ def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
         group = metric_rows(ServingMetrics, metrics, shown)
         if heading == "Throughput" and len(records) > 1:
             group.insert(3, [times_of(records[0]), *times_first(records)])
+        if heading == DRAFTS and any(lengths := [break_even(each, records) for each in records]):
+            cells = [fixed(length, 2) for length in lengths]
+            group.append([Shown("  that pays (break-even)", "break_even_length"), *cells])
         rows += [[Heading(heading), *[None] * len(records)], *group] if group else []
     own = metric_rows(SpeculationMetrics, [record.speculation for record in records])
     return rows + ([[Heading(OF_SPECULATION), *[None] * len(records)], *own] if own else [])
+
+
+def break_even(record: ServingRecord, records: Sequence[ServingRecord]) -> float | None:
+    """The tokens of a verification from which its drafts pay: its time in decode steps of the pass
+    without drafts of the same mode, or of a server of the same program. None without such a pass,
+    or if most steps drafted nothing, so that the noise of theirs would hide it."""
+    plain = next((each for each in records if is_plain_of(each, record)), None)
+    mine = record.metrics
+    theirs = None if plain is None else plain.metrics
+    if mine is None or theirs is None or not mine.mean_tpot_ms or not theirs.mean_tpot_ms:
+        return None
+    length = mine.mean_emitted_tokens or mine.mean_acceptance_length
+    num_verified = mine.num_spec_steps
+    if length is None or not num_verified:
+        return None
+    num_tokens = sum(each.output_len - 1 for each in record.requests)
+    num_plain = max(0.0, num_tokens - num_verified * length)
+    num_steps = num_tokens * mine.mean_tpot_ms / theirs.mean_tpot_ms
+    return (num_steps - num_plain) / num_verified if num_verified >= num_plain else None
+
+
+def is_plain_of(plain: ServingRecord, record: ServingRecord) -> bool:
+    """Whether the first pass is the second without its drafts."""
+    if record.server is not None:
+        theirs = plain.server
+        is_same = theirs is not None and theirs.program == record.server.program
+        return is_same and plain.metrics is not None and not has_drafts(plain)
+    mode = Pass.named(record.name)
+    if not mode.is_drafting:
+        return False
+    return plain.name == (PLAIN_STAGES if mode.drafts_ahead else mode.mode)
+
+
+def has_drafts(record: ServingRecord) -> bool:
+    metrics = record.metrics
+    return metrics is not None and bool(metrics.num_draft_tokens or metrics.num_spec_steps)
+
+
+def context_tables(records: Sequence[ServingRecord]) -> list[Table]:
+    """A table of acceptance by context, if the prompts have several lengths."""
+    shown = [record for record in records if record.acceptance_by_context]
+    groups = {
+        record.name: {each.most_context: each for each in record.acceptance_by_context or ()}
+        for record in shown
+    }
+    contexts = sorted({most for each in groups.values() for most in each})
+    if len(contexts) < 2:
+        return []
+    keys = ("draft_acceptance_rate", "mean_acceptance_length")
+    rows = list[list[object]]()
+    for most in contexts:
+        parts = [each.get(most) for each in groups.values()]
+        count = next(part.num_requests for part in parts if part is not None)
+        noun = "request" if count == 1 else "requests"
+        heading = f"up to {most:,} tokens: {count} {noun}"
+        rows.append([Heading(heading), *[None] * len(shown)])
+        rows += metric_rows(ContextAcceptance, parts, keys)
+    label = Column("", is_text=True, key="metric")
+    return [Table([label, *groups], rows, title="Acceptance by length of the prompt")]
+
+
+def reported_lines(records: Sequence[ServingRecord]) -> list[str]:
+    """What servers report of their drafts, and what is not taken or missing."""
+    lines = []
+    for record in records:
+        report = record.server
+        if report is None:
+            continue
+        lines += [f"{record.name}: not taken: {problem}" for problem in report.problems]
+        if has_drafts(record):
+            missing = [name for name in report.missing if name in SAID_MISSING]
+            rest = f"; without {', '.join(missing)}" if missing else ""
+            lines.append(
+                f"{record.name}: acceptance by the {report.source} of {report.program}{rest}"
+            )
+    return lines
 
 
 def times_of(first: ServingRecord) -> Shown:
@@ -149,6 +233,7 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
         below=[
             *winner(records),
             *stalls_of(records),
+            *reported_lines(records),
             *([RUNS] if any(r.speculation for r in records) else []),
         ],
     )

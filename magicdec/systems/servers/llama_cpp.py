@@ -1,0 +1,67 @@
+"""How llama.cpp's server reports its drafts: two sums in the `timings` of the last event of an
+answer, and by counters with the names of vLLM's (`tools/server/server-task.cpp` and
+`server-context.cpp`). Its own interface says the ids of tokens, which its OpenAI interface lacks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from magicdec.records.acceptance import ReportedCounts
+from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
+from magicdec.systems.servers.form import (
+    NOTHING,
+    Asked,
+    Event,
+    ServerApi,
+    ServerFormat,
+    count_in,
+    part_of,
+)
+
+PREFIX = "llamacpp:"
+
+
+def read(event: Event) -> ReportedCounts | None:
+    """`timings.draft_n` and `draft_n_accepted`, which are left out if nothing was drafted. How many
+    verifications judged them is not said."""
+    timings = part_of(event, "timings")
+    if timings is None or "predicted_n" not in timings:
+        return None
+    if "draft_n" not in timings:
+        return NOTHING
+    return ReportedCounts(count_in(timings, "draft_n"), count_in(timings, "draft_n_accepted"))
+
+
+def counted_drafts(counted: Counters, num_tokens: int) -> ReportedCounts:
+    """Raises ValueError for a server of a version that counts no drafts."""
+    counts = drafts_counted(PREFIX, counted)
+    if counts is None:
+        raise ValueError("this version of llama.cpp counts no drafts")
+    return counts
+
+
+LLAMA_CPP = ServerFormat(read, PREFIX, f"{PREFIX}tokens_predicted{COUNTER}", counted_drafts)
+
+
+def body_of(asked: Asked) -> dict[str, Any]:
+    prompt = asked.prompt if isinstance(asked.prompt, str) else list(asked.prompt)
+    body: dict[str, Any] = {"prompt": prompt, "n_predict": asked.max_tokens, "temperature": 0}
+    body |= {"stream": True, "return_tokens": True, "cache_prompt": False}
+    return body | {"ignore_eos": asked.ignores_eos}
+
+
+def as_openai(event: Event, num_before: int) -> Event:
+    """An event of `/completion`, whose `tokens` are new ones."""
+    choice = {"text": event.get("content"), "token_ids": event.get("tokens")}
+    usage = {"completion_tokens": event.get("tokens_predicted")}
+    return {"choices": [choice], "usage": usage, "timings": event.get("timings")}
+
+
+COMPLETION = ServerApi(
+    "/completion",
+    body_of,
+    as_openai,
+    is_at_root=True,
+    is_last=lambda event: event.get("stop") is True,
+)

@@ -1,0 +1,172 @@
+"""ServerReport: what a server reported of its drafts in a pass, and what of it is taken, which is
+only what adds up and is of this pass alone. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from magicdec.names import SERVER_FORMATS, load_object
+from magicdec.records.acceptance import ReportedCounts, Verifications
+from magicdec.records.fields import RecordPart, recorded
+from magicdec.runner.request import Request
+from magicdec.systems.servers.counters import Counters
+from magicdec.systems.servers.form import Event, ServerFormat
+
+ANSWERS = "answers"
+COUNTERS = "counters"
+BOTH = f"{ANSWERS} and {COUNTERS}"
+SUMS = ("drafted", "accepted", "verifications")  # that answers and counters may both have
+
+
+def formats() -> dict[str, ServerFormat]:
+    return {name: load_object(place) for name, place in SERVER_FORMATS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerReport(RecordPart):
+    """What a server reported of its drafts, and what is missing."""
+
+    program: str | None = recorded(
+        "the program whose form the report has",
+        choices=tuple(SERVER_FORMATS),
+        null="if nothing was reported in a known form",
+    )
+    source: str | None = recorded(
+        f"where the acceptance of the pass is from: `{ANSWERS}`, which are of one request each; "
+        f"`{COUNTERS}` of the server, of the whole pass; or `{BOTH}`, where counters fill in what "
+        "answers lack",
+        choices=(ANSWERS, COUNTERS, BOTH),
+        null="if nothing was reported, or nothing of it is taken",
+    )
+    missing: list[str] = recorded(
+        "metrics of acceptance that the server does not report and that do not follow from what it "
+        "reports; if it reports nothing, all"
+    )
+    problems: list[str] = recorded("why reported counts are not taken, a sentence each")
+
+
+@dataclass
+class ServerCounts:
+    """What a server has said so far in one pass: the counts of each request with the name of their
+    format, and sentences about what is no count."""
+
+    formats: Mapping[str, ServerFormat] = field(default_factory=formats)
+    by_request: dict[int, tuple[str, ReportedCounts]] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)
+
+    def observe(self, request_id: int, event: Event) -> None:
+        """Note what an event says of the drafts of its request so far."""
+        for name, each in self.formats.items():
+            try:
+                counts = each.read(event)
+            except ValueError as error:
+                self.problems[request_id] = str(error)
+                continue
+            if counts is not None:
+                self.by_request[request_id] = name, counts
+
+
+def conclude(
+    said: ServerCounts, requests: Sequence[Request], counted: Callable[[], CountedPass | None]
+) -> tuple[Verifications, ServerReport]:
+    """What is taken of the answers and of the counters of a pass whose requests have ended.
+    `counted` raises ValueError, one sentence, if its counts are not those of the pass."""
+    lengths = {request.request_id: len(request.output_ids) - 1 for request in requests}
+    program = next((name for name, _ in said.by_request.values()), None)
+    problems = list[str]()
+    try:
+        answers = _checked_answers(said, lengths)
+    except ValueError as error:
+        problems.append(str(error))
+        answers = {}
+    total = None
+    try:
+        found = counted()
+        if found is not None:
+            total = found.counts
+            program = program or found.program
+            _check_total(total, answers, sum(lengths.values()))
+    except ValueError as error:
+        problems.append(f"counters: {error}")
+        total = None
+    source = {
+        (True, True): BOTH,
+        (True, False): ANSWERS,
+        (False, True): COUNTERS,
+    }.get((bool(answers), total is not None))
+    taken = Verifications(reported=answers, reported_total=total)
+    return taken, ServerReport(program=program, source=source, missing=[], problems=problems)
+
+
+def _checked_answers(said: ServerCounts, lengths: Mapping[int, int]) -> dict[int, ReportedCounts]:
+    """The counts of each request; empty if no answer has any. Raises ValueError if one cannot be
+    right, or lacks what others have."""
+    for request_id, problem in sorted(said.problems.items()):
+        raise ValueError(f"request {request_id}: {problem}")
+    counts = {request_id: each for request_id, (_, each) in said.by_request.items()}
+    if not counts:
+        return {}
+    for request_id, num_tokens in lengths.items():
+        if request_id not in counts:
+            raise ValueError(f"request {request_id} does not say what was drafted, as others do")
+        if found := counts[request_id].find_contradiction(num_tokens):
+            raise ValueError(f"request {request_id}: {found}")
+    return counts
+
+
+@dataclass(frozen=True)
+class CountedPass:
+    """What counters have counted in a pass."""
+
+    program: str
+    counts: ReportedCounts
+
+
+def count_pass(before: Counters, after: Counters, requests: Sequence[Request]) -> CountedPass:
+    """What was counted between two readings around a pass. Raises ValueError, one sentence, if the
+    server has restarted, or has generated tokens for other clients too."""
+    counted = after.since(before)
+    name, form = form_of(after)
+    num_tokens = sum(len(request.output_ids) for request in requests)
+    generated = counted.count(form.generated)
+    if generated != num_tokens:
+        reason = (
+            "it does not count the tokens of --endpoint"
+            if generated is None or generated < num_tokens
+            else "it served other clients too"
+        )
+        raise ValueError(
+            f"{generated} generated tokens, but the answers have {num_tokens}; {reason}"
+        )
+    return CountedPass(name, form.total(counted, num_tokens - len(requests)))
+
+
+def is_behind(before: Counters, after: Counters, requests: Sequence[Request]) -> bool:
+    """Whether a server that has answered these requests has not yet counted all of their tokens."""
+    counted = [each.count(form_of(after)[1].generated) or 0 for each in (before, after)]
+    return 0 <= counted[1] - counted[0] < sum(len(request.output_ids) for request in requests)
+
+
+def form_of(counters: Counters) -> tuple[str, ServerFormat]:
+    """The program whose counters these are. Raises ValueError if it is not known."""
+    found = [(name, form) for name, form in formats().items() if counters.begins_with(form.prefix)]
+    if len(found) != 1:
+        prefixes = ", ".join(f"{form.prefix}*" for form in formats().values())
+        raise ValueError(f"has no counters of a known server ({prefixes})")
+    return found[0]
+
+
+def _check_total(
+    total: ReportedCounts, answers: Mapping[int, ReportedCounts], num_tokens: int
+) -> None:
+    """Raises ValueError if the counts of a pass contradict themselves or its answers."""
+    if found := total.find_contradiction(num_tokens):
+        raise ValueError(found)
+    for name in SUMS:
+        counted = getattr(total, name)
+        said = [getattr(each, name) for each in answers.values()]
+        if said and counted is not None and None not in said and sum(said) != counted:
+            raise ValueError(
+                f"{counted} {name}, but the answers have {sum(said)}, so that they count others too"
+            )
