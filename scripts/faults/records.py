@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 METRICS, RULE = "test_metrics.py::", "test_gate_rule.py::"
-INTERVALS = "test_intervals.py::"
+INTERVALS, REPORTS = "test_intervals.py::", "test_server_reports.py::"
 STALLS, MAPS = "test_stalls.py::", "test_report_maps.py::"
 MACHINE = 'MACHINE = ("device", "ranks", "threads")'
 WEIGHTS = 'WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")'
@@ -229,6 +229,39 @@ PROPERTIES = (
         (
             Fault("rows without drafts counted as verifications", "records/acceptance.py",
                   "        if drafted:\n", "        if True:\n"),
+        ),
+    ),
+    Property(
+        "What a server reports of its drafts is taken only if it adds up.",
+        f"{REPORTS}test_counts_that_do_not_add_up_are_not_taken",
+        (
+            Fault("a histogram of other sums taken", "records/acceptance.py",
+                  "if accepted is not None and total != accepted:",
+                  "if accepted is None and total != accepted:"),
+            Fault("only the first answers checked", "systems/servers/report.py",
+                  "found := counts[request_id].find_contradiction(num_tokens)",
+                  "found := counts[0].find_contradiction(num_tokens)"),
+        ),
+    ),
+    Property(
+        "Counters of a server are taken only if they count this pass alone.",
+        f"{REPORTS}test_counters_of_something_else_are_not_taken",
+        (
+            Fault("other clients counted too", "systems/servers/report.py",
+                  "if generated != num_tokens:", "if (generated or 0) < num_tokens:"),
+            Fault("counters that may go backwards", "systems/servers/counters.py",
+                  "if not now >= value:", "if math.isinf(now):"),
+        ),
+    ),
+    Property(
+        "Counts by position follow from a histogram.",
+        f"{REPORTS}test_reported_counts_give_the_metrics_of_the_same_verifications",
+        (
+            Fault("a histogram read from its other end", "records/acceptance.py",
+                  "list(accumulate(self.histogram[:0:-1]))[::-1]",
+                  "list(accumulate(self.histogram[1:]))"),
+            Fault("unequal draft lengths taken for equal ones", "records/acceptance.py",
+                  "or self.drafted != verified * len(positions)", ""),
         ),
     ),
     Property(

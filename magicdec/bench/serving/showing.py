@@ -89,6 +89,8 @@ def break_even(record: ServingRecord, records: Sequence[ServingRecord]) -> float
     """The tokens of a verification from which its drafts pay: its time in decode steps of the pass
     without drafts of the same mode, or of a server of the same program. None without such a pass,
     or if most steps drafted nothing, so that the noise of theirs would hide it."""
+    if not has_drafts(record):
+        return None
     plain = next((each for each in records if is_plain_of(each, record)), None)
     mine = record.metrics
     theirs = None if plain is None else plain.metrics
