@@ -227,7 +227,10 @@ def test_a_server_is_measured_and_compared_like_a_mode(
     body = server.bodies[-1]
     assert body["model"] == "tiny" and body["max_tokens"] == body["min_tokens"] == 4
     assert body["temperature"] == 0 and body["stream"] and body["ignore_eos"]
-    assert "endpoint: all 3 requests have the tokens of sequential" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "endpoint: all 3 requests have the tokens of sequential" in out
+    assert "endpoint: does not say whether it drafts; see --endpoint_metrics" in out
+    assert theirs["server"]["source"] is None and len(theirs["server"]["missing"]) == 9
     assert "endpoint" in command("table", tmp_path / "out.jsonl").out
 
 
@@ -411,6 +414,13 @@ def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
     assert break_even(drafting, [plain, drafting]) == pytest.approx(13.5 / 6)
     other = replace(plain, server=replace(drafting.server, program="sglang"))
     assert break_even(drafting, [other, drafting]) is None
+    ours = replace(drafting, name="inflight+draft", server=None)
+    beside = [replace(plain, name=name, server=None) for name in ("static", "inflight")]
+    assert break_even(ours, [*beside, ours]) == pytest.approx(13.5 / 6)
+    assert break_even(ours, [beside[0], ours]) is None
+    assert break_even(replace(ours, name="async"), [*beside, ours]) is None
+    few = replace(ours, metrics=replace(times, num_spec_steps=2))  # 3 tokens of 9
+    assert break_even(few, [*beside, few]) is None
 
 
 @pytest.mark.usefixtures("learning")

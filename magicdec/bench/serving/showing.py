@@ -55,7 +55,6 @@ GROUPS = {
 }
 OF_STALLS = ("steady_output_throughput", "stalled_steps", "stalled_ms")  # where a step stalled
 OF_SPECULATION = "Pipelined speculation"
-PLAIN_STAGES = "iterative"  # the mode of stages whose drafts would run ahead, without any
 SAID_MISSING = ("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position")
 RUNS = (
     "a run: tokens of one request that pass the stages together, such as a token and its drafts; "
@@ -113,9 +112,7 @@ def is_plain_of(plain: ServingRecord, record: ServingRecord) -> bool:
         is_same = theirs is not None and theirs.program == record.server.program
         return is_same and plain.metrics is not None and not has_drafts(plain)
     mode = Pass.named(record.name)
-    if not mode.is_drafting:
-        return False
-    return plain.name == (PLAIN_STAGES if mode.drafts_ahead else mode.mode)
+    return mode.drafts_in_turns and plain.name == mode.mode
 
 
 def has_drafts(record: ServingRecord) -> bool:
@@ -154,6 +151,8 @@ def reported_lines(records: Sequence[ServingRecord]) -> list[str]:
         if report is None:
             continue
         lines += [f"{record.name}: not taken: {problem}" for problem in report.problems]
+        if report.source is None and not report.problems:
+            lines.append(f"{record.name}: does not say whether it drafts; see --endpoint_metrics")
         if has_drafts(record):
             missing = [name for name in report.missing if name in SAID_MISSING]
             rest = f"; without {', '.join(missing)}" if missing else ""
