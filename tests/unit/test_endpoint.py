@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 from conftest import Command
 
+from magicdec.bench.serving.metrics import acceptance_by_context
 from magicdec.bench.serving.record import ServingRecord
-from magicdec.bench.serving.showing import break_even
+from magicdec.bench.serving.showing import break_even, context_tables
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.masking import masked
 from magicdec.distributed.groups import Launch
+from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.reading import read_records
+from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.batching import Batching
 
 ALONE = Launch(0, 1, 0, 1)
@@ -666,3 +669,23 @@ def test_a_server_is_among_the_default_modes(words: list[str]) -> None:
         assert names.index("endpoint") == len(names) - 1 > 2
         without = COMMANDS[name].parse(plain[:-2], ALONE).options.passes
         assert [each.name for each in without] == names[:-1]
+
+
+def test_acceptance_by_the_length_of_prompts(
+    tmp_path: Path, words: list[str], server: Server
+) -> None:
+    """Of groups that double, each with its own requests; CSV says which is which."""
+    server.report = {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}
+    assert run([*words, "--modes", "endpoint"]) == 0
+    (record,) = read_records(tmp_path / "out.jsonl", ServingRecord)
+    counts = {0: ReportedCounts(10, 5), 1: ReportedCounts(10, 1), 3: ReportedCounts(30, 29)}
+    lengths = (2049, 4096, 4097, 2048)
+    requests = [Request(i, (1,) * n, SamplingParams(4)) for i, n in enumerate(lengths)]
+    groups = acceptance_by_context(requests, Verifications(reported=counts))
+    assert groups is not None
+    found = [(g.most_context, g.num_requests, g.draft_acceptance_rate) for g in groups]
+    assert found == [(2048, 1, 29 / 30), (4096, 2, 6 / 20), (8192, 1, None)]
+    table = context_tables([replace(record, acceptance_by_context=groups)])[0].csv()
+    assert "draft_acceptance_rate_2048,0.96" in table and "draft_acceptance_rate_4096,0.3" in table
+    assert context_tables([record]) == []
+    assert acceptance_by_context(requests, Verifications()) is None

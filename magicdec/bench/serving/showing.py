@@ -138,7 +138,8 @@ def context_tables(records: Sequence[ServingRecord]) -> list[Table]:
         noun = "request" if count == 1 else "requests"
         heading = f"up to {most:,} tokens: {count} {noun}"
         rows.append([Heading(heading), *[None] * len(shown)])
-        rows += metric_rows(ContextAcceptance, parts, keys)
+        for (label, key), *cells in metric_rows(ContextAcceptance, parts, keys):
+            rows.append([Shown(label, f"{key}_{most}"), *cells])  # CSV lacks the heading
     label = Column("", is_text=True, key="metric")
     return [Table([label, *groups], rows, title="Acceptance by length of the prompt")]
 
