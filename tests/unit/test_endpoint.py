@@ -26,6 +26,7 @@ from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.batching import Batching
+from magicdec.systems.endpoint import is_same_server, without_openai
 
 ALONE = Launch(0, 1, 0, 1)
 
@@ -124,6 +125,7 @@ def server() -> Iterator[Server]:
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             if path == "/metrics":
+                ours.keys.append(self.headers["Authorization"])
                 text = ours.counters.pop(0) if len(ours.counters) > 1 else ours.counters[0]
                 self.answer(200, text.format(ours.num_tokens))
                 return
@@ -689,3 +691,35 @@ def test_acceptance_by_the_length_of_prompts(
     assert "draft_acceptance_rate_2048,0.96" in table and "draft_acceptance_rate_4096,0.3" in table
     assert context_tables([record]) == []
     assert acceptance_by_context(requests, Verifications()) is None
+
+
+@pytest.mark.usefixtures("learning")
+def test_only_counters_of_the_same_server_get_its_key(
+    words: list[str], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "sk-17")
+    server.counters = ["vllm:generation_tokens_total {}"]
+    root = server.address.removesuffix("/v1")
+    for other, expected in (
+        (root, {"Bearer sk-17"}),
+        (root.replace("127.0.0.1", "localhost"), {"Bearer sk-17", None}),
+    ):
+        server.keys.clear()
+        flags = [
+            "--endpoint_key_env",
+            "SERVER_KEY",
+            "--endpoint_metrics",
+            f"{other}/metrics?token=q1",
+        ]
+        assert run([*words, "--modes", "endpoint", *flags]) == 0
+        assert set(server.keys) == expected
+    for record in records_of(tmp_path):
+        (shown,) = record["config"]["workload"]["endpoint_metrics"]
+        assert shown.endswith("/metrics?***") and "q1" not in json.dumps(record)
+
+
+def test_the_root_of_a_server() -> None:
+    assert without_openai("http://a:1/v1/") == without_openai("http://a:1") == "http://a:1"
+    assert without_openai("http://u:p@a/x/v1?k=1") == "http://u:p@a/x?k=1"
+    assert not is_same_server("http://a:1/metrics", "https://a:1/v1")
+    assert not is_same_server("http://a/metrics", "http://a:8000/v1")
