@@ -38,6 +38,7 @@ NOUNS = """
     lemon letter lion market meadow mirror monkey moon mountain needle nest ocean orange owl paper
     pencil piano pillow pocket pond potato queen rabbit ribbon"""
 NUM_KEYS = 4  # needles of niah_multikey
+ORDINALS = ("first", "second", "third", "fourth")  # needles with one key in mrcr
 NUM_VARIABLES = 5  # of vt: one is assigned a value, each of the others is assigned the one before
 NUM_COMMON = 10  # words that cwe asks for
 # occurrences of a common word and of any other word in cwe's list
@@ -74,6 +75,26 @@ def niah_single(rng: random.Random, size: int) -> Sample:
 def niah_multikey(rng: random.Random, size: int) -> Sample:
     """`niah_single` with further needles, whose keys are not asked for."""
     return _niah(rng, size, num_keys=NUM_KEYS)
+
+
+def mrcr(rng: random.Random, size: int) -> Sample:
+    """Several needles with the same key, one of which is asked for by its place among them, and as
+    many with another key (after MRCR, arXiv 2409.12640, section 3)."""
+    wanted, other = _words(rng, 2)
+    keys = [wanted, other] * len(ORDINALS)
+    rng.shuffle(keys)
+    values = _numbers(rng, len(keys))
+    needles = [f"The magic number of {k} is {v}." for k, v in zip(keys, values, strict=True)]
+    place = rng.randrange(len(ORDINALS))
+    answer = [value for key, value in zip(keys, values, strict=True) if key == wanted][place]
+    which = f"{ORDINALS[place]} magic number of {wanted}"
+    return Sample(
+        head="Magic numbers are hidden in the text below, several of each name. Remember them in "
+        "their order.\n",
+        body=_hide(rng, needles, size),
+        question=f"\nQuestion: What is the {which} in the text? Answer: The {which} is",
+        answers=(answer,),
+    )
 
 
 def vt(rng: random.Random, size: int) -> Sample:
@@ -136,6 +157,7 @@ def fwe(rng: random.Random, size: int) -> Sample:
 TASKS = {
     "niah_single": Task(niah_single, least=8),
     "niah_multikey": Task(niah_multikey, least=8),
+    "mrcr": Task(mrcr, least=8),
     "vt": Task(vt, least=8),
     "cwe": Task(cwe, least=80),
     "fwe": Task(fwe, least=80),
@@ -144,7 +166,7 @@ TASKS = {
 
 def _niah(rng: random.Random, size: int, num_keys: int) -> Sample:
     keys = _words(rng, num_keys)
-    values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_keys)]
+    values = _numbers(rng, num_keys)
     needles = [f"The magic number of {k} is {v}." for k, v in zip(keys, values, strict=True)]
     wanted_key = rng.randrange(num_keys)
     return Sample(
@@ -154,6 +176,10 @@ def _niah(rng: random.Random, size: int, num_keys: int) -> Sample:
         f"Answer: The magic number of {keys[wanted_key]} is",
         answers=(values[wanted_key],),
     )
+
+
+def _numbers(rng: random.Random, count: int) -> list[str]:
+    return [str(value) for value in rng.sample(range(1_000_000, 10_000_000), count)]
 
 
 def _hide(rng: random.Random, statements: Sequence[str], size: int) -> str:

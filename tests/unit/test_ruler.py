@@ -95,6 +95,19 @@ def test_the_needle_asked_for_is_in_the_haystack(task: str, needles: int) -> Non
         assert asked is not None and found[asked[1]] == answer
 
 
+def test_one_of_several_needles_with_a_key_is_asked_for_by_its_place() -> None:
+    places = set[str]()
+    for text, (answer,) in texts("mrcr", 3000):
+        asked = re.search(r"Answer: The (\w+) magic number of (\S+) is$", text)
+        assert asked is not None
+        found = re.findall(r"The magic number of (\S+) is (\d{7})\.", text)
+        ours = [number for key, number in found if key == asked[2]]
+        assert len(ours) == 4 and len(found) == 8
+        assert ours[["first", "second", "third", "fourth"].index(asked[1])] == answer
+        places.add(asked[1])
+    assert len(places) > 1
+
+
 def test_needles_lie_at_all_depths() -> None:
     work = build_workload("ruler:niah_single", Characters(), None, 3000, 40, 0)
     assert work.answers is not None
@@ -164,4 +177,5 @@ def test_generated_prompts_have_no_books() -> None:
     work = build("vt", 1000)
     assert work.dataset == "ruler:vt" and len(work.prompts) == 3
     absent = {name for name, value in vars(work).items() if value is None}
-    assert absent == {"num_available", "skip_tokens", "sources"}
+    of_sets = {"categories", "left_out", "later_turns"}
+    assert absent == {"num_available", "skip_tokens", "sources"} | of_sets
