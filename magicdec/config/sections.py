@@ -314,8 +314,9 @@ class WorkloadSection:
     dataset: str = setting(
         "demo",
         "The prompts: demo, pg19, or paths to .jsonl/.json/.parquet/.txt text or folders of such "
-        "files. With known answers: recall, recall:<any of these>, ruler:<task>. Of a prompt set, "
-        "as a path or a name on the hub: sharegpt:<set>, speed_bench:<set>, longbench:<set>.",
+        "files. With known answers: recall, recall:<any of these>, ruler:<task>. Of prompt sets, "
+        "each a path or a name on the hub: sharegpt:<set>, or messages, speed_bench, mt_bench, "
+        "spec_bench, gsm8k, math500, mbpp, humaneval, longbench, mrcr.",
         is_joined=True,
         synonyms=("dataset_path", "dataset_name", "data", "input_file", "text"),
     )
@@ -378,7 +379,8 @@ class WorkloadSection:
     prompt_format: str = setting(
         PLAIN,
         "How a prompt's text is given to the model. chat puts the tokenizer's own chat template "
-        "around it, as a single message of the user, within --prefix_len.",
+        "around it, within --prefix_len: as around a message of the user, or around those that a "
+        "prompt set has.",
         choices=PROMPT_FORMATS,
         synonyms=("apply_chat_template", "chat_template", "chat"),
     )

@@ -26,7 +26,7 @@ from magicdec.setup.eagle_checks import check_head, check_kind, check_target, st
 from magicdec.setup.memory_check import check_memory, check_together, free_device_memory, planned
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
-from magicdec.workload.chat_template import Frame, chat_frame
+from magicdec.workload.chat_template import ChatTemplate
 from magicdec.workload.workload import Workload, build_workload, encode_corpus
 
 
@@ -82,6 +82,9 @@ class Prepared(ResolvedRun):
             skip_tokens=w.skip_tokens,
             seed=w.seed,
             sources=None if w.sources is None else [list(source) for source in w.sources],
+            categories=None if w.categories is None else [*w.categories],
+            num_later_turns=None if w.later_turns is None else sum(w.later_turns),
+            left_out=w.left_out,
             sha256=w.sha256,
         )
 
@@ -256,9 +259,9 @@ def _workload_of(
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
     gen_len = w.num_new_tokens
     size = w.prefix_len, count, batch
-    chat: Frame | None = None
+    chat: ChatTemplate | None = None
     if w.prompt_format == CHAT:
-        chat = cache.get(("chat", tokenizer.path), lambda: chat_frame(tokenizer))
+        chat = cache.get(("chat", tokenizer.path), lambda: ChatTemplate(tokenizer))
     made: Workload = cache.get(
         ("workload", tokenizer_name, w.dataset, w.skip_tokens, bos, size, w.seed, gen_len, chat),
         lambda: build_workload(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import lzma
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
 from itertools import chain, islice
@@ -13,7 +14,14 @@ from typing import Any, TypeVar
 
 from magicdec.output.files import MOST_LINE_BYTES, exists, is_folder, open_regular, read_text
 from magicdec.workload.json_items import json_items
-from magicdec.workload.prompt_sets import HUB_NAME, PROMPT_SETS, string_at
+from magicdec.workload.prompt_sets import (
+    HUB_NAME,
+    PROMPT_SETS,
+    PromptItem,
+    category_in,
+    sets_of,
+    string_at,
+)
 
 DEMO_FILE = Path(__file__).parents[1] / "demo" / "text.jsonl.xz"
 PG19_REPOSITORY = "emozilla/pg19"
@@ -40,22 +48,31 @@ def read_corpus(path: str, most: int, encode: Callable[[str], list[int]]) -> Ite
     return read_values("--lookup_corpus", path, most, ids_of)
 
 
-def read_prompts(dataset: str, most: int, is_chat: bool = False) -> list[str]:
-    """The texts, some empty, of the first `most` items of a prompt set. With `is_chat`, a chat
-    template will name the speaker. Raises ValueError as `read_values`."""
-    kind, _, name = dataset.partition(":")
-    text_of = partial(PROMPT_SETS[kind], is_chat=is_chat)
+def read_prompts(dataset: str, most: int) -> list[PromptItem]:
+    """The first `most` items of each prompt set of a dataset. Raises ValueError as
+    `read_values`."""
+    items = list[PromptItem]()
+    sets = sets_of(dataset)
+    for kind, name in sets:
+        for item in _read_set(kind, name, most):
+            category = category_in(kind, item.category, len(sets) > 1)
+            items.append(replace(item, category=category))
+    return items
+
+
+def _read_set(kind: str, name: str, most: int) -> Iterator[PromptItem]:
+    dataset = f"{kind}:{name}"
     reader = FILE_READERS.get(Path(name).suffix.lower())
     of_hub = HUB_NAME.fullmatch(name)
     if reader is not None:
-        return list(_values("--dataset", dataset, reader(Path(name)), most, text_of))
+        return _values("--dataset", dataset, reader(Path(name)), most, PROMPT_SETS[kind])
     if of_hub is None:
         raise ValueError(
             f"--dataset {dataset!r} is not known; give {kind}: with a path ending in "
             f"{', '.join(FILE_READERS)}, or with OWNER/NAME or OWNER/NAME:CONFIG of the hub"
         )
     records = _read_hub(*of_hub.groups())
-    return list(_values("--dataset", dataset, records, most, text_of))
+    return _values("--dataset", dataset, records, most, PROMPT_SETS[kind])
 
 
 def read_values(
@@ -97,7 +114,7 @@ def _files_of(flag: str, dataset: str) -> list[Path]:
         elif path.suffix.lower() in FILE_READERS:
             files.append(path)
         else:
-            made = ["recall", "ruler:<task>", *(f"{kind}:<set>" for kind in PROMPT_SETS)]
+            made = ["recall", "ruler:<task>", f"{'/'.join(PROMPT_SETS)}:<set>"]
             choices = [*NAMED_READERS, *(made if flag == "--dataset" else ())]
             raise ValueError(
                 f"{flag} {name!r} is not known; choose from {', '.join(choices)}, a folder, "

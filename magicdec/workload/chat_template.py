@@ -1,23 +1,30 @@
-"""Chat template: the tokens that a tokenizer's own template puts around the text of a prompt, as
-those of a single message of the user with the answer to be written.
+"""Chat template: the tokens that a tokenizer's own template puts around the texts of the messages
+of a prompt, up to where the answer begins.
 
-The text stays plain text. Only the template's own words can be special tokens.
+The texts stay plain text. Only the template's own words can be special tokens. What a template does
+with some messages follows from their roles alone here, because it is rendered with stand-ins for
+their texts (`template_child.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from magicdec.config.sections import CHAT, PLAIN
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.gguf.named import is_gguf
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.output.files import exists, load_object, read_text
+from magicdec.workload.prompt_sets import USER, Roles
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -25,20 +32,39 @@ GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 DEFAULT = "default"  # the name of a template among several
 FLAG = f"--prompt_format {CHAT}"
 WAY_OUT = f"use --prompt_format {PLAIN}"
-# Stands for the text while the template is rendered. A template has no reason to change it.
-STAND_IN = "TheTextOfThePrompt5f1d7c0e9b"
+# Stands for a text while the template is rendered. A template has no reason to change it.
+STAND_IN = "TheTextOfThePrompt5f1d7c0e9bNumber{}End"
+STAND_INS = re.compile(STAND_IN.replace("{}", r"(\d+)"))
+ONE_MESSAGE: Roles = (USER,)
+# The process that renders a template, and its limits.
+CHILD = Path(__file__).with_name("template_child.py")
+CPU_S = 10
+WAIT_S = 60
+MOST_BYTES = 512 << 20
+MOST_CHARACTERS = 64_000_000  # written for all conversations together
+PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The token ids before and after the text of a prompt."""
+    """The token ids before, between and after the texts of a prompt's messages. `order` are the
+    numbers of the messages as the template places them."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    between: tuple[tuple[int, ...], ...] = ()
+    order: tuple[int, ...] = (0,)
 
     @property
     def num_tokens(self) -> int:
         return len(self.before) + len(self.after)
+
+    def joined(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        """The texts as the template places them, with what stands between them."""
+        ids = [*texts[self.order[0]]]
+        for seam, number in zip(self.between, self.order[1:], strict=True):
+            ids += [*seam, *texts[number]]
+        return ids
 
     def around(self, ids: Sequence[int]) -> tuple[int, ...]:
         return (*self.before, *ids, *self.after)
@@ -54,23 +80,80 @@ class Frame:
         return prefix_len - self.num_tokens
 
 
-def chat_frame(tokenizer: Tokenizer) -> Frame:
-    """The frame that the template beside a tokenizer's file makes. Raises ValueError, in one line,
-    if there is none or if it does not leave the text as it is."""
-    if is_gguf(tokenizer.path):
-        config = _gguf_config(tokenizer)
-        path, template = _find_template(tokenizer.path, config)
-    else:
-        config = _load_config(tokenizer.path.parent)
-        path, template = _find_template(tokenizer.path.parent, config)
-    tokens = _named_tokens(config)
-    rendered = _render(path, template, tokens)
-    before, *rest = rendered.split(STAND_IN)
-    if len(rest) != 1:
-        _refuse(path, f"has the text {len(rest)} times unchanged, not once")
-    _check_special(tokenizer, path, config, tokens, (before, *rest))
-    encode = tokenizer.encode_with_special
-    return Frame(tuple(encode(before)), tuple(encode(rest[0])))
+@dataclass(frozen=True)
+class Refusal:
+    """Why a template makes no prompt of some messages."""
+
+    reason: str
+
+
+class Frames(Protocol):
+    """The frames of a chat template: of one message of the user, and of whole conversations."""
+
+    @property
+    def frame(self) -> Frame: ...
+
+    def of(self, conversations: Collection[Roles]) -> dict[Roles, Frame | Refusal]: ...
+
+
+class ChatTemplate:
+    """The chat template beside a tokenizer's file. Raises ValueError, in one line, if there is
+    none, or if it does not leave the text of a single message as it is."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        path = tokenizer.path
+        is_of_gguf = is_gguf(path)
+        self.config = _gguf_config(tokenizer) if is_of_gguf else _load_config(path.parent)
+        self.path, self.template = _find_template(path if is_of_gguf else path.parent, self.config)
+        self.tokens = _named_tokens(self.config)
+        self._known = dict[Roles, Frame | Refusal]()
+        self._encoded = dict[str, tuple[int, ...]]()
+        found = self.of([ONE_MESSAGE])[ONE_MESSAGE]
+        if isinstance(found, Refusal):
+            _refuse(self.path, found.reason)
+        self.frame = found
+
+    def of(self, conversations: Collection[Roles]) -> dict[Roles, Frame | Refusal]:
+        """The frame of each conversation, by the roles of its messages, or why the template makes
+        none, as one that wants a question before each answer does. Raises ValueError, in one line,
+        if it can make none at all."""
+        unknown = [roles for roles in dict.fromkeys(conversations) if roles not in self._known]
+        if unknown:
+            try:
+                used, rendered = render(self.template, self.tokens, unknown)
+            except ValueError as error:
+                _refuse(self.path, str(error))
+            self._check_names(used)
+            for roles, each in zip(unknown, rendered, strict=True):
+                self._known[roles] = self._frame_of(roles, each)
+        return {roles: self._known[roles] for roles in conversations}
+
+    def _check_names(self, used: Collection[str]) -> None:
+        for name in sorted(used):
+            if name.endswith("_token") and name not in self.tokens:
+                _refuse(self.path, f"uses {name}, which {CONFIG_FILE} does not name (null: none)")
+
+    def _frame_of(self, roles: Roles, rendered: Rendered) -> Frame | Refusal:
+        if rendered.error is not None:
+            return Refusal(f"cannot be rendered ({rendered.error})")
+        before, *rest = STAND_INS.split(rendered.text)
+        order = tuple(int(number) for number in rest[::2])
+        for number in range(len(roles)):
+            if (count := order.count(number)) != 1:
+                which = f" of message {number + 1} ({roles[number]})" if len(roles) > 1 else ""
+                return Refusal(f"has the text{which} {count} times unchanged, not once")
+        if len(order) != len(roles):
+            return Refusal(f"has {len(order)} texts where there are {len(roles)}")
+        first, *between, last = map(self._encode, (before, *rest[1::2]))
+        return Frame(first, last, tuple(between), order)
+
+    def _encode(self, words: str) -> tuple[int, ...]:
+        """The ids of words of the template, which come again in conversations of any length."""
+        if words not in self._encoded:
+            _check_special(self.tokenizer, self.path, self.config, self.tokens, words)
+            self._encoded[words] = tuple(self.tokenizer.encode_with_special(words))
+        return self._encoded[words]
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
@@ -139,52 +222,57 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
     return tokens
 
 
-def _render(path: Path, template: str, tokens: Mapping[str, str | None]) -> str:
-    """As `transformers` renders it: a token that is null is not defined."""
-    from jinja2 import TemplateError, meta, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+@dataclass(frozen=True)
+class Rendered:
+    """What a template has made of one conversation, or the error that it raised."""
 
-    class Generation(Extension):
-        """The block that marks an answer for training; it leaves what is in it as it is."""
+    text: str
+    error: str | None
 
-        tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **more)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
+def render(
+    template: str, tokens: Mapping[str, str | None], conversations: Sequence[Roles]
+) -> tuple[list[str], list[Rendered]]:
+    """The names that a template uses, and what it makes of each conversation, as `transformers`
+    renders it: a token that is null is not defined. Raises ValueError if it cannot be compiled or
+    goes beyond a limit."""
+    request = {
+        "template": template,
+        "tokens": {name: token for name, token in tokens.items() if token is not None},
+        "conversations": [[*_messages(roles)] for roles in conversations],
+        "cpu_s": CPU_S,
+        "most_bytes": MOST_BYTES,
+        "most_characters": MOST_CHARACTERS,
+    }
+    command = [sys.executable, "-P", str(CHILD)]
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     try:
-        used = meta.find_undeclared_variables(environment.parse(template))
-        rendered = environment.from_string(template).render(
-            messages=[{"role": "user", "content": STAND_IN}],
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            **{name: token for name, token in tokens.items() if token is not None},
+        ended = subprocess.run(
+            command,
+            input=json.dumps(request),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            timeout=WAIT_S,
+            encoding="utf-8",
         )
-    except Exception as error:  # whatever the code of a template may raise
-        reason = (str(error).splitlines() or [""])[0]
-        _refuse(path, f"cannot be rendered ({type(error).__name__}: {reason})")
-    if unknown := sorted(n for n in used if n.endswith("_token") and n not in tokens):
-        _refuse(path, f"uses {unknown[0]}, which {CONFIG_FILE} does not name (null: none)")
-    return rendered
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"takes more than {WAIT_S} s") from None
+    if -ended.returncode in (signal.SIGXCPU, signal.SIGKILL):
+        raise ValueError(f"takes more than {CPU_S} s or {MOST_BYTES >> 20} MB")
+    if ended.returncode:
+        raise ValueError(f"ended the process that renders it (exit code {ended.returncode})")
+    answer = json.loads(ended.stdout)
+    if "error" in answer:
+        raise ValueError(f"cannot be rendered ({answer['error']})")
+    return answer["used"], [
+        Rendered(each.get("text", ""), each.get("error")) for each in answer["rendered"]
+    ]
+
+
+def _messages(roles: Roles) -> Iterator[dict[str, str]]:
+    for number, role in enumerate(roles):
+        yield {"role": role, "content": STAND_IN.format(number)}
 
 
 def _check_special(
@@ -192,9 +280,9 @@ def _check_special(
     path: Path,
     config: Mapping[str, Any],
     tokens: Mapping[str, str | None],
-    texts: Sequence[str],
+    text: str,
 ) -> None:
-    """Raises ValueError unless each special token in the texts is one token of the tokenizer, with
+    """Raises ValueError unless each special token in the text is one token of the tokenizer, with
     the id of the config if it says one."""
     added = config.get("added_tokens_decoder")
     expected: dict[str, str | None] = {token: None for token in tokens.values() if token}
@@ -202,7 +290,7 @@ def _check_special(
         if isinstance(entry, dict) and isinstance(entry.get("content"), str):
             expected[entry["content"]] = str(number)
     for name, number in expected.items():
-        if not name or not any(name in text for text in texts):
+        if not name or name not in text:
             continue
         ids = tokenizer.encode_with_special(name)
         if len(ids) != 1 or (number is not None and str(ids[0]) != number):

@@ -1,64 +1,171 @@
-"""Published prompt sets: the prompt text of an item. Tokenizers here encode plain text, so words
-name the speakers of a chat."""
+"""Published prompt sets: the messages of an item, and its category. Tokenizers here encode plain
+text, so that words name the speakers of a chat where no chat template does."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from magicdec.output.files import parse_json
 
 # What stands in SPEED-Bench's file on the hub where a text has to come from its own source.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-SPEAKERS = {"human": "User", "user": "User", "system": "System"}  # all others answer
+USER = "user"
+ASSISTANT = "assistant"
+# Of a chat's speakers; all others answer.
+ROLES = {"human": USER, USER: USER, "system": "system", "developer": "system"}
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")  # OWNER/NAME or OWNER/NAME:CONFIG
 
-
-def sharegpt(item: Any, place: str, is_chat: bool = False) -> str:
-    """A chat up to its last answer, which is to be written; empty without a question."""
-    turns = list[tuple[str, str]]()
-    for number, turn in enumerate(list_at(item, "conversations", place)):
-        where = f"{place}, turn {number}"
-        turns.append((string_at(turn, "from", where), string_at(turn, "value", where)))
-    answers = [i for i, (speaker, _) in enumerate(turns) if speaker not in SPEAKERS]
-    return _chat(turns[: answers[-1]] if answers else turns, is_chat)
+Roles = tuple[str, ...]  # of the messages of a prompt, in order
 
 
-def speed_bench(item: Any, place: str, is_chat: bool = False) -> str:
-    """The first question of an item: of `turns` in NVIDIA's own file, or of `messages` by its
-    `prepare.py`."""
-    key = "messages" if isinstance(item, dict) and "messages" in item else "turns"
-    first = [*list_at(item, key, place), ""][0]
-    turn = first if key == "messages" else {"content": first}
-    question = string_at(turn, "content", f"{place}, first of {key!r}")
-    if PLACEHOLDER in question:
+@dataclass(frozen=True)
+class Message:
+    role: str  # system, user or assistant
+    content: str
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """An item of a prompt set. `messages` are what the model is given, none if nothing is asked;
+    `later` the user's further questions, which need the model's own answers."""
+
+    messages: tuple[Message, ...]
+    category: str | None = None
+    later: tuple[str, ...] = ()
+    is_text: bool = False  # a text that the model goes on with, in which no speaker is named
+
+    @property
+    def is_asked(self) -> bool:
+        return any(message.content for message in self.messages)
+
+    @property
+    def roles(self) -> Roles:
+        return tuple(message.role for message in self.messages)
+
+    @property
+    def contents(self) -> list[str]:
+        return [message.content for message in self.messages]
+
+    @property
+    def plain_text(self) -> str:
+        """The messages with their speakers in words, then what begins the answer."""
+        if self.is_text:
+            return "".join(self.contents)
+        lines = [f"{each.role.capitalize()}: {each.content}\n\n" for each in self.messages]
+        return "".join([*lines, f"{ASSISTANT.capitalize()}:"])
+
+
+def sharegpt(item: Any, place: str) -> PromptItem:
+    """A chat up to its last answer, which is to be written."""
+    messages = _messages(list_at(item, "conversations", place), place, "from", "value")
+    answers = [i for i, message in enumerate(messages) if message.role == ASSISTANT]
+    return PromptItem(messages[: answers[-1]] if answers else messages)
+
+
+def requested(item: Any, place: str) -> PromptItem:
+    """The messages of a request as servers take them, without an answer at their end."""
+    messages = _messages(list_at(item, "messages", place), place, "role", "content")
+    asked = [i for i, message in enumerate(messages, 1) if message.role == USER]
+    return PromptItem(messages[: asked[-1]] if asked else ())
+
+
+def questions(item: Any, place: str) -> PromptItem:
+    """The first of the questions that a user asks one after the other: `turns` of SPEED-Bench,
+    MT-Bench and Spec-Bench, `messages` as SPEED-Bench's `prepare.py` writes them, or `prompt` of
+    the copy of MT-Bench on the hub."""
+    keys = item if isinstance(item, dict) else {}
+    key = next((key for key in ("messages", "turns", "prompt") if key in keys), "turns")
+    turns = [
+        turn if key == "messages" else {"content": turn} for turn in list_at(item, key, place)
+    ] or [""]
+    names = ["first", *(f"turn {number}" for number in range(1, len(turns)))]
+    first, *later = (
+        string_at(turn, "content", f"{place}, {name} of {key!r}")
+        for turn, name in zip(turns, names, strict=True)
+    )
+    if any(PLACEHOLDER in question for question in (first, *later)):
         raise ValueError(
             f"{place} is a placeholder of a text from another source; fill it in with NVIDIA's "
             "prepare.py, and give the file that it writes"
         )
-    return _chat([("user", question)], is_chat)
+    return PromptItem(_asked(first), category_at(item, "category", place), tuple(later))
 
 
-def longbench(item: Any, place: str, is_chat: bool = False) -> str:
+def question(
+    item: Any, place: str, keys: Sequence[str], category: str | None = None, is_text: bool = False
+) -> PromptItem:
+    """A single question, at the first of `keys` that the item has."""
+    found = item if isinstance(item, dict) else {}
+    key = next((key for key in keys if key in found), keys[0])
+    asked = _asked(string_at(item, key, place))
+    name = None if category is None else category_at(item, category, place)
+    return PromptItem(asked, name, is_text=is_text)
+
+
+def longbench(item: Any, place: str) -> PromptItem:
     """A document and a question about it. LongBench-v2 has a `question` with four choices."""
     document = string_at(item, "context", place)
     is_second = "question" in item
-    question = string_at(item, "question" if is_second else "input", place)
+    asked = string_at(item, "question" if is_second else "input", place)
     for letter in "ABCD" if is_second else "":
-        question += f"\n({letter}) {string_at(item, f'choice_{letter}', place)}"
-    return f"{document}\n\n{f'Question: {question}' if question else ''}\nAnswer:"
+        asked += f"\n({letter}) {string_at(item, f'choice_{letter}', place)}"
+    text = f"{document}\n\n{f'Question: {asked}' if asked else ''}\nAnswer:"
+    category = category_at(item, "domain" if is_second else "dataset", place)
+    return PromptItem(_asked(text), category, is_text=True)
 
 
-PROMPT_SETS: dict[str, Callable[..., str]] = {
+def mrcr(item: Any, place: str) -> PromptItem:
+    """A chat in which several requests are alike, and which ends on the question for the answer to
+    one of them (OpenAI MRCR, after arXiv 2409.12640, section 3). `prompt` is its JSON."""
+    text = string_at(item, "prompt", place)
+    try:
+        turns = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{place}: 'prompt' is not JSON ({error})") from error
+    if not isinstance(turns, list):
+        raise ValueError(f"{place}: 'prompt' is not the JSON of a list")
+    messages = _messages(turns, f"{place}, 'prompt'", "role", "content")
+    needles = item.get("n_needles")
+    if not isinstance(needles, int):
+        raise ValueError(f"{place} has no 'n_needles' that is a whole number")
+    return PromptItem(messages, f"{needles} needles")
+
+
+PROMPT_SETS: dict[str, Callable[[Any, str], PromptItem]] = {
     "sharegpt": sharegpt,
-    "speed_bench": speed_bench,
+    "messages": requested,
+    "speed_bench": questions,
+    "mt_bench": questions,
+    "spec_bench": questions,
+    "gsm8k": partial(question, keys=("question",)),
+    "math500": partial(question, keys=("problem",), category="subject"),
+    "humaneval": partial(question, keys=("prompt",), is_text=True),
+    "mbpp": partial(question, keys=("text", "prompt")),
     "longbench": longbench,
+    "mrcr": mrcr,
 }
+BETWEEN_SETS = re.compile(rf",(?=(?:{'|'.join(PROMPT_SETS)}):)")
 
 
 def is_prompt_set(dataset: str) -> bool:
-    """Whether a dataset is a prompt set, such as `sharegpt:FILE`."""
+    """Whether a dataset is made of prompt sets, such as `sharegpt:FILE`."""
     kind, colon, _ = dataset.partition(":")
     return bool(colon) and kind in PROMPT_SETS
+
+
+def sets_of(dataset: str) -> list[tuple[str, str]]:
+    """The kind and the name of each prompt set of a dataset, in which commas join them."""
+    parts = (each.partition(":") for each in BETWEEN_SETS.split(dataset))
+    return [(kind, name) for kind, _, name in parts]
+
+
+def category_in(kind: str, category: str | None, is_one_of_several: bool) -> str | None:
+    """The category of an item, which begins with the kind of its set where there are several."""
+    return " ".join(filter(None, (kind, category))) if is_one_of_several else category
 
 
 def cut_middle(ids: Sequence[int], length: int) -> tuple[int, ...]:
@@ -87,10 +194,23 @@ def string_at(item: Any, key: str, place: str) -> str:
     return text
 
 
-def _chat(turns: Sequence[tuple[str, str]], is_chat: bool) -> str:
-    """The turns, then what begins the answer. A single question for a chat template is only its
-    text."""
-    if is_chat and len(turns) == 1 and SPEAKERS.get(turns[0][0]) == "User":
-        return turns[0][1]
-    lines = [f"{SPEAKERS.get(speaker, 'Assistant')}: {text}\n\n" for speaker, text in turns]
-    return "".join([*lines, "Assistant:"]) if lines else ""
+def category_at(item: Any, key: str, place: str) -> str | None:
+    """The name of a category, in one line. None if the item has none."""
+    if item.get(key) is None:
+        return None
+    return " ".join(string_at(item, key, place).split()) or None
+
+
+def _asked(text: str) -> tuple[Message, ...]:
+    return (Message(USER, text),)
+
+
+def _messages(
+    turns: Iterable[Any], place: str, role_key: str, content_key: str
+) -> tuple[Message, ...]:
+    messages = list[Message]()
+    for number, turn in enumerate(turns):
+        where = f"{place}, turn {number}"
+        role = ROLES.get(string_at(turn, role_key, where), ASSISTANT)
+        messages.append(Message(role, string_at(turn, content_key, where)))
+    return tuple(messages)

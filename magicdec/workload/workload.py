@@ -6,7 +6,8 @@ import hashlib
 import random
 import struct
 from array import array
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from magicdec.workload.books import (
     read_prompts,
     title_of,
 )
-from magicdec.workload.chat_template import FLAG, WAY_OUT, Frame
-from magicdec.workload.prompt_sets import cut_middle, is_prompt_set
+from magicdec.workload.chat_template import FLAG, WAY_OUT, Frame, Frames, Refusal
+from magicdec.workload.prompt_sets import PromptItem, cut_middle, is_prompt_set, sets_of
 
 ENOUGH_BOOKS = 50  # of more only as many are read as the prompts need
 MOST_ITEMS = 5000  # that are read of a dataset
@@ -34,7 +35,9 @@ SKIP_TOKENS = {"pg19": 8000}
 class Workload:
     """The prefixes in the order of the run, and their `answers`, if known. `sources` are (book
     index, chunk index), drawn from `num_available` prefixes; None if generated. `sha256` is of
-    token ids and prompt boundaries."""
+    token ids and prompt boundaries. Of a prompt set, `categories` are those of its items, some of
+    them None, `later_turns` the numbers of their further questions, which are not asked, and
+    `left_out` counts the items that were drawn and left out, by reason."""
 
     dataset: str
     prompts: tuple[tuple[int, ...], ...]
@@ -44,6 +47,9 @@ class Workload:
     seed: int
     sha256: str
     answers: tuple[Answer, ...] | None = None
+    categories: tuple[str | None, ...] | None = None
+    left_out: dict[str, int] | None = None
+    later_turns: tuple[int, ...] | None = None
 
     def first(self, num_prompts: int) -> Workload:
         prompts = self.prompts[:num_prompts]
@@ -52,6 +58,8 @@ class Workload:
             prompts=prompts,
             sources=None if self.sources is None else self.sources[:num_prompts],
             answers=None if self.answers is None else self.answers[:num_prompts],
+            categories=None if self.categories is None else self.categories[:num_prompts],
+            later_turns=None if self.later_turns is None else self.later_turns[:num_prompts],
             sha256=_hash_prompts(prompts),
         )
 
@@ -68,7 +76,7 @@ def build_workload(
     is_whole: bool = False,
     skip_tokens: int | None = None,
     batch: int | None = None,
-    chat: Frame | None = None,
+    chat: Frames | None = None,
 ) -> Workload:
     """Distinct prefixes of `prefix_len` tokens: chunks of books, drawn without replacement. BOS, if
     any, replaces the first token.
@@ -77,7 +85,8 @@ def build_workload(
     folders). `gen_len`: tokens of recall's continuation. `counted_by`: the flags behind
     `num_prompts`. `is_whole`: a set's prompts keep lengths up to `prefix_len`. `skip_tokens`: left
     out of each book (None: by SKIP_TOKENS). `batch`: a short text gives whole batches of so many.
-    `chat`: what a chat template puts around each text, BOS included, within `prefix_len`.
+    `chat`: what a chat template puts around each text, BOS included, within `prefix_len`, and
+    between the messages of a conversation.
 
     Raises ValueError for an unknown or unreadable dataset (see `read_books`), too few prefixes, and
     too short ones.
@@ -95,7 +104,7 @@ def build_workload(
         )
     if chat is not None:
         bos_token_id = None
-    frame = chat or Frame()
+    frame = Frame() if chat is None else chat.frame
     if kind == "ruler":
         prompts, strings = ruler.make_prompts(
             name, tokenizer.encode, bos_token_id, prefix_len, num_prompts, seed, frame
@@ -113,7 +122,7 @@ def build_workload(
             counted_by,
             is_whole,
             batch,
-            frame,
+            chat,
         )
     books = dataset
     if kind == "recall":
@@ -189,6 +198,82 @@ def _cut_books(
     return texts, places
 
 
+# Why an item of a prompt set is left out, as a record has it (`records/workload.py`).
+LONGER = "longer"
+SHORTER = "shorter"
+REFUSED = "refused"
+
+
+@dataclass
+class DrawnItems:
+    """The items of a prompt set that were drawn: those that became prompts of at most, or of
+    exactly, `prefix_len` tokens (`is_whole`, or not), and how many were left out."""
+
+    prefix_len: int
+    is_whole: bool
+    taken: list[tuple[int, PromptItem]] = field(default_factory=list)
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    refusal: str = ""  # of the last one that the chat template refused
+
+    def leave_out(self, reason: str) -> None:
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+
+    def take(self, index: int, item: PromptItem, frame: Frame, ids: Sequence[int]) -> None:
+        """Make a prompt of item `index`, whose text has these ids, if its length serves."""
+        room = self.prefix_len - frame.num_tokens
+        if len(ids) > room if self.is_whole else room < 1:
+            self.leave_out(LONGER)
+        elif len(ids) < room and not self.is_whole:
+            self.leave_out(SHORTER)
+        else:
+            self.taken.append((index, item))
+            self.prompts.append(frame.around(ids if self.is_whole else cut_middle(ids, room)))
+
+    def keep(self, num_prompts: int) -> None:
+        del self.taken[num_prompts:], self.prompts[num_prompts:]
+
+    @property
+    def missing_text(self) -> str:
+        """What there is, for a message."""
+        bound = "most" if self.is_whole else "least"
+        count = len(self.prompts)
+        return f"holds {count} prompts of at {bound} --prefix_len {self.prefix_len} tokens"
+
+    @property
+    def refused_text(self) -> str:
+        if not self.refusal:
+            return ""
+        count = self.left_out[REFUSED]
+        return f"; {count} more are left out, because the chat template {self.refusal}"
+
+
+def _draw_items(
+    dataset: str,
+    encode: Callable[[Sequence[str]], list[list[int]]],
+    drawn: DrawnItems,
+    num_prompts: int,
+    seed: int,
+    chat: Frames | None,
+) -> int:
+    """Draws items in random order until there are enough prompts. Returns how many ask something.
+    `encode` gives the ids of the texts of a prompt."""
+    asked = [(i, item) for i, item in enumerate(read_prompts(dataset, MOST_ITEMS)) if item.is_asked]
+    random.Random(seed).shuffle(asked)
+    frames = {} if chat is None else chat.of([item.roles for _, item in asked])
+    for index, item in asked:
+        if len(drawn.prompts) == num_prompts:
+            break
+        frame = Frame() if chat is None else frames[item.roles]
+        if isinstance(frame, Refusal):
+            drawn.refusal = frame.reason
+            drawn.leave_out(REFUSED)
+            continue
+        texts = [item.plain_text] if chat is None else item.contents
+        drawn.take(index, item, frame, frame.joined(encode(texts)))
+    return len(asked)
+
+
 def _of_prompt_set(
     dataset: str,
     tokenizer: Tokenizer,
@@ -199,36 +284,41 @@ def _of_prompt_set(
     counted_by: str,
     is_whole: bool,
     batch: int | None,
-    frame: Frame,
+    chat: Frames | None,
 ) -> Workload:
-    """Non-empty items of a prompt set in random order: whole up to `prefix_len` tokens, or longer
-    ones cut in the middle to exactly so many."""
-    room = frame.room(prefix_len)
-    read = read_prompts(dataset, MOST_ITEMS, is_chat=frame.num_tokens > 0)
-    texts = [(i, text) for i, text in enumerate(read) if text]
-    random.Random(seed).shuffle(texts)
-    kind, _, name = dataset.partition(":")
-    name = f"{kind}:{Path(name).name}"
+    """Items of a prompt set that ask something, in random order: whole up to `prefix_len` tokens,
+    or longer ones cut in the middle to exactly so many."""
     start = [] if bos is None else [bos]
-    places = list[tuple[int, int]]()
-    prompts = list[tuple[int, ...]]()
-    for index, text in texts:
-        if len(prompts) == num_prompts:
-            break
-        ids = [*start, *tokenizer.encode(text)]
-        if len(ids) <= room if is_whole else len(ids) >= room:
-            places.append((index, 0))
-            prompts.append(frame.around(ids if is_whole else cut_middle(ids, room)))
-    num_prompts = _enough(len(prompts), num_prompts, batch)
-    del places[num_prompts:], prompts[num_prompts:]
-    if len(prompts) < num_prompts:
-        bound = "most" if is_whole else "least"
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        first, *others = map(tokenizer.encode, texts)
+        return [[*start, *first], *others]
+
+    if chat is not None:
+        chat.frame.room(prefix_len)
+    drawn = DrawnItems(prefix_len, is_whole)
+    num_asked = _draw_items(dataset, encode, drawn, num_prompts, seed, chat)
+    num_prompts = _enough(len(drawn.prompts), num_prompts, batch)
+    drawn.keep(num_prompts)
+    name = ",".join(f"{kind}:{Path(of_set).name}" for kind, of_set in sets_of(dataset))
+    if len(drawn.prompts) < num_prompts:
         raise ValueError(
-            f"--dataset {name} holds {len(prompts)} prompts of at {bound} --prefix_len "
-            f"{prefix_len} tokens; {num_prompts} are needed ({counted_by})"
+            f"--dataset {name} {drawn.missing_text}; {num_prompts} are needed ({counted_by})"
+            f"{drawn.refused_text}"
         )
-    digest = _hash_prompts(tuple(prompts))
-    return Workload(name, tuple(prompts), tuple(places), len(texts), 0, seed, digest)
+    prompts = tuple(drawn.prompts)
+    return Workload(
+        name,
+        prompts,
+        tuple((index, 0) for index, _ in drawn.taken),
+        num_asked,
+        0,
+        seed,
+        _hash_prompts(prompts),
+        categories=tuple(item.category for _, item in drawn.taken),
+        left_out=drawn.left_out,
+        later_turns=tuple(len(item.later) for _, item in drawn.taken),
+    )
 
 
 def encode_corpus(path: str, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

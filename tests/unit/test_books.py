@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from magicdec.workload import books, json_items
+from magicdec.workload.prompt_sets import PROMPT_SETS
 
 
 def read_books(dataset: str, most: int) -> list[str]:
@@ -143,7 +144,7 @@ def test_bad_parquet_columns(tmp_path: Path, values: dict[str, list[Any]]) -> No
 
 
 def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
-    sets = "sharegpt:<set>, speed_bench:<set>, longbench:<set>"
+    sets = f"{'/'.join(PROMPT_SETS)}:<set>"
     paths = "a folder, or a path ending in .jsonl, .json, .parquet, .txt"
     choices = f"choose from demo, pg19, recall, ruler:<task>, {sets}, {paths}"
     for name in ("pg20", "books.csv", ""):

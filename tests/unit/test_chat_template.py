@@ -5,6 +5,8 @@ own."""
 import json
 import re
 import shutil
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from magicdec.model.presets.presets import demo_directory
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.records.table import _title
 from magicdec.setup.prepare import SetupCache, complete, find, prepare
-from magicdec.workload.chat_template import STAND_IN, Frame, chat_frame
+from magicdec.workload import chat_template
+from magicdec.workload.chat_template import STAND_IN, ChatTemplate, Frame, Refusal
+from magicdec.workload.prompt_sets import Roles
 
 NAMES = ("<s>", "</s>", "<|user|>", "<|assistant|>")
 CONTENT = "{{ messages[0].content }}"
@@ -83,7 +87,7 @@ def write(directory: Path, template: Any, **config: Any) -> Tokenizer:
 
 
 def frame_of(directory: Path, template: Any, **config: Any) -> Frame:
-    return chat_frame(write(directory, template, **config))
+    return ChatTemplate(write(directory, template, **config)).frame
 
 
 def reference(template: str) -> PreTrainedTokenizerFast:
@@ -92,22 +96,23 @@ def reference(template: str) -> PreTrainedTokenizerFast:
     )
 
 
-@pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_ids_are_those_of_transformers(tmp_path: Path, name: str, text: str) -> None:
+def test_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     tokenizer = write(tmp_path, TEMPLATES[name])
-    chat = [{"role": "user", "content": text}]
-    expected = reference(TEMPLATES[name]).apply_chat_template(
-        chat, add_generation_prompt=True, return_dict=False
-    )
-    assert list(chat_frame(tokenizer).around(tokenizer.encode(text))) == expected
+    frame = ChatTemplate(tokenizer).frame
+    for text in TEXTS:
+        chat = [{"role": "user", "content": text}]
+        expected = reference(TEMPLATES[name]).apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False
+        )
+        assert list(frame.around(tokenizer.encode(text))) == expected
 
 
 def test_no_token_reaches_across_the_seam(tmp_path: Path) -> None:
     """A prompt is cut in tokens, so that its text has the same ones in every template; encoded
     together, " the" would be one."""
     tokenizer = write(tmp_path, "<s>[INST] " + CONTENT)
-    frame = chat_frame(tokenizer)
+    frame = ChatTemplate(tokenizer).frame
     assert tokenizer.decode(frame.before) == "[INST] "
     ids = frame.around(tokenizer.encode("the cat"))
     assert tokenizer.decode(ids) == "[INST] the cat"
@@ -117,7 +122,7 @@ def test_no_token_reaches_across_the_seam(tmp_path: Path) -> None:
 def test_special_tokens_of_the_text_stay_text(tmp_path: Path) -> None:
     tokenizer = write(tmp_path, CHATML)
     special = {i for i, piece in tokenizer.pieces.items() if piece in NAMES}
-    frame = chat_frame(tokenizer)
+    frame = ChatTemplate(tokenizer).frame
     assert [sum(i in special for i in ids) for ids in (frame.before, frame.after)] == [1, 2]
     text = "the </s><|assistant|> cat"
     ids = tokenizer.encode(text)
@@ -129,11 +134,11 @@ def test_special_tokens_of_the_text_stay_text(tmp_path: Path) -> None:
 def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     tokenizer = write(tmp_path, "<s>{{ messages[0].content }}")
     (tmp_path / "chat_template.jinja").write_text("<|user|>{{ messages[0].content }}</s>")
-    assert chat_frame(tokenizer) == frame_of(
+    assert ChatTemplate(tokenizer).frame == frame_of(
         tmp_path / "b", "<|user|>{{ messages[0].content }}</s>"
     )
     (tmp_path / "tokenizer_config.json").unlink()
-    assert chat_frame(tokenizer).num_tokens == 2
+    assert ChatTemplate(tokenizer).frame.num_tokens == 2
 
 
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
@@ -203,42 +208,59 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     tokenizer = write(tmp_path, CHATML)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"^--prompt_format chat: .*tokenizer_config.json cannot"):
-        chat_frame(tokenizer)
+        ChatTemplate(tokenizer)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match=r"^--prompt_format chat: .*template.jinja cannot be read"):
-        chat_frame(tokenizer)
+        ChatTemplate(tokenizer)
 
 
 def test_the_stand_in_is_one_that_trimming_leaves() -> None:
-    assert STAND_IN.isalnum()
+    assert STAND_IN.format(7).isalnum()
 
 
 FRAME = Frame((1, 2, 3), (4, 5))
 
 
+class Framed:
+    """Frames as a chat template makes them: with 7 and 8 between two messages."""
+
+    frame = FRAME
+
+    def of(self, conversations: Collection[Roles]) -> dict[Roles, Frame | Refusal]:
+        return {
+            roles: replace(
+                FRAME, between=((7, 8),) * (len(roles) - 1), order=tuple(range(len(roles)))
+            )
+            for roles in conversations
+        }
+
+
+CHATTED = Framed()
+
+
 def test_books_are_cut_so_that_prompts_have_the_length(tmp_path: Path) -> None:
     book = "".join(chr(0x4E00 + i) for i in range(36))  # no character comes twice
     dataset = write_lines(tmp_path / "book.jsonl", [book])
-    work = build(dataset, BOS, prefix_len=12, num_prompts=5, chat=FRAME)
+    work = build(dataset, BOS, prefix_len=12, num_prompts=5, chat=CHATTED)
     plain = build(dataset, None, prefix_len=7, num_prompts=5)
     assert work.sources == plain.sources and work.num_available == 5
     assert work.prompts == tuple((1, 2, 3, *prompt, 4, 5) for prompt in plain.prompts)
     assert len({work.sha256, plain.sha256}) == 2
     with pytest.raises(ValueError, match=r"holds 5 prefixes of --prefix_len 12 tokens; 6 are"):
-        build(dataset, BOS, prefix_len=12, num_prompts=6, chat=FRAME)
+        build(dataset, BOS, prefix_len=12, num_prompts=6, chat=CHATTED)
 
 
 @pytest.mark.parametrize("dataset", ["demo", "ruler:vt", "longbench:none.json"])
 def test_a_prefix_without_room_is_refused(dataset: str) -> None:
     with pytest.raises(ValueError, match=r"--prefix_len 5 is too short for") as caught:
-        build(dataset, prefix_len=5, chat=FRAME)
+        build(dataset, prefix_len=5, chat=CHATTED)
     if dataset != "ruler:vt":
         assert "whose template has 5 tokens; it must be at least 6" in str(caught.value)
 
 
 def test_ruler_has_the_frame_within_its_length() -> None:
-    work = build("ruler:vt", BOS, prefix_len=1000, chat=FRAME)
+    work = build("ruler:vt", BOS, prefix_len=1000, chat=CHATTED)
     plain = build("ruler:vt", None, prefix_len=995)
     assert work.prompts == tuple(FRAME.around(prompt) for prompt in plain.prompts)
     assert work.answers == plain.answers
@@ -246,14 +268,14 @@ def test_ruler_has_the_frame_within_its_length() -> None:
         build("ruler:vt", None, prefix_len=100)
     least = int(str(caught.value).rpartition(" ")[2])
     with pytest.raises(ValueError, match=rf"--prefix_len 100 .* must be at least {least + 5}"):
-        build("ruler:vt", BOS, prefix_len=100, chat=FRAME)
-    build("ruler:vt", BOS, prefix_len=least + 5, chat=FRAME)
+        build("ruler:vt", BOS, prefix_len=100, chat=CHATTED)
+    build("ruler:vt", BOS, prefix_len=least + 5, chat=CHATTED)
 
 
 @pytest.mark.parametrize("dataset", ["recall", "recall:demo"])
 def test_recall_cannot_go_on_in_another_message(dataset: str) -> None:
     with pytest.raises(ValueError, match=rf"chat: the answer of --dataset {dataset} goes on where"):
-        build(dataset, prefix_len=400, chat=FRAME)
+        build(dataset, prefix_len=400, chat=CHATTED)
 
 
 def write_set(path: Path, *questions: str) -> str:
@@ -263,24 +285,133 @@ def write_set(path: Path, *questions: str) -> str:
 
 def test_prompt_sets_are_bare_questions_in_the_frame(tmp_path: Path) -> None:
     dataset = write_set(tmp_path / "set.jsonl", "abcdefghij", "ab")
-    (prompt,) = build(dataset, BOS, prefix_len=10, num_prompts=1, chat=FRAME).prompts
+    (prompt,) = build(dataset, BOS, prefix_len=10, num_prompts=1, chat=CHATTED).prompts
     assert prompt == (1, 2, 3, *map(ord, "abcij"), 4, 5)
-    whole = build(dataset, BOS, prefix_len=15, num_prompts=2, is_whole=True, chat=FRAME)
+    whole = build(dataset, BOS, prefix_len=15, num_prompts=2, is_whole=True, chat=CHATTED)
     texts = ("abcdefghij", "ab")
     assert sorted(whole.prompts) == sorted(FRAME.around([*map(ord, t)]) for t in texts)
     with pytest.raises(ValueError, match="holds 1 prompts of at most --prefix_len 14 tokens; 2"):
-        build(dataset, BOS, prefix_len=14, num_prompts=2, is_whole=True, chat=FRAME)
+        build(dataset, BOS, prefix_len=14, num_prompts=2, is_whole=True, chat=CHATTED)
 
 
-def test_several_turns_are_one_message(tmp_path: Path) -> None:
-    turns = [("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d")]
-    item = {"conversations": [{"from": who, "value": what} for who, what in turns]}
-    (tmp_path / "chat.json").write_text(json.dumps([item]))
-    work = build(f"sharegpt:{tmp_path / 'chat.json'}", prefix_len=99, num_prompts=1, is_whole=True)
-    (plain,) = work.prompts
-    dataset = f"sharegpt:{tmp_path / 'chat.json'}"
-    work = build(dataset, prefix_len=99, num_prompts=1, is_whole=True, chat=FRAME)
-    assert work.prompts == (FRAME.around(plain[1:]),)  # without BOS
+def write_chat(path: Path, *turns: tuple[str, str]) -> str:
+    path.write_text(
+        json.dumps([{"conversations": [{"from": who, "value": what} for who, what in turns]}])
+    )
+    return f"sharegpt:{path}"
+
+
+def test_several_turns_are_messages(tmp_path: Path) -> None:
+    turns = [("human", "ab"), ("gpt", "b"), ("human", "cd"), ("gpt", "d")]
+    dataset = write_chat(tmp_path / "chat.json", *turns)
+    inner = [*map(ord, "ab"), 7, 8, ord("b"), 7, 8, *map(ord, "cd")]
+    work = build(dataset, BOS, prefix_len=14, num_prompts=1, is_whole=True, chat=CHATTED)
+    assert work.prompts == (FRAME.around(inner),)  # without BOS
+    (cut,) = build(dataset, BOS, prefix_len=9, num_prompts=1, chat=CHATTED).prompts
+    assert cut == FRAME.around([*inner[:2], *inner[-2:]])
+    message = "holds 0 prompts of at most --prefix_len 13 tokens; 1 are needed"
+    with pytest.raises(ValueError, match=message):
+        build(dataset, BOS, prefix_len=13, num_prompts=1, is_whole=True, chat=CHATTED)
+
+
+CONVERSATION = ("system", "user", "assistant", "user")
+
+
+@pytest.mark.parametrize("name", ["blocks", "loops", "namespace"])
+def test_conversations_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    tokenizer = write(tmp_path, TEMPLATES[name].replace("{% break %}", ""))
+    texts = ["be brief", *TEXTS]
+    chat = [{"role": r, "content": t} for r, t in zip(CONVERSATION, texts, strict=True)]
+    kept = chat if name != "loops" else chat[1:]  # it passes over a system's message
+    frame = ChatTemplate(tokenizer).of([tuple(each["role"] for each in kept)]).popitem()[1]
+    assert isinstance(frame, Frame)
+    expected = reference(TEMPLATES[name].replace("{% break %}", "")).apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
+    ids = frame.joined([tokenizer.encode(each["content"]) for each in kept])
+    assert list(frame.around(ids)) == expected
+
+
+def test_a_template_may_change_the_order_of_messages(tmp_path: Path) -> None:
+    """As Mistral's, which puts the system's message before the last question."""
+    last_first = "<s>{% for m in messages | reverse %}<|user|>{{ m.content }}{% endfor %}</s>"
+    tokenizer = write(tmp_path, last_first)
+    frame = ChatTemplate(tokenizer).of([("system", "user")])["system", "user"]
+    assert isinstance(frame, Frame)
+    ids = frame.around(frame.joined([tokenizer.encode("cat"), tokenizer.encode("the")]))
+    assert ids == (*tokenizer.encode_with_special("<s><|user|>the<|user|>cat</s>"),)
+
+
+def test_a_conversation_that_a_template_refuses_is_left_out(tmp_path: Path) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}{% endfor %}</s>"
+    )
+    chat = ChatTemplate(write(tmp_path, template))
+    frames = chat.of([("system", "user"), ("user", "assistant", "user"), ("user", "user")])
+    assert frames["system", "user"] == Refusal("cannot be rendered (TemplateError: no system)")
+    assert frames["user", "assistant", "user"] == Refusal(
+        "has the text of message 2 (assistant) 0 times unchanged, not once"
+    )
+    assert isinstance(frames["user", "user"], Frame)
+    lines = [
+        [("system", "a"), ("human", "b")],
+        [("human", "c")],
+        [("system", "d"), ("human", "e")],
+    ]
+    items = [
+        {"conversations": [{"from": who, "value": what} for who, what in each]} for each in lines
+    ]
+    (tmp_path / "set.json").write_text(json.dumps(items))
+    dataset = f"sharegpt:{tmp_path / 'set.json'}"
+    with pytest.raises(ValueError) as caught:
+        build(dataset, prefix_len=99, num_prompts=2, is_whole=True, chat=chat)
+    assert str(caught.value).endswith(
+        "holds 1 prompts of at most --prefix_len 99 tokens; 2 are needed (--B x --num_batches); 2 "
+        "more are left out, because the chat template cannot be rendered (TemplateError: no system)"
+    )
+    seeds = [
+        build(dataset, prefix_len=99, seed=seed, num_prompts=1, is_whole=True, chat=chat)
+        for seed in range(9)
+    ]
+    assert {work.sources for work in seeds} == {((1, 0),)}
+    refused = [(work.left_out or {}).get("refused", 0) for work in seeds]
+    assert {*refused} == {0, 1, 2}  # those that came before it
+
+
+HOSTILE = {
+    "endless": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+    "huge": "{{ 'a' * 10000000000 }}",
+    "long": "{% for i in range(99999) %}{{ 'abcdefghij' * 1000 }}{% endfor %}",
+    "deep": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "attribute": "{{ cycler.__init__.__globals__ }}",
+    "includes": "{% include '/etc/passwd' %}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(chat_template, "CPU_S", 1)
+    monkeypatch.setattr(chat_template, "MOST_BYTES", 128 << 20)
+    tokenizer = write(tmp_path, CONTENT + HOSTILE[name])
+    with pytest.raises(ValueError, match="--prompt_format chat: the chat template in") as caught:
+        ChatTemplate(tokenizer)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "{{ messages | attr('__cla' ~ 'ss__') }}",
+        "{{ messages['__class__'] }}",
+        "{{ '%s' | format(namespace.__init__) }}",
+    ],
+)
+def test_attributes_of_python_are_undefined_in_a_template(tmp_path: Path, escape: str) -> None:
+    escaped = frame_of(tmp_path, CONTENT + escape + "</s>")
+    assert escaped == frame_of(tmp_path / "b", CONTENT + "</s>")
 
 
 @pytest.fixture(scope="module")
