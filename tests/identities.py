@@ -40,7 +40,8 @@ def check_metrics(record: RunRecord) -> list[str]:
     assert bandwidth is not None
     passes = {name: samples.restored() for name, samples in record.samples.items()}
     is_random = record.workload.is_random
-    again = run_metrics(passes, record.prefill_samples, bandwidth, is_random)
+    categories = record.workload.categories
+    again = run_metrics(passes, record.prefill_samples, bandwidth, is_random, categories)
     strategy = record.config["decoding"]["strategy"]
     parts = {"metrics": (record.metrics, again[strategy])}
     if record.baseline_metrics is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -37,12 +37,51 @@ FEW_PROMPTS = (
     f"with fewer than {FEWEST_PROMPTS} prompts; if the number is the largest or smallest possible, "
     "or the same for every prompt; if nothing was drafted; with random weights"
 )
+NONE_OF_GROUP = "if nothing was drafted for them"
+NOT_REPORTED = "if another program does not report it"
+NOTHING_DRAFTED = {"num_spec_steps": 0, "num_draft_tokens": 0, "num_accepted_draft_tokens": 0}
+FEW_OF_GROUP = (
+    f"with fewer than {FEWEST_PROMPTS} of them drafted for; if the number is the largest or "
+    "smallest possible, or the same for each of them"
+)
 of_drafts = partial(recorded, null=NOT_DRAFTED, by_chance=True)
 
 
 def interval_of(metric: str, unit: str) -> Any:
     meaning = f"lower and upper end of the 95 % interval of `{metric}`"
     return recorded(meaning, unit, null=FEW_PROMPTS, by_chance=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAcceptance(RecordPart):
+    """The acceptance of some prompts of a pass, such as those of one category."""
+
+    # fmt: off
+    num_prompts: int = recorded("number of its prompts, drafted for or not", label="prompts")
+    num_spec_steps: int | None = recorded(
+        "as in `metrics`, of these prompts", "verifications", null=NOT_REPORTED,
+    )
+    num_draft_tokens: int | None = recorded(
+        "as in `metrics`, of these prompts", "tokens", null=NOT_REPORTED, label="drafts",
+    )
+    num_accepted_draft_tokens: int | None = recorded(
+        "as in `metrics`, of these prompts", "tokens", null=NOT_REPORTED,
+    )
+    draft_acceptance_rate: float | None = recorded(
+        "as in `metrics`, of these prompts", "0 to 1", null=NONE_OF_GROUP,
+        label="acceptance rate", digits=3,
+    )
+    draft_acceptance_rate_interval: list[float] | None = recorded(
+        "its 95 % interval over these prompts", "0 to 1", null=FEW_OF_GROUP,
+    )
+    mean_acceptance_length: float | None = recorded(
+        "as in `metrics`, of these prompts", "tokens", null=NONE_OF_GROUP,
+        label="acceptance length", digits=2,
+    )
+    mean_acceptance_length_interval: list[float] | None = recorded(
+        "its 95 % interval over these prompts", "tokens", null=FEW_OF_GROUP,
+    )
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +136,10 @@ class AcceptanceMetrics(RecordPart):
         "their run; they count in no other number", "tokens",
         null=f"{NOT_DRAFTED}; of systems that cancel none", label="cancelled draft tokens",
         by_chance=True,
+    )
+    acceptance_by_category: dict[str, GroupAcceptance] | None = recorded(
+        "the acceptance of the prompts of each category of `workload.categories`, by its name",
+        null=f"{NOT_DRAFTED}; if no prompt has a category", by_chance=True,
     )
     # fmt: on
 
@@ -424,14 +467,27 @@ def estimates_of(counts: PromptCounts) -> Estimates:
         )
 
 
-def acceptance_metrics(verifications: Verifications, num_requests: int) -> dict[str, Any]:
-    """The fields of `AcceptanceMetrics` for the requests 0 to `num_requests` - 1; empty if nothing
-    was drafted. Where every draft was cancelled, their number is all that is known. What a program
-    reports of the whole pass fills in what it does not report by request."""
-    counts = PromptCounts.of(verifications.by_request, num_requests)
+def counts_of(verifications: Verifications, num_requests: int) -> PromptCounts:
+    """The counts of the requests 0 to `num_requests` - 1 with drafts."""
     if verifications.reported:
         counts = PromptCounts.of_reported(verifications.reported, num_requests)
-    found = metrics_of(counts.with_verifications())
+    else:
+        counts = PromptCounts.of(verifications.by_request, num_requests)
+    return counts.with_verifications()
+
+
+def acceptance_metrics(
+    verifications: Verifications,
+    num_requests: int,
+    categories: Sequence[str | None] | None = None,
+) -> dict[str, Any]:
+    """The fields of `AcceptanceMetrics` for the requests 0 to `num_requests` - 1, of which some may
+    have a category; empty if nothing was drafted. Where every draft was cancelled, their number is
+    all that is known. What a program reports of the whole pass fills in what it does not report by
+    request."""
+    found = metrics_of(counts_of(verifications, num_requests))
+    if found and categories is not None:
+        found["acceptance_by_category"] = acceptance_by(categories, verifications) or None
     total = verifications.reported_total
     if total is not None:
         of_pass = metrics_of(PromptCounts.of_reported({0: total}, 1).with_verifications())
@@ -485,6 +541,29 @@ def whole(count: float) -> int | None:
     return int(count) if math.isfinite(count) else None
 
 
-def acceptance_of(samples: PassSamples) -> dict[str, Any]:
+def acceptance_by(
+    groups: Sequence[str | None], verifications: Verifications
+) -> dict[str, GroupAcceptance]:
+    """The acceptance of each group, by its name in the order of the alphabet. `groups` has the name
+    of the group of request 0, 1, ...; a request without one is in none."""
+    names = sorted({name for name in groups if name is not None})
+    requests = {name: [i for i, each in enumerate(groups) if each == name] for name in names}
+    return {
+        name: _acceptance_of_group(verifications.of_requests(of), len(of))
+        for name, of in requests.items()
+    }
+
+
+def _acceptance_of_group(verifications: Verifications, num_prompts: int) -> GroupAcceptance:
+    found: dict[str, Any] = metrics_of(counts_of(verifications, num_prompts)) or NOTHING_DRAFTED
+    names = {each.name for each in fields(GroupAcceptance)}
+    kept = {name: value for name, value in found.items() if name in names}
+    return GroupAcceptance(num_prompts=num_prompts, **kept)
+
+
+def acceptance_of(
+    samples: PassSamples, categories: Sequence[str | None] | None = None
+) -> dict[str, Any]:
+    """The fields of `AcceptanceMetrics` of a pass of a run, whose prompts may have categories."""
     num_prompts = sum(map(len, samples.sequence_tokens))
-    return acceptance_metrics(Verifications.of(samples), num_prompts)
+    return acceptance_metrics(Verifications.of(samples), num_prompts, categories)

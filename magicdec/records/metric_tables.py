@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from magicdec.output.tables import Column, Shown
+from magicdec.output.tables import RULE, Column, Shown, Table
+from magicdec.records.acceptance import AcceptanceMetrics, GroupAcceptance
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX
 
@@ -50,6 +51,31 @@ def metric_columns(kind: type, metrics: Sequence[Any]) -> tuple[list[Column], li
     columns = [Column(described.label, key=key) for key, described in fields]
     rows = [[cell(each, key, about) for key, about in fields] for each in metrics]
     return columns, rows
+
+
+OVER_PROMPTS = (
+    "acceptance by category; in brackets 95 % intervals over prompts, of which at least 4 were "
+    "drafted for"
+)
+
+
+def category_tables(name: str, metrics: AcceptanceMetrics | None) -> list[Table]:
+    """The acceptance of each category of the prompts of a pass, and of all prompts; none without
+    categories."""
+    by_category = None if metrics is None else metrics.acceptance_by_category
+    if not by_category:
+        return []
+    columns, rows = metric_columns(GroupAcceptance, list(by_category.values()))
+    fields = _labelled(GroupAcceptance, list(by_category.values()))
+    of_all = [cell(metrics, key, about) if hasattr(metrics, key) else None for key, about in fields]
+    named = [[category, *cells] for category, cells in zip(by_category, rows, strict=True)]
+    return [
+        Table(
+            [Column("category", is_text=True), *columns],
+            [*named, RULE, ["all prompts", *of_all]],
+            title=f"{name}: {OVER_PROMPTS}",
+        )
+    ]
 
 
 def _labelled(

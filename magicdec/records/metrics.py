@@ -26,13 +26,18 @@ from magicdec.records.stalls import PassSteps
 
 
 def run_metrics(
-    passes: dict[str, PassSamples], prefill: PrefillSamples, bandwidth: float, is_random: bool
+    passes: dict[str, PassSamples],
+    prefill: PrefillSamples,
+    bandwidth: float,
+    is_random: bool,
+    categories: Sequence[str | None] | None = None,
 ) -> dict[str, Metrics]:
     """The metrics of each pass by its name. `bandwidth` is the read bandwidth of all ranks in
-    bytes/s; `is_random`: target or draft has random weights."""
+    bytes/s; `is_random`: target or draft has random weights; `categories` are those of the
+    prompts."""
     by_pass = {}
     for name, samples in passes.items():
-        metrics = decode_metrics(samples, bandwidth, is_drafting=name != BASELINE)
+        metrics = decode_metrics(samples, bandwidth, name != BASELINE, categories)
         metrics = add_prefill(metrics, prefill)
         if name != BASELINE and BASELINE in passes:
             metrics = add_speedup(metrics, passes[BASELINE], samples)
@@ -40,8 +45,14 @@ def run_metrics(
     return by_pass
 
 
-def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) -> Metrics:
-    """The metrics that follow from one pass alone. `bandwidth` as in `run_metrics`."""
+def decode_metrics(
+    samples: PassSamples,
+    bandwidth: float,
+    is_drafting: bool,
+    categories: Sequence[str | None] | None = None,
+) -> Metrics:
+    """The metrics that follow from one pass alone. `bandwidth` and `categories` as in
+    `run_metrics`."""
     steps = list(chain.from_iterable(samples.step_ms))
     num_steps = len(steps)
     step_ms = mean(steps)
@@ -76,7 +87,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
         p50_tpot_ms=percentile(tpot_ms, 50),
         p90_tpot_ms=percentile(tpot_ms, 90),
         p99_tpot_ms=percentile(tpot_ms, 99),
-        **acceptance_of(samples),
+        **acceptance_of(samples, categories),
     )
 
 

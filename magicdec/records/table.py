@@ -18,7 +18,7 @@ from magicdec.records.correctness import (
     JudgedAgain,
 )
 from magicdec.records.fields import Recorded
-from magicdec.records.metric_tables import MANY, has_enough, metric_rows
+from magicdec.records.metric_tables import MANY, category_tables, has_enough, metric_rows
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.workload import format_mark
@@ -27,7 +27,8 @@ STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
 
 
 def print_record(record: RunRecord) -> None:
-    table_of(record).print()
+    for table in (table_of(record), *category_tables(method(record), record.metrics)):
+        table.print()
 
 
 def table_of(record: RunRecord) -> Table:
@@ -42,7 +43,10 @@ def table_of(record: RunRecord) -> Table:
         rows,
         _title(record),
         above=[verdict],
-        below=stalls_of(record),
+        below=[
+            *stalls_of(record),
+            *(record.workload.left_out_lines if record.workload is not None else ()),
+        ],
     )
 
 

@@ -10,6 +10,13 @@ from magicdec.config.sections import CHAT, PLAIN
 from magicdec.records.fields import RecordPart, recorded
 
 GENERATED = "if prompts are generated (`ruler:`)"
+# Why items of a prompt set are left out, in words.
+REASONS = {
+    "longer": "longer than --prefix_len",
+    "shorter": "shorter than --prefix_len",
+    "refused": "refused by the chat template",
+}
+NO_SET = "except of prompt sets; in records of earlier versions"
 
 
 def prompt_format(config: Mapping[str, Any]) -> str:
@@ -63,6 +70,21 @@ class WorkloadRecord(ModelRecord):
     sources: list[list[int]] | None = recorded(
         "index of the book or item, and of the chunk in it, of each prompt in order", null=GENERATED
     )
+    categories: list[str | None] | None = recorded(
+        "the category of each prompt in order, null for one without; of several prompt sets it "
+        "begins with the name of its set",
+        null=NO_SET,
+    )
+    num_later_turns: int | None = recorded(
+        "questions that follow the first ones of the prompts' items, and are not asked",
+        "questions",
+        null=NO_SET,
+    )
+    left_out: dict[str, int] | None = recorded(
+        "number of the items that were drawn and left out, by reason: `longer` or `shorter` than "
+        "`--prefix_len`, or `refused` by the chat template",
+        null=NO_SET,
+    )
     sha256: str = recorded(
         "hash over all prompts' token ids and boundaries; runs with equal hashes had the same "
         "prompts"
@@ -73,6 +95,15 @@ class WorkloadRecord(ModelRecord):
         if not self.skip_tokens:
             return self.dataset
         return f"{self.dataset} without the first {self.skip_tokens} tokens of each book"
+
+    @property
+    def left_out_lines(self) -> list[str]:
+        """A line about the items of a prompt set that were left out, if any."""
+        if not self.left_out:
+            return []
+        counts = [f"{count} {REASONS[why]}" for why, count in sorted(self.left_out.items())]
+        total = sum(self.left_out.values())
+        return [f"{total} more items were drawn and left out: {', '.join(counts)}"]
 
     @property
     def is_random(self) -> bool:

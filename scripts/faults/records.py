@@ -311,6 +311,38 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "A category's acceptance is that of a pass over its prompts alone.",
+        "test_categories.py::test_a_category_is_a_pass_of_its_prompts_alone",
+        (
+            Fault("the prompts of the batch's beginning", "records/acceptance.py",
+                  "by_request.get(i, ()) for number, i in enumerate(requests)",
+                  "by_request.get(number, ()) for number, i in enumerate(requests)"),
+            Fault("intervals over prompts that nothing was drafted for", "records/acceptance.py",
+                  "len(requests)).with_verifications()", "1 + len(requests))"),
+        ),
+    ),
+    Property(
+        "A category is that of the prompt, in the order of the run.",
+        "test_prompt_sets.py::test_several_sets_are_drawn_from_together",
+        (
+            Fault("categories in another order", "workload/workload.py",
+                  "categories=tuple(item.category for _, item in drawn.taken)",
+                  "categories=tuple(item.category for _, item in sorted(drawn.taken)[::-1])"),
+            Fault("all categories of a shorter run", "workload/workload.py",
+                  "categories=None if self.categories is None else self.categories[:num_prompts]",
+                  "categories=self.categories"),
+        ),
+    ),
+    Property(
+        "A message of a conversation stands where the template puts it.",
+        "test_chat_template.py::test_a_template_may_change_the_order_of_messages",
+        (
+            Fault("messages in the order of the chat", "workload/chat_template.py",
+                  "zip(self.between, self.order[1:], strict=True)",
+                  "zip(self.between, sorted(self.order)[1:], strict=True)"),
+        ),
+    ),
+    Property(
         "A change is the new rate over the old, with its interval.",
         f"{RULE}test_a_change_by_hand",
         (

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from magicdec.records.reading import parse_line
+from magicdec.records.record import RunRecord
+
 ROOT = Path(__file__).parents[2]
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 METRICS = {
@@ -46,7 +49,9 @@ def test_a_record_of_version_2_becomes_the_one_of_version_3(
     convert_records: ModuleType, tmp_path: Path
 ) -> None:
     """The acceptance is computed from the samples, and the seal is that of the new line."""
-    lines = BASELINES.read_text().splitlines()[:2]
+    lines = [
+        parse_line(line, RunRecord).to_json() for line in BASELINES.read_text().splitlines()[:2]
+    ]
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     old.write_text("".join(f"{as_before(line)}\n" for line in lines))
     convert_records.main(old, new)

@@ -98,13 +98,16 @@ def run_record(
     is_random: bool = False,
     answers: tuple[Answer, ...] | None = None,
     has_draft: bool = False,
+    categories: tuple[str | None, ...] | None = None,
 ) -> RunRecord:
     """What a run of these samples would write, without the run."""
     launch = Launch(0, 1, 0, 1)
     drafter = None if strategy == "autoregressive" else "model" if has_draft else "self"
     decoding, draft = DecodingSection(strategy, drafter), DraftSection() if has_draft else None
     config = resolve(RunConfig(draft=draft, decoding=decoding), Machine(2))
-    workload = Workload("demo", ((1, 2), (3, 4)), ((0, 1), (2, 3)), 9, 0, 123, "c0ffee", answers)
+    prompts = (1, 2), (3, 4)
+    places = (0, 1), (2, 3)
+    workload = Workload("demo", prompts, places, 9, 0, 123, "c0ffee", answers, categories)
     weights = SimpleNamespace(tensors={}, read=lambda _: torch.ones(TINY.hidden_size))
     source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]
     draft_source = source if has_draft else None
@@ -149,6 +152,7 @@ RECORDS = {
     "random": lambda: run_record("speculative", PASSED, is_random=True),
     "drafted": lambda: run_record("speculative", UNCOMPARED, has_draft=True),
     "answered": lambda: run_record("speculative", PASSED, answers=ANSWERS),
+    "categorized": lambda: run_record("speculative", PASSED, categories=("qa", None)),
     "failed": failed_record,
 }
 
@@ -168,10 +172,13 @@ def documented() -> dict[str, dict[str, str]]:
     return sections
 
 
+NAMED = {"samples": "<pass>", "metrics.acceptance_by_category": "<category>"}
+
+
 def objects(value: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object of a record by path; names of passes are one name."""
-    if path == "samples":
-        value = {"<pass>": next(iter(value.values()))}
+    """Every object of a record by path; names of passes are one name, and those of categories."""
+    if path in NAMED:
+        value = {NAMED[path]: next(iter(value.values()))}
     yield path, value
     for key, inner in value.items():
         if isinstance(inner, dict):
@@ -216,7 +223,7 @@ def test_only_correct_runs_have_performance() -> None:
         is_correct = kind not in ("diverged", "misjudged", "failed")
         assert (record.metrics is not None) == is_correct, kind
         assert (record.baseline_metrics is not None) == (
-            kind in ("speculative", "tie", "random", "answered")
+            kind in ("speculative", "tie", "random", "answered", "categorized")
         )
         if is_correct and kind != "random":
             check_record(record)

@@ -100,7 +100,9 @@ def test_committed_records_are_read_and_as_the_schema_says() -> None:
     for line in lines:
         raw = json.loads(line)
         assert problems(raw) == []
-        assert kept(raw, json.loads(parse_line(line, RunRecord).to_json())) == raw
+        written = kept(raw, json.loads(parse_line(line, RunRecord).to_json()))
+        # The seal is that of a line, which has more keys today.
+        assert written | {"seal": raw["seal"]} == raw
 
 
 def kept(raw: Any, written: Any) -> Any:

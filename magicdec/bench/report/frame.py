@@ -26,6 +26,7 @@ ROWS_AT_ONCE = 1000  # that are held before they become columns
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_columns` writes
 ENVIRONMENT = "environment."  # begins the names of its columns
 ALWAYS = ("environment", "error")
+OF_GROUPS = ("acceptance_by_category",)  # metrics that are parts by the names of groups
 OF_PASSES = ("metrics", "baseline_metrics", "prefill_samples")  # parts of the record of a run
 
 
@@ -122,6 +123,9 @@ def _about_run(record: RunRecord, name: str) -> FrameRow:
     drafts = (values["drafter"], values["kv_policy"])
     is_run = name == record.config["decoding"]["strategy"]
     return values | {
+        "by_category": record.metrics.acceptance_by_category
+        if is_run and record.metrics is not None
+        else None,
         "autoregressive_step_ms": None if baseline is None else baseline.mean_step_ms,
         "is_run": is_run,
         "has_result": (record.metrics if is_run else baseline) is not None,
@@ -157,13 +161,16 @@ def _prefixed_names(prefix: str, names: tuple[str, ...]) -> list[str]:
 
 def metric_row(metrics: RecordPart | None, kind: Any) -> FrameRow:
     """A column for each metric of `kind`, two for an interval, and one for each value of a part
-    inside. Without metrics, all are None."""
+    inside, or of each of several parts. Without metrics, all are None."""
     row = FrameRow()
     values = {} if metrics is None else vars(metrics)
     for name, ends in _columns(kind):
         value = values.get(name)
         if ends is not None:
             row[ends[0]], row[ends[1]] = value or (None, None)
+        elif name in OF_GROUPS:
+            for group, part in (value or {}).items():
+                row.update(_prefixed(f"{name}.{group}.", metric_row(part, type(part))))
         elif isinstance(value, RecordPart):
             row.update(_prefixed(f"{name}.", vars(value)))
         else:

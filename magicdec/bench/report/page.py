@@ -30,6 +30,7 @@ from magicdec.bench.report.figures.served import draw_served, tables_of
 from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, columns_of
 from magicdec.bench.report.tables import (
     PageTable,
+    categories_table,
     commands_table,
     environments_table,
     frame_csv,
@@ -94,7 +95,8 @@ def make_report(
     if not runs.empty:
         outcomes = draw_runs(frame)
         lines = [*summary(runs), *stalls_line(frame[frame["kind"] == "run"])]
-        sections.append(PageSection("Runs", lines, outcomes, [runs_table(runs)]))
+        tables = [runs_table(runs), categories_table(runs)]
+        sections.append(PageSection("Runs", lines, outcomes, tables))
     if not served.empty:
         lines = [f"{len(served):,} passes: {', '.join(served['pass'].unique())}."]
         tables = tables_of(served)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, frame_of
+from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, frame_of, metric_row
 from magicdec.bench.report.listing import LABELS, OF_DRAFT, SETTINGS
 from magicdec.names import BASELINE
 from magicdec.output.tables import Shown, Table, write_csv_columns
+from magicdec.records.acceptance import GroupAcceptance
 from magicdec.records.fields import Recorded, described_fields
+from magicdec.records.metric_tables import cell
 from magicdec.records.performance import SUFFIX, Metrics
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
@@ -28,7 +30,10 @@ SHOWN_METRICS = (
     *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction", "stalled_steps"),
 )
 # Metrics that are one number.
-METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))
+METRICS = tuple(
+    f.name for f in fields(Metrics) if "list" not in str(f.type) and "dict" not in str(f.type)
+)
+OF_CATEGORY = [each for each in described_fields(GroupAcceptance) if each[2].label]
 PER_RUN = (
     *("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz"),
     *("gpu_most_sm_mhz", "gpu_slowed_by", "cores_others", "cores_stolen", "cores_waited"),
@@ -117,6 +122,24 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
     frame = frame.rename(columns=lambda name: name.removeprefix(ENVIRONMENT))
     note = _note(notes, len(runs))
     return PageTable(columns, rows, "Runs", name="runs", note=note, frame=frame)
+
+
+def categories_table(runs: pd.DataFrame) -> PageTable:
+    """A row for each category of the prompts of each run that has some."""
+    found = [
+        ({"run": run["run"], "method": run["method"], "category": category}, part)
+        for run in runs.to_dict("records")
+        for category, part in (run["by_category"] or {}).items()
+    ]
+    rows = [
+        [*about.values(), *(cell(part, key, described) for key, _, described in OF_CATEGORY)]
+        for about, part in found[:MOST_ROWS]
+    ]
+    frame = frame_of(about | metric_row(part, GroupAcceptance) for about, part in found)
+    columns = ["run", "method", "category", *(described.label for _, _, described in OF_CATEGORY)]
+    note = _note(["In brackets: 95 % intervals over the prompts of the category"], len(found))
+    title = "Acceptance by category"
+    return PageTable(columns, rows, title, name="categories", note=note, frame=frame)
 
 
 def environments_table(every: pd.DataFrame) -> PageTable:

@@ -60,7 +60,8 @@ def make_record(
         requests = measured.finished[name]
         samples.answer_scores = answer_scores(answers, requests, prepared.tokenizer)
         samples.output_hashes = [hash_output(r.output_ids) for r in requests]
-    metrics = run_metrics(measured.samples, measured.prefill, bandwidth, is_random)
+    categories = prepared.workload.categories
+    metrics = run_metrics(measured.samples, measured.prefill, bandwidth, is_random, categories)
     return RunRecord(
         status=correctness.status,
         config=prepared.config.to_dict(),

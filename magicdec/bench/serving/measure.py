@@ -307,7 +307,8 @@ class Experiment:
         metrics = None
         if is_right:
             peak = served.peak_memory
-            metrics = serving_metrics(requests, counts, goodput, peak, judged, steps)
+            of_prompts = prompts.categories
+            metrics = serving_metrics(requests, counts, goodput, peak, judged, steps, of_prompts)
         return ServingRecord(
             status=status,
             name=each.name,

@@ -187,11 +187,12 @@ class ContextAcceptance(AcceptanceMetrics):
     num_requests: int = recorded("requests of the group, with those without drafts", "requests")
 
 
+NOT_REPORTABLE = ("num_cancelled_draft_tokens", "acceptance_by_category")
 # Of `AcceptanceMetrics` those that a server may report, or that follow from it.
 REPORTABLE = tuple(
     each.name
     for each in fields(AcceptanceMetrics)
-    if not each.name.endswith(SUFFIX) and each.name != "num_cancelled_draft_tokens"
+    if not each.name.endswith(SUFFIX) and each.name not in NOT_REPORTABLE
 )
 
 
@@ -202,10 +203,11 @@ def serving_metrics(
     peak_memory_bytes: int | None = None,
     verifications: Verifications | None = None,
     steps: Sequence[TimedStep] = (),
+    categories: Sequence[str | None] | None = None,
 ) -> ServingMetrics:
     """The metrics of finished requests, whose ids are 0, 1, ... `goodput` has the most ms for some
     of `GOODPUT_OF`; `verifications` are None where acceptance has no meaning; `steps` are those
-    that decode, none where they wait for each other."""
+    that decode, none where they wait for each other; `categories` are those of the requests."""
     times = [request.times_ms() for request in requests]
     begin_s = min(request.arrived_s for request in requests)
     makespan_s = max(_finished_s(request) for request in requests) - begin_s
@@ -229,7 +231,11 @@ def serving_metrics(
         num_steps=counts.num_steps or None,
         num_preemptions=counts.num_preemptions if counts.num_steps else None,
         peak_memory_bytes=peak_memory_bytes,
-        **({} if verifications is None else acceptance_metrics(verifications, len(requests))),
+        **(
+            {}
+            if verifications is None
+            else acceptance_metrics(verifications, len(requests), categories)
+        ),
         **of_steps,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),

@@ -17,7 +17,7 @@ from magicdec.bench.serving.record import FAILED, WITHOUT_METRICS, RequestRecord
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
-from magicdec.records.metric_tables import fixed, has_enough, metric_rows
+from magicdec.records.metric_tables import category_tables, fixed, has_enough, metric_rows
 from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
@@ -31,6 +31,7 @@ def tables(records: Sequence[ServingRecord]) -> list[Table]:
     return [
         modes_table(records, rows_of(records)),
         *context_tables(records),
+        *(table for record in records for table in category_tables(record.name, record.metrics)),
         *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
     ]
 
@@ -236,6 +237,7 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
             *winner(records),
             *stalls_of(records),
             *reported_lines(records),
+            *newest.workload.left_out_lines,
             *([RUNS] if any(r.speculation for r in records) else []),
         ],
     )
