@@ -315,10 +315,8 @@ PROPERTIES = (
         "test_categories.py::test_a_category_is_a_pass_of_its_prompts_alone",
         (
             Fault("the prompts of the batch's beginning", "records/acceptance.py",
-                  "by_request.get(i, ()) for number, i in enumerate(requests)",
-                  "by_request.get(number, ()) for number, i in enumerate(requests)"),
-            Fault("intervals over prompts that nothing was drafted for", "records/acceptance.py",
-                  "len(requests)).with_verifications()", "1 + len(requests))"),
+                  "name: _acceptance_of_group(verifications.of_requests(of), len(of))",
+                  "name: _acceptance_of_group(verifications, len(of))"),
         ),
     ),
     Property(
