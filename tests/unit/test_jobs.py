@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, WITH_SMALL_READS
+from conftest import ROOT, WITH_SMALL_READS, Command
 from test_sweep import GRID, untimed
 
 from magicdec.bench.study.cells import config_key, file_of
@@ -22,7 +22,7 @@ from magicdec.config.setting import declared
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
-NUM_CELLS = 24
+NUM_CELLS = 12
 MISSING = [
     name
     for name in ("slurmctld", "slurmd", "munged", "sbatch")
@@ -75,8 +75,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
             process.wait()
 
 
-def write_study(folder: Path, tiny: Path, text: Path, slurm: str = "runs_per_job = 6") -> str:
+def write_study(folder: Path, tiny: Path, text: Path, slurm: str = "runs_per_job = 3") -> str:
     grid = GRID.format(model=tiny, text=text).replace("[20, 30]", "[20, 30, 40]")
+    grid = grid.replace("B = [1, 2]", "B = 1")
     (folder / "study.toml").write_text(grid.replace("[common]", f"[slurm]\n{slurm}\n[common]"))
     return "study.toml"
 
@@ -120,7 +121,7 @@ def test_local_jobs_are_the_study(
 ) -> None:
     """Ctrl-C in the middle leaves whole records; the same command runs the others, once each. What
     a job has measured while nobody watched is merged."""
-    study = write_study(tmp_path, tiny_checkpoint, text_file)
+    study = write_study(tmp_path, tiny_checkpoint, text_file, "runs_per_job = 6")
     sweep = start(study, "--executor", "local")
     wait_for_record(tmp_path)
     sweep.send_signal(signal.SIGINT)
@@ -173,7 +174,7 @@ def test_a_job_that_gives_way_is_submitted_again(
     cluster: dict[str, str], start: Start, plain: dict[str, Any], tiny_checkpoint: Path,
     text_file: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    slurm = 'partition = "low"\nruns_per_job = 24\nmore = ["comment=slow"]'
+    slurm = 'partition = "low"\nruns_per_job = 12\nmore = ["comment=slow"]'
     study = write_study(tmp_path, tiny_checkpoint, text_file, slurm)
     sweep = start(study, "--executor", "slurm", **cluster)
     while not squeue(cluster, "--states", "RUNNING"):
@@ -192,7 +193,7 @@ def test_the_printed_script_runs_with_sbatch(
     cluster: dict[str, str], start: Start, plain: dict[str, Any], tiny_checkpoint: Path,
     text_file: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    study = write_study(tmp_path, tiny_checkpoint, text_file, "runs_per_job = 12")
+    study = write_study(tmp_path, tiny_checkpoint, text_file, "runs_per_job = 6")
     printed = start(study, "--print_sbatch")
     (tmp_path / "job.sh").write_text(printed.communicate(timeout=300)[0])
     assert not (tmp_path / "runs.jsonl").exists()
@@ -212,7 +213,7 @@ def test_what_slurm_refuses_or_does_not_start_is_said(
     code, stderr = ended(start(study, "--executor", "slurm", **cluster))
     assert code == 2 and "invalid partition specified: nowhere" in stderr.splitlines()[-1]
     assert len(stderr.splitlines()) == 2, "beside how many runs there are"
-    write_study(tmp_path, tiny_checkpoint, text_file, 'partition = "closed"\nruns_per_job = 24')
+    write_study(tmp_path, tiny_checkpoint, text_file, 'partition = "closed"\nruns_per_job = 12')
     sweep = start(study, "--executor", "slurm", **cluster)
     assert sweep.stderr is not None
     line = next(line for line in sweep.stderr if "no job has started" in line)
@@ -232,8 +233,8 @@ def test_ranks_on_two_nodes_are_those_of_one(
     """torchrun starts them, through `srun`, and leaves no folder behind."""
     (tmp_path / "tmp").mkdir()
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    study = write_study(tmp_path, tiny_checkpoint, text_file, "nodes = 2\nruns_per_job = 24")
-    few = (tmp_path / study).read_text().replace("gamma = [1, 2]\nB = [1, 2]", "B = 1")
+    study = write_study(tmp_path, tiny_checkpoint, text_file, "nodes = 2\nruns_per_job = 12")
+    few = (tmp_path / study).read_text().replace("gamma = [1, 2]\n", "")
     (tmp_path / study).write_text(few)
     code, stderr = ended(start(study, "--nproc", "2", "--out", "one.jsonl"))
     assert code == 0, stderr
@@ -258,14 +259,14 @@ def squeue(cluster: dict[str, str], *words: str) -> list[str]:
 
 
 def test_the_script_of_several_nodes_starts_ranks_on_each(
-    start: Start, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+    command: Command, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
     slurm = 'nodes = 2\ncpus_per_task = 3\nmem_gb = 8\ntime = 5\nmore = ["qos=high", "exclusive"]'
     study = write_study(tmp_path, tiny_checkpoint, text_file, slurm)
-    script = start(study, "--print_sbatch", "--nproc", "2").communicate(timeout=300)[0]
+    script = command("sweep", tmp_path / study, "--print_sbatch", "--nproc", 2).out
     for line in ("nodes=2", "cpus-per-task=3", "mem=8G", "time=5", "qos=high", "exclusive"):
         assert f"#SBATCH --{line}\n" in script
-    assert "#SBATCH --array=0-23%256\n" in script
+    assert "#SBATCH --array=0-11%256\n" in script
     assert "exec srun --cpus-per-task=3 bash -c" in script and "--nproc 4 --only ${runs[" in script
     (tmp_path / "job.sh").write_text(script)
     subprocess.run(["bash", "-n", "job.sh"], cwd=tmp_path, check=True)
@@ -291,28 +292,29 @@ def test_a_bad_table_of_slurm_is_refused(text: str, tmp_path: Path) -> None:
     [
         ("--executor slurm", {"PATH": ""}, "this machine has no sbatch"),
         ("--executor cluster", {}, "choose from in_process, local, slurm"),
-        ("--executor local", {"PYTHONPATH": "broken"}, "need submitit: pip install"),
+        ("--executor local", {"BROKEN": "submitit"}, "need submitit: pip install"),
         ("--executor local", {"WORLD_SIZE": "2"}, "--executor local: a launcher"),
         ("--only abc", {}, "--only abc is no run of this study; --dry_run prints the names"),
     ],
 )
 def test_what_keeps_jobs_from_running_is_one_line(
-    words: str, env: dict[str, str], expected: str, start: Start, tmp_path: Path
-) -> None:
-    if "PYTHONPATH" in env:
-        (tmp_path / "broken").mkdir()
-        (tmp_path / "broken" / "submitit.py").write_text("raise ImportError")
-        paths = [str(tmp_path / "broken"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        env = {"PYTHONPATH": os.pathsep.join(paths)}
+    words: str, env: dict[str, str], expected: str, command: Command, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`BROKEN` is a package that cannot be imported."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    if "BROKEN" in env:
+        monkeypatch.setitem(sys.modules, env["BROKEN"], None)
     (tmp_path / "study.toml").write_text("[[grid]]\ndriver = 'run'\nB = [1, 2]\n")
-    code, stderr = ended(start("study.toml", *words.split(), **env))
+    code, _, stderr = command("sweep", tmp_path / "study.toml", *words.split())
     assert code == 2 and expected in stderr.splitlines()[-1]
     assert len(stderr.splitlines()) <= 2
 
 
-def test_jobs_of_one_machine_have_one_node(start: Start, tmp_path: Path) -> None:
+def test_jobs_of_one_machine_have_one_node(command: Command, tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text("[slurm]\nnodes = 2\n[[grid]]\ndriver = 'run'\n")
-    code, stderr = ended(start("study.toml", "--executor", "local"))
+    code, _, stderr = command("sweep", tmp_path / "study.toml", "--executor", "local")
     assert code == 2 and "[slurm] nodes = 2, but this is one machine" in stderr
 
 
