@@ -74,7 +74,7 @@ public:
                 const uint64_t begun = make(loop, next + 1, end, BEGUN);
                 if (!seat.word.compare_exchange_weak(word, begun, std::memory_order_acq_rel)) continue;
                 may_lose_core(loop);
-                compute(int64_t(next));
+                call(compute, int64_t(next));
                 may_lose_core(loop);
                 finish(seat, begun, int64_t(next), commit);
                 spin = 0;
@@ -252,6 +252,12 @@ private:
         return false;
     }
 
+    // A function of its own: kernels take long to compile, and compilers would do so at each of the places that call it.
+    template <typename Compute>
+    [[gnu::noinline]] static void call(Compute& compute, int64_t part) {
+        compute(part);
+    }
+
     // Computes once more what other threads have begun.
     template <typename Compute, typename Commit>
     void repeat_for_others(const Member& me, uint64_t loop, int64_t count, Compute& compute, Commit& commit) {
@@ -261,7 +267,7 @@ private:
             const uint64_t word = seat.word.load(std::memory_order_acquire);
             if (loop_of(word) != loop || state_of(word) != BEGUN) continue;
             const int64_t part = int64_t(next_of(word)) - 1;
-            compute(part);
+            call(compute, part);
             may_lose_core(loop);
             finish(seat, word, part, commit);
             hand_in(seat, loop, count);

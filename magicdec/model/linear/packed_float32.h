@@ -95,6 +95,16 @@ struct Panel {
 template <typename Weights>
 concept Expands = requires { Weights::MOST; };
 
+// The most rows that a storage multiplies at a time.
+template <typename Weights>
+constexpr int most_rows() {
+    if constexpr (Expands<Weights>) {
+        static_assert(Weights::MOST <= ROWS, "as few rows are one group");
+        return Weights::MOST;
+    }
+    return ROWS;
+}
+
 // sums [N][WIDTH] += N rows times the weights of `count` inputs from `first` on.
 template <int N, typename Weights, typename Prefetch>
 inline void add_products(const Weights& weights, Left rows, int64_t first, int64_t count, Prefetch ahead, float* sums) {
@@ -126,58 +136,74 @@ inline void add_bias_and_store(float* sums, int64_t row, int64_t count, int64_t 
     }
 }
 
+// Groups of rows that are multiplied by a block of weights together: `rows` of the R in `room`, from `begin` on.
+struct Chunk {
+    const float* room;
+    int64_t R, K, from, to, begin, rows;
+    Chunk(const float* room, int64_t R, int64_t K, int64_t chunk, int64_t chunks)
+        : room(room), R(R), K(K), from(num_groups(R) * chunk / chunks), to(num_groups(R) * (chunk + 1) / chunks),
+          begin(group_start(R, from)), rows(group_start(R, to) - begin) {}
+
+    // Calls body.operator()<n>(group, its rows at input `first`, its part of sums [rows][WIDTH]) for all groups of n rows.
+    template <int MOST, typename Body>
+    void for_groups(int64_t first, float* sums, Body body) const {
+        for (int64_t g = from; g < to; ++g) {
+            const int64_t row = group_start(R, g);
+            with_count<MOST>(group_start(R, g + 1) - row, [&]<int n>() {
+                body.template operator()<n>(g, Left{room + row * K + first * n, 1, n}, sums + (row - begin) * WIDTH);
+            });
+        }
+    }
+};
+
+// sums [rows][WIDTH] += the rows of a chunk times the weights of `count` inputs, which were widened. A function of its own, which
+// is compiled once for all storages.
+inline void add_panel(const Chunk& chunk, const Panel& panel, int64_t count, float* sums) {
+    chunk.for_groups<ROWS>(panel.begin, sums, [&]<int n>(int64_t, Left rows, float* to) {
+        add_products<n>(panel, rows, panel.begin, count, NotAhead{}, to);
+    });
+}
+
+// sums [rows][WIDTH] = the rows of a chunk times a block of weights. It takes long to compile and is the same for activations of
+// both dtypes, which is why it is no part of `linear`.
+template <typename Weights>
+inline void multiply_chunk(const Chunk& chunk, const Weights& weights, float* sums) {
+    std::fill_n(sums, chunk.rows * WIDTH, 0.0f);
+    for (int64_t first = 0; first < chunk.K; first += INPUTS) {
+        const int64_t count = std::min(INPUTS, chunk.K - first);
+        // The first rows prefetch the weights of the next inputs, in the order of memory.
+        auto next = static_cast<const char*>(weights.at(first + INPUTS));
+        if constexpr (Expands<Weights>)
+            if (chunk.rows > Weights::MOST) {
+                alignas(64) float panel[INPUTS * WIDTH];
+                weights.expand(first, count, InOrder{next}, panel);
+                add_panel(chunk, Panel{panel, first}, count, sums);
+                continue;
+            }
+        chunk.template for_groups<most_rows<Weights>()>(first, sums, [&]<int n>(int64_t g, Left rows, float* to) {
+            if constexpr (!Expands<Weights>)
+                if (g > chunk.from) return add_products<n>(weights, rows, first, count, NotAhead{}, to);
+            add_products<n>(weights, rows, first, count, InOrder{next}, to);
+        });
+    }
+}
+
 // out [R, N] = x [R, K] times the packed weight, plus bias [N] or null. `room` is scratch memory for R * K numbers.
 // `order`: see `interleave`.
 template <typename Weights, typename S>
 void linear(const S* x, int64_t R, const void* packed, int64_t N, int64_t K, const S* bias, float* room, S* out,
             const int32_t* order = nullptr) {
     interleave(x, R, K, order, room);
-    const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = num_groups(R), chunks = (groups + CHUNK - 1) / CHUNK;
+    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (num_groups(R) + CHUNK - 1) / CHUNK;
     alignas(64) float sums[CHUNK * ROWS * WIDTH];
     share(
         blocks * chunks,
         [&](int64_t part) {
-            const int64_t block = part / chunks, chunk = part % chunks;
-            const int64_t from = groups * chunk / chunks, to = groups * (chunk + 1) / chunks;
-            const int64_t begin = group_start(R, from), end = group_start(R, to);
-            std::fill_n(sums, (end - begin) * WIDTH, 0.0f);
-            const Weights weights(packed, K, block);
-            for (int64_t first = 0; first < K; first += INPUTS) {
-                // The first rows prefetch the weights of the next inputs, in the order of memory.
-                auto next = static_cast<const char*>(weights.at(first + INPUTS));
-                if constexpr (Expands<Weights>)
-                    if (end - begin > Weights::MOST) {
-                        alignas(64) float panel[INPUTS * WIDTH];
-                        const int64_t count = std::min(INPUTS, K - first);
-                        weights.expand(first, count, InOrder{next}, panel);
-                        for (int64_t g = from; g < to; ++g) {
-                            const int64_t row = group_start(R, g), rows = group_start(R, g + 1) - row;
-                            with_count<ROWS>(rows, [&]<int n>() {
-                                const Left left = {room + row * K + first * n, 1, n};
-                                add_products<n>(Panel{panel, first}, left, first, count, NotAhead{},
-                                                sums + (row - begin) * WIDTH);
-                            });
-                        }
-                        continue;
-                    }
-                for (int64_t g = from; g < to; ++g) {
-                    const int64_t row = group_start(R, g), rows = group_start(R, g + 1) - row;
-                    with_count<ROWS>(rows, [&]<int n>() {
-                        const Left left = {room + row * K + first * n, 1, n};
-                        const int64_t count = std::min(INPUTS, K - first);
-                        float* to_sums = sums + (row - begin) * WIDTH;
-                        if (g == from)
-                            add_products<n>(weights, left, first, count, InOrder{next}, to_sums);
-                        else
-                            add_products<n>(weights, left, first, count, NotAhead{}, to_sums);
-                    });
-                }
-            }
+            multiply_chunk(Chunk(room, R, K, part % chunks, chunks), Weights(packed, K, part / chunks), sums);
         },
         [&](int64_t part) {
-            const int64_t block = part / chunks, chunk = part % chunks;
-            const int64_t begin = group_start(R, groups * chunk / chunks), end = group_start(R, groups * (chunk + 1) / chunks);
-            add_bias_and_store(sums, begin, end - begin, block, N, bias, out);
+            const Chunk chunk(room, R, K, part % chunks, chunks);
+            add_bias_and_store(sums, chunk.begin, chunk.rows, part / chunks, N, bias, out);
         });
 }
 

@@ -338,25 +338,32 @@ inline void multiply_rows(const Activations& x, const Format& f, int64_t row, in
     }
 }
 
-template <int BITS, typename S>
-inline void linear_rounded(const S* x, int64_t R, const Weights& w, int64_t N, int64_t K, const S* bias, float* room, S* out) {
-    const Format& f = w.format;
-    const Activations rounded(room, R, K, f);
-    const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = K / f.group, chunks = (R + CHUNK - 1) / CHUNK;
+// Rounds the activations x [R, K], in the order of the weights.
+template <typename S>
+inline void round_all(const S* x, const Activations& rounded, const Weights& w) {
+    const int64_t K = rounded.K, group = rounded.group, groups = K / group, count = rounded.R * groups;
     constexpr int64_t together = 8;  // groups that a thread rounds at a time
-    share((R * groups + together - 1) / together, [&](int64_t part) {
-        for (int64_t i = part * together; i < std::min(R * groups, (part + 1) * together); ++i) {
-            const S* from = x + i * f.group;
+    share((count + together - 1) / together, [&](int64_t part) {
+        for (int64_t i = part * together; i < std::min(count, (part + 1) * together); ++i) {
+            const S* from = x + i * group;
             S inputs[128];
             if (w.order) {
                 const S* row = x + i / groups * K;
-                const int32_t* order = w.order + i % groups * f.group;
-                for (int64_t k = 0; k < f.group; ++k) inputs[k] = row[order[k]];
+                const int32_t* order = w.order + i % groups * group;
+                for (int64_t k = 0; k < group; ++k) inputs[k] = row[order[k]];
                 from = inputs;
             }
             rounded.round_group(from, i / groups, i % groups);
         }
     });
+}
+
+template <int BITS, typename S>
+inline void linear_rounded(const S* x, int64_t R, const Weights& w, int64_t N, int64_t K, const S* bias, float* room, S* out) {
+    const Format& f = w.format;
+    const Activations rounded(room, R, K, f);
+    round_all(x, rounded, w);
+    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + CHUNK - 1) / CHUNK;
     alignas(64) float sums[CHUNK * WIDTH];
     share(
         blocks * chunks,
