@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from test_linear import AVX2, AVX512, BF16, F32, NO_VNNI
+from test_linear import AVX2, AVX512, BF16, F32
 from torch import Tensor
 
 from magicdec.model.linear import grouped, packed, triton
@@ -25,7 +25,7 @@ from magicdec.model.linear.packed import PackedLinear, library, unpack_groups
 
 PORTABLE = ("-march=x86-64",)
 # CPUs that multiply and add with one rounding, which compute the same bits.
-FUSED = {"any": (), "no VNNI": NO_VNNI, "AVX2": AVX2, "AVX-512": AVX512}
+FUSED = {"any": (), "AVX2": AVX2, "AVX-512": AVX512}
 CPUS = FUSED | {"portable": PORTABLE}
 FORMATS = [
     NumberFormat(bits, group, scale, has_minimum, least)

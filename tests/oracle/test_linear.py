@@ -37,8 +37,8 @@ pytestmark = pytest.mark.two_threads
 
 F32, BF16 = torch.float32, torch.bfloat16
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
-NO_VNNI = ("-mno-avx512vnni",)
-AVX2, AVX512 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)  # without dot products for bfloat16
+# Without dot products for bfloat16 and for bytes.
+AVX2, AVX512 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)
 EVERYTHING = replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True)
 PARALLEL = replace(EVERYTHING, residual="parallel", gated_mlp=False)
 CONFIGS = {"plain": TINY, "biases": EVERYTHING, "parallel": PARALLEL}

@@ -19,7 +19,7 @@ from conftest import (
 )
 from lossless import RAGGED
 from test_grouped import rounded
-from test_linear import AVX2, AVX512, BF16, EVERYTHING, F32, NO_VNNI
+from test_linear import AVX2, AVX512, BF16, EVERYTHING, F32
 from torch import Tensor, nn
 
 from magicdec import LLM
@@ -48,7 +48,7 @@ from magicdec.runner.native_steps.executor import Executor
 from magicdec.setup.memory_plan import Models, plan_rank
 
 SMALL = replace(EVERYTHING, hidden_size=64, intermediate_size=96, num_kv_heads=3)
-CPUS = {"any": (), "no VNNI": NO_VNNI, "AVX2": AVX2, "AVX-512": AVX512}
+CPUS = {"any": (), "AVX2": AVX2, "AVX-512": AVX512}
 
 
 def make_numbers(weights: str, rows: Tensor) -> GroupedNumbers:
