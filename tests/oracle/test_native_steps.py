@@ -48,7 +48,7 @@ YARN = RopeConfig(
 MODELS = {
     "grouped heads": TINY,
     "biases": replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True),
-    "head norms": replace(TINY, qk_norm=True, head_dim=32),
+    "head norms": replace(TINY, qk_norm=True, head_dim=64),
     "tied head": replace(TINY, tie_word_embeddings=True, num_kv_heads=6),
     "odd MLP": replace(TINY, intermediate_size=81),
     "window": replace(TINY, layer_kinds=(LayerKind(40),)),
