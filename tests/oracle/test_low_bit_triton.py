@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from launches import Launch, Recorder, compile_apart
 from test_grouped import make_numbers
-from tiers import covering
+from tiers import nested
 from torch import Tensor
 
 from magicdec.model.linear import triton
@@ -120,7 +120,7 @@ def launches_to_compile(size: int) -> list[tuple[Launch, int]]:
         of_loop = {name: launch.options.get(name) for name in ("WIDTH", "SPLITS")}
         a_turn = launch.options | dict.fromkeys(of_loop) | {"dtype": launch.args[0].dtype}
         cases.append({"turn": a_turn, "loop": of_loop, "capability": capability})
-    return [found[index] for index in sorted(covering(cases, size))]
+    return [found[index] for index in nested(cases, size, 2)]
 
 
 COMPILE = """
