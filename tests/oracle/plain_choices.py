@@ -35,6 +35,12 @@ class Seen:
     keys: list[Tensor]
     weights: list[Tensor]
 
+    def first(self, count: int) -> "Seen":
+        """Of the first tokens alone, which see none of the later ones."""
+        keys, queries = ([x[:, :count] for x in part] for part in (self.keys, self.queries))
+        weights = [x[:, :count, :count] for x in self.weights]
+        return Seen(self.logits[:count], queries, keys, weights)
+
 
 class PlainModel:
     def __init__(self, config: ModelConfig, seed: int) -> None:
@@ -45,13 +51,15 @@ class PlainModel:
         self.known: dict[tuple[int, ...], Seen] = {}  # the newest texts
 
     def read(self, ids: Sequence[int]) -> Seen:
-        """A text as the target reads it."""
-        key = tuple(ids)
-        seen = self.known.pop(key, None) or self.run(ids)
-        self.known[key] = seen
+        """A text as the target reads it. Of the beginning of a known text there is no forward."""
+        key, count = tuple(ids), len(ids)
+        for text, seen in self.known.items():
+            if text[:count] == key:
+                return seen.first(count)
+        self.known[key] = self.run(ids)
         if len(self.known) > MOST_KNOWN:
             del self.known[next(iter(self.known))]
-        return seen
+        return self.known[key]
 
     def causal(self, num_tokens: int) -> Tensor:
         """Which positions each of the tokens sees in each layer and head, bool [L, G, T, T]: those

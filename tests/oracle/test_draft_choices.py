@@ -58,9 +58,12 @@ def check(run: Run, policy: str, name: str, kv: KVSection, is_checked: bool = Tr
     `is_checked`: what was drafted is, too, where the target's own KV is read."""
     seen = Counter[str]()
     for request in run.requests:
-        seen["requests"] += any(isinstance(e, Admitted) for e in run.watch.of(request))
+        events = run.watch.of(request)
+        seen["requests"] += any(isinstance(event, Admitted) for event in events)
         reference = Reference(plain(name), kv, (MAX_TOKENS, FOLLOWING))
-        for number, event in enumerate(run.watch.of(request)):
+        if events:  # one forward for all of them: the other texts are its beginnings
+            plain(name).read(max((event.text for event in events), key=len))
+        for number, event in enumerate(events):
             place = f"request {request.request_id}, event {number}"
             if isinstance(event, Admitted):
                 reference = REFERENCES[policy](plain(name), kv, (MAX_TOKENS, FOLLOWING))
