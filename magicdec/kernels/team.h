@@ -57,70 +57,13 @@ public:
     // reads must stay in place, though not keep its numbers, until all threads meet.
     template <typename Compute, typename Commit>
     void share(int64_t count, Compute compute, Commit commit) {
-        if (count <= 0) return;
-        Member& me = *Member::current;
-        const uint64_t loop = me.loops++;
-        Seat& seat = seats[me.id];
-        const Range own = range(count, me.id);
-        for (int spin = 0; !is_over(loop);) {
-            uint64_t word = seat.word.load(std::memory_order_acquire);
-            if (loop_of(word) > loop) return;
-            if (loop_of(word) < loop) {
-                take_seat(seat, word, loop, own);
-                continue;
-            }
-            const uint64_t next = next_of(word), end = end_of(word);
-            if (next < end && state_of(word) == IDLE) {
-                const uint64_t begun = make(loop, next + 1, end, BEGUN);
-                if (!seat.word.compare_exchange_weak(word, begun, std::memory_order_acq_rel)) continue;
-                may_lose_core(loop);
-                call(compute, int64_t(next));
-                may_lose_core(loop);
-                finish(seat, begun, int64_t(next), commit);
-                spin = 0;
-                continue;
-            }
-            if (!spin && next == end) hand_in(seat, loop, count);
-            pause_thread();
-            ++spin;
-            if (spin % LOOK_EVERY || state_of(word) != IDLE) continue;
-            if (take_from_others(me, loop, count)) continue;
-            if (spin >= REPEAT_AFTER) repeat_for_others(me, loop, count, compute, commit);
-            if (spin >= SPINS) sleep(loop);
-        }
+        share_parts(count, Parts(compute), Parts(commit));
     }
 
     // The same for parts that are short: nobody repeats them. `body(part)` does all of it.
     template <typename Body>
     void share(int64_t count, Body body) {
-        if (count <= 0) return;
-        Member& me = *Member::current;
-        const uint64_t loop = me.loops++;
-        for (int i = 0; i < me.num_threads && !is_over(loop); ++i) {
-            const int id = (me.id + i) % me.num_threads;
-            Seat& seat = seats[id];
-            const Range of_seat = range(count, id);
-            for (;;) {
-                uint64_t word = seat.word.load(std::memory_order_acquire);
-                if (is_over(loop)) break;
-                if (loop_of(word) < loop) {
-                    take_seat(seat, word, loop, of_seat);
-                    continue;
-                }
-                const uint64_t next = next_of(word), end = end_of(word);
-                if (next == end) break;
-                // Half of its own parts, or one of another's.
-                const uint64_t taken = i ? 1 : (end - next + 1) / 2;
-                const uint64_t rest = i ? make(loop, next, end - taken, IDLE) : make(loop, next + taken, end, IDLE);
-                if (!seat.word.compare_exchange_weak(word, rest, std::memory_order_acq_rel)) continue;
-                const uint64_t first = i ? end - taken : next;
-                may_lose_core(loop);
-                for (uint64_t part = first; part < first + taken; ++part) body(int64_t(part));
-                may_lose_core(loop);
-                add_done(taken, loop, count);
-            }
-        }
-        wait_for(loop);
+        share_short_parts(count, Parts(body));
     }
 
     // One thread calls body(), and the others wait.
@@ -166,6 +109,23 @@ private:
         static inline thread_local Member* current = nullptr;
     };
 
+    // What is done for parts of a loop, without its type: a library has many loops, and for each compilers would compile anew
+    // how threads share it.
+    class Parts {
+    public:
+        template <typename Body>
+        explicit Parts(Body& body) : body(&body), call(call_all<Body>) {}
+        void operator()(int64_t first, int64_t end) const { call(body, first, end); }
+
+    private:
+        template <typename Body>
+        static void call_all(void* body, int64_t first, int64_t end) {
+            for (int64_t part = first; part < end; ++part) (*static_cast<Body*>(body))(part);
+        }
+        void* body;
+        void (*call)(void*, int64_t, int64_t);
+    };
+
     // What is left of a thread's parts of a loop: the loop, the next part, the end, and what happens to the part before the next.
     enum State : uint64_t { IDLE, BEGUN, WRITES };
     static constexpr int PART_BITS = 20, DONE_BITS = 32;
@@ -198,13 +158,12 @@ private:
     }
 
     // Writes the result of a part that this thread has computed, unless another one did so.
-    template <typename Commit>
-    static void finish(Seat& seat, uint64_t begun, int64_t part, Commit& commit) {
+    static void finish(Seat& seat, uint64_t begun, int64_t part, Parts commit) {
         uint64_t word = begun;
         // Others may take parts from the end meanwhile.
         while (!seat.word.compare_exchange_weak(word, (word & ~STATE) | WRITES, std::memory_order_acq_rel))
             if (loop_of(word) != loop_of(begun) || next_of(word) != next_of(begun) || state_of(word) != BEGUN) return;
-        commit(part);
+        commit(part, part + 1);
         seat.word.store((word & ~STATE) | IDLE, std::memory_order_release);  // before the loop can end
         const uint64_t none = loop_of(begun) << DONE_BITS;
         uint64_t done = seat.done.load(std::memory_order_relaxed);
@@ -252,22 +211,80 @@ private:
         return false;
     }
 
-    // A function of its own: kernels take long to compile, and compilers would do so at each of the places that call it.
-    template <typename Compute>
-    [[gnu::noinline]] static void call(Compute& compute, int64_t part) {
-        compute(part);
+    void share_parts(int64_t count, Parts compute, Parts commit) {
+        if (count <= 0) return;
+        Member& me = *Member::current;
+        const uint64_t loop = me.loops++;
+        Seat& seat = seats[me.id];
+        const Range own = range(count, me.id);
+        for (int spin = 0; !is_over(loop);) {
+            uint64_t word = seat.word.load(std::memory_order_acquire);
+            if (loop_of(word) > loop) return;
+            if (loop_of(word) < loop) {
+                take_seat(seat, word, loop, own);
+                continue;
+            }
+            const uint64_t next = next_of(word), end = end_of(word);
+            if (next < end && state_of(word) == IDLE) {
+                const uint64_t begun = make(loop, next + 1, end, BEGUN);
+                if (!seat.word.compare_exchange_weak(word, begun, std::memory_order_acq_rel)) continue;
+                may_lose_core(loop);
+                compute(int64_t(next), int64_t(next) + 1);
+                may_lose_core(loop);
+                finish(seat, begun, int64_t(next), commit);
+                spin = 0;
+                continue;
+            }
+            if (!spin && next == end) hand_in(seat, loop, count);
+            pause_thread();
+            ++spin;
+            if (spin % LOOK_EVERY || state_of(word) != IDLE) continue;
+            if (take_from_others(me, loop, count)) continue;
+            if (spin >= REPEAT_AFTER) repeat_for_others(me, loop, count, compute, commit);
+            if (spin >= SPINS) sleep(loop);
+        }
+    }
+
+    void share_short_parts(int64_t count, Parts body) {
+        if (count <= 0) return;
+        Member& me = *Member::current;
+        const uint64_t loop = me.loops++;
+        for (int i = 0; i < me.num_threads && !is_over(loop); ++i) {
+            const int id = (me.id + i) % me.num_threads;
+            Seat& seat = seats[id];
+            const Range of_seat = range(count, id);
+            for (;;) {
+                uint64_t word = seat.word.load(std::memory_order_acquire);
+                if (is_over(loop)) break;
+                if (loop_of(word) < loop) {
+                    take_seat(seat, word, loop, of_seat);
+                    continue;
+                }
+                const uint64_t next = next_of(word), end = end_of(word);
+                if (next == end) break;
+                // Half of its own parts, or one of another's.
+                const uint64_t taken = i ? 1 : (end - next + 1) / 2;
+                const uint64_t rest = i ? make(loop, next, end - taken, IDLE) : make(loop, next + taken, end, IDLE);
+                if (!seat.word.compare_exchange_weak(word, rest, std::memory_order_acq_rel)) continue;
+                const uint64_t first = i ? end - taken : next;
+                may_lose_core(loop);
+                body(int64_t(first), int64_t(first + taken));
+                may_lose_core(loop);
+                add_done(taken, loop, count);
+            }
+        }
+        wait_for(loop);
     }
 
     // Computes once more what other threads have begun.
-    template <typename Compute, typename Commit>
-    void repeat_for_others(const Member& me, uint64_t loop, int64_t count, Compute& compute, Commit& commit) {
+    void repeat_for_others(const Member& me, uint64_t loop, int64_t count, Parts compute, Parts commit) {
         for (int i = 1; i < me.num_threads && !is_over(loop); ++i) {
             Seat& seat = seats[(me.id + i) % me.num_threads];
             hand_in(seat, loop, count);
             const uint64_t word = seat.word.load(std::memory_order_acquire);
             if (loop_of(word) != loop || state_of(word) != BEGUN) continue;
             const int64_t part = int64_t(next_of(word)) - 1;
-            call(compute, part);
+            compute(part, part + 1);
             may_lose_core(loop);
             finish(seat, word, part, commit);
             hand_in(seat, loop, count);
