@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -144,8 +144,7 @@ class AcceptanceMetrics(RecordPart):
     # fmt: on
 
 
-@dataclass(frozen=True)
-class Verification:
+class Verification(NamedTuple):
     drafted: int  # draft tokens, without padding
     accepted: int  # of them
     emitted: int  # tokens that it appended to the output

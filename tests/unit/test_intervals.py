@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ WIDE = pytest.mark.wide
 FAIR, GOOD = (0.55, 0.12, 4, 63), (0.8, 0.1, 2, 63)  # drafts
 
 
+@cache
 def population(mean: float, spread: float, gamma: int, num_tokens: int) -> dict[str, list[float]]:
     """The true values, over so many prompts that their own error does not count."""
     rng = np.random.default_rng(0)
