@@ -15,6 +15,19 @@ MANY = 100
 LEAST = {"p90_": 10, "p99_": MANY}
 
 
+def break_even_length(
+    num_tokens: int, num_steps: float, num_verified: int | None, emitted: float | None
+) -> float | None:
+    """The tokens of a verification from which its drafts pay: its time in decode steps without
+    drafts. `num_steps`: the time of the pass in such steps, of a row each, in which it emitted
+    `num_tokens`; `emitted` of a verification. None if most steps drafted nothing, so that the noise
+    of theirs would hide it."""
+    if not num_verified or emitted is None:
+        return None
+    num_plain = max(0.0, num_tokens - num_verified * emitted)
+    return (num_steps - num_plain) / num_verified if num_verified >= num_plain else None
+
+
 def has_enough(key: str, count: int) -> bool:
     return count >= LEAST.get(key[:4], 0)
 

@@ -18,7 +18,13 @@ from magicdec.records.correctness import (
     JudgedAgain,
 )
 from magicdec.records.fields import Recorded
-from magicdec.records.metric_tables import MANY, category_tables, has_enough, metric_rows
+from magicdec.records.metric_tables import (
+    MANY,
+    break_even_length,
+    category_tables,
+    has_enough,
+    metric_rows,
+)
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.workload import format_mark
@@ -246,17 +252,22 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
             texts = [positions_of(metrics) for metrics in columns]
         rows.append((label, texts))
         if name == "mean_emitted_tokens":
-            lengths = [break_even_length(m.mean_emitted_tokens, m.speedup) for m in columns]
-            if any(length is not None for length in lengths):
-                shown_lengths = ["" if each is None else f"{each:.2f}" for each in lengths]
-                rows.append(("  of them that pay (break-even)", shown_lengths))
+            length = break_even(record)
+            if length is not None:
+                texts = [""] * (len(columns) - 1) + [f"{length:.2f}"]
+                rows.append(("  of them that pay (break-even)", texts))
     return rows
 
 
-def break_even_length(emitted: float | None, speedup: float | None) -> float | None:
-    """The emitted tokens of a step from which its drafts pay: the time of a step, without stalls,
-    in steps of the baseline."""
-    return emitted / speedup if emitted and speedup else None
+def break_even(record: RunRecord) -> float | None:
+    """`break_even_length` of the run's drafts, without stalls."""
+    metrics = record.metrics
+    samples = (record.samples or {}).get(record.config["decoding"]["strategy"])
+    if metrics is None or not metrics.speedup or samples is None:
+        return None
+    num_tokens = sum(map(sum, samples.sequence_tokens))
+    of_drafts = metrics.num_spec_steps, metrics.mean_emitted_tokens
+    return break_even_length(num_tokens, num_tokens / metrics.speedup, *of_drafts)
 
 
 def positions_of(metrics: Metrics) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from synthetic_samples import pass_samples
 
 from magicdec.records.acceptance import acceptance_of
+from magicdec.records.metric_tables import break_even_length
 from magicdec.records.metrics import (
     add_prefill,
     break_even_gen_len,
@@ -295,3 +296,13 @@ def test_samples_are_restored_from_a_record() -> None:
     withheld = samples.to_record(is_drafting=True, is_random=True)
     assert withheld.padded_gamma is withheld.num_accepted is withheld.num_emitted is None
     assert withheld.restored().num_emitted == [[[], []]]
+
+
+@pytest.mark.parametrize("plain", [0, 7, 40, 41])
+@pytest.mark.parametrize("cost", [0.5, 1.8, 3.0])
+def test_drafts_pay_from_the_time_of_a_verification_in_plain_steps(plain: int, cost: float) -> None:
+    """Forty verifications beside so many steps that drafted nothing; with more of these, they hide
+    what a verification takes."""
+    length = break_even_length(plain + 40 * 3, plain + 40 * cost, 40, 3.0)
+    assert length == (pytest.approx(cost) if plain <= 40 else None)
+    assert break_even_length(10, 10, 0, None) is None

@@ -17,7 +17,13 @@ from magicdec.bench.serving.record import FAILED, WITHOUT_METRICS, RequestRecord
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.output.tables import Column, Heading, Line, Shown, Table
-from magicdec.records.metric_tables import category_tables, fixed, has_enough, metric_rows
+from magicdec.records.metric_tables import (
+    break_even_length,
+    category_tables,
+    fixed,
+    has_enough,
+    metric_rows,
+)
 from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
@@ -86,9 +92,8 @@ def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
 
 
 def break_even(record: ServingRecord, records: Sequence[ServingRecord]) -> float | None:
-    """The tokens of a verification from which its drafts pay: its time in decode steps of the pass
-    without drafts of the same mode, or of a server of the same program. None without such a pass,
-    or if most steps drafted nothing, so that the noise of theirs would hide it."""
+    """`break_even_length` beside the pass without drafts of the same mode, or of a server of the
+    same program. None without such a pass."""
     if not has_drafts(record):
         return None
     plain = next((each for each in records if is_plain_of(each, record)), None)
@@ -97,13 +102,9 @@ def break_even(record: ServingRecord, records: Sequence[ServingRecord]) -> float
     if mine is None or theirs is None or not mine.mean_tpot_ms or not theirs.mean_tpot_ms:
         return None
     length = mine.mean_emitted_tokens or mine.mean_acceptance_length
-    num_verified = mine.num_spec_steps
-    if length is None or not num_verified:
-        return None
     num_tokens = sum(each.output_len - 1 for each in record.requests)
-    num_plain = max(0.0, num_tokens - num_verified * length)
     num_steps = num_tokens * mine.mean_tpot_ms / theirs.mean_tpot_ms
-    return (num_steps - num_plain) / num_verified if num_verified >= num_plain else None
+    return break_even_length(num_tokens, num_steps, mine.num_spec_steps, length)
 
 
 def is_plain_of(plain: ServingRecord, record: ServingRecord) -> bool:
