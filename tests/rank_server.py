@@ -39,6 +39,7 @@ IMPORTED = (
         "magicdec.bench.latency.forwards",
     ),
     *("magicdec.bench.run.run", "rich.progress", "rich.table", "scipy.special", "sentencepiece"),
+    "torch._dynamo",  # which torch asks where steps are recorded
 )
 
 
