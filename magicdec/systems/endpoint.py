@@ -26,7 +26,7 @@ from magicdec.systems.http_client import AnswerLimits, LimitReached, Server, rea
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import NO_URL
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.form import Asked, ServerApi
+from magicdec.systems.servers.form import AskedText, ServerApi
 from magicdec.systems.servers.report import (
     CountedPass,
     ServerCounts,
@@ -225,7 +225,9 @@ class Endpoint(System):
         ids = list(request.prompt_ids)
         prompt = self.run.tokenizer.decode(ids) if self.sends_text else ids
         most = request.sampling.max_new_tokens
-        return self.api.body(Asked(self.model, prompt, most, self.run.config.decoding.ignore_eos))
+        return self.api.body(
+            AskedText(self.model, prompt, most, self.run.config.decoding.ignore_eos)
+        )
 
     def _parts(self, answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
         parts = answer.get(name) or []

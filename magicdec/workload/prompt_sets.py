@@ -23,7 +23,7 @@ Roles = tuple[str, ...]  # of the messages of a prompt, in order
 
 
 @dataclass(frozen=True)
-class Message:
+class ChatMessage:
     role: str  # system, user or assistant
     content: str
 
@@ -33,7 +33,7 @@ class PromptItem:
     """An item of a prompt set. `messages` are what the model is given, none if nothing is asked;
     `later` the user's further questions, which need the model's own answers."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     category: str | None = None
     later: tuple[str, ...] = ()
     is_text: bool = False  # a text that the model goes on with, in which no speaker is named
@@ -201,16 +201,16 @@ def category_at(item: Any, key: str, place: str) -> str | None:
     return " ".join(string_at(item, key, place).split()) or None
 
 
-def _asked(text: str) -> tuple[Message, ...]:
-    return (Message(USER, text),)
+def _asked(text: str) -> tuple[ChatMessage, ...]:
+    return (ChatMessage(USER, text),)
 
 
 def _messages(
     turns: Iterable[Any], place: str, role_key: str, content_key: str
-) -> tuple[Message, ...]:
-    messages = list[Message]()
+) -> tuple[ChatMessage, ...]:
+    messages = list[ChatMessage]()
     for number, turn in enumerate(turns):
         where = f"{place}, turn {number}"
         role = ROLES.get(string_at(turn, role_key, where), ASSISTANT)
-        messages.append(Message(role, string_at(turn, content_key, where)))
+        messages.append(ChatMessage(role, string_at(turn, content_key, where)))
     return tuple(messages)

@@ -280,7 +280,7 @@ class BestBlocks(Reference):
 
 class ByMeanKeys(BestBlocks):
     """Retrieval: the newest committed query that a verification has shown, against the mean key of
-    each complete block (Sun et al. 2024, section 4)."""
+    each complete block (Sun et al. 2024, section 4) within the window of all layers."""
 
     def admitted(self, text: Sequence[int]) -> None:
         self.place = len(text) - 1
@@ -293,6 +293,8 @@ class ByMeanKeys(BestBlocks):
         keys = seen.keys[layer][:, : complete * BLOCK].unflatten(1, (complete, BLOCK)).mean(dim=2)
         queries = seen.queries[layer][:, self.place].unflatten(0, (len(keys), -1))
         products = queries @ keys.mT * keys.shape[-1] ** -0.5  # [G, H/G, blocks]
+        num_gone = -(-self.first_of(len(text)) // BLOCK)
+        products[..., :num_gone] = -torch.inf
         return products.softmax(dim=-1).sum(dim=1)
 
 

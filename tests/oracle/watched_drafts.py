@@ -141,7 +141,8 @@ def positions_of(
     """The positions in the context that each row and KV head reads in a layer. `is_target`: the
     target itself drafts."""
     found = list[list[list[int]]]()
-    cells = view.key_positions(layer).expand(-1, runner.cache.shape.num_kv_heads, -1)
+    number = runner.windows.numbers[layer]
+    cells = view.key_positions(number).expand(-1, runner.cache.shape.num_kv_heads, -1)
     for place, row in enumerate(view.rows):
         own = [[cell for cell in of_head if cell >= 0] for of_head in cells[place].tolist()]
         if runner.offsets is not None:
@@ -166,8 +167,8 @@ def places_of_copies(
     assert runner.offsets is not None
     context = count + int(runner.offsets[row])
     copies, originals = (
-        [each[0] for each in cache.read(layer, cache.slots(row, torch.arange(size)[None]))]
-        for cache, size in ((runner.cache, count), (source.cache, context))
+        [each[0] for each in caches.read(layer, row, torch.arange(size)[None])]
+        for caches, size in ((runner.caches, count), (source.caches, context))
     )
     equal = torch.ones(copies[0].shape[0], count, context, dtype=torch.bool)
     for copy, original in zip(copies, originals, strict=True):  # K, V: [G, tokens, D]
@@ -259,9 +260,9 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
                 watch.of(request).append(Measured(request.cached_ids, count))
                 continue
             text, row = request.cached_ids, torch.tensor([request.row])
-            slots = source.cache.slots(row, torch.arange(len(text))[None])
-            layers = range(source.cache.shape.num_layers)
-            keys = torch.stack([source.cache.read(layer, slots)[0][0] for layer in layers])
+            places = torch.arange(len(text))[None]
+            layers = range(len(source.model.layers))
+            keys = torch.stack([source.caches.read(layer, row, places)[0][0] for layer in layers])
             forwards = watch.forwards.get(request.row, [])
             chain = (request.last_token, *ids)
             watch.of(request).append(Drafted(text, chain, count, forwards, keys))

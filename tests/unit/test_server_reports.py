@@ -18,7 +18,7 @@ from magicdec.records.acceptance import (
 )
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.form import NOTHING, Asked
+from magicdec.systems.servers.form import NOTHING, AskedText
 from magicdec.systems.servers.report import (
     ANSWERS,
     BOTH,
@@ -331,7 +331,7 @@ def test_nothing_is_not_a_number_in_metrics() -> None:
 @pytest.mark.parametrize("prompt", [(5, 6), "text"])
 def test_every_interface_asks_for_greedy_tokens(name: str, prompt: Any) -> None:
     api = load_object(SERVER_APIS[name])
-    body = api.body(Asked("m", prompt, 7, True))
+    body = api.body(AskedText("m", prompt, 7, True))
     flat = body | body.get("sampling_params", {})
     assert flat["temperature"] == 0 and flat["ignore_eos"] is True and body["stream"] is True
     assert 7 in flat.values() and (list(prompt) if prompt != "text" else prompt) in flat.values()

@@ -10,7 +10,7 @@ from typing import Any
 from magicdec.records.acceptance import ReportedCounts
 from magicdec.systems.servers.counters import Counters
 
-Event = dict[str, Any]
+ServerEvent = dict[str, Any]
 """One of the JSON objects of a streamed answer."""
 NOTHING = ReportedCounts(0, 0, 0, 0)  # of an answer that says that nothing was drafted
 
@@ -22,14 +22,14 @@ class ServerFormat:
     the counts of a pass of counted differences and of its output tokens after the first of each
     request. Both raise ValueError, one sentence, for what is no number of drafts."""
 
-    read: Callable[[Event], ReportedCounts | None]
+    read: Callable[[ServerEvent], ReportedCounts | None]
     prefix: str
     generated: str
     total: Callable[[Counters, int], ReportedCounts]
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedText:
     """A request as it is sent: the token ids of its prompt, or their text."""
 
     model: str | None
@@ -46,10 +46,10 @@ class ServerApi:
     stream ends with `[DONE]`."""
 
     path: str
-    body: Callable[[Asked], dict[str, Any]]
-    event: Callable[[Event, int], Event]
+    body: Callable[[AskedText], dict[str, Any]]
+    event: Callable[[ServerEvent, int], ServerEvent]
     is_at_root: bool = False
-    is_last: Callable[[Event], bool] = lambda event: False
+    is_last: Callable[[ServerEvent], bool] = lambda event: False
 
 
 def part_of(event: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

@@ -11,9 +11,9 @@ from magicdec.records.acceptance import ReportedCounts
 from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 from magicdec.systems.servers.form import (
     NOTHING,
-    Asked,
-    Event,
+    AskedText,
     ServerApi,
+    ServerEvent,
     ServerFormat,
     count_in,
     part_of,
@@ -22,7 +22,7 @@ from magicdec.systems.servers.form import (
 PREFIX = "llamacpp:"
 
 
-def read(event: Event) -> ReportedCounts | None:
+def read(event: ServerEvent) -> ReportedCounts | None:
     """`timings.draft_n` and `draft_n_accepted`, which are left out if nothing was drafted. How many
     verifications judged them is not said."""
     timings = part_of(event, "timings")
@@ -44,14 +44,14 @@ def counted_drafts(counted: Counters, num_tokens: int) -> ReportedCounts:
 LLAMA_CPP = ServerFormat(read, PREFIX, f"{PREFIX}tokens_predicted{COUNTER}", counted_drafts)
 
 
-def body_of(asked: Asked) -> dict[str, Any]:
+def body_of(asked: AskedText) -> dict[str, Any]:
     prompt = asked.prompt if isinstance(asked.prompt, str) else list(asked.prompt)
     body: dict[str, Any] = {"prompt": prompt, "n_predict": asked.max_tokens, "temperature": 0}
     body |= {"stream": True, "return_tokens": True, "cache_prompt": False}
     return body | {"ignore_eos": asked.ignores_eos}
 
 
-def as_openai(event: Event, num_before: int) -> Event:
+def as_openai(event: ServerEvent, num_before: int) -> ServerEvent:
     """An event of `/completion`, whose `tokens` are new ones."""
     choice = {"text": event.get("content"), "token_ids": event.get("tokens")}
     usage = {"completion_tokens": event.get("tokens_predicted")}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from magicdec.systems.servers.form import Asked, ServerApi
+from magicdec.systems.servers.form import AskedText, ServerApi
 
 
-def body_of(asked: Asked) -> dict[str, Any]:
+def body_of(asked: AskedText) -> dict[str, Any]:
     """With fields of vLLM's beside OpenAI's: token ids, and no early end."""
     prompt = asked.prompt if isinstance(asked.prompt, str) else list(asked.prompt)
     body: dict[str, Any] = {"model": asked.model, "prompt": prompt}

@@ -11,7 +11,7 @@ from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.runner.request import Request
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.form import Event, ServerFormat
+from magicdec.systems.servers.form import ServerEvent, ServerFormat
 
 ANSWERS = "answers"
 COUNTERS = "counters"
@@ -55,7 +55,7 @@ class ServerCounts:
     by_request: dict[int, tuple[str, ReportedCounts]] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
 
-    def observe(self, request_id: int, event: Event) -> None:
+    def observe(self, request_id: int, event: ServerEvent) -> None:
         """Note what an event says of the drafts of its request so far."""
         for name, each in self.formats.items():
             try:

@@ -11,9 +11,9 @@ from magicdec.records.acceptance import ReportedCounts
 from magicdec.systems.servers.counters import COUNTER, Counters
 from magicdec.systems.servers.form import (
     NOTHING,
-    Asked,
-    Event,
+    AskedText,
     ServerApi,
+    ServerEvent,
     ServerFormat,
     count_in,
     counts_in,
@@ -27,7 +27,7 @@ PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_toke
 HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 
-def read(event: Event) -> ReportedCounts | None:
+def read(event: ServerEvent) -> ReportedCounts | None:
     """Counts in `meta_info`, without the rates that SGLang makes of them: its `spec_accept_length`
     is completion tokens / verifications, with the token of the prompt and without tokens past the
     end. Every decode step verifies, so that these emit all tokens but the first."""
@@ -55,7 +55,7 @@ def counted_drafts(counted: Counters, num_tokens: int) -> ReportedCounts:
 SGLANG = ServerFormat(read, PREFIX, f"{PREFIX}generation_tokens{COUNTER}", counted_drafts)
 
 
-def body_of(asked: Asked) -> dict[str, Any]:
+def body_of(asked: AskedText) -> dict[str, Any]:
     sampling: dict[str, Any] = {"max_new_tokens": asked.max_tokens, "temperature": 0}
     sampling |= {"ignore_eos": asked.ignores_eos}
     body: dict[str, Any] = {"sampling_params": sampling, "stream": True}
@@ -63,7 +63,7 @@ def body_of(asked: Asked) -> dict[str, Any]:
     return body | ({"text": asked.prompt} if is_text else {"input_ids": list(asked.prompt)})
 
 
-def as_openai(event: Event, num_before: int) -> Event:
+def as_openai(event: ServerEvent, num_before: int) -> ServerEvent:
     """An event of `/generate`. Its ids are all so far, or with `--incremental-streaming-output` new
     ones; how many there are so far tells which."""
     info = part_of(event, "meta_info") or {}

@@ -11,7 +11,7 @@ from magicdec.records.acceptance import ReportedCounts
 from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 from magicdec.systems.servers.form import (
     NOTHING,
-    Event,
+    ServerEvent,
     ServerFormat,
     count_in,
     counts_in,
@@ -21,7 +21,7 @@ from magicdec.systems.servers.form import (
 PREFIX = "vllm:"
 
 
-def read(event: Event) -> ReportedCounts | None:
+def read(event: ServerEvent) -> ReportedCounts | None:
     """`metrics.speculative_decoding`, whose single steps only the level `detailed` has."""
     metrics = part_of(event, "metrics")
     found = None if metrics is None else part_of(metrics, "speculative_decoding")
