@@ -28,6 +28,7 @@ from magicdec.records.acceptance import AcceptanceMetrics, Verifications, accept
 from magicdec.runner.request import Moves, NotFinite, Request, Status, StepOutput
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits, StepPlan
+from magicdec.setup.eagle_checks import check_prefixes
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.model_plan import ModelPlan, rewound_by_step
 from magicdec.setup.prepare import ResolvedRun, SetupCache, check_models, find
@@ -55,6 +56,8 @@ class LLM:
         cache_tokens: tokens in the KV cache. Default: all requests at full length.
         block_tokens: tokens of a block of the cache.
         prefill_tokens: most prompt tokens that a step prefills.
+        prefix_cache: whether blocks of texts that have ended are kept until others need them, and
+            requests whose prompts begin alike share them, as `--prefix_cache` of `magicdec serve`.
         threads: CPU threads. Default: all cores.
         max_new_tokens: most new tokens of a request. Default: as many as fit in a row.
         draft_weights: the matrices that draft, as `--draft_weights`: "int8" or "int4".
@@ -78,6 +81,7 @@ class LLM:
         threads: int | None = None,
         max_new_tokens: int | None = None,
         draft_weights: str | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         check_positive(
             max_tokens=max_tokens - 1,
@@ -106,8 +110,10 @@ class LLM:
         _, self.tokenizer = check_models(run, cache)
         self.model = run.source.config
         self.is_random = run.is_random  # random weights have no acceptance
+        if prefix_cache:
+            check_prefixes("prefix_cache", run.config)
         self._engine, self._decoder = make_engine(
-            run, max_tokens, prefill_tokens, block_tokens, cache_tokens
+            run, max_tokens, prefill_tokens, block_tokens, cache_tokens, prefix_cache
         )
         self._num_requests = 0
         self._error: NotFinite | None = None
@@ -216,6 +222,7 @@ def make_engine(
     prefill_tokens: int,
     block_tokens: int,
     cache_tokens: int | None,
+    prefix_cache: bool,
 ) -> tuple[Engine, DecodingStrategy]:
     """The engine and decoder of requests of at most `max_tokens` tokens, with loaded models and
     caches."""
@@ -232,6 +239,7 @@ def make_engine(
         block_tokens=block_tokens,
         cache_tokens=cache_tokens,
         rewound=rewound_by_step(config),
+        shares_prefixes=prefix_cache,
     )
     runner = make_runner(plan, run.source, alone, models)
     draft = make_draft(run, groups, models)

@@ -46,7 +46,8 @@ class Engine:
         self.is_in_flight = limits is not None
         self.clock = clock or RealClock()
         self.is_alone = runner.group.size == 1  # no other rank must plan alike
-        self.scheduler = Scheduler(runner.num_rows, limits or BatchLimits())
+        prefixes = runner.caches.prefixes
+        self.scheduler = Scheduler(runner.num_rows, limits or BatchLimits(), prefixes=prefixes)
         self.requests: list[Request] = []  # of the batch that was prefilled last
         self.num_steps = 0  # decode steps since `begin`
 
@@ -106,13 +107,16 @@ class Engine:
         rows, and rows have room only then."""
         try:
             if plan.preempted or plan.cancelled:
-                self._free([row for _, row in (*plan.preempted, *plan.cancelled)], strategy)
+                self._free((*plan.preempted, *plan.cancelled), strategy)
             if plan.admitted or plan.reserved:
                 self._reserve(plan)
             if plan.parts:
                 new = self._prefill(plan.parts)
                 ready = tuple(r for r in new if r.status is Status.RUNNING)
-                self._free([r.row for r in new if r.status is Status.FINISHED], strategy)
+                self._free([(r, r.row) for r in new if r.status is Status.FINISHED], strategy)
+                for request in ready:
+                    if request.row is not None:
+                        self.runner.caches.keep(request.row, request.cached_ids)
                 if ready:
                     strategy.admit(Batch(ready))
             if plan.decoding is not None:
@@ -166,9 +170,9 @@ class Engine:
         output = self._step(batch, strategy)
         now = self.clock.now()
         observe(batch.ids, self.scheduler.commit(batch, output, now), now - started)
-        ended_rows = [r.row for r in batch.requests if r.status is Status.FINISHED]
-        if ended_rows:
-            self._free(ended_rows, strategy)
+        ended = [(r, r.row) for r in batch.requests if r.status is Status.FINISHED]
+        if ended:
+            self._free(ended, strategy)
 
     def _step(self, batch: Batch, strategy: DecodingStrategy) -> StepOutput:
         self.num_steps += 1
@@ -189,16 +193,23 @@ class Engine:
         return complete
 
     def _reserve(self, plan: StepPlan) -> None:
-        """Give rows the blocks for a step, or for the whole request if blocks are not limited."""
+        """Give rows the blocks that their texts begin with, and those for a step, or for the whole
+        request if blocks are not limited."""
+        for row, path in plan.shared or ():
+            self.runner.caches.adopt(row, path)
         if self.scheduler.limits.num_blocks is None:
             for _, row in plan.admitted:
                 self.runner.allocate(row)
         for row, num_tokens in plan.reserved:
             self.runner.caches.allocate(row, num_tokens)
 
-    def _free(self, rows: Sequence[int | None], strategy: DecodingStrategy) -> None:
-        taken_rows = [row for row in rows if row is not None]
-        strategy.release(taken_rows)
+    def _free(
+        self, leaving: Sequence[tuple[Request, int | None]], strategy: DecodingStrategy
+    ) -> None:
+        """Free the rows that requests leave. Their texts stay in flight, for others to begin with,
+        until the blocks are needed."""
+        taken = [(request, row) for request, row in leaving if row is not None]
+        strategy.release([row for _, row in taken])
         if self.is_in_flight:
-            for row in taken_rows:
-                self.runner.release(row)
+            for request, row in taken:
+                self.runner.release(row, (*request.prompt_ids, *request.output_ids))

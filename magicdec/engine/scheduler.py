@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from magicdec.kv.prefix_cache import PrefixCache, TextBlock
 from magicdec.runner.request import Batch, Moves, Request, Status, StepOutput
 from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
 
@@ -30,14 +31,18 @@ class Scheduler:
         num_rows: int,
         limits: BatchLimits = BatchLimits(),
         waiting: list[Request] | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        """`waiting` is an empty list that several schedulers may share."""
+        """`waiting` is an empty list that several schedulers may share. Requests begin with what
+        `prefixes` has of their texts."""
         self.num_rows = num_rows
         self.limits = limits
         self.waiting: list[Request] = [] if waiting is None else waiting  # in order of admission
         self.rows: list[Request | None] = [None] * num_rows
         self.blocks = RowBlocks(num_rows, limits)
+        self.prefixes = prefixes
         self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
+        self._shared: dict[Request, int] = {}  # tokens that texts begin with, where any
         self._cancelled: set[Request] = set()
         self._repeated: StepPlan | None = None  # the plan of each step until something changes
 
@@ -90,7 +95,7 @@ class Scheduler:
         for request, row in plan.admitted:
             self.waiting.remove(request)
             self.rows[row] = request
-            self._prefilled[request] = 0
+            self._prefilled[request] = self._shared.get(request, 0)
             request.row = row
             request.status = Status.RUNNING
         for row, num_tokens in plan.reserved:
@@ -143,6 +148,7 @@ class Scheduler:
         request = self.rows[row]
         assert request is not None, "a request leaves its row once"
         self._prefilled.pop(request, None)
+        self._shared.pop(request, None)
         self._cancelled.discard(request)
         self.rows[row] = None
         self._repeated = None
@@ -155,12 +161,14 @@ class Scheduler:
         leaving = cancelled + preempted
         # A request that was just preempted would come back at once.
         admitted = [] if preempted else self._admit(leaving, reserved)
+        shared = self._share(admitted)
         decoding = tuple(r for r in running if r not in self._prefilled and r not in leaving)
         return StepPlan(
             Batch(decoding) if decoding else None,
             _with_rows(preempted),
             _with_rows(cancelled),
             tuple(admitted),
+            shared,
             tuple(sorted(reserved.items())),
             self._prefill(leaving, admitted),
         )
@@ -217,6 +225,19 @@ class Scheduler:
             admitted.append((request, row))
         return admitted
 
+    def _share(
+        self, admitted: Sequence[tuple[Request, int]]
+    ) -> tuple[tuple[int, list[TextBlock]], ...] | None:
+        """The paths with which rows begin. The blocks of rows count for each of them."""
+        if self.prefixes is None:
+            return None
+        shared = list[tuple[int, list[TextBlock]]]()
+        for request, row in admitted:
+            if path := self.prefixes.find(request.cached_ids):
+                self._shared[request] = len(path) * self.prefixes.block_size
+                shared.append((row, path))
+        return tuple(shared)
+
     def _prefill(
         self, leaving: Sequence[Request], admitted: Sequence[tuple[Request, int]]
     ) -> tuple[PrefillChunk, ...]:
@@ -225,11 +246,13 @@ class Scheduler:
         unfinished = [
             (r, r.row, num_done) for r, num_done in self._prefilled.items() if r not in leaving
         ]
-        for request, row, num_done in [*unfinished, *((r, row, 0) for r, row in admitted)]:
+        new = [(r, row, self._shared.get(r, 0)) for r, row in admitted]
+        for request, row, num_done in [*unfinished, *new]:
             assert row is not None, "what is prefilled has a row"
             stop = request.num_cached if room is None else min(request.num_cached, num_done + room)
             if stop > num_done:
-                parts.append(PrefillChunk(request, row, num_done, stop))
+                num_shared = self._shared.get(request, 0)
+                parts.append(PrefillChunk(request, row, num_done, stop, num_shared))
                 room = None if room is None else room - (stop - num_done)
         return tuple(sorted(parts, key=lambda part: part.row))
 
@@ -242,7 +265,13 @@ class StepCounts:
     num_steps: int = 0
     num_preemptions: int = 0
     num_in_flight: int = 0  # summed over the steps
+    num_looked_up: int = 0  # tokens that were looked for in a prefix cache
+    num_found: int = 0
     moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        return self.num_found / self.num_looked_up if self.num_looked_up else None
 
     def watch(self, plan: StepPlan) -> None:
         """Count a step that begins now. A request is prefilled or decoded in it."""
@@ -251,6 +280,9 @@ class StepCounts:
         self.num_steps += 1
         self.num_preemptions += len(plan.preempted)
         self.num_in_flight += len(decoding) + len(plan.parts)
+        if plan.shared is not None:
+            self.num_looked_up += sum(request.num_cached for request, _ in plan.admitted)
+            self.num_found += plan.num_shared_tokens
         for request, _ in plan.preempted:
             self.moves[request.request_id].preempted_s.append(now)
         for request, _ in plan.admitted:

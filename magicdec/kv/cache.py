@@ -4,7 +4,7 @@ the device and as the host knows them. Source: PagedAttention, arXiv 2309.06180,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +123,25 @@ class KVCache(KVPool):
             for pool in (self.k, self.v):
                 pool.index_fill_(1, index, 0)
 
-    def release(self, row: int) -> None:
-        self._free.extend(block for block in reversed(self.blocks[row]) if block != EVICTED)
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Let rows have `blocks`, which none has."""
+        self._free.extend(blocks)
+
+    def adopt(self, row: int, blocks: Sequence[int]) -> None:
+        """Let an empty row begin with `blocks`, which others may have too."""
+        assert not self.blocks[row], "the row was released"
+        self.blocks[row] += blocks
+        if blocks:
+            self.block_table[row, : len(blocks)] = upload(blocks, self.block_table.device)
+
+    def release(self, row: int, kept: Collection[int] = ()) -> None:
+        """Return the blocks of `row` to the pool, but for the `kept` ones."""
+        gone = (block for block in reversed(self.blocks[row]) if block not in kept)
+        self._free.extend(block for block in gone if block != EVICTED)
         self.blocks[row].clear()
         self.first_held[row] = 0
         self.truncate([row], [0])

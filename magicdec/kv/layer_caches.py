@@ -17,6 +17,7 @@ from torch import Tensor
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.pool import CacheShape
+from magicdec.kv.prefix_cache import PrefixCache, TextBlock
 
 WINDOW_BLOCK = 64  # tokens of a block, unless a backend needs more: little is held past the window
 
@@ -84,6 +85,7 @@ class LayerCaches:
     distinct: tuple[KVCache, ...]
     held: tuple[int | None, ...]
     rewound: int = 0
+    prefixes: PrefixCache | None = None  # None: texts share no blocks
 
     @classmethod
     def of(
@@ -95,14 +97,20 @@ class LayerCaches:
         dtype: torch.dtype,
         device: torch.device,
         rewound: int = 0,
+        shares_prefixes: bool = False,
     ) -> LayerCaches:
-        """`shape` of so many layers with a storage."""
+        """`shape` of so many layers with a storage. Rows share blocks if it `shares_prefixes`."""
         caches = list[KVCache]()
         for num_layers, storage in zip(windows.num_layers, storages, strict=True):
             beside = caches[0] if caches else None
             place = num_rows, storage.blocks_per_row, dtype, device
             caches.append(KVCache(shape(num_layers, storage), *place, beside))
-        return cls(windows, tuple(caches), tuple(each.held for each in storages), rewound)
+        held = tuple(each.held for each in storages)
+        prefixes = None
+        if shares_prefixes:
+            assert not any(held), "what a window has lost cannot be shared"
+            prefixes = PrefixCache(caches[0].shape.block_size)
+        return cls(windows, tuple(caches), held, rewound, prefixes)
 
     @property
     def limits(self) -> tuple[int, int | None]:
@@ -133,13 +141,47 @@ class LayerCaches:
     def allocate(self, row: int, num_tokens: int) -> None:
         """Give `row` blocks for `num_tokens` in the caches that keep every token. Raises ValueError
         when a pool is exhausted."""
+        if self.prefixes is not None:
+            first = self.distinct[0]
+            lacking = -(-num_tokens // first.shape.block_size) - len(first.blocks[row])
+            self._give_back(self.prefixes.evict(lacking - first.num_free))
         for cache, held in zip(self.distinct, self.held, strict=True):
             if held is None:
                 cache.allocate(row, num_tokens)
 
-    def release(self, row: int) -> None:
+    def release(self, row: int, text: Sequence[int] = ()) -> None:
+        """Empty `row`. Blocks of `text`, the tokens that it has computed, stay for rows whose texts
+        begin alike."""
+        kept: set[int] = set()
+        if self.prefixes is not None:
+            first = self.distinct[0]
+            kept = self.prefixes.leave(row, text[: first.lengths[row]], first.blocks[row])
         for cache in self.distinct:
-            cache.release(row)
+            cache.release(row, kept)
+
+    def adopt(self, row: int, path: list[TextBlock]) -> None:
+        """Let an empty row begin with the tokens of a path of `prefixes`."""
+        assert self.prefixes is not None, "paths are of these"
+        self.prefixes.adopt(row, path)
+        blocks = [node.block for node in path]
+        for cache in self.distinct:  # all have given the same blocks to the same rows
+            cache.adopt(row, blocks)
+        self.distinct[0].advance([row], len(blocks) * self.prefixes.block_size)
+
+    def keep(self, row: int, text: Sequence[int]) -> None:
+        """Let other rows begin with the blocks of `row`, which holds the tokens of `text`."""
+        if self.prefixes is not None:
+            first = self.distinct[0]
+            self.prefixes.keep(row, text[: first.lengths[row]], first.blocks[row])
+
+    def forget_prefixes(self) -> None:
+        """Forget what no row holds."""
+        if self.prefixes is not None:
+            self._give_back(self.prefixes.evict(len(self.prefixes)))
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        for cache in self.distinct:
+            cache.give_back(blocks)
 
     def make_room(self, rows: Sequence[int], num_new: int) -> None:
         """Move what caches hold of `rows` to a forward of `num_new` tokens. The host has to know

@@ -18,6 +18,7 @@ class _Kept:
     """Kept queries of a row by layer, [up to W, H, D] after RoPE."""
 
     prompt_length: int
+    num_computed: int  # of its tokens; others come from rows whose texts begin alike
     layers: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -28,8 +29,8 @@ class PromptQueries:
         self.num_tokens = num_tokens
         self._rows: dict[int, _Kept] = {}
 
-    def begin(self, row: int, prompt_length: int) -> None:
-        self._rows[row] = _Kept(prompt_length)
+    def begin(self, row: int, prompt_length: int, num_computed: int) -> None:
+        self._rows[row] = _Kept(prompt_length, num_computed)
 
     def watch(self, row: int, num_left: int) -> Callable[[int, Tensor], None] | None:
         """A function of layer and queries [1, T, H, D] of a prompt chunk, after which `num_left`
@@ -51,7 +52,7 @@ class PromptQueries:
         of `lengths`; empty if not kept."""
         prompts = [self._rows.get(row) for row in rows]
         for each, length in zip(prompts, lengths, strict=True):
-            num_kept = 0 if each is None else min(self.num_tokens, each.prompt_length)
+            num_kept = 0 if each is None else min(self.num_tokens, each.num_computed)
             if each is None or each.prompt_length != length or num_kept < count:
                 return []
         layers = [each.layers for each in prompts if each is not None]

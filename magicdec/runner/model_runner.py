@@ -79,6 +79,7 @@ class ModelRunner:
     num_blocks: int | None = None  # of the pool; default: as many as all rows can need
     max_following: int | None = None  # drafts included; default: as many as a row holds
     window_room: WindowRoom | None = None  # default: layers with a window keep every token
+    shares_prefixes: bool = False  # rows whose texts begin alike share blocks
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
     caches: LayerCaches = field(init=False)
@@ -95,7 +96,7 @@ class ModelRunner:
         dtype = weight.dtype
         self.windows = self.layer_windows()
         rewound = 0 if self.window_room is None else self.window_room.rewound
-        place = self.num_rows, dtype, self.device, rewound
+        place = self.num_rows, dtype, self.device, rewound, self.shares_prefixes
         self.caches = LayerCaches.of(self.windows, self.storages(), self._shape_of, *place)
         self._set_backends()
         self.model.set_positions(self.max_tokens, self.device)
@@ -165,6 +166,7 @@ class ModelRunner:
             block_tokens=None,
             num_blocks=None,
             window_room=None,
+            shares_prefixes=False,
         )
         runner.counts = self.counts
         runner.draft_log = self.draft_log
@@ -205,8 +207,8 @@ class ModelRunner:
     def allocate(self, row: int) -> None:
         self.caches.allocate(row, self.max_tokens)
 
-    def release(self, row: int) -> None:
-        self.caches.release(row)
+    def release(self, row: int, text: Sequence[int] = ()) -> None:
+        self.caches.release(row, text)
 
     def keep_states(self, layers: Sequence[int]) -> None:
         """Keep the hidden states after so many of the layers, of all tokens from now on."""

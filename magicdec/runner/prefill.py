@@ -71,8 +71,8 @@ def take(
     ids = upload([text[part.start : part.stop]], runner.device)
     rows = BatchRows.of([row], runner.device)
     prompt_queries = runner.prompt_queries
-    if prompt_queries is not None and part.start == 0:
-        prompt_queries.begin(row, num_left)
+    if prompt_queries is not None and part.is_first:
+        prompt_queries.begin(row, part.request.num_cached, num_left)
     logits = None
     for tokens in ids.split(chunk, dim=1):
         num_left -= tokens.shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from magicdec.kv.prefix_cache import TextBlock
 from magicdec.runner.request import Batch, Request
 
 # Prompt tokens of a step unless asked for otherwise. From 256 to 2048 the makespan was the same
@@ -53,6 +54,11 @@ class PrefillChunk:
     row: int
     start: int
     stop: int
+    num_shared: int = 0  # tokens of its text that the row has from others
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == self.num_shared
 
     @property
     def is_last(self) -> bool:
@@ -74,8 +80,14 @@ class StepPlan:
     preempted: tuple[tuple[Request, int], ...] = ()  # with the row that it leaves
     cancelled: tuple[tuple[Request, int], ...] = ()  # with the row that it leaves
     admitted: tuple[tuple[Request, int], ...] = ()  # with its new row
+    # (row, path of the prefix cache that it begins with); None: there is no such cache
+    shared: tuple[tuple[int, list[TextBlock]], ...] | None = None
     reserved: tuple[tuple[int, int], ...] = ()  # (row, tokens that it must have room for)
     parts: tuple[PrefillChunk, ...] = ()
+
+    @property
+    def num_shared_tokens(self) -> int:
+        return sum(len(node.tokens) for _, path in self.shared or () for node in path)
 
 
 StepObserver = Callable[[StepPlan], None]

@@ -196,6 +196,7 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         num_blocks=plan.num_blocks,
         max_following=max_following(plan.config, plan.tokens),
         window_room=plan.window_room,
+        shares_prefixes=plan.shares_prefixes,
     )
     if plan.state_layers:
         runner.keep_states(plan.state_layers)

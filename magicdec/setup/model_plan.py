@@ -112,6 +112,7 @@ class ModelPlan:
     block_tokens: int | None = None
     cache_tokens: int | None = None
     rewound: int | None = None
+    shares_prefixes: bool = False  # rows whose texts begin alike share blocks
 
     @property
     def shard(self) -> Shard:
@@ -186,8 +187,8 @@ class ModelPlan:
 
     @property
     def window_room(self) -> WindowRoom | None:
-        """What layers with a window hold beside it; None: every token."""
-        if self.rewound is None:
+        """What layers with a window hold beside it; None: every token, which others may share."""
+        if self.rewound is None or self.shares_prefixes:
             return None
         chunk = min(self.config.attention.prefill_chunk, self.tokens)
         return WindowRoom(self.rewound, max(chunk, self.config.decoding.max_gamma + NEWEST))

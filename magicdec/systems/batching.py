@@ -29,6 +29,7 @@ from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits
+from magicdec.setup.eagle_checks import check_prefixes
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_check import MemoryBudget, largest
 from magicdec.setup.memory_plan import model_plans_of
@@ -130,6 +131,8 @@ class Batching(System):
         else:
             models = of_first_rank_alone(models)
         options.check_cache(max_tokens(models.config))
+        if options.prefix_cache:
+            check_prefixes("--prefix_cache", models.config)
         self.run = self.complete(models, cache)
 
     @property
@@ -151,6 +154,7 @@ class Batching(System):
             block_tokens=options.block_tokens,
             cache_tokens=options.cache_tokens,
             rewound=rewound_by_step(config),
+            shares_prefixes=options.prefix_cache,
         )
         return [target, *drafts]
 
@@ -223,6 +227,7 @@ class Batching(System):
         if witness is not None:
             witness.is_watching = observer.is_measured
         DUE.reach(None)  # no time of an earlier pass counts
+        self.runner.caches.forget_prefixes()  # of an earlier pass
         with observer.threads.during():
             self._decode(self.runner, each.mode, requests, strategy, self._limits(each), observer)
         if witness is None or not observer.is_measured:
@@ -276,6 +281,7 @@ class Batching(System):
             runner = replace(runner, max_tokens=tokens, num_blocks=None, window_room=None)
         for row in range(runner.num_rows):
             runner.release(row)
+        runner.caches.forget_prefixes()
         keep_queries(runner, None)
         runner.draft_log = None
         now_s = self.clock.now()

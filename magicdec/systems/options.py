@@ -167,6 +167,11 @@ class ServeOptions(StagesSection):
         "request is preempted. Default: enough for every request to its end.",
         least=1,
     )
+    prefix_cache: bool = setting(
+        False,
+        "Keep the blocks of texts that have ended until others need them, those used longest ago "
+        "first, and let requests whose prompts begin alike share what they have in common.",
+    )
     goodput: dict[str, float] | None = setting(
         None,
         "Count the requests a second that keep all of these bounds, such as ttft:500 tpot:50; of "

@@ -1,4 +1,4 @@
-"""Of what the caches of layers with a window hold."""
+"""Of what the caches of layers with a window hold, and of blocks that texts share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from faults.fault import Fault, Property
 
 CACHES = "kv/layer_caches.py"
 BLOCKS = "test_window_blocks.py::"
+PREFIXES = "kv/prefix_cache.py"
+SHARED = "test_prefix_cache.py::"
 
 PROPERTIES = (
     Property(
@@ -40,6 +42,42 @@ PROPERTIES = (
         (
             Fault("the first block of the pool", "kv/cache.py",
                   "self.block_table[row, :num_before] = blocks[num_before]", "pass"),
+        ),
+    ),
+    Property(
+        "A path is what was kept of a text.",
+        f"{SHARED}test_a_path_is_what_was_kept_of_a_text",
+        (
+            Fault("the whole prompt is found", PREFIXES,
+                  "range((len(text) - 1) // self.block_size)",
+                  "range(len(text) // self.block_size)"),
+            Fault("a text is looked for by its newest block alone", PREFIXES,
+                  "            node = found\n        self._hold(path)", "        self._hold(path)"),
+        ),
+    ),
+    Property(
+        "Of shared blocks the oldest goes first, and a beginning after what follows it.",
+        f"{SHARED}test_the_oldest_goes_first_and_a_beginning_after_what_follows_it",
+        (
+            Fault("beginnings first", PREFIXES, "for each in reversed(path):", "for each in path:"),
+            Fault("what was used again stays old", PREFIXES, "self._idle.pop(node, None)", "pass"),
+        ),
+    ),
+    Property(
+        "A prompt that was cancelled leaves what it has computed, and no more.",
+        f"{SHARED}test_a_prompt_that_was_cancelled_leaves_what_it_has_computed",
+        (
+            Fault("uncomputed tokens are kept", "kv/layer_caches.py",
+                  "self.prefixes.leave(row, text[: first.lengths[row]], first.blocks[row])",
+                  "self.prefixes.leave(row, text, first.blocks[row])"),
+        ),
+    ),
+    Property(
+        "Turns emit what they emit alone.",
+        f"{SHARED}test_turns_emit_what_they_emit_alone[none-layers]",
+        (
+            Fault("a block that others read is given back", "kv/layer_caches.py",
+                  "cache.release(row, kept)", "cache.release(row)"),
         ),
     ),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """A request emits what it emits in a clean cache although every free block of the KV cache is full
 of NaN, as another request may have left it: a masked slot has the weight 0, and 0 * NaN is NaN."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -46,6 +46,7 @@ DRAFTS = [
 def spoiled() -> Iterator[None]:
     """Blocks that no row has are full of NaN: all of a new cache, and what rows give back."""
     init, release, evict = KVCache.__init__, KVCache.release, KVCache.evict
+    give_back = KVCache.give_back
 
     def spoil(cache: KVCache, blocks: list[int]) -> None:
         for pool in (cache.k, cache.v):
@@ -55,19 +56,24 @@ def spoiled() -> Iterator[None]:
         init(cache, *args)
         spoil(cache, list(range(cache.shape.num_blocks)))
 
-    def give_back(cache: KVCache, row: int) -> None:
+    def leave(cache: KVCache, row: int, kept: Collection[int] = ()) -> None:
         blocks = list(cache.blocks[row])
-        release(cache, row)
-        spoil(cache, blocks)
+        release(cache, row, kept)
+        spoil(cache, [block for block in blocks if block not in kept])
 
     def give_some_back(cache: KVCache, row: int, first: int, last: int) -> None:
         blocks = cache.blocks[row][first:last]
         evict(cache, row, first, last)
         spoil(cache, blocks)
 
+    def forget(cache: KVCache, blocks: list[int]) -> None:
+        give_back(cache, blocks)
+        spoil(cache, blocks)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVCache, "__init__", make)
-        patch.setattr(KVCache, "release", give_back)
+        patch.setattr(KVCache, "release", leave)
+        patch.setattr(KVCache, "give_back", forget)
         patch.setattr(KVCache, "evict", give_some_back)
         yield
 

@@ -215,7 +215,7 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
     experiment = parse(
         *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
         *("--arrival", f"trace:{trace}", "--B", "3", "--prefill_tokens", "32"),
-        *("--block_tokens", "16", "--cache_tokens", "160", "--window_ms", "3"),
+        *("--block_tokens", "16", "--cache_tokens", "160", "--window_ms", "3", "--prefix_cache"),
         *("--draft", "self", "--budget", "20", "--num_sink_tokens", "4", "--gamma", "3"),
         *("--goodput", "ttft:100000", "e2el:0.001", "--out", str(out)),
     )
@@ -237,6 +237,8 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
         record.name: record.metrics.num_preemptions for record in records if record.metrics
     }
     assert preempted["sequential"] == 0 < preempted["inflight"]
+    hits = [record.metrics.prefix_hit_rate for record in records if record.metrics]
+    assert hits == [0.0] * len(names), "these prompts have nothing in common"
     for record in records:
         left = sum(len(request.preempted_ms) for request in record.requests)
         assert record.metrics is not None and left == record.metrics.num_preemptions

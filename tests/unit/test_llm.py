@@ -49,6 +49,22 @@ def test_requests_emit_the_tokens_of_their_lone_runs(
     assert not llm.step(), "nothing is left"
 
 
+def test_a_second_turn_computes_what_is_new(
+    expected: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    """Whole blocks of the first turn, with its answer."""
+    texts = [PROMPTS[1], (*PROMPTS[1], *expected[1][:90], *PROMPTS[0])]
+    answers = list[list[int]]()
+    for options in ({}, {"prefix_cache": True, "draft": "self", "block_tokens": 16}):
+        llm = make_llm(tiny_checkpoint, **options)
+        for text, count in zip(texts, (100, 20), strict=True):
+            stream = llm.submit(text, count, ignore_eos=True)
+            answers.append(list(stream))
+    assert answers[:2] == answers[2:]
+    counts, size = llm._counts, llm._engine.runner.cache.shape.block_size
+    assert counts.num_found == 160 // size * size > 70 and counts.num_looked_up == 70 + 165
+
+
 def test_reading_runs_no_step(expected: list[list[int]], tiny_checkpoint: Path) -> None:
     llm = make_llm(tiny_checkpoint)
     stream = llm.submit(PROMPTS[0], 100, ignore_eos=True)

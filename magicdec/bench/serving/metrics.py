@@ -159,6 +159,14 @@ class ServedTimes(RecordPart):
         label="preemptions",
         null=OF_SERVER,
     )
+    prefix_hit_rate: float | None = recorded(
+        "tokens of requests that the prefix cache had when they joined, divided by all of their "
+        "tokens; a preempted request joins again",
+        "0 to 1",
+        label="prefix cache hits",
+        digits=3,
+        null="without `--prefix_cache`",
+    )
     peak_memory_bytes: int | None = recorded(
         "largest memory use of each rank while the requests were served, summed over ranks: "
         "resident memory on a CPU, allocated device memory on CUDA",
@@ -231,6 +239,7 @@ def serving_metrics(
         num_steps=counts.num_steps or None,
         num_preemptions=counts.num_preemptions if counts.num_steps else None,
         peak_memory_bytes=peak_memory_bytes,
+        prefix_hit_rate=counts.prefix_hit_rate,
         **(
             {}
             if verifications is None

@@ -47,6 +47,7 @@ NO_STAGES = "of other modes, or if `diverged` or `failed`"
 SERVING_FLAGS = (
     *("num_requests", "arrival", "batch_size", "n_samples", "lanes", "max_in_flight"),
     *("pa", "pr", "pd", "prefill_tokens", "block_tokens", "cache_tokens", "window_ms"),
+    "prefix_cache",
     "emulate_acceptance",
 )
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy

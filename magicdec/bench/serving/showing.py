@@ -57,7 +57,7 @@ GROUPS = {
     "Speed of one request": ("request_tokens_per_s", "prefill_tokens_per_s"),
     "Steps and memory": (
         *("mean_in_flight", "num_steps", "median_step_ms", "stalled_steps", "stalled_ms"),
-        *("num_preemptions", "peak_memory_bytes"),
+        *("num_preemptions", "prefix_hit_rate", "peak_memory_bytes"),
     ),
 }
 OF_STALLS = ("steady_output_throughput", "stalled_steps", "stalled_ms")  # where a step stalled

@@ -1,0 +1,262 @@
+"""Requests whose texts begin alike share the blocks of what they share, and emit the tokens that
+they emit alone: conversations of several turns, which fork, are cancelled and preempted, and whose
+blocks are evicted, with and without drafts."""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+from conftest import decode, make_draft, make_requests, make_runner, random_prompts
+from fake_clock import VirtualClock
+from hypothesis import given
+from hypothesis import strategies as st
+from test_in_flight import (
+    EOS,
+    LONE,
+    MODEL,
+    MOST_DRAFTS,
+    OBSERVED,
+    PACKED,
+    RandomLength,
+    draw_backend,
+)
+from test_stale_kv import spoiled
+
+from magicdec.attention.native import NativeBackend
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.engine.engine import Engine
+from magicdec.kv.prefix_cache import PrefixCache, TextBlock
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.request import Request, Status
+from magicdec.runner.step_plan import BatchLimits, StepPlan
+from magicdec.speculation.policies.policy import keep_queries
+from magicdec.speculation.steps.recorder import Eager
+from magicdec.speculation.steps.strategy import Setup, make_strategy
+
+MOST_NEW = 9
+FULL = KVSection("full")
+DRAFTS = [
+    (None, FULL),
+    ("self", KVSection("streaming_llm", 12, 4)),
+    ("self", KVSection("snapkv", 12, window_size=5, reselect_every=3)),
+    ("self", KVSection("verified", 20, 2, recent_window=2)),
+    ("self", KVSection("retrieval", 20, 2, recent_window=2)),
+    ("model", KVSection("full")),
+]
+
+
+IDS = ["none", "streaming_llm", "snapkv", "verified", "retrieval", "model"]
+lone_outputs: dict[tuple[object, ...], list[int]] = {}
+
+
+def lone_output(request: Request) -> list[int]:
+    """The tokens that the request emits alone, by autoregressive decoding of a static batch."""
+    key = request.prompt_ids, request.sampling
+    if key not in lone_outputs:
+        runner = make_runner(LONE, 1, len(request.prompt_ids) + MOST_NEW)
+        alone, engine = Request(0, request.prompt_ids, request.sampling), Engine(runner, 64)
+        engine.prefill([alone])
+        setup = Setup(runner, DecodingSection(), KVSection("full"))
+        lone_outputs[key] = decode(engine, "autoregressive", setup)[0].output_ids
+    return lone_outputs[key]
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Requests in the order of their turns, and the most tokens that one needs."""
+
+    requests: list[Request]
+    most_tokens: int
+
+
+def draw_talk(random: Random, long: bool) -> Talk:
+    """Some conversations that begin with one of two texts. Each goes on from any turn before, with
+    the answer that a request has alone, or with less of it."""
+    size = 70 if long else 20
+    beginnings = [[random.randrange(3, 97) for _ in range(random.randint(1, size))] for _ in "ab"]
+    texts = [tuple(beginning) for beginning in beginnings]
+    requests = list[Request]()
+    for number in range(random.randint(5, 8)):
+        before = random.choice(texts[-4:])
+        said = tuple(random.randrange(3, 97) for _ in range(random.randint(1, size // 2)))
+        (request,) = make_requests([(*before, *said)], random.choice((1, 5, MOST_NEW)), (EOS,))
+        request = replace(request, request_id=number)
+        request.arrived_s = number * random.choice((0.0, 0.5, 3.0))
+        requests.append(request)
+        answer = lone_output(request)
+        texts.append((*request.prompt_ids, *answer[: random.choice((len(answer), 2))]))
+    most = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+    return Talk(requests, most + 1 + MOST_DRAFTS)
+
+
+def draw_runner(random: Random, talk: Talk, is_native: bool) -> ModelRunner:
+    """Of a pool that has room for the longest text and little more, or for several."""
+    backend = NativeBackend() if is_native else draw_backend(random)
+    size = backend.block_size(8)
+    least = -(-talk.most_tokens // size)
+    num_blocks = least + random.choice((0, 1, 2, 2 * least))
+    runner = make_runner(
+        PACKED if is_native else MODEL, random.randint(1, 3), talk.most_tokens, backend,
+        MOST_NEW + MOST_DRAFTS + OBSERVED,
+    )  # fmt: skip
+    executor = Executor(PACKED, runner.group) if is_native else None
+    pool = {"block_tokens": 8, "num_blocks": num_blocks}
+    return replace(runner, executor=executor, shares_prefixes=True, **pool)
+
+
+def serve(
+    random: Random, talk: Talk, runner: ModelRunner, drafter: str | None, kv: KVSection
+) -> Counter[str]:
+    """Serve a talk, of which some requests are cancelled. Returns how often things happened."""
+    seen = Counter[str]()
+    draft = None
+    if drafter == "model":
+        draft = make_draft(MODEL, kv, runner.num_rows, talk.most_tokens, chunk=8)
+    keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
+    setup = Setup(
+        runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,
+        draft_length=RandomLength(random), recorder=Eager(), is_in_flight=True,
+    )  # fmt: skip
+    strategy = make_strategy("speculative" if drafter else "autoregressive", setup)
+    limits = BatchLimits(
+        talk.most_tokens, *runner.caches.limits, 1 + MOST_DRAFTS, random.choice((None, 6, 16))
+    )
+    engine = Engine(runner, random.choice((3, 8, 64)), limits, VirtualClock())
+    prefixes = runner.caches.prefixes
+    assert prefixes is not None
+    cancelled = set(random.sample(talk.requests, random.choice((0, 0, 1))))
+    evict = prefixes.evict
+
+    def counted(count: int) -> list[int]:
+        blocks = evict(count)
+        seen["evicted"] += len(blocks)
+        return blocks
+
+    prefixes.evict = counted  # type: ignore[method-assign]
+
+    def watch(plan: StepPlan) -> None:
+        seen["steps"] += 1
+        seen["preempted"] += len(plan.preempted)
+        seen["shared"] += sum(len(path) for _, path in plan.shared or ())
+        for request in engine.scheduler.running:
+            if request in cancelled and (len(request.output_ids) > 1 or random.random() < 0.5):
+                engine.scheduler.cancel(request)
+        check_books(runner, {node.block for _, path in plan.shared or () for node in path})
+
+    engine.serve(strategy, talk.requests, watch=watch)
+    check_books(runner)
+    assert not any(runner.cache.blocks), "no row is left"
+    seen["cancelled"] = sum(r.status is Status.CANCELLED for r in talk.requests)
+    return seen
+
+
+def check_books(runner: ModelRunner, found: Collection[int] = ()) -> None:
+    """Each block of the pool is free, kept for a text, or in rows, or was found for one."""
+    cache, prefixes = runner.cache, runner.caches.prefixes
+    assert prefixes is not None
+    in_rows = {block for blocks in cache.blocks for block in blocks} | set(found)
+    idle = {node.block for node in prefixes._idle}
+    free = set(cache._free)
+    assert len(free) == len(cache._free) and len(idle) == len(prefixes)
+    assert len(free) + len(idle) + len(in_rows) == cache.shape.num_blocks
+    assert free | idle | in_rows == set(range(cache.shape.num_blocks))
+
+
+def check(seeds: range, drafter: str | None, kv: KVSection, is_native: bool) -> Counter[str]:
+    seen = Counter[str]()
+    for seed in seeds:
+        random = Random(seed)
+        talk = draw_talk(random, long=is_native)
+        runner = draw_runner(random, talk, is_native)
+        with spoiled():
+            seen += serve(random, talk, replace(runner), drafter, kv)
+        for request in talk.requests:
+            expected = lone_output(request)
+            if request.status is Status.CANCELLED:
+                expected = expected[: len(request.output_ids)]
+            assert request.output_ids == expected, (seed, request.request_id)
+    return seen
+
+
+@pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
+@pytest.mark.parametrize(("drafter", "kv"), DRAFTS, ids=IDS)
+def test_turns_emit_what_they_emit_alone(
+    drafter: str | None, kv: KVSection, is_native: bool
+) -> None:
+    seen = check(range(4), drafter, kv, is_native)
+    assert seen["shared"] > 0 and (is_native or seen["evicted"] > 0), seen
+
+
+def test_a_prompt_that_was_cancelled_leaves_what_it_has_computed() -> None:
+    (prompt,) = random_prompts([80], 97, seed=3)
+    runner = make_runner(MODEL, 1, 100, SDPABackend(8))
+    with spoiled():
+        runner = replace(runner, block_tokens=8, num_blocks=12, shares_prefixes=True)
+        limits = BatchLimits(100, *runner.caches.limits, prefill_tokens=20)
+        engine = Engine(runner, 64, limits, VirtualClock())
+        strategy = make_strategy("autoregressive", Setup(runner, DecodingSection(), FULL))
+        first, second = (
+            replace(request, request_id=number)
+            for number, request in enumerate(make_requests([prompt] * 2, 5, (EOS,)))
+        )
+        second.arrived_s = 50.0  # what joins in the step in which a row is freed finds less
+        plans = list[StepPlan]()
+
+        def watch(plan: StepPlan) -> None:
+            plans.append(plan)
+            if len(plans) == 2:
+                engine.scheduler.cancel(first)
+
+        engine.serve(strategy, [first, second], watch=watch)
+    assert first.status is Status.CANCELLED and second.output_ids == lone_output(second)
+    assert sum(plan.num_shared_tokens for plan in plans) == 40
+
+
+@given(st.data())
+def test_a_path_is_what_was_kept_of_a_text(data: st.DataObject) -> None:
+    """Beside a list of the texts that rows have left, as long as nothing is evicted."""
+    cache, size = PrefixCache(2), 2
+    text = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+    rows: dict[int, tuple[list[int], list[TextBlock]]] = {}
+    known, blocks = set[tuple[int, ...]](), iter(range(10**6))
+    held: dict[int, list[int]] = {}
+    for _ in range(data.draw(st.integers(1, 25))):
+        row = data.draw(st.integers(0, 2))
+        if row in rows:
+            tokens, _ = rows.pop(row)
+            kept = cache.leave(row, tokens, held[row])
+            prefixes = [tuple(tokens[: size * n]) for n in range(1, len(tokens) // size + 1)]
+            assert len(kept) >= len(set(prefixes) - known)
+            known |= set(prefixes)
+            continue
+        tokens = data.draw(text)
+        path = cache.find(tokens)
+        most = (len(tokens) - 1) // size
+        expected = [n for n in range(most + 1) if not n or tuple(tokens[: size * n]) in known]
+        assert len(path) == max(expected)
+        assert [t for node in path for t in node.tokens] == tokens[: size * len(path)]
+        cache.adopt(row, path)
+        new = [next(blocks) for _ in range(-(-len(tokens) // size) - len(path))]
+        held[row] = [node.block for node in path] + new
+        rows[row] = tokens, path
+        if data.draw(st.booleans()):
+            cache.keep(row, tokens, held[row])
+            known |= {tuple(tokens[: size * n]) for n in range(1, len(tokens) // size + 1)}
+
+
+def test_the_oldest_goes_first_and_a_beginning_after_what_follows_it() -> None:
+    cache = PrefixCache(1)
+    cache.adopt(0, cache.find([1, 2, 3]))
+    assert cache.leave(0, [1, 2, 3], [10, 11, 12]) == {10, 11, 12}
+    cache.adopt(0, cache.find([5, 6]))
+    assert cache.leave(0, [5, 6], [13, 14]) == {13, 14}
+    path = cache.find([1, 2, 9])
+    assert [node.block for node in path] == [10, 11]
+    assert cache.evict(2) == [12, 14], "the rest of the first text is the oldest"
+    cache.adopt(1, path)
+    assert cache.leave(1, [1, 2, 9], [10, 11, 15]) == {10, 11, 15}
+    assert cache.evict(9) == [13, 15, 11, 10] and not len(cache)
