@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from magicdec.distributed.channels.message import Ends, Loopback, Message, words_of
+from magicdec.engine.arrivals import Arrivals
 from magicdec.model.transformer import Transformer
 from magicdec.runner.native_steps.executor import Cancellation, Cancelled
 from magicdec.runner.request import Moves, Request
@@ -60,7 +61,7 @@ def serve(
     stages: Sequence[RunStage],
     drafter: PathDrafter,
     options: Options,
-    requests: Sequence[Request],
+    requests: Sequence[Request] | Arrivals,
     prefill_chunk: int | None = None,
     board: CancelBoard | None = None,
     before: Sequence[Request] = (),

@@ -72,7 +72,8 @@ if TYPE_CHECKING:
 
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
 EVERYDAY = (
-    *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--gen_len"),
+    *("--model", "--dataset", "--num_requests", "--arrival", "--concurrency"),
+    *("--prefix_len", "--gen_len"),
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
     *("--goodput", "--nproc", "--plot", "--trace", "--out"),
 )
@@ -190,9 +191,10 @@ class Command:
             names += tuple(name for name in EXTERNAL if options.endpoint is not None)
         servers = range(len(options.endpoint or ()) or 1)
         return [
-            replace(each, server=server)
+            replace(each, server=server, concurrency=concurrency)
             for each in map(Pass.named, names)
             for server in (servers if each.system == ENDPOINT else (0,))
+            for concurrency in options.concurrency or (None,)
         ]
 
     def settle(
@@ -224,6 +226,10 @@ class Command:
         speculation = values[Options]
         if isinstance(gamma, int):
             speculation = replace(speculation, gamma=gamma)
+        if options.concurrency is not None:
+            values.refuse_given(["serving.arrival"], "--concurrency says when requests arrive")
+            if "speculation.lanes" not in values.given:
+                speculation = replace(speculation, lanes=options.most_in_flight)
         options = replace(options, speculation=speculation)
         return options.settle(passes, config.workload.seed, world_size)
 
@@ -271,7 +277,7 @@ def is_unused(setting_name: str, passes: Sequence[Pass]) -> bool:
 
 def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
     """Raises ValueError for a given flag that no mode uses."""
-    modes = " ".join(each.name for each in passes)
+    modes = " ".join(dict.fromkeys(each.name for each in passes))
     names = [name for name in sorted(values.given) if is_unused(name, passes)]
     if "serving.emulate_stage_ms" in values.given:  # every mode then takes the time of the stages
         names = [name for name in names if name not in OF_EMULATED_STAGES]

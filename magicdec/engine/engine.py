@@ -6,11 +6,10 @@ strategy can decode the same prompts. With `serve`, requests join a running batc
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
+from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import Scheduler
 from magicdec.hardware.timing import Clock, RealClock
 from magicdec.kv.cache import upload
@@ -82,11 +81,11 @@ class Engine:
     def serve(
         self,
         strategy: DecodingStrategy,
-        requests: Sequence[Request],
+        requests: Sequence[Request] | Arrivals,
         observe: Observer = ignore_step,
         watch: StepObserver = lambda plan: None,
     ) -> None:
-        """Serve `requests` from their `arrived_s` on until all have ended. `observe` is called
+        """Serve `requests` from their arrivals on until all have ended. `observe` is called
         after every decode step. All ranks need the same requests; the first rank's clock counts.
 
         Raises:
@@ -94,7 +93,7 @@ class Engine:
         """
         for request in requests:
             self.scheduler.limits.check(request)
-        arrivals = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
+        arrivals = Arrivals.of(requests)
         while (plan := self._next(arrivals)) is not None:
             watch(plan)
             self.execute(plan, strategy, observe)
@@ -135,24 +134,22 @@ class Engine:
         rows = [r.row for r in snapshots if r.row is not None]
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
 
-    def _next(self, arrivals: deque[Request]) -> StepPlan | None:
+    def _next(self, arrivals: Arrivals) -> StepPlan | None:
         """The next step, after a wait for a request if there is none now. All ranks decide
         alike."""
         while True:
-            for _ in range(self._count_arrived(arrivals)):
-                request = arrivals.popleft()
+            for request in arrivals.take(self._count_arrived(arrivals)):
                 self.scheduler.add([request], request.arrived_s)
             plan = self.scheduler.schedule()
             if plan is not None or not arrivals:
                 return plan
             if self.runner.group.index == 0:
-                self.clock.wait_until(arrivals[0].arrived_s)
+                self.clock.wait_until(arrivals.next_s)
 
-    def _count_arrived(self, arrivals: deque[Request]) -> int:
+    def _count_arrived(self, arrivals: Arrivals) -> int:
         """The number of `arrivals` that may wait for a row now, by the first rank's clock.
         Raises RuntimeError if this rank's running batch differs from the first's."""
-        now = self.clock.now()
-        count = len(list(takewhile(lambda request: request.arrived_s <= now, arrivals)))
+        count = arrivals.count(self.clock.now())
         if self.is_alone:
             return count
         state = self.scheduler.digest()

@@ -1,14 +1,12 @@
 """The modes of the engine, whole batches or a running batch (Flover, arXiv 2305.13484).
 
 A batch function decides when arrived requests may join. It gets the function that serves requests
-to their end, the requests in the order of arrival, the clock, the number of rows, and the time
-window in seconds.
+to their end, the arrivals, the clock, the number of rows, and the time window in seconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.distributed.channels.message import DUE
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.start import make_groups
+from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.engine import Engine
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.draft_log import DraftLog
@@ -44,49 +43,45 @@ from magicdec.speculation.steps.witness import Witness
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import Extras, PassObserver, StepShape, System, WatchedSteps
 
-Serve = Callable[[Sequence[Request]], None]
-BatchFunction = Callable[[Serve, Sequence[Request], Clock, int, float], None]
+Serve = Callable[[Sequence[Request] | Arrivals], None]
+BatchFunction = Callable[[Serve, Arrivals, Clock, int, float], None]
 
 
 def sequential(
-    serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
+    serve: Serve, arrivals: Arrivals, clock: Clock, num_rows: int, window_s: float
 ) -> None:
-    for request in requests:
-        serve([request])
+    while arrivals:
+        serve(arrivals.take(1))
 
 
-def static(
-    serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
-) -> None:
-    """Full batches of `num_rows` requests: a batch begins when all its requests have arrived."""
-    for first in range(0, len(requests), num_rows):
-        batch = requests[first : first + num_rows]
+def static(serve: Serve, arrivals: Arrivals, clock: Clock, num_rows: int, window_s: float) -> None:
+    """Full batches of `num_rows` requests: a batch begins when all its requests have arrived. In a
+    closed loop it is full with those in flight, because no other comes before one of them ends."""
+    while arrivals:
+        batch = arrivals.take(num_rows)
         clock.wait_until(batch[-1].arrived_s)
         serve(batch)
 
 
-def dynamic(
-    serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
-) -> None:
+def dynamic(serve: Serve, arrivals: Arrivals, clock: Clock, num_rows: int, window_s: float) -> None:
     """Batches that begin when they are full, or `window_s` after their first request has
     arrived."""
-    coming = deque(requests)
-    while coming:
-        full_s = coming[num_rows - 1].arrived_s if len(coming) >= num_rows else math.inf
-        begins_s = max(clock.now(), min(full_s, coming[0].arrived_s + window_s))
+    if arrivals.concurrency is not None:  # nobody comes while a batch waits
+        return static(serve, arrivals, clock, num_rows, window_s)
+    while arrivals:
+        coming_s = arrivals.known_s
+        full_s = coming_s[num_rows - 1] if len(coming_s) >= num_rows else math.inf
+        begins_s = max(clock.now(), min(full_s, coming_s[0] + window_s))
         clock.wait_until(begins_s)
-        batch = [coming.popleft()]
-        while coming and len(batch) < num_rows and coming[0].arrived_s <= begins_s:
-            batch.append(coming.popleft())
-        serve(batch)
+        serve(arrivals.take(min(num_rows, max(1, arrivals.count(begins_s)))))
 
 
 def inflight(
-    serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
+    serve: Serve, arrivals: Arrivals, clock: Clock, num_rows: int, window_s: float
 ) -> None:
     """A running batch, which a request joins at the first step with a free row and free KV
     blocks."""
-    serve(requests)
+    serve(arrivals)
 
 
 MakeStrategy = Callable[[ModelRunner], DecodingStrategy]
@@ -229,7 +224,8 @@ class Batching(System):
         DUE.reach(None)  # no time of an earlier pass counts
         self.runner.caches.forget_prefixes()  # of an earlier pass
         with observer.threads.during():
-            self._decode(self.runner, each.mode, requests, strategy, self._limits(each), observer)
+            arrivals = Arrivals(requests, each.concurrency)
+            self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)
         if witness is None or not observer.is_measured:
             return Extras()
         return Extras(watched=WatchedSteps(witness, self.runner))
@@ -238,7 +234,7 @@ class Batching(System):
         self,
         runner: ModelRunner,
         mode: str,
-        requests: Sequence[Request],
+        arrivals: Arrivals,
         strategy: DecodingStrategy,
         limits: BatchLimits,
         observer: PassObserver,
@@ -247,10 +243,10 @@ class Batching(System):
         window_s = (self.options.window_ms or 0.0) / 1e3
         engine = Engine(runner, chunk, limits, clock=self.clock.clock)
 
-        def serve(batch: Sequence[Request]) -> None:
+        def serve(batch: Sequence[Request] | Arrivals) -> None:
             engine.serve(strategy, batch, observer.observe, observer.watch)
 
-        BATCHINGS[mode](serve, requests, self.clock, self.options.rows, window_s)
+        BATCHINGS[mode](serve, arrivals, self.clock, self.options.rows, window_s)
 
     def _limits(self, each: Pass) -> BatchLimits:
         assert self.runner is not None, "it was opened"
@@ -268,11 +264,16 @@ class Batching(System):
         )
 
     def replay(
-        self, mode: str, requests: Sequence[Request], num_tokens: int, make: MakeStrategy
+        self,
+        mode: str,
+        requests: Sequence[Request],
+        num_tokens: int,
+        make: MakeStrategy,
+        concurrency: int | None = None,
     ) -> None:
-        """Serve requests at once in the batches of `mode`, by a strategy that appends at most
-        `num_tokens` in a step. What earlier passes left in the cache is lost. The ranks that
-        compute call it."""
+        """Serve requests at once, or at most `concurrency` of them, in the batches of `mode`, by a
+        strategy that appends at most `num_tokens` in a step. What earlier passes left in the cache
+        is lost. The ranks that compute call it."""
         runner = self.runner
         assert runner is not None, "it was opened"
         # The newest token is never cached; more room than the pass had would be a second cache.
@@ -288,7 +289,8 @@ class Batching(System):
         for request in requests:
             request.arrived_s = now_s
         limits = self._limits_of(runner, runner.max_tokens, num_tokens)
-        self._decode(runner, mode, requests, make(runner), limits, PassObserver())
+        arrivals = Arrivals(requests, concurrency)
+        self._decode(runner, mode, arrivals, make(runner), limits, PassObserver())
         self.captured = None
 
     def _strategy(self, each: Pass) -> tuple[DecodingStrategy, Witness | None]:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import torch
 
 from magicdec.config.run_config import RunConfig
+from magicdec.engine.arrivals import Arrivals
 from magicdec.names import SERVER_APIS, load_object
 from magicdec.output.console import Progress
 from magicdec.runner.request import UNKNOWN_ID, Request, StepOutput
@@ -54,7 +55,7 @@ OF_OPENAI = "/v1"  # the end of the URL of OpenAI's interface
 
 class Endpoint(System):
     """A system that sends every request at its arrival, from a thread of the first rank. The server
-    decides how many it serves together."""
+    decides how many it serves together, of those that `--concurrency` lets be in flight."""
 
     is_external = True
     computes = False
@@ -120,10 +121,13 @@ class Endpoint(System):
         self.said = ServerCounts()
         is_read = observer.is_measured and self.launch.rank == 0
         before = self._counters() if is_read else None
-        for request in requests if self.launch.rank == 0 else ():
-            # A daemon, so that a command that ends does not wait for the other answers.
-            Thread(target=self._serve_one, args=(request, observer, ended), daemon=True).start()
+        arrivals = Arrivals(requests, each.concurrency)
         for _ in requests if self.launch.rank == 0 else ():
+            for request in arrivals.take(len(requests)):
+                if each.concurrency is not None:  # an answer ends later than its last token
+                    request.arrived_s = self.now()
+                # A daemon, so that a command that ends does not wait for the other answers.
+                Thread(target=self._serve_one, args=(request, observer, ended), daemon=True).start()
             if (error := ended.get()) is not None:
                 raise error
         if not is_read:

@@ -15,6 +15,7 @@ RING = "magicdec.systems.ring.ring:Ring"
 SPECULATIVE = "magicdec.systems.pipeinfer.speculative_pipeline:SpeculativePipeline"
 ENDPOINT = "magicdec.systems.endpoint:Endpoint"
 WITH_DRAFT = "+draft"
+AT_ONCE = " at once"  # behind the concurrency of a pass
 
 
 class Ranks(Enum):
@@ -65,22 +66,35 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Pass:
-    """All requests, served once in one mode. `server` numbers the servers of `--endpoint`."""
+    """All requests, served once in one mode. `server` numbers the servers of `--endpoint`. At most
+    `concurrency` requests are in flight; None if they arrive at times of their own."""
 
     mode: str
     is_drafting: bool
     server: int = 0
+    concurrency: int | None = None
 
     @classmethod
     def named(cls, name: str) -> Pass:
+        """The pass of a `name`, or of a `full_name`."""
+        name, _, at_once = name.partition(", ")
+        concurrency = int(at_once.removesuffix(AT_ONCE)) if at_once else None
         numbered = name.removesuffix(WITH_DRAFT)
         mode = numbered.rstrip(digits)
         number = numbered.removeprefix(mode)
         is_drafting = numbered != name or MODES[mode].drafts is Drafts.ALWAYS
-        return cls(mode, is_drafting, int(number) - 1 if number else 0)
+        return cls(mode, is_drafting, int(number) - 1 if number else 0, concurrency)
+
+    @property
+    def full_name(self) -> str:
+        """Its name in tables and records, which no other pass of its command has."""
+        if self.concurrency is None:
+            return self.name
+        return f"{self.name}, {self.concurrency}{AT_ONCE}"
 
     @property
     def name(self) -> str:
+        """As `--modes` names it."""
         if self.server:
             return f"{self.mode}{self.server + 1}"
         is_chosen = self.is_drafting and MODES[self.mode].drafts is Drafts.MAYBE

@@ -38,7 +38,14 @@ from magicdec.systems.modes import (
     Ranks,
 )
 from magicdec.systems.pipeinfer.options import Options
-from magicdec.workload.request_shapes import FORMS, TRACE, RequestShape, make_shapes, parse_arrival
+from magicdec.workload.request_shapes import (
+    BURST,
+    FORMS,
+    TRACE,
+    RequestShape,
+    make_shapes,
+    parse_arrival,
+)
 
 GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
 
@@ -130,6 +137,15 @@ class ServeOptions(StagesSection):
         metavar="PROCESS",
         other_defaults="burst in recurrent and pipeline",
     )
+    concurrency: tuple[int, ...] | None = setting(
+        None,
+        "A closed loop in place of --arrival: so many requests are in flight together, and another "
+        "arrives when one of them ends. With several numbers each mode serves once with each of "
+        "them. Requests wait where a mode has fewer rows or lanes.",
+        metavar="N",
+        least=1,
+        is_set=True,
+    )
     batch_size: int = same(WorkloadSection, "batch_size")
     batch_ranks: str = setting(
         "first",
@@ -141,7 +157,8 @@ class ServeOptions(StagesSection):
     n_samples: int | None = setting(
         None,
         "Requests in flight together: rows of a batch, and in a ring a multiple of --B. Default: "
-        "--B; in a ring, and in every mode of recurrent but sequential, --B for each stage.",
+        "--B; in a ring, and in every mode of recurrent but sequential, --B for each stage; enough "
+        "for the most of --concurrency.",
         metavar="R",
         least=1,
     )
@@ -242,12 +259,19 @@ class ServeOptions(StagesSection):
 
         Raises ValueError for flags that exclude each other, and for a malformed trace.
         """
-        arrival = parse_arrival(self.arrival)
+        is_closed = self.concurrency is not None
+        arrival = parse_arrival(BURST if is_closed else self.arrival)
         shapes = make_shapes(arrival, self.num_requests, self.prefix_len, self.gen_len, seed)
+        if self.most_in_flight > len(shapes):
+            raise ValueError(
+                f"--concurrency {self.most_in_flight} exceeds the {len(shapes)} requests, which "
+                "are never so many in flight; choose a larger --num_requests"
+            )
         has_window = WINDOWED in [each.mode for each in passes]
         window_ms = WINDOW_MS if self.window_ms is None else self.window_ms
         settled = replace(
             self,
+            arrival=BURST if is_closed else self.arrival,
             gen_len=None if arrival.trace else self.gen_len or str(DEFAULT_GEN_LEN),
             window_ms=window_ms if has_window else None,
             goodput=self.goodput or {},
@@ -257,6 +281,11 @@ class ServeOptions(StagesSection):
         if settled.has_rows_of_ring and settled.of_system(RING):
             return replace(settled, n_samples=settled.samples(settled.grid(world_size)))
         return settled
+
+    @property
+    def most_in_flight(self) -> int:
+        """The largest concurrency of a closed loop; 0 of an open one."""
+        return max(self.concurrency or (0,))
 
     def of_system(self, system: str) -> list[Pass]:
         return [each for each in self.passes if each.system == system]
@@ -372,7 +401,7 @@ class ServeOptions(StagesSection):
 
     @property
     def rows(self) -> int:
-        return self.n_samples or self.batch_size
+        return self.n_samples or max(self.batch_size, self.most_in_flight)
 
     def is_on_all(self, each: Pass, world_size: int) -> bool:
         """Whether all ranks share the model in a pass without stages."""
@@ -383,7 +412,8 @@ class ServeOptions(StagesSection):
         """Samples in flight in a ring. Raises ValueError, naming the flag."""
         size = self.batch_size
         count = len(self.shapes)
-        samples = self.n_samples or min(grid.num_stages, max(1, count // size)) * size
+        lanes = max(grid.num_stages, -(-self.most_in_flight // size))
+        samples = self.n_samples or min(lanes, max(1, count // size)) * size
         if samples % size:
             raise ValueError(
                 f"--n_samples {samples} is not a multiple of --B {size}, the samples of a message"
@@ -403,7 +433,7 @@ class ServeOptions(StagesSection):
             values[name] = values[name] and [masked(url) for url in values[name]]
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
-        values["modes"] = [each.name for each in self.passes]
+        values["modes"] = list(dict.fromkeys(each.name for each in self.passes))
         return values | {"num_requests": len(self.shapes)}
 
 

@@ -169,7 +169,7 @@ class System(ABC):
 
     @property
     def names(self) -> str:
-        return " ".join(each.name for each in self.passes)
+        return " ".join(dict.fromkeys(each.name for each in self.passes))
 
     @abstractmethod
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:

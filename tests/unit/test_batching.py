@@ -22,6 +22,7 @@ from magicdec.cli.serve import COMMANDS, RecordFile, ServeCommand
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Group
 from magicdec.distributed.groups import Launch as Ranks
+from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.engine import Engine
 from magicdec.engine.scheduler import StepCounts
 from magicdec.hardware.timing import GroupClock
@@ -44,17 +45,24 @@ MODES = ["sequential", "static", "dynamic", "inflight"]
 CPU, ALONE = torch.device("cpu"), Ranks(0, 1, 0, 1)
 
 
-def batches(name: str, arrivals: Sequence[float], num_rows: int, window_s: float) -> list[object]:
+def batches(
+    name: str,
+    arrived_s: Sequence[float],
+    num_rows: int,
+    window_s: float,
+    concurrency: int | None = None,
+) -> list[object]:
     """(start, requests) of each batch, if every batch takes 10 s."""
     clock, starts = VirtualClock(), list[object]()
-    requests = [Request(i, (1,), SamplingParams(1), arrived_s=at) for i, at in enumerate(arrivals)]
+    requests = [Request(i, (1,), SamplingParams(1), arrived_s=at) for i, at in enumerate(arrived_s)]
 
-    def serve(batch: Sequence[Request]) -> None:
-        clock.wait_until(batch[0].arrived_s)
+    def serve(batch: Sequence[Request] | Arrivals) -> None:
+        clock.wait_until(next(iter(batch)).arrived_s)
         starts.append((clock.now(), [request.request_id for request in batch]))
         clock.wait_until(clock.now() + 10)
 
-    BATCHINGS[name](serve, requests, clock, num_rows, window_s)
+    arrivals = Arrivals(requests, concurrency)
+    BATCHINGS[name](serve, arrivals, clock, num_rows, window_s)
     return starts
 
 

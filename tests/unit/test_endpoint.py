@@ -32,6 +32,7 @@ ALONE = Launch(0, 1, 0, 1)
 
 
 IDS = "--model tiny0 has the ids 0 to 2050"
+PATIENCE_S = 30.0
 
 
 @dataclass
@@ -50,6 +51,22 @@ class Server:
     address: str = ""
     released: threading.Event = field(default_factory=threading.Event)
     num_tokens: int = 0  # that it has sent
+    together: int = 0  # answers begin when so many requests have been open at once
+    num_open: int = 0
+    most_open: int = 0
+    counting: threading.Condition = field(default_factory=threading.Condition)
+
+    def begin(self) -> None:
+        with self.counting:
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+            self.counting.notify_all()
+            self.counting.wait_for(lambda: self.most_open >= self.together, PATIENCE_S)
+
+    def end(self) -> None:
+        """Before the client can know that its request has ended."""
+        with self.counting:
+            self.num_open -= 1
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """What is streamed; None ends the connection."""
@@ -148,6 +165,7 @@ def server() -> Iterator[Server]:
             ours.keys.append(self.headers["Authorization"])
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             ours.bodies.append(body)
+            ours.begin()
             if ours.fault == "refuses":
                 self.answer(400, '{"error": "prompt is\\n too long"}')
                 return
@@ -165,6 +183,7 @@ def server() -> Iterator[Server]:
                     return
                 self.wfile.write(f": ping\n\nevent: new\ndata: {json.dumps(event)}\n\n".encode())
                 self.wfile.flush()
+            ours.end()
             if path != "/completion":  # whose last event says that it is
                 self.wfile.write(b"data: [DONE]\n\n")
 
@@ -237,6 +256,25 @@ def test_a_server_is_measured_and_compared_like_a_mode(
     assert "endpoint: does not say whether it drafts; see --endpoint_metrics" in out
     assert theirs["server"]["source"] is None and len(theirs["server"]["missing"]) == 9
     assert "endpoint" in command("table", tmp_path / "out.jsonl").out
+
+
+@pytest.mark.usefixtures("learning")
+def test_so_many_requests_are_open_at_once_and_no_more(
+    words: list[str], server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.together = 2
+    arrival = words.index("--arrival")
+    closed = [*words[:arrival], *words[arrival + 2 :], "--num_requests", "6"]
+    assert run([*closed, "--modes", "sequential", "endpoint", "--concurrency", "2"]) == 0
+    ours, theirs = records_of(tmp_path)
+    assert (theirs["name"], theirs["status"]) == ("endpoint, 2 at once", "ok")
+    assert theirs["reference"] == ours["name"] == "sequential, 2 at once"
+    assert theirs["config"]["workload"]["concurrency"] == 2 and len(theirs["requests"]) == 6
+    assert server.most_open == 2 and server.num_open == 0
+    assert "6 requests, arrival closed loop" in capsys.readouterr().out
+    ends = sorted(request["finished_ms"] for request in theirs["requests"])
+    for request, end in zip(theirs["requests"][2:], ends, strict=False):
+        assert request["arrival_ms"] >= end, "it is sent when another has ended"
 
 
 # What a server reports of 2 verifications with 3 draft tokens, after 4 tokens of an answer.

@@ -35,6 +35,7 @@ from magicdec.distributed.channels.message import (
     Traffic,
 )
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.engine import Engine
 from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.device_batch import DeviceBatch
@@ -97,7 +98,7 @@ class Ring:
 
 
 def serve(
-    requests: Sequence[Request],
+    requests: Sequence[Request] | Arrivals,
     num_lanes: int,
     lane_size: int,
     gamma: int = 0,

@@ -4,7 +4,6 @@ and leave a running batch: who is admitted, prefilled and preempted in each step
 import copy
 import subprocess
 import sys
-from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from fake_clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.engine import Engine
 from magicdec.engine.scheduler import Scheduler
 from magicdec.runner.request import Batch, Request, SamplingParams, Status, StepOutput
@@ -372,7 +372,7 @@ def test_ranks_that_disagree_stop() -> None:
 
     first, second = engine(0, 1.0), engine(1, 9.0)
     requests = [[make(number, arrived=arrived) for number, arrived in enumerate((0.0, 5.0))]] * 2
-    arrivals = [deque(copy.deepcopy(of_rank)) for of_rank in requests]
+    arrivals = [Arrivals(copy.deepcopy(of_rank)) for of_rank in requests]
     for each, its in zip((first, second), arrivals, strict=True):
         plan = each._next(its)
         assert plan is not None and len(plan.admitted) == len(its) == 1

@@ -54,9 +54,11 @@ def _program(record: ServingRecord) -> Row:
 
 
 def _traffic(record: ServingRecord) -> Row:
-    """The mean arrivals a second. vLLM's burstiness is the shape of gamma distributed distances, of
-    which a Poisson process has 1."""
+    """The mean arrivals a second, and the requests in flight of a closed loop. vLLM's burstiness is
+    the shape of gamma distributed distances, of which a Poisson process has 1."""
     text = str(record.config["workload"]["arrival"])
+    if record.concurrency is not None:
+        return {"request_rate": "inf", "max_concurrency": record.concurrency}
     if text == BURST:
         return {"request_rate": "inf"}
     if text.startswith(f"{TRACE}:"):

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from magicdec.bench.report.listing import command_of, is_baseline, settings
+from magicdec.bench.serving.record import ServingRecord
 from magicdec.names import BASELINE
 from magicdec.output.tables import write_csv_columns
 from magicdec.records.fields import RecordPart
@@ -139,12 +140,21 @@ def _about_run(record: RunRecord, name: str) -> FrameRow:
 def _about_service(record: Record, row: FrameRow) -> FrameRow:
     gpu = row[f"{ENVIRONMENT}gpu"]
     cpu = row[f"{ENVIRONMENT}cpu"]
+    mode = row["pass"]
+    arrival = row.get("workload.arrival")
+    concurrency = None
+    if isinstance(record, ServingRecord):
+        mode = record.way
+        arrival = record.arrival
+        concurrency = record.concurrency
     return {
         "model": row["model.model"],
         "dtype": row["model.dtype"],
         "device": gpu or cpu or row["parallel.device"],
-        "arrival": row.get("workload.arrival"),
-        "series": f"{record.kind}: {row['pass']}",
+        "arrival": arrival,
+        "concurrency": concurrency,
+        "mode": mode,
+        "series": f"{record.kind}: {mode}",
         "has_result": record.status not in ("diverged", "failed"),
         "object": record,
     }

@@ -183,6 +183,7 @@ PASS_COLUMNS = (
     GalleryColumn("longest prompt", is_selected=True),
     GalleryColumn("requests"),
     GalleryColumn("arrival"),
+    GalleryColumn("concurrency"),
     *(GalleryColumn(OF_SERVING[name].label, is_number=True) for name in OF_PASSES),
 )
 VERDICT = GalleryColumn("verdict", width=6)
@@ -268,12 +269,13 @@ def pass_row(source: RecordSource, record: ServingRecord) -> GalleryRow:
     doubt = doubt_of_pass(record)
     metrics = metric_row(record.metrics, ServingMetrics)
     has_drafts = "draft" in record.config or metrics["draft_acceptance_rate"] is not None
-    way = [record.name, *([method_of(record.config_as_run())] if has_drafts else [])]
+    way = [record.way, *([method_of(record.config_as_run())] if has_drafts else [])]
     cells = [
-        text_cell(": ".join(way), record.name),
+        text_cell(": ".join(way), record.way),
         text_cell(record.workload.prefix_len),
         text_cell(record.workload.num_prompts),
-        text_cell(record.config["workload"]["arrival"]),
+        text_cell(record.arrival),
+        text_cell(record.concurrency or ""),
         *(metric(metrics, name, OF_SERVING[name]) for name in OF_PASSES),
         text_cell(doubt or f"{found_of(record.correctness)}, with {record.reference}"),
         *tail_cells(source, record),

@@ -139,9 +139,9 @@ class Experiment:
         shapes = self.prepared.options.shapes
         num_tokens = sum(shape.output_len for shape in shapes)
         try:
-            with naming(f"{each.name}: warm-up"):
+            with naming(f"{each.full_name}: warm-up"):
                 self._warm_up(each, system.warm_up_rows(each))
-            with self.progress.task(each.name, num_tokens) as advance, naming(each.name):
+            with self.progress.task(each.full_name, num_tokens) as advance, naming(each.full_name):
                 served = self.serve(
                     each,
                     shapes,
@@ -208,7 +208,7 @@ class Experiment:
         peak = peak_memory_bytes(device) if is_reset else None
         ours = observer.threads.of_rank(launch.rank, expected), peak
         by_rank = all_gather_values(ours, tuple[RankThreads, int | None], launch.world_size)
-        threads = check_threads(each.name, [each_rank for each_rank, _ in by_rank])
+        threads = check_threads(each.full_name, [each_rank for each_rank, _ in by_rank])
         peaks = [peak for rank_threads, peak in by_rank if rank_threads.expected]
         known = [peak for peak in peaks if peak is not None]
         total = sum(known) if known and None not in peaks else None
@@ -220,12 +220,12 @@ class Experiment:
         prompts = replace(system.run, workload=self.prepared.run.workload)
         return ServingRecord(
             status=FAILED,
-            name=each.name,
+            name=each.full_name,
             config=self.describe_config(each),
             environment=self.session.describe_environment(),
             threads=[],
             workload=prompts.describe_workload(),
-            reference=first.name if len(self.prepared.options.passes) > 1 else None,
+            reference=first.full_name if len(self.prepared.options.passes) > 1 else None,
             num_differing=None,
             metrics=None,
             ring=None,
@@ -245,7 +245,7 @@ class Experiment:
         counts = all_gather_values([] if known is None else [known], list[int], size)[0]
         if not counts:
             return Verdict(None, replace(uncompared(served.requests), judged_again=judged))
-        name = reference.each.name
+        name = reference.each.full_name
         correctness = identical(name, served.requests)
         if counts[0]:
             correctness = self._judge_differences(served, reference)
@@ -267,7 +267,7 @@ class Experiment:
 
     def _judge_differences(self, served: Served, reference: Served) -> Correctness:
         """The judgement of tokens that differ, if the engine can replay both passes."""
-        name = reference.each.name
+        name = reference.each.full_name
         unjudged = replace(uncompared(served.requests), reference=name, identical=False)
         pair = [
             engine_pass(self.prepared.system_of(each), each, self.prepared.systems)
@@ -311,12 +311,12 @@ class Experiment:
             metrics = serving_metrics(requests, counts, goodput, peak, judged, steps, of_prompts)
         return ServingRecord(
             status=status,
-            name=each.name,
+            name=each.full_name,
             config=self.describe_config(each),
             environment=served.load.add_to(session.describe_environment()),
             threads=served.threads,
             workload=replace(system.run, workload=prompts).describe_workload(),
-            reference=reference.each.name if has_others else None,
+            reference=reference.each.full_name if has_others else None,
             num_differing=verdict.num_differing,
             correctness=verdict.correctness,
             metrics=metrics,
@@ -340,7 +340,7 @@ class Experiment:
             "prompt_format": asked.prompt_format,
             "seed": prompts.seed,
         }
-        settings |= options.describe() | {"mode": each.mode}
+        settings |= options.describe() | {"mode": each.mode, "concurrency": each.concurrency}
         splits = [each.layer_split for each in (system, *self.prepared.systems)]
         chosen = next((split for split in splits if split is not None), options.layer_split)
         settings["layer_split"] = chosen

@@ -167,7 +167,10 @@ class ServingRecord(MeasuredRecord):
         "request were not finite numbers, so that no token followed from them",
         choices=STATUSES,
     )
-    name: str = recorded("the mode as `--modes` names it, such as `inflight` or `inflight+draft`")
+    name: str = recorded(
+        "the mode as `--modes` names it, such as `inflight` or `inflight+draft`; of a closed loop "
+        "with its requests in flight, such as `inflight, 4 at once`"
+    )
     config: dict[str, Any] = recorded(
         "the resolved configuration as in a run's record, in which no value is `auto`; of stages, "
         "that of the first; `workload` has the flags of the command; `draft` and `kv` are there "
@@ -180,7 +183,9 @@ class ServingRecord(MeasuredRecord):
     workload: WorkloadRecord = recorded(
         "the prompts and the models; `prefix_len` is the length of the longest prompt"
     )
-    reference: str | None = recorded("the first mode of the command", null="if it is the only one")
+    reference: str | None = recorded(
+        "the `name` of the first pass of the command", null="if it is the only one"
+    )
     num_differing: int | None = recorded(
         "requests with tokens other than those in `reference`",
         null=f"if `{UNCHECKED}` or `{FAILED}`",
@@ -254,6 +259,23 @@ class ServingRecord(MeasuredRecord):
     @property
     def mode(self) -> str:
         return self.name
+
+    @property
+    def way(self) -> str:
+        """Its `name` without the requests in flight."""
+        return self.name.partition(", ")[0]
+
+    @property
+    def concurrency(self) -> int | None:
+        """The requests in flight of a closed loop; None of an open one."""
+        found: int | None = self.config["workload"].get("concurrency")
+        return found
+
+    @property
+    def arrival(self) -> str:
+        """When its requests arrived, in words."""
+        is_closed = self.concurrency is not None
+        return "closed loop" if is_closed else str(self.config["workload"]["arrival"])
 
     @property
     def is_logged(self) -> bool:

@@ -108,13 +108,16 @@ def break_even(record: ServingRecord, records: Sequence[ServingRecord]) -> float
 
 
 def is_plain_of(plain: ServingRecord, record: ServingRecord) -> bool:
-    """Whether the first pass is the second without its drafts."""
+    """Whether the first pass is the second without its drafts, with as many requests in flight."""
+    mode = Pass.named(record.name)
+    other = Pass.named(plain.name)
+    if other.concurrency != mode.concurrency:
+        return False
     if record.server is not None:
         theirs = plain.server
         is_same = theirs is not None and theirs.program == record.server.program
         return is_same and plain.metrics is not None and not has_drafts(plain)
-    mode = Pass.named(record.name)
-    return mode.drafts_in_turns and plain.name == mode.mode
+    return mode.drafts_in_turns and other == replace(mode, is_drafting=False)
 
 
 def has_drafts(record: ServingRecord) -> bool:
@@ -228,7 +231,7 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
         [Column("", is_text=True, key="metric"), *(record.name for record in records)],
         rows,
         title=f"{model['model']} ({model['dtype']}), {newest.workload.text}: "
-        f"{count} request{'s' * (count != 1)}, arrival {workload['arrival']}{output}, "
+        f"{count} request{'s' * (count != 1)}, arrival {newest.arrival}{output}, "
         f"--B {workload['batch_size']}",
         above=[
             Line(verdict(record), "bold red" if record.status in WITHOUT_METRICS else "bold")

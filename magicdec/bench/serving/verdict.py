@@ -46,11 +46,12 @@ def judge_steps(extras: Extras, requests: Sequence[Request]) -> JudgedAgain | No
 @dataclass(frozen=True)
 class EnginePass:
     """The batches of the engine whose forwards are rounded as those of a judged pass: the batching
-    `mode` of a system, and the most tokens of a row in a step."""
+    `mode` of a system, the most tokens of a row in a step, and the most requests in flight."""
 
     system: Batching
     mode: str
     num_tokens: int
+    concurrency: int | None = None
 
 
 def engine_pass(system: System, each: Pass, systems: Sequence[System]) -> EnginePass | None:
@@ -59,13 +60,13 @@ def engine_pass(system: System, each: Pass, systems: Sequence[System]) -> Engine
     computed."""
     shape = system.step_shape(each)
     if isinstance(system, Batching):
-        return EnginePass(system, each.mode, shape.tokens)
+        return EnginePass(system, each.mode, shape.tokens, each.concurrency)
     if system.is_external:
         return None
     mode = SEQUENTIAL if shape.rows == 1 else "inflight"
     for other in systems:
         if isinstance(other, Batching) and other.ranks_of_layer == system.ranks_of_layer:
-            return EnginePass(other, mode, shape.tokens)
+            return EnginePass(other, mode, shape.tokens, each.concurrency)
     return None
 
 
@@ -119,7 +120,7 @@ class ModeReplays:
                 return made[0]
 
             texts = [unanswered(request) for request in requests]
-            engine.system.replay(engine.mode, texts, engine.num_tokens, make)
+            engine.system.replay(engine.mode, texts, engine.num_tokens, make, engine.concurrency)
             noted = [made[0].found(number) for number in outputs]
             found = [(ids.tolist(), gaps.tolist()) for ids, gaps in noted]
         known = self._from_first(found, list[SentGaps])

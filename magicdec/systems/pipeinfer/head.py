@@ -7,6 +7,7 @@ stage and its drafter in threads; every other rank is a stage or drafts.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from magicdec.distributed.channels.message import (
 )
 from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.shared_memory import map_segment
+from magicdec.engine.arrivals import Arrivals
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
 from magicdec.runner.request import Moves, Observer, Request, StepOutput, ignore_step, naming
@@ -186,7 +188,7 @@ class Head:
         events: Events,
         spans: Spans,
         scheduler: PipelinedScheduler,
-        requests: Sequence[Request],
+        requests: Sequence[Request] | Arrivals,
         observe: Observer = ignore_step,
         first_run: int = 0,
         clock: Callable[[], float] = time.perf_counter,
@@ -200,9 +202,9 @@ class Head:
         self.observe = observe
         self.first_run = first_run
         self.clock = clock
-        self.requests = sorted(requests, key=lambda r: (r.arrived_s, r.request_id))
+        self._arrivals = Arrivals.of(requests)
+        self.requests = self._arrivals.requests
         self.moves: dict[int, Moves] = {}  # when each request got its lane
-        self._arrivals = deque(self.requests)  # those that have not arrived yet
         self._lanes: dict[int, int] = {}  # of the requests that have begun
         self._num_known: dict[int, int] = {}  # output tokens that the drafter knows
         self._committed_s: dict[int, float] = {}  # when each request had its newest token
@@ -231,8 +233,9 @@ class Head:
     def _step(self) -> None:
         """Take one event. Results go before drafts; the drafter begins a step only when no result
         waits."""
-        while self._arrivals and self._arrivals[0].arrived_s <= self.clock():
-            self._submit(self._arrivals.popleft())
+        if self._arrivals:
+            for request in self._arrivals.take(self._arrivals.count(self.clock())):
+                self._submit(request)
         with suppress(Empty):
             while True:
                 self._take(self.events.get_nowait())
@@ -260,8 +263,8 @@ class Head:
 
     def _wait(self) -> None:
         seconds = None
-        if self._arrivals:
-            seconds = max(0.0, self._arrivals[0].arrived_s - self.clock())
+        if self._arrivals and math.isfinite(next_s := self._arrivals.next_s):
+            seconds = max(0.0, next_s - self.clock())
         with suppress(Empty):
             self._take(self.events.get(timeout=seconds))
 
@@ -392,7 +395,7 @@ class PipelineRank:
     def serve(
         self,
         scheduler: PipelinedScheduler,
-        requests: Sequence[Request],
+        requests: Sequence[Request] | Arrivals,
         observe: Observer,
         count: ThreadCount,
     ) -> Spans:

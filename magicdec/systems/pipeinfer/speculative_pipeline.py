@@ -21,6 +21,7 @@ from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layout import PipelineLayout, make_layout, make_stage_grid
 from magicdec.distributed.start import make_stage_groups
+from magicdec.engine.arrivals import Arrivals
 from magicdec.model.emulated import following_tokens
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
@@ -184,7 +185,8 @@ class SpeculativePipeline(StagedSystem):
             replace(self.options.speculation, mode=each.mode),
             self.run.config.attention.prefill_chunk,
         )
-        spans = self.member.serve(scheduler, requests, observer.observe, observer.threads)
+        arrivals = Arrivals(requests, each.concurrency)
+        spans = self.member.serve(scheduler, arrivals, observer.observe, observer.threads)
         spans_of_ranks = gather_spans(spans, clocks_of(self.launch))
         observer.counts.moves = self.member.moves
         observer.counts.num_steps = scheduler.counts.runs

@@ -11,6 +11,7 @@ home in the order of their sending, so that all ranks of the first stage act ali
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, wait_for_stream
 from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import Scheduler
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import BatchRows, Lengths
@@ -215,16 +217,16 @@ class RecurrentPipeline:
         # Their numbers, when they were sent, and what they are.
         self._under_way: deque[tuple[int, float, RingRun]] = deque()
         self._idle_lanes = list(self.lanes)
-        self._arrivals: deque[Request] = deque()  # those that have not arrived yet
+        self._arrivals = Arrivals([])  # those that have not arrived yet
         self._watch: StepObserver
 
     def serve(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request] | Arrivals,
         observe: Observer = ignore_step,
         watch: StepObserver = lambda plan: None,
     ) -> None:
-        """Serve `requests`, each from its `arrived_s` on, until all have ended. All ranks must have
+        """Serve `requests`, each from its arrival on, until all have ended. All ranks must have
         the same.
 
         `observe` is called after each message that has emitted tokens, with the seconds since its
@@ -233,14 +235,14 @@ class RecurrentPipeline:
         """
         for request in requests:
             self.lanes[0].scheduler.limits.check(request)
-        self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
+        self._arrivals = Arrivals.of(requests)
         self.spans = Spans()
         self.samples = []
         self.prompts = set()
         self._watch = watch
         while self._under_way or self._arrivals:
             if not self._comes_first():
-                self.shared_clock.wait_until(self._arrivals[0].arrived_s)
+                self.shared_clock.wait_until(self._arrivals.next_s)
                 with self.spans.during(SpanKind.HEAD, -1):
                     self._take_arrivals()
                 continue
@@ -276,7 +278,8 @@ class RecurrentPipeline:
             return False
         if not (self.is_alone and self._idle_lanes and self._arrivals):
             return True
-        return self.ends.inbound.is_there(self._arrivals[0].arrived_s - self.clock.now())
+        next_s = self._arrivals.next_s
+        return math.isinf(next_s) or self.ends.inbound.is_there(next_s - self.clock.now())
 
     def _take_arrivals(self) -> None:
         """Queue requests that have arrived, and begin idle lanes. All ranks of the first stage read
@@ -284,8 +287,7 @@ class RecurrentPipeline:
         if not self._arrivals:
             return
         now = self.shared_clock.now()
-        while self._arrivals and self._arrivals[0].arrived_s <= now:
-            request = self._arrivals.popleft()
+        for request in self._arrivals.take(self._arrivals.count(now)):
             self.lanes[0].scheduler.add([request], request.arrived_s)  # the queue of all lanes
         idle_lanes = sorted(self._idle_lanes, key=lambda lane: lane.index)
         self._idle_lanes = []

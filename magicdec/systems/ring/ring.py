@@ -15,6 +15,7 @@ from magicdec.distributed.channels.message import Ends, MessageForm
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.distributed.layout import read_split
 from magicdec.distributed.start import make_stage_groups
+from magicdec.engine.arrivals import Arrivals
 from magicdec.kv.draft_log import DraftLog
 from magicdec.output.console import Progress
 from magicdec.records.metrics import percentile
@@ -110,7 +111,7 @@ class Ring(StagedSystem):
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         assert self.opened is not None, "it was opened"
         with observer.threads.during() if self.computes else nullcontext():
-            return self.opened.serve(requests, observer)
+            return self.opened.serve(Arrivals(requests, each.concurrency), observer)
 
     def now(self) -> float:
         if self.opened is None or self.opened.pipeline is None:
@@ -183,7 +184,7 @@ class OpenRing:
         connector = ring.connector(form, self.models.device, depth, capacity)
         return form, connector.ring(ring.grid)
 
-    def serve(self, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(self, arrivals: Arrivals, observer: PassObserver) -> Extras:
         spans = Spans()
         before = self.ends.outbound.traffic
         launch = self.ring.launch
@@ -195,7 +196,7 @@ class OpenRing:
             self.speculation.counts = DraftCounts()
             self.speculation.keep_log(DraftLog() if observer.is_logged else None)
         if pipeline is not None:
-            pipeline.serve(requests, observer.observe, observer.watch)
+            pipeline.serve(arrivals, observer.observe, observer.watch)
             pipeline.close()
             spans = pipeline.spans
             samples = pipeline.samples
@@ -214,7 +215,7 @@ class OpenRing:
             error_s,
         )
         uses = uses_of(stages, sent_by_stage, prompts)
-        return Extras(ring=self._metrics(uses, requests), trace=trace)
+        return Extras(ring=self._metrics(uses, arrivals.requests), trace=trace)
 
     def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
         ring = self.ring

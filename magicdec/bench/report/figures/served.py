@@ -17,6 +17,7 @@ from magicdec.output.figures import styled
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+OF_USER = "user_tokens_per_s"
 ABOUT = ["workload.num_requests", "workload.draft", "workload.layer_split"]
 # The metrics that compare modes, with their units.
 SPEEDS = {
@@ -28,11 +29,14 @@ SPEEDS = {
 
 def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
     passes = by_command(passes[passes["has_result"].astype(bool)])
+    is_open = passes["concurrency"].isna()
+    opened = passes[is_open]
     with styled():
         return [
-            draw_batchings(passes, "Throughput", "output_throughput", "output (tokens/s)"),
-            draw_batchings(passes, "Goodput", "request_goodput", "goodput (requests/s)"),
-            draw_modes(passes),
+            draw_concurrency(passes[~is_open]),
+            draw_batchings(opened, "Throughput", "output_throughput", "output (tokens/s)"),
+            draw_batchings(opened, "Goodput", "request_goodput", "goodput (requests/s)"),
+            draw_modes(opened),
             draw_stages(passes, "ring", "Stages of rings over time"),
             draw_stages(passes, "speculation", "Ranks of pipelined speculation over time"),
         ]
@@ -51,6 +55,64 @@ def by_command(passes: pd.DataFrame) -> pd.DataFrame:
     return passes.assign(about=numbers.map(abouts))
 
 
+def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
+    """Output tokens/s of all requests against tokens/s of one, a line for each mode of a closed
+    loop through its concurrencies."""
+
+    def draw(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
+        from matplotlib.patheffects import withStroke
+
+        handles = {}
+        for name, of, style in series:
+            ordered = of.sort_values("concurrency")
+            x = ordered[OF_USER].astype(float)
+            y = ordered["output_throughput"].astype(float)
+            (handles[name],) = ax.plot(
+                *(x, y),
+                color=style.colour,
+                marker=style.marker,
+                markerfacecolor=style.colour if style.is_filled else "white",
+                linestyle=style.line,
+            )
+            for place in zip(x, y, ordered["concurrency"], strict=True):
+                text = ax.annotate(
+                    str(place[2]),
+                    place[:2],
+                    (4, 4),
+                    textcoords="offset points",
+                    fontsize=7,
+                    color=style.colour,
+                )
+                text.set_path_effects([withStroke(linewidth=2, foreground="white")])
+        ax.margins(0.12)
+        ax.set(xlim=(0, None), ylim=(0, None))
+        return handles
+
+    form = Form(
+        name="serving_concurrency",
+        title="Tokens/s of all users against tokens/s of one, by requests in flight",
+        reason="no pass of a closed loop has a TPOT; see --concurrency",
+        held=["about"],
+        places=["mode", "concurrency"],
+        series="mode",
+        show=lambda of: of[["mode", "run", "concurrency", OF_USER, "output_throughput"]],
+        draw=draw,
+        labels=("one user: 1 / median TPOT (tokens/s)", "all users (tokens/s)"),
+        what="commands",
+        axes={"height": 3.1},
+        caption=(
+            "Each line is a mode, and each number the requests that were in flight together; up "
+            "and to the right is better",
+            "One user decodes at 1 / TPOT. All users together count the whole time from the first "
+            "arrival to the last token, with prefill, and with the end, when fewer are in flight",
+        ),
+    )
+    if "p50_tpot_ms" not in passes:
+        return form.of(passes[:0])
+    known = passes[passes["p50_tpot_ms"].notna()]
+    return form.of(known.assign(**{OF_USER: 1e3 / known["p50_tpot_ms"].astype(float)}))
+
+
 def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> Drawn | LeftOut:
 
     def draw(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
@@ -62,7 +124,7 @@ def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> 
     form = Form(
         name=f"serving_{what.lower()}",
         title=f"{what} against p90 TTFT, by batching",
-        reason=f"no pass has {metric}",
+        reason=f"no pass of an open loop has {metric}",
         held=["about"],
         places=["pass"],
         series="pass",
@@ -112,7 +174,7 @@ def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="serving_modes",
         title="Speed by mode",
-        reason="no pass has metrics",
+        reason="no pass of an open loop has metrics",
         held=["metric"],
         places=["pass"],
         series="about",
