@@ -83,10 +83,64 @@ PROPERTIES = (
         f"{BATCHING}test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends",
         (
             Fault("the window counted from the end of the batch before", "systems/batching.py",
-                  "max(clock.now(), min(full_s, coming[0].arrived_s + window_s))",
-                  "min(full_s, max(clock.now(), coming[0].arrived_s) + window_s)"),
+                  "max(clock.now(), min(full_s, coming_s[0] + window_s))",
+                  "min(full_s, max(clock.now(), coming_s[0]) + window_s)"),
             Fault("requests that arrive in the batch join it", "systems/batching.py",
-                  "coming[0].arrived_s <= begins_s", "coming[0].arrived_s <= begins_s + window_s"),
+                  "arrivals.count(begins_s)", "arrivals.count(begins_s + window_s)"),
+        ),
+    ),
+    Property(
+        "In a closed loop another request arrives when one ends.",
+        "test_closed_loop.py::test_another_request_arrives_with_each_end",
+        (
+            Fault("one more in flight than asked for", "engine/arrivals.py",
+                  "requests[:concurrency])", "requests[: (concurrency or 0) + 1])"),
+            Fault("a clock decides in a closed loop, too", "engine/arrivals.py",
+                  "        if self.concurrency is not None:\n            return self._num_known\n",
+                  ""),
+            Fault("the next request arrives with the last end of several", "engine/arrivals.py",
+                  "request.arrived_s = end_s", "request.arrived_s = ends_s[-1]"),
+            Fault("one request for several that have ended", "engine/arrivals.py",
+                  "self._num_known + len(ends_s))", "self._num_known + 1)"),
+        ),
+    ),
+    Property(
+        "The engine keeps the requests of a closed loop in flight.",
+        "test_closed_loop.py::test_the_engine_keeps_so_many_in_flight",
+        (
+            Fault("a batching that serves an open loop", "systems/batching.py",
+                  "            arrivals = Arrivals(requests, each.concurrency)\n",
+                  "            arrivals = Arrivals(requests)\n"),
+        ),
+    ),
+    Property(
+        "Stages keep the requests of a closed loop in flight.",
+        "test_closed_loop.py::test_every_kind_of_mode_is_recorded_with_its_loop",
+        (
+            Fault("a ring that serves an open loop", "systems/ring/ring.py",
+                  "Arrivals(requests, each.concurrency)", "Arrivals(requests)"),
+            Fault("pipelined speculation that serves an open loop",
+                  "systems/pipeinfer/speculative_pipeline.py",
+                  "Arrivals(requests, each.concurrency)", "Arrivals(requests)"),
+        ),
+    ),
+    Property(
+        "A batch of a closed loop waits for nobody.",
+        "test_closed_loop.py::test_a_batch_begins_with_all_that_are_in_flight",
+        (
+            Fault("a dynamic batch waits for its window in a closed loop", "systems/batching.py",
+                  "if arrivals.concurrency is not None:  # nobody", "if False:  # nobody"),
+        ),
+    ),
+    Property(
+        "No more requests are open at a server than are to be in flight.",
+        "test_endpoint.py::test_so_many_requests_are_open_at_once_and_no_more",
+        (
+            Fault("all are sent at once", "systems/endpoint.py",
+                  "arrivals = Arrivals(requests, each.concurrency)",
+                  "arrivals = Arrivals(requests)"),
+            Fault("a request arrives with the last token of another", "systems/endpoint.py",
+                  "request.arrived_s = self.now()", "pass"),
         ),
     ),
     Property(

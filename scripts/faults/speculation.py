@@ -99,8 +99,8 @@ PROPERTIES = (
         f"{PARTS}test_a_head_begins_again_when_a_request_arrives_after_all_have_ended",
         (
             Fault("runs begin before their request has arrived", "systems/pipeinfer/head.py",
-                  "while self._arrivals and self._arrivals[0].arrived_s <= self.clock():",
-                  "while self._arrivals:"),
+                  "in self._arrivals.take(self._arrivals.count(self.clock())):",
+                  "in self._arrivals.take(len(self._arrivals)):"),
             Fault("a head ends before the last request has arrived", "systems/pipeinfer/head.py",
                   "        while self._arrivals or not self.scheduler.is_over",
                   "        while not self.scheduler.is_over"),

@@ -17,11 +17,14 @@ from test_recurrent_order import serve as serve_in_ring
 from threaded_pipeline import FakeStage
 from threaded_pipeline import serve as serve_in_threads
 
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.cli.serve import COMMANDS
 from magicdec.config.sections import SamplingSection
-from magicdec.distributed.groups import Group
+from magicdec.distributed.groups import Group, Launch
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import StepCounts
 from magicdec.hardware.timing import GroupClock
+from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.options import Options
@@ -29,6 +32,7 @@ from magicdec.systems.pipeinfer.path_drafter import ScriptedPathDrafter
 from magicdec.systems.system import PassObserver
 from magicdec.systems.system import make_requests as requests_of
 
+ALONE = Launch(0, 1, 0, 1)
 CPU = torch.device("cpu")
 AT_ONCE = [1, 2, 3]
 
@@ -71,6 +75,7 @@ def test_another_request_arrives_with_each_end() -> None:
 
 def test_the_engine_keeps_so_many_in_flight(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """With the tokens of lone runs. Requests wait where a mode has fewer than 3 rows."""
+    torch.set_num_threads(1)  # as its command would
     batching = make_batching(tiny_checkpoint, tmp_path, 2)
     prompts, shapes = batching.run.workload.prompts, batching.options.shapes
     expected = lone_outputs(batching)
@@ -121,6 +126,27 @@ def test_pipelined_speculation_keeps_so_many_in_flight(concurrency: int) -> None
     serve_in_threads(parts, drafter, options, arrivals, clock=lambda: float(next(ticks)))
     assert [request.output_ids for request in requests] == outputs
     check_loop(requests, concurrency)
+
+
+def test_every_kind_of_mode_is_recorded_with_its_loop(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    words = [
+        *("--model", str(tiny_checkpoint), "--dataset", str(text_file), "--dtype", "float32"),
+        *("--device", "cpu", "--threads", "1", "--out", str(tmp_path / "out.jsonl")),
+        *("--num_requests", "5", "--prefix_len", "uniform:5:20", "--gen_len", "uniform:2:9"),
+        *("--ignore_eos", "--draft", "ngram", "--concurrency", "2"),
+        *("--modes", "sequential", "inflight+draft", "ring", "ring+draft", "iterative", "async"),
+    ]
+    assert COMMANDS["serve"].parse(words, ALONE).run(words, ALONE) == 0
+    records = list(read_records(tmp_path / "out.jsonl", ServingRecord))
+    assert len(records) == 6
+    for record in records:
+        assert (record.status, record.concurrency) == ("ok", 2), record.name
+        assert record.name == f"{record.way}, 2 at once" and record.arrival == "closed loop"
+        ends_ms = sorted(request.finished_ms for request in record.requests)
+        arrivals_ms = [request.arrival_ms for request in record.requests]
+        assert arrivals_ms == pytest.approx([0.0, 0.0, *ends_ms[:3]]), record.name
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ RESULT = {
     "correctness": UNCOMPARED, "random_weights": False,
 }  # fmt: skip
 
-TRAFFIC = ("request_rate", "burstiness")
+TRAFFIC = ("request_rate", "burstiness", "max_concurrency")
 
 
 def test_a_pass_is_the_object_that_vllm_saves(exports: Exports) -> None:
@@ -142,12 +142,14 @@ def test_a_pass_is_the_object_that_vllm_saves(exports: Exports) -> None:
 
 def test_passes_are_lines_and_others_are_named(exports: Exports) -> None:
     right = [served(), served(arrival="poisson:250"), served(arrival="constant:500")]
+    right.append(served(concurrency=4))
     lines = exports.text("vllm", [*right, served() | run(), record("static")]).splitlines()
     traffic = [
         {key: value for key, value in json.loads(line).items() if key in TRAFFIC} for line in lines
     ]
     rates = [{"request_rate": "inf"}, {"request_rate": 4.0, "burstiness": 1.0}]
-    assert traffic == [*rates, {"request_rate": 2.0}]
+    closed = {"request_rate": "inf", "max_concurrency": 4}
+    assert traffic == [*rates, {"request_rate": 2.0}, closed]
     assert exports.said.splitlines()[0] == (
         "records are left out, 1 of kind run with status ok and 1 of kind serving with status "
         "diverged: --format vllm holds passes with metrics, of kind serving"

@@ -51,6 +51,11 @@ EVERY = [
     measured("iterative", start="third"),
     measured("async", start="third"),
 ]
+CLOSED = [
+    served(f"{mode}, {count} at once", seconds, start="fourth", concurrency=count)
+    for mode, seconds in (("inflight", 2.0), ("inflight+draft", 1.0))
+    for count in (1, 4)
+]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +97,24 @@ def test_a_batching_is_at_its_own_throughput_and_p90_ttft(out: Path) -> None:
     assert good["static", "burst"] == 0 and good["inflight", "burst"] == pytest.approx(1 / 3)
     speeds = [r for r in rows(out / "serving_modes.csv") if r["metric"].startswith("speed")]
     assert len(speeds) == len(EVERY), "every pass has a bar"
+
+
+def test_a_mode_of_a_closed_loop_is_a_line_of_its_own(tmp_path: Path, command: Command) -> None:
+    """Three tokens in 6 s and in 3 s: 0.5 and 1 tokens/s of a user, and of all, who are one."""
+    write(tmp_path / "closed.jsonl", CLOSED)
+    command("report", tmp_path / "closed.jsonl", "--out", tmp_path / "out")
+    found = rows(tmp_path / "out" / "serving_concurrency.csv")
+    assert [
+        (r["mode"], r["concurrency"], float(r["user_tokens_per_s"]), float(r["output_throughput"]))
+        for r in found
+    ] == [
+        ("inflight", "1", 0.5, 0.5), ("inflight", "4", 0.5, 0.5),
+        ("inflight+draft", "1", 1.0, 1.0), ("inflight+draft", "4", 1.0, 1.0),
+    ]  # fmt: skip
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert 'id="serving_concurrency"' in page and "closed loop" in page
+    for name in ("serving_throughput", "serving_modes"):  # of an open loop
+        assert not (tmp_path / "out" / f"{name}.csv").exists()
 
 
 @pytest.mark.parametrize("part", ["ring", "speculation"])
