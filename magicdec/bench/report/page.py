@@ -98,7 +98,7 @@ def make_report(
         tables = [runs_table(runs), categories_table(runs)]
         sections.append(PageSection("Runs", lines, outcomes, tables))
     if not served.empty:
-        lines = [f"{len(served):,} passes: {', '.join(served['pass'].unique())}."]
+        lines = [f"{len(served):,} passes: {', '.join(served['mode'].unique())}."]
         tables = tables_of(served)
         sections.append(
             PageSection("Requests that were served", lines, draw_served(served), tables)
