@@ -367,7 +367,9 @@ def test_ranks_that_disagree_stop() -> None:
         group = SimpleNamespace(size=2, index=index, broadcast=lambda x, source: sent[-1])
         if index == 0:
             group.broadcast = lambda x, source: sent.append(x) or x
-        runner: Any = SimpleNamespace(num_rows=2, device=torch.device("cpu"), group=group)
+        caches = SimpleNamespace(prefixes=None)
+        place = {"device": torch.device("cpu"), "group": group, "caches": caches}
+        runner: Any = SimpleNamespace(num_rows=2, **place)
         return Engine(runner, 64, BatchLimits(), clock=VirtualClock(now))
 
     first, second = engine(0, 1.0), engine(1, 9.0)
