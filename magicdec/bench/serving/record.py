@@ -47,9 +47,10 @@ NO_STAGES = "of other modes, or if `diverged` or `failed`"
 SERVING_FLAGS = (
     *("num_requests", "arrival", "batch_size", "n_samples", "lanes", "max_in_flight"),
     *("pa", "pr", "pd", "prefill_tokens", "block_tokens", "cache_tokens", "window_ms"),
-    "prefix_cache",
     "emulate_acceptance",
 )
+# Those that older records do not have, with what they did.
+LATER_FLAGS = {"concurrency": None, "prefix_cache": False}
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
@@ -330,7 +331,8 @@ class ServingRecord(MeasuredRecord):
         return {"draft": None, "kv": None} | self.config | {"decoding": decoding}
 
     def serving_flags(self) -> dict[str, Any]:
-        return {name: self.config["workload"][name] for name in SERVING_FLAGS}
+        settings = LATER_FLAGS | self.config["workload"]
+        return {name: settings[name] for name in (*SERVING_FLAGS, *LATER_FLAGS)}
 
     def drafted_pass(self) -> DraftedPass:
         """As `DraftingRecord`."""
