@@ -39,7 +39,6 @@ IMPORTED = (
         "magicdec.bench.latency.forwards",
     ),
     *("magicdec.bench.run.run", "rich.progress", "rich.table", "scipy.special", "sentencepiece"),
-    "torch._dynamo",  # which torch asks where steps are recorded
 )
 
 
