@@ -87,13 +87,15 @@ def test_nothing_accepted_is_zero_and_nothing_drafted_is_none() -> None:
 
 
 def test_padding_is_no_draft() -> None:
-    """Of two rows with 3 and 0 proposed tokens in a step of 4, the first accepted 2. What they
-    accept of their padding says nothing."""
+    """Of two rows with 3 and 0 proposed tokens in a step of 4, the first accepted 2; in the next
+    step the second alone had drafts. What they accept of their padding says nothing."""
     samples = replace(
-        PassSamples.empty(), sequence_tokens=[[7, 2]], padded_gamma=[[4, 4]],
-        num_drafted=[[[3, 0], [2]]], num_accepted=[[[2, 1], [4]]], num_emitted=[[[3, 2], [4]]],
+        PassSamples.empty(), sequence_tokens=[[7, 6]], padded_gamma=[[4, 4]],
+        num_drafted=[[[3, 0], [0, 2]]], num_accepted=[[[2, 1], [0, 2]]],
+        num_emitted=[[[3, 2], [4, 4]]],
     )  # fmt: skip
     metrics = acceptance_of(samples)
+    assert metrics["num_spec_steps"] == 2
     assert (
         metrics["draft_acceptance_rate"] == 4 / 5 and metrics["mean_acceptance_length"] == 1 + 4 / 2
     )
