@@ -108,6 +108,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "magicdec.model.families.llama:MISTRAL",
     "MinistralForCausalLM": "magicdec.model.families.llama:MINISTRAL",
     "MixtralForCausalLM": "magicdec.model.families.mixtures:MIXTRAL",
+    "Qwen2MoeForCausalLM": "magicdec.model.families.mixtures:QWEN2_MOE",
     "Qwen3MoeForCausalLM": "magicdec.model.families.mixtures:QWEN3_MOE",
     "GptOssForCausalLM": "magicdec.model.families.gpt_oss:GPT_OSS",
     "Gemma3ForCausalLM": "magicdec.model.families.gemma:GEMMA3",

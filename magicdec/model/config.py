@@ -22,7 +22,9 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 RESIDUALS = ("sequential", "parallel", "parallel_shared_norm")
 ALIBI_DIMS = 2  # with ALiBi, a cached key holds its position as two digits in extra dimensions
 KERNEL_DIMS = 16  # the CPU attention kernel supports head sizes that are multiples of this
-ROUTER = "router"  # the parameter of a mixture of experts that chooses; it is never quantised
+# The parameters of a mixture of experts that choose and weigh; they are never quantised.
+ROUTER = "router"
+SHARED_GATE = "shared_gate"
 MOST_THETA = 1e30  # of which float32 still holds all powers that the rotation needs
 
 
@@ -104,9 +106,9 @@ class ExpertsConfig:
     MLPs of `width` units, those with the largest softmax of the router's logits, which are their
     weights; `renormalises`: divided by their sum. `has_bias`: router and experts add biases.
     `gate`: of the experts, in place of the model's activation. Every token also goes to an MLP of
-    `shared_width` units, 0 for none, possibly with a gate of its own (of a model that only `plan`
-    knows). `stored_bytes`: those of an expert's weight as stored, None: as many as other layers'
-    weights have, on average."""
+    `shared_width` units, 0 for none, possibly times the sigmoid of a gate of its own.
+    `stored_bytes`: those of an expert's weight as stored, None: as many as other layers' weights
+    have, on average."""
 
     num_experts: int
     num_used: int
@@ -219,7 +221,6 @@ class ModelConfig:
         assert self.query_scale == 1.0 or self.rope.rotary_dim is None, "of Gemma"
         assert len(self.layer_kinds) in (1, self.num_layers), "a kind of each layer, or of all"
         is_computed = all(kind.mixer is None for kind in self.layer_kinds)
-        is_computed &= self.experts is None or self.experts.shared_width == 0
         assert is_computed or self.planned_only, "what only the plan knows is refused elsewhere"
         field = "rms_norm_eps" if self.norm == "rms" else "layer_norm_epsilon"
         if not 0 <= self.norm_eps <= 1:

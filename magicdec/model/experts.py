@@ -20,8 +20,10 @@ from magicdec.model.linear.packed import Linear, PartialLinear, Reduce
 
 
 class Experts(nn.Module):
-    """This rank's share of the width of every expert. The first rank adds the biases of their
-    outputs. `num_read`: experts that forwards have read so far, each once a forward."""
+    """This rank's share of the width of every expert, and of the MLP that all tokens go to (the
+    shared expert of DeepSeekMoE, arXiv 2401.06066, section 3.2), which is added last. The first
+    rank adds the biases of experts' outputs. `num_read`: experts that forwards have read so far,
+    each once a forward."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
@@ -44,6 +46,15 @@ class Experts(nn.Module):
             PartialLinear(last - first, size, bias=has_bias) for _ in range(experts.num_experts)
         )
 
+        first, last = shard.mlp_units(experts.shared_width)
+        self.has_shared = experts.shared_width > 0
+        if self.has_shared:
+            self.shared_gate_up: Linear = nn.Linear(size, 2 * (last - first), bias=False)
+            self.shared_down = PartialLinear(last - first, size, bias=False)
+        self.has_shared_gate = experts.has_shared_gate
+        if self.has_shared_gate:
+            self.shared_gate: Linear = nn.Linear(size, 1, bias=False)
+
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
         tokens = x.flatten(0, -2)  # [N, hidden]
         chosen, weights = self.route(tokens)
@@ -56,6 +67,13 @@ class Experts(nn.Module):
             down = self.down[number]
             bias = down.bias if self.is_first else None
             self.elementwise.add_expert(out, token, down(hidden), bias, weights[token, place])
+        if self.has_shared:
+            every = torch.arange(len(tokens), device=x.device)
+            shared = self.shared_down(self.activate(self.shared_gate_up(tokens)))
+            weights = out.new_ones(len(tokens))
+            if self.has_shared_gate:
+                weights = self.elementwise.weigh(self.shared_gate(tokens)[:, 0])
+            self.elementwise.add_expert(out, every, shared, None, weights)
         return reduce(out.to(x.dtype).view_as(x))
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import MLP, Attend, Block, RMSNorm, add_norm, make_norm
-from magicdec.model.config import ROUTER, ModelConfig, RopeConfig
+from magicdec.model.config import ROUTER, SHARED_GATE, ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.experts import Experts
 from magicdec.model.linear.grouped import GroupedLinear
@@ -249,7 +249,7 @@ class Transformer(nn.Module):
             module
             for name, module in self.named_modules()
             if isinstance(module, nn.Linear | PackedLinear | GroupedLinear)
-            and not name.endswith(f".{ROUTER}")
+            and not name.endswith((f".{ROUTER}", f".{SHARED_GATE}"))
         ]
         memo |= {id(layer): make(layer) for layer in layers}
         other = deepcopy(self, memo)

@@ -238,7 +238,7 @@ class ModelPlan:
             kinds.weights if kinds.weights in NARROW else None,
             *self.ends,
         )
-        return own + self.padding_bytes(kinds, self.ends[1])
+        return own + self.padding_bytes(kinds, self.ends[1]) + self._gate_padding(kinds)
 
     def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
         """Bytes that fill up packed matrices: outputs to whole blocks, inputs to pairs in
@@ -263,6 +263,16 @@ class ModelPlan:
                 for number, inputs in missing
             )
         )
+
+    def _gate_padding(self, kinds: Kinds) -> int:
+        """Bytes that fill up the routers and gates of mixtures, which are never quantised, and
+        which a low-bit copy shares."""
+        experts = self.model.experts
+        if experts is None or kinds.linear not in PACKED:
+            return 0
+        outputs = -experts.num_experts % WIDTH + experts.has_shared_gate * (WIDTH - 1)
+        numbers = self.part_model.num_mixtures * outputs * self.model.hidden_size
+        return numbers * DTYPE_BYTES[kinds.dtype]
 
     @property
     def kv_bytes(self) -> int:

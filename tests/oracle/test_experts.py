@@ -2,6 +2,7 @@
 reads; and that a token's bits do not depend on what is computed with it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from magicdec.engine.engine import Engine
 from magicdec.hardware import costs
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ExpertsConfig, LayerKind
+from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import pack as pack_linear
 from magicdec.runner.request import Batch
@@ -23,9 +25,9 @@ from magicdec.speculation.steps.strategy import Setup, make_strategy
 CONFIG = replace(TINY, experts=ExpertsConfig(8, 3, 48))
 
 
-def made(dtype: torch.dtype = torch.float32, renormalises: bool = True) -> Experts:
+def made(dtype: torch.dtype = torch.float32, **changes: Any) -> Experts:
     torch.manual_seed(0)
-    config = replace(CONFIG, experts=replace(CONFIG.experts, renormalises=renormalises))
+    config = replace(CONFIG, experts=replace(CONFIG.experts, **changes))
     experts = Experts(config, Shard())
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -45,13 +47,31 @@ def definition(experts: Experts, x: Tensor) -> Tensor:
         gate, up = (experts.gate_up[number].weight.double() @ x).chunk(2)
         hidden = gate / (1 + (-gate).exp()) * up
         out += shares[number] / whole * (experts.down[number].weight.double() @ hidden)
+    if experts.has_shared:
+        gate, up = (experts.shared_gate_up.weight.double() @ x).chunk(2)
+        shared = experts.shared_down.weight.double() @ (gate / (1 + (-gate).exp()) * up)
+        if experts.has_shared_gate:
+            shared = shared / (1 + (-experts.shared_gate.weight.double() @ x).exp())
+        out += shared
     return out
 
 
-@pytest.mark.parametrize("renormalises", [True, False])
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"renormalises": True},
+        {"renormalises": False},
+        {"shared_width": 30},
+        {"shared_width": 30, "has_shared_gate": True},
+    ],
+    ids=str,
+)
 @torch.inference_mode()
-def test_a_mixture_is_its_definition(renormalises: bool) -> None:
-    experts = made(renormalises=renormalises)
+def test_a_mixture_is_its_definition(changes: dict[str, Any], is_native: bool) -> None:
+    experts = made(**changes)
+    if is_native:
+        experts.elementwise = NativeElementwise()
     x = torch.randn(2, 5, CONFIG.hidden_size)
     found = experts(x, lambda y: y)
     exact = torch.stack([definition(experts, token) for token in x.flatten(0, 1)]).view_as(x)

@@ -59,6 +59,9 @@ MODELS = {
         TINY, post_norms=True, embedding_scale=7.3, query_scale=0.8, activation="gelu_tanh"
     ),
     "experts": replace(TINY, experts=ExpertsConfig(8, 3, 40, renormalises=False)),
+    "a shared expert": replace(
+        TINY, experts=ExpertsConfig(8, 3, 40, shared_width=51, has_shared_gate=True)
+    ),
     "experts with biases, sink logits": replace(
         TINY,
         num_layers=3,

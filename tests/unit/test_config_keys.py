@@ -35,6 +35,10 @@ WALKED: dict[str, tuple[str, dict[str, Any]]] = {
     "MinistralForCausalLM": ("Ministral", SIZES | WIDE | {"num_key_value_heads": 2}),
     "Gemma3ForCausalLM": ("Gemma3Text", SIZES | WIDE | {"num_key_value_heads": 2}),
     "MixtralForCausalLM": ("Mixtral", SIZES | WIDE | {"num_key_value_heads": 2}),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2Moe",
+        SIZES | WIDE | WINDOW | {"num_key_value_heads": 2, "max_window_layers": 3},
+    ),
     "Qwen3MoeForCausalLM": ("Qwen3Moe", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),
     "GptOssForCausalLM": ("GptOss", SIZES | WIDE | {"num_key_value_heads": 2}),
     "Qwen2ForCausalLM": ("Qwen2", SIZES | WIDE | WINDOW | {"num_key_value_heads": 2}),

@@ -53,7 +53,7 @@ from magicdec.hardware.costs import stored_bytes
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import load_transformer
 from magicdec.model.checkpoint.weight_map import expected_shapes
-from magicdec.model.config import ModelConfig
+from magicdec.model.config import ExpertsConfig, ModelConfig
 from magicdec.model.linear.packed import Linear, PackedLinear, exchange
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
@@ -123,12 +123,15 @@ def loaded(config: ModelConfig, low_bit: str) -> Transformer:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *LOW_BIT])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "experts", [None, ExpertsConfig(7, 2, 32, shared_width=64, has_shared_gate=True)]
+)
 def test_what_fills_up_packed_weights_is_planned(
-    tied: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+    experts: ExpertsConfig | None, tied: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No number of outputs of the tiny model is that of a whole block."""
     monkeypatch.setattr("magicdec.model.linear.packed.library", lambda: FakeLibrary)
-    config = replace(TINY, tie_word_embeddings=tied)
+    config = replace(TINY, tie_word_embeddings=tied, experts=experts)
     if dtype in LOW_BIT:
         config = replace(config, hidden_size=96, intermediate_size=96)
         model = loaded(config, dtype)

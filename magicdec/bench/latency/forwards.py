@@ -151,8 +151,8 @@ def seconds_of_products(model: Transformer, tokens: int, device: torch.device) -
         fastest = max(fastest, tokens * inputs * part.out_features / seconds)
     sizes: float = sum(layer.in_features * layer.out_features for layer in layers)
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
-        own = [layer for layer in experts.modules() if isinstance(layer, Linear)]
-        of_experts = sum(m.in_features * m.out_features for m in own if m is not experts.router)
+        own = [m for m in (*experts.gate_up, *experts.down) if isinstance(m, Linear)]
+        of_experts = sum(m.in_features * m.out_features for m in own)
         sizes -= of_experts * (1 - experts.num_used / len(experts.down))
     head = model.tied_head.numel() if model.has_head and model.head is None else 0
     return tokens * (sizes + head) / fastest

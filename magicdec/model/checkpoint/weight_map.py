@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.config import ROUTER, LayerKind, ModelConfig
+from magicdec.model.config import ROUTER, SHARED_GATE, LayerKind, ModelConfig
 from magicdec.model.families.family import Names, find_family
 from magicdec.output.files import load_json
 
-NO_MATRIX = re.compile(rf"embedding|\.{ROUTER}\.")  # parameters of two dimensions
+NO_MATRIX = re.compile(rf"embedding|\.({ROUTER}|{SHARED_GATE})\.")  # parameters of two dimensions
 
 IndexRange = tuple[int, int]
 WeightPart = tuple[str, IndexRange, int]
@@ -220,6 +220,15 @@ class _Table:
             self.column_parallel(f"{ours}.gate_up.{number}", up, has_bias)
             down = expert + n.expert_down
             self.row_parallel(f"{ours}.down.{number}", down, units, experts.width, has_bias)
+        if experts.shared_width:
+            units = self.shard.mlp_units(experts.shared_width)
+            shared = theirs + n.shared_expert
+            up = [(shared + name, units, experts.shared_width) for name in n.expert_gate_up]
+            self.column_parallel(f"{ours}.shared_gate_up", up, False)
+            down = shared + n.expert_down
+            self.row_parallel(f"{ours}.shared_down", down, units, experts.shared_width, False)
+        if experts.has_shared_gate:
+            self.whole(f"{ours}.{SHARED_GATE}.weight", theirs + n.shared_gate, 1)
 
     def column_parallel(
         self,

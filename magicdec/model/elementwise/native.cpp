@@ -75,6 +75,11 @@ extern "C" void magicdec_route(int is_float32, const void* logits, int64_t rows,
     route((const bfloat16*)logits, rows, experts, used, renormalises, chosen, weights);
 }
 
+extern "C" void magicdec_weigh(int is_float32, const void* logits, int64_t rows, float* weights) {
+    for (int64_t row = 0; row < rows; ++row)
+        weights[row] = is_float32 ? weigh(((const float*)logits)[row]) : weigh(((const bfloat16*)logits)[row]);
+}
+
 extern "C" void magicdec_add_expert(int is_float32, const void* x, const void* bias, const int64_t* tokens,
                                     const float* weights, int64_t rows, int64_t width, float* sum) {
     if (is_float32) return add_expert((const float*)x, (const float*)bias, tokens, weights, rows, width, sum);

@@ -58,6 +58,7 @@ def library() -> ctypes.CDLL:
         *(_FLAG, _POINTER, _SIZE, _SIZE, _SIZE),
         *(_FLAG, _POINTER, _POINTER),
     )
+    native.magicdec_weigh.argtypes = (_FLAG, _POINTER, _SIZE, _POINTER)
     native.magicdec_add_expert.argtypes = (
         *(_FLAG, _POINTER, _POINTER, _POINTER),
         *(_POINTER, _SIZE, _SIZE, _POINTER),
@@ -136,6 +137,14 @@ class NativeElementwise(Elementwise):
             weights.data_ptr(),
         )
         return chosen, weights
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        check(logits)
+        logits = logits.contiguous()
+        weights = torch.empty(logits.shape)
+        is_float32 = logits.dtype == torch.float32
+        library().magicdec_weigh(is_float32, logits.data_ptr(), len(logits), weights.data_ptr())
+        return weights
 
     def add_expert(
         self, total: Tensor, tokens: Tensor, out: Tensor, bias: Tensor | None, weights: Tensor

@@ -65,6 +65,10 @@ class Elementwise:
         weights = torch.softmax(of_softmax, dim=-1)[:, :num_used]
         return chosen[:, :num_used], weights.to(logits.dtype).float()
 
+    def weigh(self, logits: Tensor) -> Tensor:
+        """The sigmoid of `logits` [N], rounded to their dtype: float32 [N]."""
+        return torch.sigmoid(logits.float()).to(logits.dtype).float()
+
     def add_expert(
         self, total: Tensor, tokens: Tensor, out: Tensor, bias: Tensor | None, weights: Tensor
     ) -> None:

@@ -115,6 +115,14 @@ COMPILED_ALONE void route_row(const S* logits, int64_t experts, int64_t used, bo
     }
 }
 
+// The weight of the MLP that all tokens go to: the sigmoid of its gate's output, rounded to S. Not inlined, as rms_norm_row.
+template <typename S>
+COMPILED_ALONE float weigh(S logit) {
+    S rounded;
+    store(&rounded, sigmoid(to_float(logit)));
+    return to_float(rounded);
+}
+
 // sum [width] += weight * (x + bias); `bias` may be null. Not inlined, as rms_norm_row.
 template <typename S>
 COMPILED_ALONE void add_expert_row(const S* x, const S* bias, float weight, int64_t width, float* sum) {

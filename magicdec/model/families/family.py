@@ -19,7 +19,7 @@ PACKINGS = ("separate", "stacked", "grouped")
 class Names:
     """Checkpoint names without ".weight" and ".bias", Llama's by default. Names from
     `attention_norm` on are appended to `layer`, whose "{}" is the layer's number, and those of an
-    expert to `expert`, whose "{}" is its own.
+    expert to `expert`, whose "{}" is its own, or to `shared_expert`.
 
     `packing`: q, k and v are three tensors (separate), one with all rows of q, then k, then v
     (stacked), or one by KV head (grouped). `transposed`: layers' matrices are [in, out].
@@ -46,6 +46,8 @@ class Names:
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    shared_expert: str = "mlp.shared_expert."
+    shared_gate: str = "mlp.shared_expert_gate"
     stacked_experts: bool = False
     post_attention_norm: str = ""
     post_mlp_norm: str = ""

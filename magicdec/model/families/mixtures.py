@@ -1,7 +1,9 @@
-"""Mixtures of experts: Mixtral, and Qwen3's (Qwen3-30B-A3B)."""
+"""Mixtures of experts: Mixtral, Qwen2's with a shared expert (Qwen1.5-MoE-A2.7B) and Qwen3's
+(Qwen3-30B-A3B)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +11,14 @@ from magicdec.model.config import ExpertsConfig, LayerKind, ModelConfig
 from magicdec.model.families.family import Family, Names
 from magicdec.model.families.fields import ConfigFields, only, shown, size, switch
 from magicdec.model.families.llama import decoder
-from magicdec.model.families.windows import check_alike, layer_types, stated_window
+from magicdec.model.families.windows import (
+    FULL,
+    SLIDING,
+    check_alike,
+    kinds,
+    layer_types,
+    stated_window,
+)
 
 
 def read_mixtral(raw: ConfigFields) -> dict[str, Any]:
@@ -30,8 +39,7 @@ def read_mixtral(raw: ConfigFields) -> dict[str, Any]:
 
 
 def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
-    """Qwen3's mixture: layers of `mlp_only_layers`, and those between every `decoder_sparse_step`,
-    have an MLP. One window on all layers, as its class computes it."""
+    """Qwen3's mixture. One window on all layers, as its class computes it."""
     only(raw, "mlp_bias", False)
     has_bias = switch(raw, "attention_bias", False)
     fields = decoder(raw, heads_if_missing=4)
@@ -41,12 +49,6 @@ def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
     raw.get("sliding_window")
     raw.get("max_window_layers")
     check_alike(layer_types(raw) or ())
-    step = size(raw, "decoder_sparse_step", default=1)
-    stated = raw.get("mlp_only_layers") or []
-    if not isinstance(stated, list) or not all(type(layer) is int for layer in stated):
-        raise ValueError(f"mlp_only_layers {shown(stated)} is no list of numbers of layers")
-    dense = {layer for layer in range(num_layers) if (layer + 1) % step} | set(stated)
-    kinds = tuple(LayerKind(window, has_mlp=layer in dense) for layer in range(num_layers))
     experts = ExpertsConfig(
         size(raw, "num_experts", "num_local_experts", default=128),
         size(raw, "num_experts_per_tok", default=8),
@@ -59,8 +61,50 @@ def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
         "qkv_bias": has_bias,
         "output_bias": has_bias,
         "experts": experts,
-        "layer_kinds": kinds[:1] if len(set(kinds)) == 1 else kinds,
+        "layer_kinds": kinds_of_mixture(raw, [window] * num_layers),
     }
+
+
+def read_qwen2(raw: ConfigFields) -> dict[str, Any]:
+    """Qwen2's mixture, with a shared expert. With windows and without `layer_types`, every second
+    layer below `max_window_layers` has one, the first among them."""
+    only(raw, "mlp_bias", False)
+    fields = decoder(raw, heads_if_missing=16)
+    num_layers = fields["num_layers"]
+    is_windowed = switch(raw, "use_sliding_window", False)
+    window = stated_window(raw) if is_windowed else None
+    raw.get("sliding_window")
+    most = size(raw, "max_window_layers", default=28)
+    types = layer_types(raw)
+    if types is None:
+        has_window = [is_windowed and i < most and i % 2 == 0 for i in range(num_layers)]
+        types = [SLIDING if each else FULL for each in has_window]
+    of_layers = [kind.window for kind in kinds(types, window)]
+    windows = of_layers * num_layers if len(of_layers) == 1 else of_layers
+    experts = ExpertsConfig(
+        size(raw, "num_experts", "num_local_experts", default=60),
+        size(raw, "num_experts_per_tok", default=4),
+        size(raw, "moe_intermediate_size", default=1408),
+        renormalises=switch(raw, "norm_topk_prob", False),
+        shared_width=size(raw, "shared_expert_intermediate_size", default=5632),
+        has_shared_gate=True,
+    )
+    return fields | {
+        "qkv_bias": switch(raw, "qkv_bias", True),
+        "experts": experts,
+        "layer_kinds": kinds_of_mixture(raw, windows),
+    }
+
+
+def kinds_of_mixture(raw: ConfigFields, windows: Sequence[int | None]) -> tuple[LayerKind, ...]:
+    """Layers of `mlp_only_layers`, and those between every `decoder_sparse_step`, have an MLP."""
+    step = size(raw, "decoder_sparse_step", default=1)
+    stated = raw.get("mlp_only_layers") or []
+    if not isinstance(stated, list) or not all(type(layer) is int for layer in stated):
+        raise ValueError(f"mlp_only_layers {shown(stated)} is no list of numbers of layers")
+    dense = {layer for layer in range(len(windows)) if (layer + 1) % step} | set(stated)
+    of_layers = tuple(LayerKind(each, has_mlp=i in dense) for i, each in enumerate(windows))
+    return of_layers[:1] if len(set(of_layers)) == 1 else of_layers
 
 
 def mixtral_names(config: ModelConfig) -> Names:
@@ -74,4 +118,5 @@ def mixtral_names(config: ModelConfig) -> Names:
 
 
 MIXTRAL = Family("mixtral", read_mixtral, mixtral_names)
+QWEN2_MOE = Family("qwen2_moe", read_qwen2)
 QWEN3_MOE = Family("qwen3_moe", read_qwen3)

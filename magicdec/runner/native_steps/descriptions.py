@@ -51,6 +51,7 @@ class ExpertsFields(ctypes.Structure):
         ("router", LinearFields),
         *_fields("gate_up* down* down_bias*"),
         ("gate", GateFields),
+        *((name, LinearFields) for name in ("shared_gate_up", "shared_down", "shared_gate")),
     ]
     kept: list[Any]  # arrays that the fields point to
 
@@ -215,6 +216,14 @@ def _experts(experts: Experts) -> ExpertsFields:
         ctypes.addressof(down),
         None if down_bias is None else ctypes.addressof(down_bias),
         GateFields(SILU) if gate is None else GateFields(CLAMPED, gate.limit, gate.alpha),
+        *(
+            _linear(getattr(experts, name), False) if is_there else LinearFields()
+            for name, is_there in (
+                ("shared_gate_up", experts.has_shared),
+                ("shared_down", experts.has_shared),
+                ("shared_gate", experts.has_shared_gate),
+            )
+        ),
     )
     fields.kept = [gate_up, down, down_bias]
     return fields

@@ -156,7 +156,7 @@ private:
             const Layer& w = m->layers[i];
             if (w.experts) {
                 resize_experts(*w.experts, R, routes[i]);
-                inner = std::max(inner, w.experts->down[0].K);
+                inner = std::max({inner, w.experts->down[0].K, w.experts->shared_down.K});
             } else {
                 mlp = std::max(mlp, w.gate_up.N);
                 inner = std::max(inner, w.down.K);
@@ -190,6 +190,10 @@ private:
         grow(expert_hidden, rows * experts.down[0].K);
         grow(expert_out, rows * m->hidden);
         grow(sums, R * m->hidden);
+        grow(shared_up, R * experts.shared_gate_up.N);
+        grow(shared_hidden, R * experts.shared_down.K);
+        grow(shared_out, R * experts.shared_down.N);
+        grow(shared_logits, R * experts.shared_gate.N);
     }
 
     // Called by one thread.
@@ -298,10 +302,16 @@ private:
         for (int64_t e = 0; e < w.num_experts; ++e)
             if (const int64_t count = route.count(e); count)
                 linear(w.down[e], &expert_hidden[route.begin[e] * stride], count, &expert_out[route.begin[e] * width]);
+        if (w.shared_gate_up.N) {
+            linear(w.shared_gate_up, normed.data(), R, shared_up.data());
+            gate(w.gate, shared_up.data(), w.shared_gate_up.N / 2, 1, w.shared_down.K, shared_hidden.data());
+            linear(w.shared_down, shared_hidden.data(), R, shared_out.data());
+            if (w.shared_gate.N) linear(w.shared_gate, normed.data(), R, shared_logits.data());
+        }
         team.share(R, [&](int64_t r) { add_experts(w, route, r); });
     }
 
-    // The weighted sum of what a token's experts made of it, in the order of their numbers.
+    // The weighted sum of what a token's experts made of it, in the order of their numbers, and the shared one last.
     void add_experts(const Experts& w, const Route& route, int64_t r) {
         const int64_t used = w.num_used, width = m->hidden;
         float* sum = &sums[r * width];
@@ -314,6 +324,9 @@ private:
             add_expert_row(&expert_out[route.places[next] * width], (const S*)(w.down_bias ? w.down_bias[last] : nullptr),
                            route.weights[next], width, sum);
         }
+        if (w.shared_gate_up.N)
+            add_expert_row(&shared_out[r * width], (const S*)nullptr, w.shared_gate.N ? weigh(shared_logits[r]) : 1.0f, width,
+                           sum);
         for (int64_t i = 0; i < width; ++i) store(&part[r * width + i], sum[i]);
     }
 
@@ -499,6 +512,7 @@ private:
     std::vector<float> lse, room;  // room: scratch memory of linear layers
     std::deque<Route> routes;      // by layer
     std::vector<S> router_logits, gathered, expert_up, expert_hidden, expert_out;
+    std::vector<S> shared_up, shared_hidden, shared_out, shared_logits;
     std::vector<float> sums;
     std::vector<Best> best, found;
     std::vector<bool> goes_on;  // rows whose chain has not stopped

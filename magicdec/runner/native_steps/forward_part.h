@@ -14,6 +14,8 @@ struct Experts {  // of experts, in place of a layer's MLP
     const LinearLayer *gate_up, *down;  // [num_experts]
     const void* const* down_bias;       // [num_experts], added by this rank, or null
     Gate gate;
+    LinearLayer shared_gate_up, shared_down;  // of all tokens; N is 0 without
+    LinearLayer shared_gate;                  // of one output, whose sigmoid is the weight of the shared expert; N is 0: it is 1
 };
 struct Layer {
     const void *attention_norm, *mlp_norm;
