@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import chain, pairwise
+from typing import Any
 
 from magicdec.names import BASELINE
 from magicdec.records.comparison.values import is_close
@@ -51,8 +52,15 @@ def check_metrics(record: RunRecord) -> list[str]:
         for part, (stored, computed) in parts.items()
         if stored is not None
         for name, value in asdict(stored).items()
-        if not is_close(value, getattr(computed, name))
+        if not is_equal(value, asdict(computed)[name])
     ]
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """`is_close`, of the numbers of each category too."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
+    return is_close(one, other)
 
 
 def drafts(samples: PassSamples) -> list[tuple[int, int]]:

@@ -5,10 +5,11 @@ edited by hand.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from magicdec.names import BASELINE
+from magicdec.records.acceptance import GroupAcceptance
 from magicdec.records.metrics import run_metrics
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
@@ -30,7 +31,8 @@ def unfounded_metric(record: RunRecord) -> str | None:
     if not record.samples or prefill is None or bandwidth is None or record.workload is None:
         raise ValueError("it has metrics without the samples that they follow from")
     passes = {name: samples.restored() for name, samples in record.samples.items()}
-    found = run_metrics(passes, prefill, bandwidth, record.workload.is_random)
+    workload = record.workload
+    found = run_metrics(passes, prefill, bandwidth, workload.is_random, workload.categories)
     for name, metrics in stated.items():
         for each in fields(Metrics) if metrics is not None else ():
             if name not in found:
@@ -41,6 +43,10 @@ def unfounded_metric(record: RunRecord) -> str | None:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, GroupAcceptance) and isinstance(other, GroupAcceptance):
+        return _equal(asdict(one), asdict(other))
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_equal, one, other))
     if one is None or other is None:
