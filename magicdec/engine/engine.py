@@ -203,8 +203,8 @@ class Engine:
     def _free(
         self, leaving: Sequence[tuple[Request, int | None]], strategy: DecodingStrategy
     ) -> None:
-        """Free the rows that requests leave. Their texts stay in flight, for others to begin with,
-        until the blocks are needed."""
+        """Free the rows that requests leave, but in a static batch, which others decode again. In a
+        prefix cache, blocks of their texts stay for requests that begin alike."""
         taken = [(request, row) for request, row in leaving if row is not None]
         strategy.release([row for _, row in taken])
         if self.is_in_flight:

@@ -47,13 +47,14 @@ class Experts(nn.Module):
         )
 
         first, last = shard.mlp_units(experts.shared_width)
-        self.has_shared = experts.shared_width > 0
-        if self.has_shared:
-            self.shared_gate_up: Linear = nn.Linear(size, 2 * (last - first), bias=False)
+        self.shared_gate_up: Linear | None = None
+        self.shared_down: Linear | None = None
+        self.shared_gate: Linear | None = None
+        if experts.shared_width:
+            self.shared_gate_up = nn.Linear(size, 2 * (last - first), bias=False)
             self.shared_down = PartialLinear(last - first, size, bias=False)
-        self.has_shared_gate = experts.has_shared_gate
-        if self.has_shared_gate:
-            self.shared_gate: Linear = nn.Linear(size, 1, bias=False)
+        if experts.has_shared_gate:
+            self.shared_gate = nn.Linear(size, 1, bias=False)
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
         tokens = x.flatten(0, -2)  # [N, hidden]
@@ -67,11 +68,11 @@ class Experts(nn.Module):
             down = self.down[number]
             bias = down.bias if self.is_first else None
             self.elementwise.add_expert(out, token, down(hidden), bias, weights[token, place])
-        if self.has_shared:
+        if self.shared_gate_up is not None and self.shared_down is not None:
             every = torch.arange(len(tokens), device=x.device)
             shared = self.shared_down(self.activate(self.shared_gate_up(tokens)))
             weights = out.new_ones(len(tokens))
-            if self.has_shared_gate:
+            if self.shared_gate is not None:
                 weights = self.elementwise.weigh(self.shared_gate(tokens)[:, 0])
             self.elementwise.add_expert(out, every, shared, None, weights)
         return reduce(out.to(x.dtype).view_as(x))

@@ -47,10 +47,10 @@ def definition(experts: Experts, x: Tensor) -> Tensor:
         gate, up = (experts.gate_up[number].weight.double() @ x).chunk(2)
         hidden = gate / (1 + (-gate).exp()) * up
         out += shares[number] / whole * (experts.down[number].weight.double() @ hidden)
-    if experts.has_shared:
+    if experts.shared_gate_up is not None and experts.shared_down is not None:
         gate, up = (experts.shared_gate_up.weight.double() @ x).chunk(2)
         shared = experts.shared_down.weight.double() @ (gate / (1 + (-gate).exp()) * up)
-        if experts.has_shared_gate:
+        if experts.shared_gate is not None:
             shared = shared / (1 + (-experts.shared_gate.weight.double() @ x).exp())
         out += shared
     return out

@@ -2,13 +2,14 @@
 they emit alone: conversations of several turns, which fork, are cancelled and preempted, and whose
 blocks are evicted, with and without drafts."""
 
+import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
-from conftest import decode, make_draft, make_requests, make_runner, random_prompts
+from conftest import decode, make_draft, make_requests, make_runner, pack, random_prompts
 from fake_clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from test_in_flight import (
     draw_backend,
 )
 from test_stale_kv import spoiled
+from test_window_blocks import model_of
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
@@ -189,6 +191,20 @@ def test_turns_emit_what_they_emit_alone(
 ) -> None:
     seen = check(range(4), drafter, kv, is_native)
     assert seen["shared"] > 0 and (is_native or seen["evicted"] > 0), seen
+
+
+@pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
+@pytest.mark.parametrize(("drafter", "kv"), [DRAFTS[0], DRAFTS[2]], ids=["none", "snapkv"])
+def test_caches_of_all_windows_give_the_same_blocks(
+    drafter: str | None, kv: KVSection, is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = sys.modules[__name__]
+    for name in ("LONE", "MODEL", "PACKED"):
+        model = model_of("some", seed=1)
+        monkeypatch.setattr(own, name, pack(model) if name == "PACKED" else model)
+    monkeypatch.setattr(own, "lone_outputs", {})
+    seen = check(range(3), drafter, kv, is_native)
+    assert seen["shared"] > 0, seen
 
 
 def test_a_prompt_that_was_cancelled_leaves_what_it_has_computed() -> None:

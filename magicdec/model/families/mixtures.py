@@ -15,6 +15,7 @@ from magicdec.model.families.windows import (
     FULL,
     SLIDING,
     check_alike,
+    check_whole,
     kinds,
     layer_types,
     stated_window,
@@ -74,9 +75,10 @@ def read_qwen2(raw: ConfigFields) -> dict[str, Any]:
     is_windowed = switch(raw, "use_sliding_window", False)
     window = stated_window(raw) if is_windowed else None
     raw.get("sliding_window")
-    most = size(raw, "max_window_layers", default=28)
+    most = raw.get("max_window_layers", 28)
     types = layer_types(raw)
     if types is None:
+        check_whole("max_window_layers", most)
         has_window = [is_windowed and i < most and i % 2 == 0 for i in range(num_layers)]
         types = [SLIDING if each else FULL for each in has_window]
     of_layers = [kind.window for kind in kinds(types, window)]

@@ -42,6 +42,11 @@ def check_alike(types: Sequence[str]) -> None:
         )
 
 
+def check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} {shown(value)} is not a whole number")
+
+
 def stated_window(raw: ConfigFields) -> int | None:
     if "sliding_window" in raw and raw["sliding_window"] is None:
         return None
@@ -111,7 +116,6 @@ def qwen_kinds(raw: ConfigFields) -> tuple[LayerKind, ...]:
     types = layer_types(raw)
     raw.get("sliding_window")
     if types is None and window is not None:
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise ValueError(f"max_window_layers {shown(first)} is not a whole number")
+        check_whole("max_window_layers", first)
         types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return (LayerKind(),) if types is None else kinds(types, window)

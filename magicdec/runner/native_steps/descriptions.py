@@ -217,12 +217,8 @@ def _experts(experts: Experts) -> ExpertsFields:
         None if down_bias is None else ctypes.addressof(down_bias),
         GateFields(SILU) if gate is None else GateFields(CLAMPED, gate.limit, gate.alpha),
         *(
-            _linear(getattr(experts, name), False) if is_there else LinearFields()
-            for name, is_there in (
-                ("shared_gate_up", experts.has_shared),
-                ("shared_down", experts.has_shared),
-                ("shared_gate", experts.has_shared_gate),
-            )
+            LinearFields() if layer is None else _linear(layer, False)
+            for layer in (experts.shared_gate_up, experts.shared_down, experts.shared_gate)
         ),
     )
     fields.kept = [gate_up, down, down_bias]
