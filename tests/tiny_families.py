@@ -106,7 +106,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         SIZES
         | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 52}
-        | {"shared_expert_intermediate_size": 92, "mlp_only_layers": [2], "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [2], "norm_topk_prob": True}
         | {"use_sliding_window": True, "sliding_window": 40},
     ),
     "gpt-oss": (

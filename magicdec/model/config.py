@@ -273,10 +273,14 @@ class ModelConfig:
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """The units of a layer's MLP and of an expert, as far as layers have them."""
+        """The units of a layer's MLP, of an expert and of a shared expert, as far as layers have
+        them."""
         has_mlp = self.experts is None or self.num_mixtures < self.num_layers
         own = (self.intermediate_size,) if has_mlp else ()
-        return own if self.experts is None else (*own, self.experts.width)
+        if self.experts is None:
+            return own
+        shared = (self.experts.shared_width,) if self.experts.shared_width else ()
+        return (*own, self.experts.width, *shared)
 
     @property
     def num_mixtures(self) -> int:

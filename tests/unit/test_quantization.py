@@ -17,7 +17,7 @@ from magicdec.model.checkpoint.convert import convert, find_checkpoint, find_dam
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.checkpoint.weight_files import Index, WeightSource
 from magicdec.model.checkpoint.weight_map import untie_head, weight_map
-from magicdec.model.config import ROUTER
+from magicdec.model.config import ROUTER, SHARED_GATE
 from magicdec.model.linear.grouped import GroupedNumbers
 from magicdec.model.linear.quantizers import INT4, INT8, Quantizer
 from magicdec.model.transformer import Transformer
@@ -101,6 +101,7 @@ def load(
     return tensors
 
 
+NO_MATRICES = ("embedding", f".{ROUTER}.", f".{SHARED_GATE}.")
 TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 
@@ -130,7 +131,8 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
             whole = source.weights.read(name).float()
             whole = whole.T if piece.transposed else whole
             rows, columns = slice(*piece.rows), slice(*(piece.columns or (0, None)))
-            if len(piece.full_shape) == 1 or "embedding" in parameter or ROUTER in parameter:
+            is_whole = any(word in parameter for word in NO_MATRICES)
+            if len(piece.full_shape) == 1 or is_whole:
                 parts.append(whole[rows] + piece.offset)
             else:
                 parts.append(plainly(whole)[rows, columns])
