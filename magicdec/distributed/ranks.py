@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,22 @@ def interrupting_no_child() -> Iterator[None]:
         before(signal.SIGINT, None)
 
 
+@contextmanager
+def passing_on(variables: Mapping[str, str]) -> Iterator[None]:
+    """A context in which processes that are started have these environment variables. What this
+    process does later has them not: it would take itself for a rank, for example."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def start_ranks(nproc: int, words: Sequence[str]) -> int:
     """Run the command WORDS as `nproc` ranks on this host, through torch's launcher. Returns the
     exit code of the rank that failed first, after printing its error, or 0; or that of a signal."""
@@ -84,12 +100,15 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
 
     from magicdec.distributed.rendezvous import register_rendezvous
 
-    os.environ[LAUNCHER] = str(os.getpid())
     logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a rank then sets its threads
-    os.environ["PYTHONUNBUFFERED"] = "1"
+    # Threads as torchrun sets them; a rank then sets its own.
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    of_ranks = {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     # The launcher keeps what ranks report in a folder, which it would leave behind.
-    with tempfile.TemporaryDirectory(prefix="magicdec-", ignore_cleanup_errors=True) as folder:
+    with (
+        passing_on(of_ranks),
+        tempfile.TemporaryDirectory(prefix="magicdec-", ignore_cleanup_errors=True) as folder,
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -302,6 +302,7 @@ def test_what_keeps_jobs_from_running_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """`BROKEN` is a package that cannot be imported."""
+    monkeypatch.chdir(tmp_path)  # the default --out is in the current folder
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     if "BROKEN" in env:
@@ -312,7 +313,10 @@ def test_what_keeps_jobs_from_running_is_one_line(
     assert len(stderr.splitlines()) <= 2
 
 
-def test_jobs_of_one_machine_have_one_node(command: Command, tmp_path: Path) -> None:
+def test_jobs_of_one_machine_have_one_node(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "study.toml").write_text("[slurm]\nnodes = 2\n[[grid]]\ndriver = 'run'\n")
     code, _, stderr = command("sweep", tmp_path / "study.toml", "--executor", "local")
     assert code == 2 and "[slurm] nodes = 2, but this is one machine" in stderr
