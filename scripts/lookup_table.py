@@ -44,7 +44,7 @@ from magicdec.speculation.draft_length import DraftLength, make_draft_length
 from magicdec.speculation.steps import speculative, steps
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.workload.books import read_books
-from magicdec.workload.workload import build_workload
+from magicdec.workload.workload import Wanted, build_workload
 
 ROOT = Path(__file__).parents[1]
 OLDER, NEWER = "7abf6ae", "1900e48"  # commits between which files were edited
@@ -201,9 +201,8 @@ def measure(
 def own(run: Run, name: str, count: int) -> list[Sample]:
     """Prompts of a dataset, which the model continues by itself."""
     source, w = run.prepared.source.config, run.config.workload
-    workload = build_workload(
-        name, run.prepared.tokenizer, source.bos_token_id, w.prefix_len, count, w.seed, w.gen_len
-    )
+    wanted = Wanted(w.prefix_len, count, w.seed, w.gen_len)
+    workload = build_workload(name, run.prepared.tokenizer, source.bos_token_id, wanted)
     return [(prompt, ()) for prompt in workload.prompts]
 
 

@@ -20,7 +20,7 @@ from serving_trace import VOCAB
 
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.tokenizer import load_tokenizer
-from magicdec.workload.workload import build_workload
+from magicdec.workload.workload import Wanted, build_workload
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 6, 384, 6, 64, 1024
 POSITIONS = 32768
@@ -243,12 +243,12 @@ def measure_generations(
             (Path(directory) / name).symlink_to(DEMO.with_name(name))
         starts = make_starts(Path(directory) / "target", pythons, lambda entry: entry.generates)
         for text in texts:
-            workload = build_workload(text, tokenizer, bos, prefix, BATCH, 0, GENERATED)
+            workload = build_workload(text, tokenizer, bos, Wanted(prefix, BATCH, 0, GENERATED))
             prompts = [list(prompt) for prompt in workload.prompts]
             check_generations(starts, [prompt[-GENERATED_CHECKED:] for prompt in prompts], threads)
             measured = take_generations(starts, prompts, dtypes, threads)
             rows += [{"text": workload.dataset, **row} for row in measured]
-        scored = build_workload("demo", tokenizer, bos, SCORED_TOKENS, SCORED_ROWS, 0, 0)
+        scored = build_workload("demo", tokenizer, bos, Wanted(SCORED_TOKENS, SCORED_ROWS, 0, 0))
         found = perplexities(starts, dtypes, [list(text) for text in scored.prompts], threads)
     return [row | {"perplexity": found[row["way"]]} for row in rows]
 

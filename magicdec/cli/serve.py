@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
 EVERYDAY = (
-    *("--model", "--dataset", "--num_requests", "--arrival", "--concurrency"),
+    *("--model", "--dataset", "--num_requests", "--arrival", "--concurrency", "--turns"),
     *("--prefix_len", "--gen_len"),
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
     *("--goodput", "--nproc", "--plot", "--trace", "--out"),
@@ -218,6 +218,11 @@ class Command:
             raise ValueError(
                 f"--prompt_format {CHAT}: prompts that are cut to several lengths would lose the "
                 f"template's end; leave {UNIFORM} and {TRACE} out, or use --prompt_format {PLAIN}"
+            )
+        if options.turns > 1 and not is_prompt_set(dataset):
+            raise ValueError(
+                f"--turns {options.turns}: --dataset {dataset} has no conversations; give a set "
+                "that has some, such as mt_bench:FILE"
             )
         if has_trace:
             lengths = ("serving.prefix_len", "serving.gen_len")

@@ -22,6 +22,8 @@ from magicdec.config.sections import (
 )
 from magicdec.names import BASELINE
 
+OF_SERVING = ("extra_new_tokens", "turns")  # of a workload; a run has none of them
+
 
 @dataclass(frozen=True)
 class ResolvedModel:
@@ -116,7 +118,8 @@ class ResolvedConfig:
         names = [each.name for each in dataclasses.fields(self)][1:]
         sections = {name: _section(getattr(self, name)) for name in names}
         sections["workload"]["max_len"] = w.prefix_len + w.gen_len
-        del sections["workload"]["extra_new_tokens"]
+        for name in OF_SERVING:
+            del sections["workload"][name]
         return sections
 
 

@@ -281,8 +281,13 @@ class StepCounts:
         self.num_preemptions += len(plan.preempted)
         self.num_in_flight += len(decoding) + len(plan.parts)
         if plan.shared is not None:
-            self.num_looked_up += sum(request.num_cached for request, _ in plan.admitted)
-            self.num_found += plan.num_shared_tokens
+            found = plan.shared_tokens
+            for request, row in plan.admitted:
+                moves = self.moves[request.request_id]
+                moves.num_looked_up += request.num_cached
+                moves.num_found += found.get(row, 0)
+                self.num_looked_up += request.num_cached
+                self.num_found += found.get(row, 0)
         for request, _ in plan.preempted:
             self.moves[request.request_id].preempted_s.append(now)
         for request, _ in plan.admitted:

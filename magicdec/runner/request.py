@@ -84,9 +84,21 @@ class SamplingParams:
         return num_output >= self.max_new_tokens or token in self.eos_token_ids
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The place of a request in a conversation: its `number`, from 1, the request `previous` whose
+    answer it follows, and what makes its prompt from the answers to all turns before."""
+
+    conversation: int
+    number: int
+    previous: Request | None
+    prompt_after: Callable[[Sequence[Sequence[int]]], tuple[int, ...]]
+
+
 @dataclass(eq=False)
 class Request:
-    """A prompt and its output so far, compared by identity. Only the scheduler changes it."""
+    """A prompt and its output so far, compared by identity. Only the scheduler changes it. A later
+    `turn` of a conversation has no prompt before the turn before has ended."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
@@ -98,6 +110,30 @@ class Request:
     first_token_s: float | None = None
     token_times_s: list[float] = field(default_factory=list)  # when each output token was known
     finished_s: float | None = None
+    turn: Turn | None = None  # None: it is asked alone
+
+    @property
+    def previous(self) -> Request | None:
+        """The request whose answer this one follows."""
+        return None if self.turn is None else self.turn.previous
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """The output as a conversation goes on with it: without a token that ends it, for which
+        what follows has its own."""
+        output = self.output_ids
+        return output[:-1] if output and output[-1] in self.sampling.eos_token_ids else output
+
+    def follow(self, now: float) -> None:
+        """Arrive as the turn after one that has ended now, with the prompt that goes on with it."""
+        assert self.turn is not None and not self.prompt_ids, "a later turn follows once"
+        answers = list[Sequence[int]]()
+        before = self.previous
+        while before is not None:
+            answers.append(before.answer_ids)
+            before = before.previous
+        self.prompt_ids = self.turn.prompt_after(answers[::-1])
+        self.arrived_s = now
 
     @property
     def last_token(self) -> int:
@@ -163,10 +199,13 @@ class Request:
 
 @dataclass
 class Moves:
-    """Times at which a request joined the running batch and was preempted."""
+    """Times at which a request joined the running batch and was preempted. Each time that it joined
+    so many of its tokens were looked for in a prefix cache, and found."""
 
     joined_s: list[float] = field(default_factory=list)
     preempted_s: list[float] = field(default_factory=list)
+    num_looked_up: int = 0
+    num_found: int = 0
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,9 @@ class StepPlan:
     parts: tuple[PrefillChunk, ...] = ()
 
     @property
-    def num_shared_tokens(self) -> int:
-        return sum(len(node.tokens) for _, path in self.shared or () for node in path)
+    def shared_tokens(self) -> dict[int, int]:
+        """Of each row that begins with what a prefix cache has, the tokens of that."""
+        return {row: sum(len(node.tokens) for node in path) for row, path in self.shared or ()}
 
 
 StepObserver = Callable[[StepPlan], None]

@@ -27,7 +27,7 @@ from magicdec.setup.memory_check import check_memory, check_together, free_devic
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
 from magicdec.workload.chat_template import ChatTemplate
-from magicdec.workload.workload import Workload, build_workload, encode_corpus
+from magicdec.workload.workload import Wanted, Workload, build_workload, encode_corpus
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ class Prepared(ResolvedRun):
             seed=w.seed,
             sources=None if w.sources is None else [list(source) for source in w.sources],
             categories=None if w.categories is None else [*w.categories],
-            num_later_turns=None if w.later_turns is None else sum(w.later_turns),
+            num_later_turns=None
+            if w.conversations is None
+            else sum(each.num_left_out for each in w.conversations),
             left_out=w.left_out,
             sha256=w.sha256,
         )
@@ -257,27 +259,23 @@ def _workload_of(
     w = run.config.workload
     bos = run.source.config.bos_token_id
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
-    gen_len = w.num_new_tokens
-    size = w.prefix_len, count, batch
+    most_new = w.num_new_tokens + w.extra_new_tokens
+    wanted = Wanted(
+        w.prefix_len,
+        count,
+        w.seed,
+        gen_len=w.num_new_tokens if w.turns == 1 else most_new,
+        counted_by=counted_by,
+        is_whole=num_prompts is not None,
+        batch=batch,
+        turns=w.turns,
+    )
     chat: ChatTemplate | None = None
     if w.prompt_format == CHAT:
         chat = cache.get(("chat", tokenizer.path), lambda: ChatTemplate(tokenizer))
     made: Workload = cache.get(
-        ("workload", tokenizer_name, w.dataset, w.skip_tokens, bos, size, w.seed, gen_len, chat),
-        lambda: build_workload(
-            w.dataset,
-            tokenizer,
-            bos,
-            w.prefix_len,
-            count,
-            w.seed,
-            gen_len=gen_len,
-            counted_by=counted_by,
-            is_whole=num_prompts is not None,
-            skip_tokens=w.skip_tokens,
-            batch=batch,
-            chat=chat,
-        ),
+        ("workload", tokenizer_name, w.dataset, w.skip_tokens, bos, wanted, chat),
+        lambda: build_workload(w.dataset, tokenizer, bos, wanted, w.skip_tokens, chat),
     )
     return made
 

@@ -330,7 +330,7 @@ class Batching(System):
         shape = self.step_shape(each)
         gamma = shape.tokens - 1
         lengths = [request.output_len for request in self.options.shapes]
-        num_steps = sum(lengths) // shape.rows + max(lengths)
+        num_steps = self.options.turns * (sum(lengths) // shape.rows + max(lengths))
         seed = f"{self.run.workload.seed} {each.name}"
         return Witness.of(runner, shape.rows, gamma, num_steps, seed, gamma)
 

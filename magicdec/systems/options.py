@@ -146,6 +146,15 @@ class ServeOptions(StagesSection):
         least=1,
         is_set=True,
     )
+    turns: int = setting(
+        1,
+        "Questions of a conversation that are asked at most, of prompt sets that have several "
+        "(mt_bench, spec_bench, speed_bench). A later one is a request that arrives when the "
+        "answer before it has ended; its prompt is the conversation up to there, within "
+        "--prefix_len. Needs --concurrency, which then counts conversations, as --num_requests "
+        "does.",
+        least=1,
+    )
     batch_size: int = same(WorkloadSection, "batch_size")
     batch_ranks: str = setting(
         "first",
@@ -260,6 +269,12 @@ class ServeOptions(StagesSection):
         Raises ValueError for flags that exclude each other, and for a malformed trace.
         """
         is_closed = self.concurrency is not None
+        if self.turns > 1 and not is_closed:
+            raise ValueError(
+                f"--turns {self.turns} needs a closed loop, in which a question arrives when the "
+                "answer before it has ended; say by --concurrency how many conversations are in "
+                "flight"
+            )
         arrival = parse_arrival(BURST if is_closed else self.arrival)
         shapes = make_shapes(arrival, self.num_requests, self.prefix_len, self.gen_len, seed)
         if self.most_in_flight > len(shapes):
@@ -351,6 +366,7 @@ class ServeOptions(StagesSection):
             gen_len=new,
             num_batches=1,
             extra_new_tokens=extra,
+            turns=self.turns,
         )
 
     @property
@@ -484,6 +500,7 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
         options.samples(options.grid(world_size))
     if options.emulate_link_ms is not None and world_size == 1:
         raise ValueError(f"--emulate_link_ms {options.emulate_link_ms}: one rank has no link")
+    _check_turns(options)
     _check_emulated_acceptance(options)
     _check_emulated_stages(options, config)
 
@@ -509,6 +526,20 @@ def _check_servers(options: ServeOptions) -> None:
             "--endpoint_metrics has the same counters for several servers; give each its own, or "
             f"{NO_URL}"
         )
+
+
+def _check_turns(options: ServeOptions) -> None:
+    """Raises ValueError if the answers that a conversation would go on with mean nothing."""
+    emulated = {
+        "emulate_acceptance": "accepts drafts by chance, or knows what each request will emit",
+        "emulate_stage_ms": "chooses no tokens",
+    }
+    for name, reason in emulated.items():
+        if options.turns > 1 and getattr(options, name) is not None:
+            raise ValueError(
+                f"--turns {options.turns}: a conversation goes on with its answers, but --{name} "
+                f"{reason}; leave one out"
+            )
 
 
 def _check_emulated_acceptance(options: ServeOptions) -> None:

@@ -26,7 +26,7 @@ from magicdec.hardware.timing import RealClock
 from magicdec.output.console import Progress
 from magicdec.records.acceptance import Verifications
 from magicdec.records.stalls import TimedStep
-from magicdec.runner.request import Request, StepOutput
+from magicdec.runner.request import Request, StepOutput, Turn
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.memory_check import MemoryBudget, add_up
@@ -36,6 +36,7 @@ from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, 
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
 from magicdec.systems.stages.spans import Span
+from magicdec.workload.conversations import Conversation
 from magicdec.workload.request_shapes import RequestShape
 
 if TYPE_CHECKING:
@@ -234,16 +235,24 @@ def make_requests(
     sampling: SamplingSection,
     end_ids: tuple[int, ...] = (),
     is_coupled: bool = False,
+    conversations: Sequence[Conversation] | None = None,
 ) -> list[Request]:
-    """The requests, the first of which arrives at `begin_s`. A request ends early with a token of
-    `end_ids`. Its random numbers depend on its place in the order of arrival, so that they are
-    equal in every pass; `sampling.coupled` explains `is_coupled`."""
-    requests = []
+    """The requests, the first of which arrives at `begin_s`; with `conversations` those of all
+    turns of each. A request ends early with a token of `end_ids`. Its random numbers depend on its
+    number, so that they are equal in every pass; `sampling.coupled` explains `is_coupled`."""
+    requests = list[Request]()
     for i, (prompt, shape) in enumerate(zip(prompts[: len(shapes)], shapes, strict=True)):
-        params = make_params(sampling, shape.output_len, end_ids, i, is_coupled)
-        request = Request(i, prompt[: shape.prompt_len], params)
-        request.arrived_s = begin_s + shape.arrival_ms / 1e3
-        requests.append(request)
+        talk = None if conversations is None else conversations[i]
+        previous = None
+        for turn in range(1 if talk is None else len(talk.turns)):
+            number = len(requests)
+            params = make_params(sampling, shape.output_len, end_ids, number, is_coupled)
+            request = Request(number, prompt[: shape.prompt_len] if turn == 0 else (), params)
+            request.arrived_s = begin_s + shape.arrival_ms / 1e3
+            if talk is not None:
+                request.turn = Turn(i, turn + 1, previous, talk.prompt_after)
+            previous = request
+            requests.append(request)
     return requests
 
 

@@ -69,6 +69,16 @@ class Frame:
     def around(self, ids: Sequence[int]) -> tuple[int, ...]:
         return (*self.before, *ids, *self.after)
 
+    def pieces(self, texts: Sequence[Sequence[int] | None]) -> tuple[tuple[int, ...], ...]:
+        """The whole prompt in the pieces between texts that are None, which are not known."""
+        pieces = [[*self.before]]
+        for seam, number in zip((*self.between, self.after), self.order, strict=True):
+            text = texts[number]
+            if text is None:
+                pieces.append([])
+            pieces[-1] += [*(text or ()), *seam]
+        return tuple(map(tuple, pieces))
+
     def room(self, prefix_len: int) -> int:
         """The tokens of the text in a prompt of `prefix_len`. Raises ValueError if there are
         none."""

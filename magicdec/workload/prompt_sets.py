@@ -55,8 +55,7 @@ class PromptItem:
         """The messages with their speakers in words, then what begins the answer."""
         if self.is_text:
             return "".join(self.contents)
-        lines = [f"{each.role.capitalize()}: {each.content}\n\n" for each in self.messages]
-        return "".join([*lines, f"{ASSISTANT.capitalize()}:"])
+        return _in_words(self.messages)
 
 
 def sharegpt(item: Any, place: str) -> PromptItem:
@@ -174,6 +173,14 @@ def cut_middle(ids: Sequence[int], length: int) -> tuple[int, ...]:
     return (*ids[: length - end], *ids[len(ids) - end :])
 
 
+def later_texts(questions: Sequence[str], is_chat: bool) -> list[str]:
+    """What follows on an answer: the next question, or where no template names the speakers, that
+    in words and what begins the next answer."""
+    if is_chat:
+        return list(questions)
+    return [f"\n\n{_in_words(_asked(question))}" for question in questions]
+
+
 def list_at(item: Any, key: str, place: str) -> list[Any]:
     """The list at `key`. Raises ValueError, naming the place and the key, for another value."""
     values = item.get(key) if isinstance(item, dict) else None
@@ -199,6 +206,11 @@ def category_at(item: Any, key: str, place: str) -> str | None:
     if item.get(key) is None:
         return None
     return " ".join(string_at(item, key, place).split()) or None
+
+
+def _in_words(messages: Sequence[ChatMessage]) -> str:
+    lines = [f"{each.role.capitalize()}: {each.content}\n\n" for each in messages]
+    return "".join([*lines, f"{ASSISTANT.capitalize()}:"])
 
 
 def _asked(text: str) -> tuple[ChatMessage, ...]:

@@ -6,7 +6,7 @@ import hashlib
 import random
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,15 @@ from magicdec.workload.books import (
     title_of,
 )
 from magicdec.workload.chat_template import FLAG, WAY_OUT, Frame, Frames, Refusal
-from magicdec.workload.prompt_sets import PromptItem, cut_middle, is_prompt_set, sets_of
+from magicdec.workload.conversations import Conversation, conversation_of, roles_of_turns
+from magicdec.workload.prompt_sets import (
+    PromptItem,
+    Roles,
+    cut_middle,
+    is_prompt_set,
+    later_texts,
+    sets_of,
+)
 
 ENOUGH_BOOKS = 50  # of more only as many are read as the prompts need
 MOST_ITEMS = 5000  # that are read of a dataset
@@ -36,8 +44,8 @@ class Workload:
     """The prefixes in the order of the run, and their `answers`, if known. `sources` are (book
     index, chunk index), drawn from `num_available` prefixes; None if generated. `sha256` is of
     token ids and prompt boundaries. Of a prompt set, `categories` are those of its items, some of
-    them None, `later_turns` the numbers of their further questions, which are not asked, and
-    `left_out` counts the items that were drawn and left out, by reason."""
+    them None, `conversations` their turns, of which `prompts` are the first, and `left_out` counts
+    the items that were drawn and left out, by reason."""
 
     dataset: str
     prompts: tuple[tuple[int, ...], ...]
@@ -49,44 +57,62 @@ class Workload:
     answers: tuple[Answer, ...] | None = None
     categories: tuple[str | None, ...] | None = None
     left_out: dict[str, int] | None = None
-    later_turns: tuple[int, ...] | None = None
+    conversations: tuple[Conversation, ...] | None = None
 
     def first(self, num_prompts: int) -> Workload:
         prompts = self.prompts[:num_prompts]
+        talks = self.conversations
         return replace(
             self,
             prompts=prompts,
             sources=None if self.sources is None else self.sources[:num_prompts],
             answers=None if self.answers is None else self.answers[:num_prompts],
             categories=None if self.categories is None else self.categories[:num_prompts],
-            later_turns=None if self.later_turns is None else self.later_turns[:num_prompts],
+            conversations=None if talks is None else talks[:num_prompts],
             sha256=_hash_prompts(prompts),
         )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The prompts to make: so many of `prefix_len` tokens, to be continued by `gen_len`.
+
+    `counted_by`: the flags behind `num_prompts`. `is_whole`: a set's prompts keep lengths up to
+    `prefix_len`. `batch`: a short text gives whole batches of so many. `turns`: questions of a
+    conversation that are asked at most, within `prefix_len` with the answers to those before.
+    """
+
+    prefix_len: int
+    num_prompts: int
+    seed: int
+    gen_len: int = 64
+    counted_by: str = "--B x --num_batches"
+    is_whole: bool = False
+    batch: int | None = None
+    turns: int = 1
+
+    def enough(self, num_held: int) -> int:
+        """The prompts to draw from `num_held`: with `batch`, whole batches, at least one."""
+        if self.batch is None or num_held >= self.num_prompts:
+            return self.num_prompts
+        return max(1, num_held // self.batch) * self.batch
 
 
 def build_workload(
     dataset: str,
     tokenizer: Tokenizer,
     bos_token_id: int | None,
-    prefix_len: int,
-    num_prompts: int,
-    seed: int,
-    gen_len: int = 64,
-    counted_by: str = "--B x --num_batches",
-    is_whole: bool = False,
+    wanted: Wanted,
     skip_tokens: int | None = None,
-    batch: int | None = None,
     chat: Frames | None = None,
 ) -> Workload:
-    """Distinct prefixes of `prefix_len` tokens: chunks of books, drawn without replacement. BOS, if
-    any, replaces the first token.
+    """Distinct prefixes: chunks of books, drawn without replacement. BOS, if any, replaces the
+    first token.
 
     `dataset` is `ruler:TASK`, `recall`, `recall:BOOKS`, a prompt set, or books (a name, files or
-    folders). `gen_len`: tokens of recall's continuation. `counted_by`: the flags behind
-    `num_prompts`. `is_whole`: a set's prompts keep lengths up to `prefix_len`. `skip_tokens`: left
-    out of each book (None: by SKIP_TOKENS). `batch`: a short text gives whole batches of so many.
-    `chat`: what a chat template puts around each text, BOS included, within `prefix_len`, and
-    between the messages of a conversation.
+    folders). `skip_tokens`: left out of each book (None: by SKIP_TOKENS). `chat`: what a chat
+    template puts around each text, BOS included, within `prefix_len`, and between the messages of a
+    conversation.
 
     Raises ValueError for an unknown or unreadable dataset (see `read_books`), too few prefixes, and
     too short ones.
@@ -105,44 +131,29 @@ def build_workload(
     if chat is not None:
         bos_token_id = None
     frame = Frame() if chat is None else chat.frame
+    seed = wanted.seed
     if kind == "ruler":
         prompts, strings = ruler.make_prompts(
-            name, tokenizer.encode, bos_token_id, prefix_len, num_prompts, seed, frame
+            name,
+            tokenizer.encode,
+            bos_token_id,
+            wanted.prefix_len,
+            wanted.num_prompts,
+            seed,
+            frame,
         )
         digest = _hash_prompts(prompts)
         return Workload(dataset, prompts, None, None, None, seed, digest, strings)
     if is_prompt_set(dataset):
-        return _of_prompt_set(
-            dataset,
-            tokenizer,
-            bos_token_id,
-            prefix_len,
-            num_prompts,
-            seed,
-            counted_by,
-            is_whole,
-            batch,
-            chat,
-        )
+        return _of_prompt_set(dataset, tokenizer, bos_token_id, wanted, chat)
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
     skip = SKIP_TOKENS.get(books, 0) if skip_tokens is None else skip_tokens
-    cut = _prefixes_of_books(
-        books,
-        tokenizer,
-        bos_token_id,
-        prefix_len,
-        num_prompts,
-        seed,
-        counted_by,
-        skip,
-        batch,
-        frame,
-    )
+    cut = _prefixes_of_books(books, tokenizer, bos_token_id, wanted, skip, frame)
     if kind != "recall":
         return cut
-    prompts, answers = recall_prompts(cut.prompts, gen_len, seed)
+    prompts, answers = recall_prompts(cut.prompts, wanted.gen_len, seed)
     digest = _hash_prompts(prompts)
     dataset = f"recall:{cut.dataset}"
     return replace(cut, dataset=dataset, prompts=prompts, answers=answers, sha256=digest)
@@ -152,36 +163,27 @@ def _prefixes_of_books(
     books: str,
     tokenizer: Tokenizer,
     bos_token_id: int | None,
-    prefix_len: int,
-    num_prompts: int,
-    seed: int,
-    counted_by: str,
+    wanted: Wanted,
     skip: int,
-    batch: int | None,
     frame: Frame,
 ) -> Workload:
     name = title_of(books)
+    prefix_len = wanted.prefix_len
+    seed = wanted.seed
     room = frame.room(prefix_len)
-    texts, places = _cut_books(books, tokenizer, skip, room, num_prompts)
-    num_prompts = _enough(len(places), num_prompts, batch)
+    texts, places = _cut_books(books, tokenizer, skip, room, wanted.num_prompts)
+    num_prompts = wanted.enough(len(places))
     if len(places) < num_prompts:
         after = f" after the first {skip} of each text (--skip_tokens)" if skip else ""
         raise ValueError(
             f"--dataset {name} holds {len(places)} prefixes of --prefix_len {prefix_len} tokens"
-            f"{after}; {num_prompts} are needed ({counted_by})"
+            f"{after}; {num_prompts} are needed ({wanted.counted_by})"
         )
     random.Random(seed).shuffle(places)
     sources = tuple(places[:num_prompts])
     prompts = tuple(frame.around(_prefix(texts[b], c, room, bos_token_id)) for b, c in sources)
     digest = _hash_prompts(prompts)
     return Workload(name, prompts, sources, len(places), skip, seed, digest)
-
-
-def _enough(num_held: int, num_wanted: int, batch: int | None) -> int:
-    """The prompts to draw from `num_held`: with `batch`, whole batches, at least one."""
-    if batch is None or num_held >= num_wanted:
-        return num_wanted
-    return max(1, num_held // batch) * batch
 
 
 def _cut_books(
@@ -206,39 +208,69 @@ REFUSED = "refused"
 
 @dataclass
 class DrawnItems:
-    """The items of a prompt set that were drawn: those that became prompts of at most, or of
-    exactly, `prefix_len` tokens (`is_whole`, or not), and how many were left out."""
+    """The items of a prompt set that were drawn: those that became prompts, and how many were left
+    out. `encode` gives the ids of the messages of a prompt, and `encode_later` of what follows."""
 
-    prefix_len: int
-    is_whole: bool
+    wanted: Wanted
+    encode: Callable[[Sequence[str]], list[list[int]]]
+    encode_later: Callable[[str], list[int]]
     taken: list[tuple[int, PromptItem]] = field(default_factory=list)
-    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     refusal: str = ""  # of the last one that the chat template refused
 
-    def leave_out(self, reason: str) -> None:
+    def draw(self, dataset: str, chat: Frames | None) -> int:
+        """Draws items in random order until there are enough prompts. Returns how many ask
+        something."""
+        items = enumerate(read_prompts(dataset, MOST_ITEMS))
+        asked = [(i, item) for i, item in items if item.is_asked]
+        random.Random(self.wanted.seed).shuffle(asked)
+        turns = self.wanted.turns
+        roles = [each for _, item in asked for each in roles_of_turns(item, turns)]
+        frames = None if chat is None else chat.of(roles)
+        for index, item in asked:
+            if len(self.taken) == self.wanted.num_prompts:
+                break
+            self._take(index, item, frames)
+        return len(asked)
+
+    def _take(
+        self, index: int, item: PromptItem, frames: Mapping[Roles, Frame | Refusal] | None
+    ) -> None:
+        """Make a prompt of item `index`, if its length serves: whole, or cut in the middle."""
+        wanted = self.wanted
+        frame = Frame() if frames is None else frames[item.roles]
+        if isinstance(frame, Refusal):
+            self.refusal = frame.reason
+            return self._leave_out(REFUSED)
+        texts = self.encode([item.plain_text] if frames is None else item.contents)
+        ids = frame.joined(texts)
+        room = wanted.prefix_len - frame.num_tokens
+        if len(ids) > room if wanted.is_whole else room < 1:
+            return self._leave_out(LONGER)
+        if len(ids) < room and not wanted.is_whole:
+            return self._leave_out(SHORTER)
+        first = frame.around(ids if wanted.is_whole else cut_middle(ids, room))
+        asked = item.later[: wanted.turns - 1]
+        later = [self.encode_later(text) for text in later_texts(asked, is_chat=frames is not None)]
+        made = conversation_of(
+            item, first, texts, later, frames, wanted.turns, wanted.prefix_len, wanted.gen_len
+        )
+        self.taken.append((index, item))
+        self.conversations.append(made)
+
+    def _leave_out(self, reason: str) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
-    def take(self, index: int, item: PromptItem, frame: Frame, ids: Sequence[int]) -> None:
-        """Make a prompt of item `index`, whose text has these ids, if its length serves."""
-        room = self.prefix_len - frame.num_tokens
-        if len(ids) > room if self.is_whole else room < 1:
-            self.leave_out(LONGER)
-        elif len(ids) < room and not self.is_whole:
-            self.leave_out(SHORTER)
-        else:
-            self.taken.append((index, item))
-            self.prompts.append(frame.around(ids if self.is_whole else cut_middle(ids, room)))
-
     def keep(self, num_prompts: int) -> None:
-        del self.taken[num_prompts:], self.prompts[num_prompts:]
+        del self.taken[num_prompts:], self.conversations[num_prompts:]
 
     @property
     def missing_text(self) -> str:
         """What there is, for a message."""
-        bound = "most" if self.is_whole else "least"
-        count = len(self.prompts)
-        return f"holds {count} prompts of at {bound} --prefix_len {self.prefix_len} tokens"
+        bound = "most" if self.wanted.is_whole else "least"
+        count = len(self.taken)
+        return f"holds {count} prompts of at {bound} --prefix_len {self.wanted.prefix_len} tokens"
 
     @property
     def refused_text(self) -> str:
@@ -248,43 +280,8 @@ class DrawnItems:
         return f"; {count} more are left out, because the chat template {self.refusal}"
 
 
-def _draw_items(
-    dataset: str,
-    encode: Callable[[Sequence[str]], list[list[int]]],
-    drawn: DrawnItems,
-    num_prompts: int,
-    seed: int,
-    chat: Frames | None,
-) -> int:
-    """Draws items in random order until there are enough prompts. Returns how many ask something.
-    `encode` gives the ids of the texts of a prompt."""
-    asked = [(i, item) for i, item in enumerate(read_prompts(dataset, MOST_ITEMS)) if item.is_asked]
-    random.Random(seed).shuffle(asked)
-    frames = {} if chat is None else chat.of([item.roles for _, item in asked])
-    for index, item in asked:
-        if len(drawn.prompts) == num_prompts:
-            break
-        frame = Frame() if chat is None else frames[item.roles]
-        if isinstance(frame, Refusal):
-            drawn.refusal = frame.reason
-            drawn.leave_out(REFUSED)
-            continue
-        texts = [item.plain_text] if chat is None else item.contents
-        drawn.take(index, item, frame, frame.joined(encode(texts)))
-    return len(asked)
-
-
 def _of_prompt_set(
-    dataset: str,
-    tokenizer: Tokenizer,
-    bos: int | None,
-    prefix_len: int,
-    num_prompts: int,
-    seed: int,
-    counted_by: str,
-    is_whole: bool,
-    batch: int | None,
-    chat: Frames | None,
+    dataset: str, tokenizer: Tokenizer, bos: int | None, wanted: Wanted, chat: Frames | None
 ) -> Workload:
     """Items of a prompt set that ask something, in random order: whole up to `prefix_len` tokens,
     or longer ones cut in the middle to exactly so many."""
@@ -295,29 +292,38 @@ def _of_prompt_set(
         return [[*start, *first], *others]
 
     if chat is not None:
-        chat.frame.room(prefix_len)
-    drawn = DrawnItems(prefix_len, is_whole)
-    num_asked = _draw_items(dataset, encode, drawn, num_prompts, seed, chat)
-    num_prompts = _enough(len(drawn.prompts), num_prompts, batch)
+        chat.frame.room(wanted.prefix_len)
+    drawn = DrawnItems(wanted, encode, tokenizer.encode)
+    num_asked = drawn.draw(dataset, chat)
+    num_prompts = wanted.enough(len(drawn.taken))
     drawn.keep(num_prompts)
     name = ",".join(f"{kind}:{Path(of_set).name}" for kind, of_set in sets_of(dataset))
-    if len(drawn.prompts) < num_prompts:
+    if len(drawn.taken) < num_prompts:
         raise ValueError(
-            f"--dataset {name} {drawn.missing_text}; {num_prompts} are needed ({counted_by})"
+            f"--dataset {name} {drawn.missing_text}; {num_prompts} are needed ({wanted.counted_by})"
             f"{drawn.refused_text}"
         )
-    prompts = tuple(drawn.prompts)
+    talks = tuple(drawn.conversations)
+    if wanted.turns > 1 and all(len(each.turns) == 1 for each in talks):
+        raise ValueError(
+            f"--turns {wanted.turns}: no prompt of --dataset {name} has a second question that "
+            f"fits into --prefix_len {wanted.prefix_len} behind an answer of --gen_len "
+            f"{wanted.gen_len}; choose a larger --prefix_len, or a set of conversations such as "
+            "mt_bench, or leave it out"
+        )
+    prompts = tuple(each.prompt_after([]) for each in talks)
+    later = [piece for each in talks for pieces in each.turns[1:] for piece in pieces]
     return Workload(
         name,
         prompts,
         tuple((index, 0) for index, _ in drawn.taken),
         num_asked,
         0,
-        seed,
-        _hash_prompts(prompts),
+        wanted.seed,
+        _hash_prompts((*prompts, *later)),
         categories=tuple(item.category for _, item in drawn.taken),
         left_out=drawn.left_out,
-        later_turns=tuple(len(item.later) for _, item in drawn.taken),
+        conversations=talks,
     )
 
 

@@ -9,7 +9,7 @@ from conftest import Drive
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.workload.answers import answer_scores
-from magicdec.workload.workload import build_workload
+from magicdec.workload.workload import Wanted, build_workload
 
 FLAGS = ("--B", 2, "--prefix_len", 1024, "--gen_len", 16, "--num_batches", 1)
 
@@ -21,7 +21,7 @@ def test_a_run_scores_both_passes(dataset: str, drive: Drive) -> None:
     found = drive("selfspec", "--dataset", dataset, *FLAGS, "--warmup_batches", 0)
     (record,), saved = found.records, found.saved
     tokenizer = load_tokenizer(Path(__file__).parents[2] / "magicdec" / "demo" / "target")
-    work = build_workload(dataset, tokenizer, 1, 1024, 2, 123, gen_len=16)
+    work = build_workload(dataset, tokenizer, 1, Wanted(1024, 2, 123, gen_len=16))
     assert [row["prompt_ids"] for row in saved] == [list(prompt) for prompt in work.prompts]
     requests = [Request(i, (), SamplingParams(16), ids) for i, ids in enumerate(found.tokens)]
     scores = answer_scores(work.answers, requests, tokenizer)

@@ -158,9 +158,10 @@ def test_several_sets_are_drawn_from_together() -> None:
     by_index = dict(zip((index for index, _ in work.sources), work.categories, strict=True))
     expected = ["gsm8k"] * 5 + [f"mt_bench {name}" for name in READ["mt_bench"][2]]
     assert [by_index[i] for i in range(10)] == expected
-    assert work.later_turns is not None and sum(work.later_turns) == 5
+    talks = work.conversations
+    assert talks is not None and sum(each.num_left_out for each in talks) == 5
     few = work.first(2)
-    assert (few.categories, few.later_turns) == (work.categories[:2], work.later_turns[:2])
+    assert (few.categories, few.conversations) == (work.categories[:2], talks[:2])
 
 
 def test_items_that_are_left_out_are_counted() -> None:

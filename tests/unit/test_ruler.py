@@ -12,19 +12,21 @@ from test_workload import Characters
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.workload import ruler as ruler_tasks
 from magicdec.workload.ruler import DOTS, TASKS
-from magicdec.workload.workload import Workload, build_workload
+from magicdec.workload.workload import Wanted, Workload, build_workload
 
 DEMO = Path(ruler_tasks.__file__).parents[1] / "demo" / "target"
 TOKENIZERS = {"characters": Characters, "demo": lambda: load_tokenizer(DEMO)}
 
 
 def build(task: str, length: int, seed: int = 0, num_prompts: int = 3) -> Workload:
-    return build_workload(f"ruler:{task}", load_tokenizer(DEMO), 1, length, num_prompts, seed)
+    return build_workload(
+        f"ruler:{task}", load_tokenizer(DEMO), 1, Wanted(length, num_prompts, seed)
+    )
 
 
 def texts(task: str, length: int) -> list[tuple[str, tuple[str, ...]]]:
     """Each prompt's text with its answers, decoded by a lossless tokenizer."""
-    work = build_workload(f"ruler:{task}", Characters(), None, length, 4, 5)
+    work = build_workload(f"ruler:{task}", Characters(), None, Wanted(length, 4, 5))
     assert work.answers is not None
     return [
         (Characters().decode(prompt), answer.texts)  # type: ignore[attr-defined]
@@ -37,7 +39,7 @@ def texts(task: str, length: int) -> list[tuple[str, tuple[str, ...]]]:
 def test_prompts_have_exactly_the_length_and_end_on_the_question(task: str, tokenizer: str) -> None:
     encoder: Tokenizer = TOKENIZERS[tokenizer]()
     for length in (2000, 2001, 4096, 9999):
-        work = build_workload(f"ruler:{task}", encoder, 7, length, 3, 0)
+        work = build_workload(f"ruler:{task}", encoder, 7, Wanted(length, 3, 0))
         assert [len(prompt) for prompt in work.prompts] == [length] * 3
         for prompt in work.prompts:
             assert prompt[0] == 7
@@ -109,7 +111,7 @@ def test_one_of_several_needles_with_a_key_is_asked_for_by_its_place() -> None:
 
 
 def test_needles_lie_at_all_depths() -> None:
-    work = build_workload("ruler:niah_single", Characters(), None, 3000, 40, 0)
+    work = build_workload("ruler:niah_single", Characters(), None, Wanted(3000, 40, 0))
     assert work.answers is not None
     depths = [Characters().decode(prompt).index(". The magic number") for prompt in work.prompts]
     assert min(depths) < 800 and max(depths) > 2200
@@ -177,5 +179,5 @@ def test_generated_prompts_have_no_books() -> None:
     work = build("vt", 1000)
     assert work.dataset == "ruler:vt" and len(work.prompts) == 3
     absent = {name for name, value in vars(work).items() if value is None}
-    of_sets = {"categories", "left_out", "later_turns"}
+    of_sets = {"categories", "left_out", "conversations"}
     assert absent == {"num_available", "skip_tokens", "sources"} | of_sets

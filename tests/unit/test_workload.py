@@ -23,7 +23,14 @@ from magicdec.workload.answers import (
     answer_scores,
     repeat_passage,
 )
-from magicdec.workload.workload import ENOUGH_BOOKS, Workload, build_workload, encode_corpus
+from magicdec.workload.chat_template import Frames
+from magicdec.workload.workload import (
+    ENOUGH_BOOKS,
+    Wanted,
+    Workload,
+    build_workload,
+    encode_corpus,
+)
 
 BOS = 1_000_000
 
@@ -48,9 +55,15 @@ def write_lines(path: Path, books: Sequence[str]) -> str:
     return str(path)
 
 
-def build(dataset: str, bos: int | None = BOS, **sizes: int | None) -> Workload:
-    defaults: dict[str, Any] = {"prefix_len": 10, "num_prompts": 4, "seed": 0}
-    return build_workload(dataset, Characters(), bos, **(defaults | sizes))
+def build(
+    dataset: str,
+    bos: int | None = BOS,
+    skip_tokens: int | None = None,
+    chat: Frames | None = None,
+    **sizes: int | None,
+) -> Workload:
+    wanted: dict[str, Any] = {"prefix_len": 10, "num_prompts": 4, "seed": 0} | sizes
+    return build_workload(dataset, Characters(), bos, Wanted(**wanted), skip_tokens, chat)
 
 
 @pytest.fixture
@@ -236,7 +249,7 @@ def book(tmp_path: Path) -> str:
 
 
 def build_recall(dataset: str, bos: int | None = BOS, length: int = 400, seed: int = 0) -> Workload:
-    return build_workload(dataset, Characters(), bos, length, 4, seed, gen_len=30)
+    return build_workload(dataset, Characters(), bos, Wanted(length, 4, seed, gen_len=30))
 
 
 def test_recall_is_the_same_prefixes_of_books_with_a_cue_at_the_end(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ import torch
 
 from magicdec.bench.serving.metrics import (
     acceptance_by_context,
+    categories_of,
     missing_of,
     serving_metrics,
+    times_by_turn,
 )
 from magicdec.bench.serving.prepare import PreparedServing
 from magicdec.bench.serving.record import (
@@ -30,9 +32,8 @@ from magicdec.bench.serving.record import (
     status_of,
 )
 from magicdec.bench.serving.verdict import (
-    EnginePass,
+    KnownGaps,
     ModeReplays,
-    OutputGaps,
     check_mode,
     engine_pass,
     judge_steps,
@@ -131,20 +132,19 @@ class Experiment:
         self.is_logged = is_logged
         self.system: System | None = None
         self.reference: Served | None = None
-        self.replayed: dict[EnginePass, list[OutputGaps]] = {}
+        self.replayed: KnownGaps = {}
 
     def measure(self, each: Pass) -> None:
         """Serve all requests in the pass and make its record."""
         system = self.open(each)
-        shapes = self.prepared.options.shapes
-        num_tokens = sum(shape.output_len for shape in shapes)
+        num_tokens = self._most_tokens()
         try:
             with naming(f"{each.full_name}: warm-up"):
                 self._warm_up(each, system.warm_up_rows(each))
             with self.progress.task(each.full_name, num_tokens) as advance, naming(each.full_name):
                 served = self.serve(
                     each,
-                    shapes,
+                    self.prepared.options.shapes,
                     PassObserver(
                         advance=advance,
                         is_measured=True,
@@ -165,6 +165,13 @@ class Experiment:
             self.measured.records.append(record)
             self.measured.traces.append(served.extras.trace)
             self.keep(record)
+
+    def _most_tokens(self) -> int:
+        """The output tokens of all requests, unless some end early."""
+        lengths = [shape.output_len for shape in self.prepared.options.shapes]
+        talks = self.prepared.run.workload.conversations
+        counts = [1] * len(lengths) if talks is None else [len(each.turns) for each in talks]
+        return sum(count * length for count, length in zip(counts, lengths, strict=True))
 
     def open(self, each: Pass) -> System:
         """The system of the pass, with what the pass needs and with its number of threads. A
@@ -201,7 +208,10 @@ class Experiment:
         load.begin()
         now_s = system.now()
         prompts = self.prepared.run.workload.prompts
-        requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled)
+        # Warm-up asks the first questions alone.
+        has_turns = observer.is_measured and self.prepared.options.turns > 1
+        talks = self.prepared.run.workload.conversations if has_turns else None
+        requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled, talks)
         extras = system.serve(each, requests, observer)
         load.end()
         expected = system.expected_threads
@@ -307,8 +317,8 @@ class Experiment:
         metrics = None
         if is_right:
             peak = served.peak_memory
-            of_prompts = prompts.categories
-            metrics = serving_metrics(requests, counts, goodput, peak, judged, steps, of_prompts)
+            of_requests = categories_of(requests, prompts.categories)
+            metrics = serving_metrics(requests, counts, goodput, peak, judged, steps, of_requests)
         return ServingRecord(
             status=status,
             name=each.full_name,
@@ -324,6 +334,7 @@ class Experiment:
             speculation=served.extras.speculation if is_right else None,
             occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
             requests=describe_requests(requests, counts.moves, requests[0].arrived_s, judged),
+            times_by_turn=times_by_turn(requests, counts.moves) if is_right else None,
             acceptance_by_context=acceptance_by_context(requests, judged) if is_right else None,
             server=missing_of(served.extras.server, metrics, served.observer.verifications),
         )

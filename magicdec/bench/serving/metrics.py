@@ -195,6 +195,31 @@ class ContextAcceptance(AcceptanceMetrics):
     num_requests: int = recorded("requests of the group, with those without drafts", "requests")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TurnTimes(RecordPart):
+    """How long the requests of one turn of all conversations waited for their first tokens."""
+
+    turn: int = recorded("the turn, from 1")
+    num_requests: int = recorded("conversations that have it", "requests")
+    mean_prompt_len: float = recorded(
+        "length of its prompts, with the conversation before; mean",
+        "tokens",
+        label="prompt, tokens",
+        digits=0,
+    )
+    mean_ttft_ms: float = of_request("time to first token; mean", label="TTFT mean, ms")
+    p50_ttft_ms: float = of_request("median of the same", label="TTFT p50, ms")
+    p90_ttft_ms: float = of_request("its 90th percentile", label="TTFT p90, ms")
+    p99_ttft_ms: float = of_request("its 99th percentile", label="TTFT p99, ms")
+    prefix_hit_rate: float | None = recorded(
+        "as in `metrics`, of these requests",
+        "0 to 1",
+        label="prefix cache hits",
+        digits=3,
+        null="without `--prefix_cache`",
+    )
+
+
 NOT_REPORTABLE = ("num_cancelled_draft_tokens", "acceptance_by_category")
 # Of `AcceptanceMetrics` those that a server may report, or that follow from it.
 REPORTABLE = tuple(
@@ -251,6 +276,42 @@ def serving_metrics(
         **summary("itl", [gap for request in requests for gap in request.gaps_ms()]),
         **summary("e2el", [of["e2el"] for of in times]),
     )
+
+
+def categories_of(
+    requests: Sequence[Request], of_prompts: Sequence[str | None] | None
+) -> list[str | None] | None:
+    """The category of each request: that of its prompt, or of the first of its conversation."""
+    if of_prompts is None:
+        return None
+    places = [r.request_id if r.turn is None else r.turn.conversation for r in requests]
+    return [of_prompts[place] for place in places]
+
+
+def times_by_turn(
+    requests: Sequence[Request], moves: Mapping[int, Moves]
+) -> list[TurnTimes] | None:
+    """The times of requests by their turns; None where they are no conversations."""
+    turns = dict[int, list[Request]]()
+    for request in requests:
+        if request.turn is not None:
+            turns.setdefault(request.turn.number, []).append(request)
+    return [
+        TurnTimes(
+            turn=turn,
+            num_requests=len(members),
+            mean_prompt_len=statistics.fmean(len(request.prompt_ids) for request in members),
+            prefix_hit_rate=hit_rate([moves[request.request_id] for request in members]),
+            **summary("ttft", [request.times_ms()["ttft"] for request in members]),
+        )
+        for turn, members in sorted(turns.items())
+    ] or None
+
+
+def hit_rate(moves: Sequence[Moves]) -> float | None:
+    """The share of looked-up tokens that a prefix cache had; None if none were looked up."""
+    num_looked_up = sum(each.num_looked_up for each in moves)
+    return sum(each.num_found for each in moves) / num_looked_up if num_looked_up else None
 
 
 def acceptance_by_context(

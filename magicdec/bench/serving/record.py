@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from magicdec.bench.serving.metrics import FIRST_CONTEXT, ContextAcceptance, ServingMetrics
+from magicdec.bench.serving.metrics import (
+    FIRST_CONTEXT,
+    ContextAcceptance,
+    ServingMetrics,
+    TurnTimes,
+)
 from magicdec.config.run_config import split_draft
 from magicdec.names import FULL_KV_POLICY
 from magicdec.records.acceptance import ReportedCounts, Verification, Verifications
@@ -41,6 +46,7 @@ STATUSES = ("ok", "ok_with_ties", "differs", "diverged", UNCHECKED, FAILED)
 WITHOUT_METRICS = ("diverged", FAILED)
 NO_VERIFICATIONS = "if nothing was drafted for it; with random weights"
 UNREPORTED = f"{NO_VERIFICATIONS}; if a server does not report it"
+ALONE = "without `--turns`; in records of earlier versions"
 UNLOGGED = "except in the passes of the gate; of pipelined speculation; where steps are captured"
 NO_STAGES = "of other modes, or if `diverged` or `failed`"
 # The flags of a mode on which its drafts depend, beside those of a run.
@@ -50,7 +56,7 @@ SERVING_FLAGS = (
     "emulate_acceptance",
 )
 # Those that older records do not have, with what they did.
-LATER_FLAGS = {"concurrency": None, "prefix_cache": False}
+LATER_FLAGS = {"concurrency": None, "prefix_cache": False, "turns": 1}
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
@@ -126,6 +132,16 @@ class RequestRecord(RecordPart):
         "its draft tokens that were cancelled before they were judged",
         "tokens",
         null="of systems that cancel none; with random weights",
+    )
+    conversation: int | None = recorded(
+        "number of its conversation, from 0", null=ALONE, default=None
+    )
+    turn: int | None = recorded("its turn in the conversation, from 1", null=ALONE, default=None)
+    num_prefix_tokens: int | None = recorded(
+        "tokens that the prefix cache had of it when it joined, over all times that it joined",
+        "tokens",
+        null="without `--prefix_cache`; in records of earlier versions",
+        default=None,
     )
 
     @property
@@ -206,6 +222,11 @@ class ServingRecord(MeasuredRecord):
     )
     requests: list[RequestRecord] = recorded(
         f"the requests in the order of arrival; none if `{FAILED}`"
+    )
+    times_by_turn: list[TurnTimes] | None = recorded(
+        "the times of requests by their turns in conversations",
+        null="without `--turns`; if `diverged` or `failed`; in records of earlier versions",
+        default=None,
     )
     acceptance_by_context: list[ContextAcceptance] | None = recorded(
         f"acceptance by the length of prompts: up to {FIRST_CONTEXT} tokens, up to twice as many, "
@@ -408,6 +429,10 @@ def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
     return [share.clip(max=1).round(3).tolist() for share in shares]
 
 
+def prefix_tokens(moves: Moves) -> int | None:
+    return moves.num_found if moves.num_looked_up else None
+
+
 def describe_requests(
     requests: Sequence[Request],
     moves: Mapping[int, Moves],
@@ -471,6 +496,9 @@ def describe_requests(
             draft_keys=of_log(request, 1),
             output_hash=hash_output(request.output_ids),
             num_cancelled_draft_tokens=judged.num_cancelled.get(request.request_id),
+            conversation=None if request.turn is None else request.turn.conversation,
+            turn=None if request.turn is None else request.turn.number,
+            num_prefix_tokens=prefix_tokens(moves[request.request_id]),
         )
         for request in requests
     ]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.bench.serving.metrics import ContextAcceptance, ServingMetrics
+from magicdec.bench.serving.metrics import ContextAcceptance, ServingMetrics, TurnTimes
 from magicdec.bench.serving.record import FAILED, WITHOUT_METRICS, RequestRecord, ServingRecord
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
     return [
         modes_table(records, rows_of(records)),
+        *turn_tables(records),
         *context_tables(records),
         *(table for record in records for table in category_tables(record.name, record.metrics)),
         *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
@@ -149,6 +150,39 @@ def context_tables(records: Sequence[ServingRecord]) -> list[Table]:
     return [Table([label, *groups], rows, title="Acceptance by length of the prompt")]
 
 
+def turn_tables(records: Sequence[ServingRecord]) -> list[Table]:
+    """A table with a column for each turn of the conversations, if there are several."""
+    shown = [record for record in records if record.times_by_turn]
+    num_turns = max((len(record.times_by_turn or ()) for record in shown), default=0)
+    if num_turns < 2:
+        return []
+    rows = list[list[object]]()
+    count = min(each.num_requests for r in shown for each in r.times_by_turn or ())
+    for key in ("mean_prompt_len", "mean_ttft_ms", "p90_ttft_ms", "prefix_hit_rate"):
+        group = dict[str, list[object]]()
+        for record in shown if has_enough(key, count) else ():
+            for (label, _), *cells in metric_rows(TurnTimes, record.times_by_turn or (), [key]):
+                heading = Heading(label)
+                group[record.name] = cells
+        if len(group) > 1 and len(set(map(str, group.values()))) == 1:
+            group = {"every mode": next(iter(group.values()))}
+        rows += [[heading, *[None] * num_turns]] if group else []
+        rows += [[Shown(f"  {name}", f"{name} {key}"), *cells] for name, cells in group.items()]
+    columns = [Column("", is_text=True, key="metric")]
+    columns += [Column(f"turn {turn}", key=f"turn_{turn}") for turn in range(1, num_turns + 1)]
+    left_out = shown[-1].workload.num_later_turns
+    below = []
+    if left_out:
+        noun = "question is" if left_out == 1 else "questions are"
+        most = shown[-1].config["workload"]["turns"]
+        below = [
+            f"{left_out} later {noun} not asked: beyond --turns {most}, or the prompt could be "
+            "longer than --prefix_len"
+        ]
+    title = "Conversations by turn; a later turn arrives when the answer before it has ended"
+    return [Table(columns, rows, title=title, below=below)]
+
+
 def reported_lines(records: Sequence[ServingRecord]) -> list[str]:
     """What servers report of their drafts, and what is not taken or missing."""
     lines = []
@@ -226,12 +260,13 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
     model = newest.config["model"]
     workload = newest.config["workload"]
     count = workload["num_requests"]
+    noun = "request" if workload.get("turns", 1) == 1 else "conversation"
     output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
     return Table(
         [Column("", is_text=True, key="metric"), *(record.name for record in records)],
         rows,
         title=f"{model['model']} ({model['dtype']}), {newest.workload.text}: "
-        f"{count} request{'s' * (count != 1)}, arrival {newest.arrival}{output}, "
+        f"{count} {noun}{'s' * (count != 1)}, arrival {newest.arrival}{output}, "
         f"--B {workload['batch_size']}",
         above=[
             Line(verdict(record), "bold red" if record.status in WITHOUT_METRICS else "bold")

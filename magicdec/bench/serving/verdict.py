@@ -70,6 +70,10 @@ def engine_pass(system: System, each: Pass, systems: Sequence[System]) -> Engine
     return None
 
 
+KnownGaps = dict[tuple[EnginePass, tuple[int, ...]], list[OutputGaps]]
+"""The gaps of the reference, whose outputs stay the same, by the requests that are replayed."""
+
+
 @dataclass(frozen=True)
 class ModeReplays:
     """`Replays` of two passes, whose systems are opened in turn. All ranks call the methods with
@@ -80,12 +84,13 @@ class ModeReplays:
     judged: EnginePass
     world_size: int
     progress: Progress
-    known: dict[EnginePass, list[OutputGaps]]  # of the reference, whose outputs stay the same
+    known: KnownGaps
 
     def gaps(self, requests: Sequence[Request]) -> list[Gaps]:
-        if self.reference not in self.known:
-            self.known[self.reference] = self._replay(self.reference, requests, None)
-        own = self.known[self.reference]
+        key = self.reference, tuple(request.request_id for request in requests)
+        if key not in self.known:
+            self.known[key] = self._replay(self.reference, requests, None)
+        own = self.known[key]
         theirs = self._replay(self.judged, requests, [pairs for pairs, _ in own])
         return [
             Gaps(pairs, decode, verify)
@@ -158,10 +163,21 @@ def check_mode(
     """Compares outputs that differ with those of the mode `name`. All ranks call it; only the first
     must know the outputs."""
     size = replays.world_size
-    outputs = [[request.output_ids for request in side] for side in (expected, found)]
-    known = all_gather_values(outputs, list[list[list[int]]], size)[0]
+    # Later turns have prompts that follow from outputs.
+    texts = [[(list(r.prompt_ids), r.output_ids) for r in side] for side in (expected, found)]
+    known = all_gather_values(texts, list[list[tuple[list[int], list[int]]]], size)[0]
     ours, theirs = (
-        [replace(request, output_ids=ids) for request, ids in zip(side, of_side, strict=True)]
+        [
+            replace(request, prompt_ids=tuple(prompt), output_ids=output)
+            for request, (prompt, output) in zip(side, of_side, strict=True)
+        ]
         for side, of_side in zip((expected, found), known, strict=True)
     )
-    return check_outputs(name, ours, theirs, replays)
+    asked = [pair for pair in zip(ours, theirs, strict=True) if is_asked_alike(*pair)]
+    return check_outputs(name, [one for one, _ in asked], [other for _, other in asked], replays)
+
+
+def is_asked_alike(expected: Request, found: Request) -> bool:
+    """Whether both have the same prompt. A turn behind an answer that differs has another one, and
+    then its answer shows nothing."""
+    return expected.prompt_ids == found.prompt_ids

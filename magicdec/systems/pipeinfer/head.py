@@ -203,7 +203,7 @@ class Head:
         self.first_run = first_run
         self.clock = clock
         self._arrivals = Arrivals.of(requests)
-        self.requests = self._arrivals.requests
+        self.requests = {request.request_id: request for request in self._arrivals}
         self.moves: dict[int, Moves] = {}  # when each request got its lane
         self._lanes: dict[int, int] = {}  # of the requests that have begun
         self._num_known: dict[int, int] = {}  # output tokens that the drafter knows
@@ -213,8 +213,7 @@ class Head:
         self._is_drafting = False
 
     def serve(self) -> None:
-        """Serve until all requests have ended and every run is home. Requests are numbered in the
-        order of arrival."""
+        """Serve until all requests have ended and every run is home."""
         while self._arrivals or not self.scheduler.is_over or self._is_drafting:
             self._step()
 
@@ -255,10 +254,9 @@ class Head:
     def _submit(self, request: Request) -> None:
         DUE.reach(None)  # it has arrived by the real clock
         params = request.sampling
-        number, actions = self.scheduler.submit(
-            request.prompt_ids, params.max_new_tokens, params.eos_token_ids
+        _, actions = self.scheduler.submit(
+            request.prompt_ids, params.max_new_tokens, params.eos_token_ids, request.request_id
         )
-        assert self.requests[number] is request
         self._do(actions)
 
     def _wait(self) -> None:

@@ -98,11 +98,16 @@ class PipelinedScheduler:
         return not (self.in_flight or self._sequences or self._waiting)
 
     def submit(
-        self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
+        self,
+        prompt: Tokens[int],
+        max_new_tokens: int,
+        eos_ids: Tokens[int] = (),
+        request: int | None = None,
     ) -> tuple[int, list[Action]]:
-        """The number of a new request, which begins at once if a lane is free."""
+        """The number of a new request, which begins at once if a lane is free: `request`, or that
+        of the requests before it."""
         assert len(prompt) > 0 and max_new_tokens > 0, "checked by the caller"
-        request = self._num_requests
+        request = self._num_requests if request is None else request
         self._num_requests = self._num_requests + 1
         ends = frozenset(eos_ids)
         self._waiting.append(Sequence(request, prompt, max_new_tokens, ends, self.options))

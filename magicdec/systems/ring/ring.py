@@ -215,7 +215,7 @@ class OpenRing:
             error_s,
         )
         uses = uses_of(stages, sent_by_stage, prompts)
-        return Extras(ring=self._metrics(uses, arrivals.requests), trace=trace)
+        return Extras(ring=self._metrics(uses, list(arrivals)), trace=trace)
 
     def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
         ring = self.ring
