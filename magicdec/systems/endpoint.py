@@ -197,6 +197,12 @@ class Endpoint(System):
         count = said if UNKNOWN_ID in output and isinstance(said, int) else len(output)
         if not output or not 0 < count <= most or (ignores_eos and count < most):
             raise self._other_number(request, count)
+        if request.turn is not None and UNKNOWN_ID in output:
+            raise ValueError(
+                f"{self._flag} sends the text of an answer and no token ids, with which a "
+                f"conversation of --turns {self.options.turns} would go on; ask by an "
+                "--endpoint_api that sends ids, or leave --turns out"
+            )
         # A part of a text may be several tokens, or be none of its own.
         lacking = count - len(output)
         output += [UNKNOWN_ID] * lacking

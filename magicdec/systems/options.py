@@ -148,11 +148,11 @@ class ServeOptions(StagesSection):
     )
     turns: int = setting(
         1,
-        "Questions of a conversation that are asked at most, of prompt sets that have several "
-        "(mt_bench, spec_bench, speed_bench). A later one is a request that arrives when the "
-        "answer before it has ended; its prompt is the conversation up to there, within "
-        "--prefix_len. Needs --concurrency, which then counts conversations, as --num_requests "
-        "does.",
+        "Questions of a conversation that are asked at most, of prompt sets that have several: "
+        "mt_bench, spec_bench, speed_bench, and sharegpt and messages, whose questions the model "
+        "then answers all itself. A later one is a request that arrives when the answer before it "
+        "has ended; its prompt is the conversation up to there, within --prefix_len. Needs "
+        "--concurrency, which then counts conversations, as --num_requests does.",
         least=1,
     )
     batch_size: int = same(WorkloadSection, "batch_size")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,21 @@ class PromptItem:
     category: str | None = None
     later: tuple[str, ...] = ()
     is_text: bool = False  # a text that the model goes on with, in which no speaker is named
+    is_chat: bool = False  # a chat with somebody else, whose answers are among the messages
 
     @property
     def is_asked(self) -> bool:
         return any(message.content for message in self.messages)
+
+    def in_turns(self) -> PromptItem:
+        """The same questions one after the other, so that the model gives every answer of a chat
+        itself."""
+        roles = self.roles
+        if not self.is_chat or USER not in roles or ASSISTANT not in roles[roles.index(USER) :]:
+            return self
+        end = roles.index(ASSISTANT, roles.index(USER))
+        later = [each.content for each in self.messages[end:] if each.role == USER]
+        return replace(self, messages=self.messages[:end], later=(*later, *self.later))
 
     @property
     def roles(self) -> Roles:
@@ -62,14 +73,14 @@ def sharegpt(item: Any, place: str) -> PromptItem:
     """A chat up to its last answer, which is to be written."""
     messages = _messages(list_at(item, "conversations", place), place, "from", "value")
     answers = [i for i, message in enumerate(messages) if message.role == ASSISTANT]
-    return PromptItem(messages[: answers[-1]] if answers else messages)
+    return PromptItem(messages[: answers[-1]] if answers else messages, is_chat=True)
 
 
 def requested(item: Any, place: str) -> PromptItem:
     """The messages of a request as servers take them, without an answer at their end."""
     messages = _messages(list_at(item, "messages", place), place, "role", "content")
     asked = [i for i, message in enumerate(messages, 1) if message.role == USER]
-    return PromptItem(messages[: asked[-1]] if asked else ())
+    return PromptItem(messages[: asked[-1]] if asked else (), is_chat=True)
 
 
 def questions(item: Any, place: str) -> PromptItem:

@@ -222,10 +222,12 @@ class DrawnItems:
     def draw(self, dataset: str, chat: Frames | None) -> int:
         """Draws items in random order until there are enough prompts. Returns how many ask
         something."""
-        items = enumerate(read_prompts(dataset, MOST_ITEMS))
-        asked = [(i, item) for i, item in items if item.is_asked]
-        random.Random(self.wanted.seed).shuffle(asked)
         turns = self.wanted.turns
+        items = read_prompts(dataset, MOST_ITEMS)
+        if turns > 1:
+            items = [item.in_turns() for item in items]
+        asked = [(i, item) for i, item in enumerate(items) if item.is_asked]
+        random.Random(self.wanted.seed).shuffle(asked)
         roles = [each for _, item in asked for each in roles_of_turns(item, turns)]
         frames = None if chat is None else chat.of(roles)
         for index, item in asked:

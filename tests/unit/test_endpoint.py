@@ -277,6 +277,37 @@ def test_so_many_requests_are_open_at_once_and_no_more(
         assert request["arrival_ms"] > end, "it is sent when an answer has ended, and not before"
 
 
+@pytest.mark.usefixtures("learning")
+def test_a_conversation_goes_on_with_the_servers_own_answers(
+    words: list[str], server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is learnt here. A server that sends text alone cannot be asked further."""
+    items = [{"turns": [f"{'far ' * n}{turn}" for turn in range(3)]} for n in range(3)]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    arrival = words.index("--arrival")
+    talk = [*words[:arrival], *words[arrival + 2 :], "--dataset", f"mt_bench:{tmp_path}/set.jsonl"]
+    talk += ["--concurrency", "2", "--turns", "2", "--prefix_len", "90"]
+    assert run([*talk, "--modes", "sequential", "endpoint"]) == 0
+    ours, theirs = records_of(tmp_path)
+    assert (theirs["status"], theirs["num_differing"]) == ("ok", 0)
+    lengths = [[each["prompt_len"] for each in record["requests"]] for record in (ours, theirs)]
+    assert lengths[0] == lengths[1] and len(lengths[0]) == 6
+    assert [each["turn"] for each in theirs["requests"]] == [1, 2] * 3
+    assert [turn["num_requests"] for turn in theirs["times_by_turn"]] == [3, 3]
+    prompts = [body["prompt"] for body in server.bodies]
+    first = next(prompt for prompt in prompts if len(prompt) == min(map(len, prompts)))
+    answer = server.answers[tuple(first)]
+    assert any(prompt[: len(first) + 4] == [*first, *answer] for prompt in prompts)
+    assert "3 later questions are not asked" in capsys.readouterr().out
+    server.has_ids = False
+    with pytest.raises(ValueError) as refused:
+        run([*talk, "--modes", "endpoint"])
+    assert str(refused.value).endswith(
+        "sends the text of an answer and no token ids, with which a conversation of --turns 2 "
+        "would go on; ask by an --endpoint_api that sends ids, or leave --turns out"
+    )
+
+
 # What a server reports of 2 verifications with 3 draft tokens, after 4 tokens of an answer.
 OF_VLLM = {
     "metrics": {
