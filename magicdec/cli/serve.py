@@ -256,7 +256,7 @@ USED_BY: dict[str, Callable[[Pass], bool]] = {
     "serving.window_ms": lambda each: each.mode == WINDOWED,
     "serving.block_tokens": lambda each: each.system == BATCHING,
     "serving.cache_tokens": lambda each: each.system == BATCHING,
-    "serving.prefix_cache": lambda each: each.system == BATCHING,
+    "serving.prefix_cache": lambda each: each.system in (BATCHING, ENDPOINT),
     "serving.batch_ranks": lambda each: each.ranks is Ranks.FIRST,
     "serving.prefill_tokens": lambda each: each.system != SPECULATIVE,
     "serving.batch_size": lambda each: each.system != SPECULATIVE,

@@ -273,6 +273,12 @@ class StepCounts:
     def prefix_hit_rate(self) -> float | None:
         return self.num_found / self.num_looked_up if self.num_looked_up else None
 
+    def look_up(self, request_id: int, num_tokens: int, num_found: int) -> None:
+        """Count a request that joins with so many tokens, of which a prefix cache has some."""
+        for counts in (self, self.moves[request_id]):
+            counts.num_looked_up += num_tokens
+            counts.num_found += num_found
+
     def watch(self, plan: StepPlan) -> None:
         """Count a step that begins now. A request is prefilled or decoded in it."""
         now = self.now()
@@ -283,11 +289,7 @@ class StepCounts:
         if plan.shared is not None:
             found = plan.shared_tokens
             for request, row in plan.admitted:
-                moves = self.moves[request.request_id]
-                moves.num_looked_up += request.num_cached
-                moves.num_found += found.get(row, 0)
-                self.num_looked_up += request.num_cached
-                self.num_found += found.get(row, 0)
+                self.look_up(request.request_id, request.num_cached, found.get(row, 0))
         for request, _ in plan.preempted:
             self.moves[request.request_id].preempted_s.append(now)
         for request, _ in plan.admitted:

@@ -17,6 +17,7 @@ import torch
 
 from magicdec.config.run_config import RunConfig
 from magicdec.engine.arrivals import Arrivals
+from magicdec.engine.scheduler import StepCounts
 from magicdec.names import SERVER_APIS, load_object
 from magicdec.output.console import Progress
 from magicdec.runner.request import UNKNOWN_ID, Request, StepOutput
@@ -31,6 +32,7 @@ from magicdec.systems.servers.form import AskedText, ServerApi
 from magicdec.systems.servers.report import (
     CountedPass,
     ServerCounts,
+    cached_of,
     conclude,
     count_pass,
     form_of,
@@ -134,7 +136,21 @@ class Endpoint(System):
             return Extras()
         taken, report = conclude(self.said, requests, lambda: self._count(before, requests))
         observer.verifications = taken
+        self._take_hits(requests, observer.counts, report.problems)
         return Extras(server=report)
+
+    def _take_hits(
+        self, requests: Sequence[Request], counts: StepCounts, problems: list[str]
+    ) -> None:
+        """Count what the server says that it had of prompts, as a prefix cache here is counted."""
+        try:
+            found = cached_of(self.said, requests)
+        except ValueError as error:
+            problems.append(str(error))
+            return
+        for request in requests if found else ():
+            number = request.request_id
+            counts.look_up(number, len(request.prompt_ids), found[number])
 
     def _count(self, before: Counters | None, requests: Sequence[Request]) -> CountedPass | None:
         """What the server has counted in a pass that has ended; None if its counters are not read.
@@ -236,7 +252,13 @@ class Endpoint(System):
         prompt = self.run.tokenizer.decode(ids) if self.sends_text else ids
         most = request.sampling.max_new_tokens
         return self.api.body(
-            AskedText(self.model, prompt, most, self.run.config.decoding.ignore_eos)
+            AskedText(
+                self.model,
+                prompt,
+                most,
+                self.run.config.decoding.ignore_eos,
+                keeps_prompt=self.options.prefix_cache,
+            )
         )
 
     def _parts(self, answer: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from faults.fault import Fault, Property
 
 METRICS, VIEW = "test_serving_metrics.py::", "test_serving_view.py::"
 BATCHING = "test_batching.py::"
+TALKS = "test_conversations.py::"
 
 PROPERTIES = (
     Property(
@@ -94,14 +95,45 @@ PROPERTIES = (
         "test_closed_loop.py::test_another_request_arrives_with_each_end",
         (
             Fault("one more in flight than asked for", "engine/arrivals.py",
-                  "requests[:concurrency])", "requests[: (concurrency or 0) + 1])"),
+                  "first[:concurrency])", "first[: (concurrency or 0) + 1])"),
             Fault("a clock decides in a closed loop, too", "engine/arrivals.py",
-                  "        if self.concurrency is not None:\n            return self._num_known\n",
+                  "        if self.concurrency is not None:\n            return len(self._known)\n",
                   ""),
-            Fault("the next request arrives with the last end of several", "engine/arrivals.py",
-                  "request.arrived_s = end_s", "request.arrived_s = ends_s[-1]"),
+            Fault("the next request arrives with the end of the newest", "engine/arrivals.py",
+                  "following.arrived_s = end_s", "following.arrived_s = ended[-1].finished_s"),
             Fault("one request for several that have ended", "engine/arrivals.py",
-                  "self._num_known + len(ends_s))", "self._num_known + 1)"),
+                  "            self._known.append(following)",
+                  "            self._known.append(following)\n            break"),
+        ),
+    ),
+    Property(
+        "The next turn of a conversation arrives when the one before has ended.",
+        f"{TALKS}test_the_next_turn_arrives_in_the_place_of_the_one_that_ended",
+        (
+            Fault("another conversation begins instead", "engine/arrivals.py",
+                  "self._following.pop(request, None)", "None"),
+            Fault("answers in the wrong order", "runner/request.py",
+                  "answers[::-1]", "answers"),
+            Fault("a turn arrives when its conversation began", "runner/request.py",
+                  "        self.arrived_s = now\n", ""),
+        ),
+    ),
+    Property(
+        "Prompts of conversations are those of transformers.",
+        f"{TALKS}test_prompts_are_those_of_transformers[blocks-be brief]",
+        (
+            Fault("no seam behind the last answer", "workload/chat_template.py",
+                  "(*self.between, self.after)", "(self.after, *self.between)"),
+            Fault("a question before the answer", "workload/conversations.py",
+                  "for each in (None, question)", "for each in (question, None)"),
+        ),
+    ),
+    Property(
+        "A turn behind another answer shows nothing.",
+        f"{TALKS}test_a_turn_behind_another_answer_shows_nothing",
+        (
+            Fault("compared all the same", "bench/serving/verdict.py",
+                  " if is_asked_alike(*pair)]", "]"),
         ),
     ),
     Property(

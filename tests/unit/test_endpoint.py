@@ -308,6 +308,41 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     )
 
 
+@pytest.mark.usefixtures("learning")
+@pytest.mark.parametrize(
+    ("api", "report"),
+    [
+        (
+            "openai",
+            {"usage": {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}},
+        ),
+        ("sglang", {"cached_tokens": 3}),
+        ("llama.cpp", {"predicted_n": 4, "cache_n": 3}),
+    ],
+)
+def test_what_a_server_had_of_prompts_is_counted_as_hits(
+    api: str, report: dict[str, Any], words: list[str], server: Server, tmp_path: Path
+) -> None:
+    """llama.cpp's server is asked to keep prompts, as it is asked not to without --prefix_cache."""
+    server.report = report
+    given = [*words, "--modes", "endpoint", "--endpoint_api", api]
+    for more, kept in ([], False), (["--prefix_cache"], True):
+        assert run([*given, *more]) == 0
+        record = records_of(tmp_path)[-1]
+        lengths = [each["prompt_len"] for each in record["requests"]]
+        assert record["metrics"]["prefix_hit_rate"] == 9 / sum(lengths)
+        assert [each["num_prefix_tokens"] for each in record["requests"]] == [3, 3, 3]
+        assert server.bodies[-1].get("cache_prompt", kept) == kept
+    key = {"openai": "usage", "sglang": "cached_tokens", "llama.cpp": "cache_n"}[api]
+    details = {"prompt_tokens_details": {"cached_tokens": 21}}
+    server.report = report | {key: {"completion_tokens": 4} | details if api == "openai" else 21}
+    assert run(given) == 0
+    record = records_of(tmp_path)[-1]
+    assert record["metrics"]["prefix_hit_rate"] is None
+    (problem,) = record["server"]["problems"]
+    assert re.fullmatch(r"request \d: 21 cached tokens of a prompt of \d+", problem)
+
+
 # What a server reports of 2 verifications with 3 draft tokens, after 4 tokens of an answer.
 OF_VLLM = {
     "metrics": {

@@ -25,6 +25,7 @@ from magicdec.systems.servers.report import ServerReport
 OF_SERVER = "of `endpoint`"  # another program counts these
 ONE_TOKEN = "if every request has a single output token"
 NOT_TIMED = "if no step decodes, or in modes whose steps wait for each other"
+NO_PREFIXES = "without `--prefix_cache`; of a server that does not say it"
 FIRST_CONTEXT = 2048  # tokens of the longest prompts of the first group by context
 of_request = partial(recorded, unit="ms", digits=1)
 of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens after the first
@@ -165,7 +166,7 @@ class ServedTimes(RecordPart):
         "0 to 1",
         label="prefix cache hits",
         digits=3,
-        null="without `--prefix_cache`",
+        null=NO_PREFIXES,
     )
     peak_memory_bytes: int | None = recorded(
         "largest memory use of each rank while the requests were served, summed over ranks: "
@@ -216,7 +217,7 @@ class TurnTimes(RecordPart):
         "0 to 1",
         label="prefix cache hits",
         digits=3,
-        null="without `--prefix_cache`",
+        null=NO_PREFIXES,
     )
 
 

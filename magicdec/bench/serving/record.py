@@ -16,6 +16,7 @@ import numpy as np
 
 from magicdec.bench.serving.metrics import (
     FIRST_CONTEXT,
+    NO_PREFIXES,
     ContextAcceptance,
     ServingMetrics,
     TurnTimes,
@@ -140,7 +141,7 @@ class RequestRecord(RecordPart):
     num_prefix_tokens: int | None = recorded(
         "tokens that the prefix cache had of it when it joined, over all times that it joined",
         "tokens",
-        null="without `--prefix_cache`; in records of earlier versions",
+        null=f"{NO_PREFIXES}; in records of earlier versions",
         default=None,
     )
 

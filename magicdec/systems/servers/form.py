@@ -30,12 +30,14 @@ class ServerFormat:
 
 @dataclass(frozen=True)
 class AskedText:
-    """A request as it is sent: the token ids of its prompt, or their text."""
+    """A request as it is sent: the token ids of its prompt, or their text. `keeps_prompt`: the
+    server may keep the KV of prompts, and begin with what it has of this one."""
 
     model: str | None
     prompt: Sequence[int] | str
     max_tokens: int
     ignores_eos: bool
+    keeps_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,12 @@ def part_of(event: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """The object of that name; None if there is none."""
     part = event.get(name)
     return part if isinstance(part, dict) else None
+
+
+def cached_tokens(count: object) -> dict[str, Any]:
+    """What OpenAI's `usage` has for the prompt tokens of which the server had the KV; nothing where
+    it does not say that."""
+    return {} if count is None else {"prompt_tokens_details": {"cached_tokens": count}}
 
 
 def count_in(part: Mapping[str, Any], *names: str) -> int:

@@ -15,6 +15,7 @@ from magicdec.systems.servers.form import (
     ServerApi,
     ServerEvent,
     ServerFormat,
+    cached_tokens,
     count_in,
     part_of,
 )
@@ -47,14 +48,16 @@ LLAMA_CPP = ServerFormat(read, PREFIX, f"{PREFIX}tokens_predicted{COUNTER}", cou
 def body_of(asked: AskedText) -> dict[str, Any]:
     prompt = asked.prompt if isinstance(asked.prompt, str) else list(asked.prompt)
     body: dict[str, Any] = {"prompt": prompt, "n_predict": asked.max_tokens, "temperature": 0}
-    body |= {"stream": True, "return_tokens": True, "cache_prompt": False}
+    body |= {"stream": True, "return_tokens": True, "cache_prompt": asked.keeps_prompt}
     return body | {"ignore_eos": asked.ignores_eos}
 
 
 def as_openai(event: ServerEvent, num_before: int) -> ServerEvent:
     """An event of `/completion`, whose `tokens` are new ones."""
     choice = {"text": event.get("content"), "token_ids": event.get("tokens")}
+    timings = part_of(event, "timings") or {}
     usage = {"completion_tokens": event.get("tokens_predicted")}
+    usage |= cached_tokens(timings.get("cache_n"))
     return {"choices": [choice], "usage": usage, "timings": event.get("timings")}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from magicdec.names import SERVER_FORMATS, load_object
 from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.runner.request import Request
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.form import ServerEvent, ServerFormat
+from magicdec.systems.servers.form import ServerEvent, ServerFormat, as_count, part_of
 
 ANSWERS = "answers"
 COUNTERS = "counters"
@@ -48,15 +49,19 @@ class ServerReport(RecordPart):
 
 @dataclass
 class ServerCounts:
-    """What a server has said so far in one pass: the counts of each request with the name of their
-    format, and sentences about what is no count."""
+    """What a server has said so far in one pass: the counts of drafts of each request with the name
+    of their format, and sentences about what is no count."""
 
     formats: Mapping[str, ServerFormat] = field(default_factory=formats)
     by_request: dict[int, tuple[str, ReportedCounts]] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
+    cached: dict[int, Any] = field(default_factory=dict)  # prompt tokens of which it had the KV
 
     def observe(self, request_id: int, event: ServerEvent) -> None:
-        """Note what an event says of the drafts of its request so far."""
+        """Note what an event says of its request so far: its drafts, and its prompt."""
+        details = part_of(part_of(event, "usage") or {}, "prompt_tokens_details") or {}
+        if (count := details.get("cached_tokens")) is not None:
+            self.cached[request_id] = count
         for name, each in self.formats.items():
             try:
                 counts = each.read(event)
@@ -65,6 +70,22 @@ class ServerCounts:
                 continue
             if counts is not None:
                 self.by_request[request_id] = name, counts
+
+
+def cached_of(said: ServerCounts, requests: Sequence[Request]) -> dict[int, int]:
+    """Of each request the prompt tokens of which the server had the KV; empty if it does not say
+    that of all. Raises ValueError, one sentence, if that cannot be right."""
+    found = dict[int, int]()
+    for request in requests:
+        if (count := said.cached.get(request.request_id)) is None:
+            return {}
+        size = len(request.prompt_ids)
+        if not 0 <= as_count("cached_tokens", count) <= size:
+            raise ValueError(
+                f"request {request.request_id}: {count} cached tokens of a prompt of {size}"
+            )
+        found[request.request_id] = count
+    return found
 
 
 def conclude(

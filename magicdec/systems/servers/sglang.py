@@ -15,6 +15,7 @@ from magicdec.systems.servers.form import (
     ServerApi,
     ServerEvent,
     ServerFormat,
+    cached_tokens,
     count_in,
     counts_in,
     part_of,
@@ -71,7 +72,7 @@ def as_openai(event: ServerEvent, num_before: int) -> ServerEvent:
     ids = event.get("output_ids")
     if isinstance(ids, list) and len(ids) == count:
         ids = ids[num_before:]
-    usage = {"completion_tokens": count}
+    usage = {"completion_tokens": count} | cached_tokens(info.get("cached_tokens"))
     choice = {"text": event.get("text"), "token_ids": ids}
     return {"choices": [choice], "usage": usage, "meta_info": info}
 
