@@ -295,7 +295,7 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     assert [each["turn"] for each in theirs["requests"]] == [1, 2] * 3
     assert [turn["num_requests"] for turn in theirs["times_by_turn"]] == [3, 3]
     prompts = [body["prompt"] for body in server.bodies]
-    first = next(prompt for prompt in prompts if len(prompt) == min(map(len, prompts)))
+    first = min((prompt for prompt in prompts if tuple(prompt) in server.answers), key=len)
     answer = server.answers[tuple(first)]
     assert any(prompt[: len(first) + 4] == [*first, *answer] for prompt in prompts)
     assert "3 later questions are not asked" in capsys.readouterr().out
@@ -306,6 +306,14 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
         "sends the text of an answer and no token ids, with which a conversation of --turns 2 "
         "would go on; ask by an --endpoint_api that sends ids, or leave --turns out"
     )
+
+
+def test_no_prompt_begins_as_one_of_the_warm_up(words: list[str], server: Server) -> None:
+    """A server may keep what it has computed of them."""
+    assert run([*words, "--modes", "endpoint"]) == 0
+    prompts = [body["prompt"] for body in server.bodies]
+    warm, measured = prompts[:3], prompts[3:]
+    assert len(measured) == 3 and {p[0] for p in warm}.isdisjoint(p[0] for p in measured)
 
 
 @pytest.mark.usefixtures("learning")

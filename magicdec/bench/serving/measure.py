@@ -208,6 +208,8 @@ class Experiment:
         load.begin()
         now_s = system.now()
         prompts = self.prepared.run.workload.prompts
+        if system.is_external and not observer.is_measured:
+            prompts = unlike(prompts)
         # Warm-up asks the first questions alone.
         has_turns = observer.is_measured and self.prepared.options.turns > 1
         talks = self.prepared.run.workload.conversations if has_turns else None
@@ -372,6 +374,12 @@ class Experiment:
         expected = all_gather_values(outputs, list[list[int]], self.launch.world_size)[0]
         for system in self.prepared.systems:
             system.expected = None if self.prepared.options.emulate_stage_ms else expected
+
+
+def unlike(prompts: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The same prompts without their first tokens, so that none begins as one of them does: what a
+    server keeps of these is of no use for the others."""
+    return tuple(prompt[1:] or prompt for prompt in prompts)
 
 
 def can_compare(each: Pass, first: Pass, temperature: float) -> bool:
