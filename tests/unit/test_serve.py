@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import Launch
 from fake_clock import VirtualClock
+from rich.console import Console
 from serving_command import prepare_as
 
 from magicdec.bench.serving import measure
@@ -24,8 +25,9 @@ from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.hardware.threads import RankThreads
+from magicdec.output import tables as output_tables
 from magicdec.output.console import Progress
-from magicdec.output.tables import text_of
+from magicdec.output.tables import Table, text_of
 from magicdec.records.reading import parse_line
 from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.step_plan import StepPlan
@@ -470,6 +472,63 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     assert keys[:4] == ["metric", "makespan_s", "request_throughput", "output_throughput"]
     many = [replace(each, requests=list(each.requests) * 34) for each in records]
     assert "TTFT p99, ms" in [text_of(row[0]) for row in tables(many)[0].rows]
+
+
+def closed_loop(record: ServingRecord, concurrency: int) -> ServingRecord:
+    """The record as if its pass had been one of a closed loop."""
+    workload = record.config["workload"] | {"concurrency": concurrency}
+    name = f"{record.name}, {concurrency} at once"
+    return replace(record, name=name, config=record.config | {"workload": workload})
+
+
+def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On 80 columns no number is broken, and no metric is left out."""
+    _, raw = toy("sequential", "inflight", "static")
+    modes = [parse_line(json.dumps(each), ServingRecord) for each in raw]
+    grid = [closed_loop(record, count) for record in modes for count in (1, 2, 4, 64)]
+    for place, record in enumerate(grid):
+        assert record.metrics is not None
+        metrics = replace(record.metrics, makespan_s=float(place), mean_ttft_ms=1_234_567.8)
+        grid[place] = replace(record, metrics=metrics)
+    grid[6] = replace(grid[6], status="diverged", metrics=None, num_differing=1)
+    capsys.readouterr()
+    monkeypatch.setattr(output_tables, "make_console", lambda: Console(width=80, highlight=False))
+    *parts, summary = tables(grid)
+    assert [part.title for part in parts] == ["sequential", "inflight", "static"]
+    headings = [(column.label, column.key) for column in parts[1].headings[1:]]
+    assert headings == [(f"{n} at once", f"inflight, {n} at once") for n in (1, 2, 4, 64)]
+    for place, part in enumerate(parts):
+        (of_mode,) = tables([modes[place]])
+        assert {"  times sequential, 1 at once"} == labels_of(part) - labels_of(of_mode)
+        assert labels_of(of_mode) <= labels_of(part)
+        assert part.rows[1][1].value == 4 * place, "the makespan of its own first pass"
+        part.print()
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        for row in part.body:
+            assert sum(line == " ".join(row).split() for line in lines) == 1, row
+    assert [(row[0], row[1], row[-1]) for row in summary.rows if row] == [
+        (record.way, record.concurrency, record.status) for record in grid
+    ]
+    keys = [column.key for column in summary.headings[2:-1]]
+    assert keys == ["output_throughput", "mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms"]
+    assert [line.style for line in summary.lead[:-1]] == ["bold red"], "what has diverged, again"
+    summary.print()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line[0] in "┃│"]
+    assert " 1,234,567.8 " in "".join(lines) and max(map(len, lines)) <= 80
+
+
+def test_a_table_has_at_most_so_many_modes(toy: Toy) -> None:
+    _, raw = toy("sequential", "inflight")
+    records = [parse_line(json.dumps(each), ServingRecord) for each in raw]
+    many = [replace(records[0], name=f"endpoint{number}") for number in range(2, 9)]
+    assert [len(table.columns) for table in tables(many[:6])] == [7]
+    assert [len(table.columns) for table in tables(many)] == [7, 2, 6], "and a summary"
+
+
+def labels_of(table: Table) -> set[str]:
+    return {text_of(row[0]) for row in table.rows}
 
 
 def test_a_mode_with_wrong_tokens_wins_nothing(toy: Toy) -> None:

@@ -16,7 +16,7 @@ from magicdec.bench.serving.metrics import ContextAcceptance, ServingMetrics, Tu
 from magicdec.bench.serving.record import FAILED, WITHOUT_METRICS, RequestRecord, ServingRecord
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
-from magicdec.output.tables import Column, Heading, Line, Shown, Table
+from magicdec.output.tables import RULE, Column, Heading, Line, Shown, Table, text_of
 from magicdec.records.metric_tables import (
     break_even_length,
     category_tables,
@@ -25,7 +25,7 @@ from magicdec.records.metric_tables import (
     metric_rows,
 )
 from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
-from magicdec.systems.modes import Pass
+from magicdec.systems.modes import AT_ONCE, Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
 from magicdec.systems.ring.metrics import RingMetrics
 
@@ -34,15 +34,27 @@ if TYPE_CHECKING:
 
 
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
+    """What all passes of one command show. More passes than a table has room for are in several
+    tables, with a summary at the end, where a terminal shows it."""
+    rows = rows_of(records)
+    parts = parts_of(records)
+    shown = [[records[place] for place in places] for places in parts]
     return [
-        modes_table(records, rows_of(records)),
+        *(modes_table(records, rows, places) for places in parts),
         *turn_tables(records),
-        *context_tables(records),
+        *(table for part in shown for table in context_tables(part)),
         *(table for record in records for table in category_tables(record.name, record.metrics)),
         *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
+        *([summary_table(records, rows)] if len(parts) > 1 else []),
     ]
 
 
+MOST_COLUMNS = 6  # passes beside each other, for which 80 characters have room
+# What the summary says of each pass; the tables above it have all metrics.
+SUMMARY = (
+    *("output_throughput", "request_goodput", "mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms"),
+    "mean_acceptance_length",
+)
 DRAFTS = "Drafts"
 # The metrics of requests in groups, as serving benchmarks have them.
 GROUPS = {
@@ -147,7 +159,8 @@ def context_tables(records: Sequence[ServingRecord]) -> list[Table]:
         for (label, key), *cells in metric_rows(ContextAcceptance, parts, keys):
             rows.append([Shown(label, f"{key}_{most}"), *cells])  # CSV lacks the heading
     label = Column("", is_text=True, key="metric")
-    return [Table([label, *groups], rows, title="Acceptance by length of the prompt")]
+    title = "; ".join([*mode_of(shown), "Acceptance by length of the prompt"])
+    return [Table([label, *columns_of(shown)], rows, title=title)]
 
 
 def turn_tables(records: Sequence[ServingRecord]) -> list[Table]:
@@ -254,32 +267,118 @@ def winner(records: Sequence[ServingRecord]) -> list[str]:
     return [", ".join([f"{text}: {speed:.2f} times those of {first.name}", *ratios])]
 
 
-def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object]]) -> Table:
-    """A table with a column for each mode, below whether its tokens are right."""
+def parts_of(records: Sequence[ServingRecord]) -> list[list[int]]:
+    """The places of the passes that a table has beside each other. With several concurrencies they
+    are those of one mode."""
+    groups = dict[str, list[int]]()
+    has_several = len({record.concurrency for record in records}) > 1
+    for place, record in enumerate(records):
+        groups.setdefault(record.way if has_several else "", []).append(place)
+    return [
+        places[begin : begin + MOST_COLUMNS]
+        for places in groups.values()
+        for begin in range(0, len(places), MOST_COLUMNS)
+    ]
+
+
+def mode_of(records: Sequence[ServingRecord]) -> list[str]:
+    """The mode that passes of several concurrencies in one table share; none otherwise."""
+    return [records[0].way] if len({record.concurrency for record in records}) > 1 else []
+
+
+def columns_of(records: Sequence[ServingRecord]) -> list[Column]:
+    """A column for each pass, whose heading has no mode if the title has it."""
+    is_short = bool(mode_of(records))
+    labels = [f"{r.concurrency}{AT_ONCE}" if is_short else r.name for r in records]
+    return [Column(label, key=r.name) for label, r in zip(labels, records, strict=True)]
+
+
+def rows_in(rows: Sequence[Sequence[object]], places: Sequence[int]) -> list[list[object]]:
+    """The rows in some of their columns, without those that are empty there."""
+    kept = list[list[object]]()
+    for label, *cells in rows:
+        own = [cells[place] for place in places]
+        if isinstance(label, Heading) or any(cell is not None for cell in own):
+            while isinstance(label, Heading) and kept and isinstance(kept[-1][0], Heading):
+                kept.pop()
+            kept.append([label, *own])
+    return kept[:-1] if kept and isinstance(kept[-1][0], Heading) else kept
+
+
+def title_of(records: Sequence[ServingRecord]) -> str:
     newest = records[-1]
     model = newest.config["model"]
     workload = newest.config["workload"]
     count = workload["num_requests"]
     noun = "request" if workload.get("turns", 1) == 1 else "conversation"
     output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
-    return Table(
-        [Column("", is_text=True, key="metric"), *(record.name for record in records)],
-        rows,
-        title=f"{model['model']} ({model['dtype']}), {newest.workload.text}: "
+    return (
+        f"{model['model']} ({model['dtype']}), {newest.workload.text}: "
         f"{count} {noun}{'s' * (count != 1)}, arrival {newest.arrival}{output}, "
-        f"--B {workload['batch_size']}",
-        above=[
-            Line(verdict(record), "bold red" if record.status in WITHOUT_METRICS else "bold")
-            for record in records
-        ],
+        f"--B {workload['batch_size']}"
+    )
+
+
+def modes_table(
+    records: Sequence[ServingRecord], rows: Sequence[Sequence[object]], places: Sequence[int]
+) -> Table:
+    """A table with a column for each pass at `places`, below whether its tokens are right."""
+    shown = [records[place] for place in places]
+    is_all = len(shown) == len(records)
+    mode = mode_of(shown)
+    about = [title_of(records)] if is_all or not mode else []
+    return Table(
+        [Column("", is_text=True, key="metric"), *columns_of(shown)],
+        rows_in(rows, places),
+        title="; ".join([*mode, *about]),
+        above=[verdict_line(record) for record in shown],
         below=[
-            *winner(records),
-            *stalls_of(records),
-            *reported_lines(records),
-            *newest.workload.left_out_lines,
-            *([RUNS] if any(r.speculation for r in records) else []),
+            *(winner(records) if is_all else []),
+            *stalls_of(shown),
+            *reported_lines(shown),
+            *(records[-1].workload.left_out_lines if is_all else []),
+            *([RUNS] if any(r.speculation for r in shown) else []),
         ],
     )
+
+
+def summary_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object]]) -> Table:
+    """A row for each pass, with the metrics of `SUMMARY` that one has, and below which has the most
+    tokens/s."""
+    by_key = {str(label.value): row for row in rows if isinstance(label := row[0], Shown)}
+    chosen = {key: by_key[key] for key in SUMMARY if key in by_key}
+    is_closed = records[0].concurrency is not None
+    has_groups = len({record.concurrency for record in records}) > 1
+    lines = list[Sequence[object]]()
+    for place, record in enumerate(records):
+        if place and has_groups and record.way != records[place - 1].way:
+            lines.append(RULE)
+        at_once = [record.concurrency] if is_closed else []
+        cells = [without_interval(row[1 + place]) for row in chosen.values()]
+        lines.append([record.way, *at_once, *cells, record.status])
+    return Table(
+        [
+            Column("mode", is_text=True),
+            *([Column("at\nonce", key="concurrency")] if is_closed else []),
+            *(
+                Column(text_of(row[0]).replace(" ", "\n", 1), key=key)
+                for key, row in chosen.items()
+            ),
+            Column("verdict", is_text=True, key="status"),
+        ],
+        lines,
+        title=title_of(records),
+        above=[verdict_line(record) for record in records if not record.passed],
+        below=[*winner(records), *records[-1].workload.left_out_lines],
+    )
+
+
+def without_interval(cell: object) -> object:
+    return Shown(cell.text.partition(" [")[0], cell.value) if isinstance(cell, Shown) else cell
+
+
+def verdict_line(record: ServingRecord) -> Line:
+    return Line(verdict(record), "bold red" if record.status in WITHOUT_METRICS else "bold")
 
 
 def verdict(record: ServingRecord) -> str:

@@ -4,6 +4,7 @@ speculation. Each command is a panel or a series.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -13,6 +14,7 @@ from magicdec.bench.report.frame import frame_of
 from magicdec.bench.report.tables import PageTable
 from magicdec.bench.serving import showing as serving
 from magicdec.output.figures import styled
+from magicdec.output.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -250,17 +252,20 @@ def stages_of(record: Any, part: str) -> list[dict[str, Any]]:
     ]
 
 
+def lines_above(table: Table) -> list[str]:
+    """The lines above a table, without its title."""
+    return [line.text for line in replace(table, title="").lead]
+
+
 def tables_of(passes: pd.DataFrame) -> list[PageTable]:
     """The tables that the commands themselves print, with a column for each pass."""
     return [
         PageTable(
             table.columns,
-            table.rows,
-            f"Command {number}",
+            [row for row in table.rows if row],  # a line between rows has no place in their order
+            f"Command {number}: {table.title}",
             name=f"serving_{number}_{place}",
-            note=" ".join(
-                f"{line}." for line in (*(line.text for line in table.lead), *table.below)
-            ),
+            note=" ".join(f"{line}." for line in (*lines_above(table), *table.below)),
         )
         for number, (_, of) in enumerate(by_command(passes).groupby("about", sort=False), 1)
         for place, table in enumerate(serving.tables(list(of["object"])), 1)
