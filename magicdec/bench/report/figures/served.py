@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from magicdec.bench.report.figures.labels import PointLabel, place_labels
 from magicdec.bench.report.figures.panels import Drawn, Form, LeftOut, Series, draw_marks
 from magicdec.bench.report.frame import frame_of
 from magicdec.bench.report.tables import PageTable
@@ -60,11 +61,11 @@ def by_command(passes: pd.DataFrame) -> pd.DataFrame:
 def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
     """Output tokens/s of all requests against tokens/s of one, a line for each mode of a closed
     loop through its concurrencies."""
+    panels: list[tuple[Axes, list[PointLabel]]] = []
 
     def draw(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
-        from matplotlib.patheffects import withStroke
-
         handles = {}
+        labels = list[PointLabel]()
         for name, of, style in series:
             ordered = of.sort_values("concurrency")
             x = ordered[OF_USER].astype(float)
@@ -76,16 +77,11 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
                 markerfacecolor=style.colour if style.is_filled else "white",
                 linestyle=style.line,
             )
-            for place in zip(x, y, ordered["concurrency"], strict=True):
-                text = ax.annotate(
-                    str(place[2]),
-                    place[:2],
-                    (4, 4),
-                    textcoords="offset points",
-                    fontsize=7,
-                    color=style.colour,
-                )
-                text.set_path_effects([withStroke(linewidth=2, foreground="white")])
+            labels += [
+                PointLabel(user, everyone, str(count), style.colour)
+                for user, everyone, count in zip(x, y, ordered["concurrency"], strict=True)
+            ]
+        panels.append((ax, labels))
         ax.margins(0.12)
         ax.set(xlim=(0, None), ylim=(0, None))
         return handles
@@ -104,7 +100,7 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
         axes={"height": 3.1},
         caption=(
             "Each line is a mode, and each number the requests that were in flight together; up "
-            "and to the right is better",
+            "and to the right is better; a grey number is that of several modes",
             "One user decodes at 1 / TPOT. All users together count the whole time from the first "
             "arrival to the last token, with prefill, and with the end, when fewer are in flight",
         ),
@@ -112,7 +108,12 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
     if "p50_tpot_ms" not in passes:
         return form.of(passes[:0])
     known = passes[passes["p50_tpot_ms"].notna()]
-    return form.of(known.assign(**{OF_USER: 1e3 / known["p50_tpot_ms"].astype(float)}))
+    drawn = form.of(known.assign(**{OF_USER: 1e3 / known["p50_tpot_ms"].astype(float)}))
+    if isinstance(drawn, Drawn):
+        drawn.figure.draw_without_rendering()  # which lays it out
+        for ax, labels in panels:
+            place_labels(ax, labels)
+    return drawn
 
 
 def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> Drawn | LeftOut:
