@@ -126,68 +126,85 @@ class Server:
         }
 
 
+class Handler(BaseHTTPRequestHandler):
+    """A request to a `Server`: its counters, its models, or an answer that is streamed."""
+
+    ours: Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        self.ours.keys.append(self.headers["Authorization"])
+        if path == "/metrics":
+            self.answer_counters()
+            return
+        assert path == "/v1/models" and query in ("", "token=q1")
+        self.answer_models()
+
+    def answer_counters(self) -> None:
+        counters = self.ours.counters
+        text = counters.pop(0) if len(counters) > 1 else counters[0]
+        self.answer(200, text.format(self.ours.num_tokens))
+
+    def answer_models(self) -> None:
+        fault = self.ours.fault
+        if fault == "slow":
+            while not self.ours.released.wait(0.02):
+                self.wfile.write(b"H")
+            return
+        if fault == "large":
+            self.answer(200, f'["{"x" * (5 << 20)}"]')
+            return
+        models: Any = {"data": [{"id": "tiny"}, {"id": "other"}]}
+        if fault == "odd models":
+            models = self.ours.odd
+        self.answer(200, "<html>" if fault == "no JSON" else json.dumps(models))
+
+    def do_POST(self) -> None:
+        ours = self.ours
+        key = self.headers["Authorization"]
+        ours.keys.append(key)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ours.bodies.append(body)
+        ours.begin()
+        if ours.fault == "refuses":
+            self.answer(400, '{"error": "prompt is\\n too long"}')
+        elif ours.fault == "repeats the key":
+            self.answer(401, f"\x1b[31mno such key: {key}")
+        else:
+            self.stream(self.path.partition("?")[0], body)
+
+    def stream(self, path: str, body: dict[str, Any]) -> None:
+        """The events of an answer, and what says that it has ended."""
+        ours = self.ours
+        self.answer(200, "")
+        events = {
+            "/v1/completions": ours.events,
+            "/generate": ours.as_sglang,
+            "/completion": ours.as_llama_cpp,
+        }[path]
+        for event in events(body):
+            if event is None:
+                return
+            self.wfile.write(f": ping\n\nevent: new\ndata: {json.dumps(event)}\n\n".encode())
+            self.wfile.flush()
+        ours.end()
+        if path != "/completion":  # whose last event says that it is
+            self.wfile.write(b"data: [DONE]\n\n")
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
     ours = Server()
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
-
-        def answer(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def do_GET(self) -> None:
-            path, _, query = self.path.partition("?")
-            if path == "/metrics":
-                ours.keys.append(self.headers["Authorization"])
-                text = ours.counters.pop(0) if len(ours.counters) > 1 else ours.counters[0]
-                self.answer(200, text.format(ours.num_tokens))
-                return
-            assert path == "/v1/models" and query in ("", "token=q1")
-            ours.keys.append(self.headers["Authorization"])
-            if ours.fault == "slow":
-                while not ours.released.wait(0.02):
-                    self.wfile.write(b"H")
-                return
-            if ours.fault == "large":
-                self.answer(200, f'["{"x" * (5 << 20)}"]')
-                return
-            models: Any = {"data": [{"id": "tiny"}, {"id": "other"}]}
-            if ours.fault == "odd models":
-                models = ours.odd
-            self.answer(200, "<html>" if ours.fault == "no JSON" else json.dumps(models))
-
-        def do_POST(self) -> None:
-            path = self.path.partition("?")[0]
-            ours.keys.append(self.headers["Authorization"])
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            ours.bodies.append(body)
-            ours.begin()
-            if ours.fault == "refuses":
-                self.answer(400, '{"error": "prompt is\\n too long"}')
-                return
-            if ours.fault == "repeats the key":
-                self.answer(401, f"\x1b[31mno such key: {self.headers['Authorization']}")
-                return
-            self.answer(200, "")
-            events = {
-                "/v1/completions": ours.events,
-                "/generate": ours.as_sglang,
-                "/completion": ours.as_llama_cpp,
-            }[path]
-            for event in events(body):
-                if event is None:
-                    return
-                self.wfile.write(f": ping\n\nevent: new\ndata: {json.dumps(event)}\n\n".encode())
-                self.wfile.flush()
-            ours.end()
-            if path != "/completion":  # whose last event says that it is
-                self.wfile.write(b"data: [DONE]\n\n")
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    handler = type("OwnHandler", (Handler,), {"ours": ours})
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     http.daemon_threads = True
     http.handle_error = lambda request, address: None  # type: ignore[method-assign]
     thread = threading.Thread(target=http.serve_forever)
