@@ -52,11 +52,12 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class PageTable(Table):
-    """A table on the page, below `note`. Its CSV file `name` has `frame`, if given, or the same
-    rows."""
+    """A table on the page, below the list `lines` and `note`. Its CSV file `name` has `frame`, if
+    given, or the same rows."""
 
     name: str = ""
     note: str = ""
+    lines: Sequence[str] = ()
     frame: pd.DataFrame | None = None
     anchors: Sequence[Sequence[int]] = ()  # by row: the runs that links to it are about
 

@@ -266,7 +266,7 @@ def tables_of(passes: pd.DataFrame) -> list[PageTable]:
             [row for row in table.rows if row],  # a line between rows has no place in their order
             f"Command {number}: {table.title}",
             name=f"serving_{number}_{place}",
-            note=" ".join(f"{line}." for line in (*lines_above(table), *table.below)),
+            lines=[*lines_above(table), *table.below],
         )
         for number, (_, of) in enumerate(by_command(passes).groupby("about", sort=False), 1)
         for place, table in enumerate(serving.tables(list(of["object"])), 1)
