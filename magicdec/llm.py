@@ -242,7 +242,7 @@ def make_engine(
         shares_prefixes=prefix_cache,
     )
     runner = make_runner(plan, run.source, alone, models)
-    draft = make_draft(run, groups, models)
+    draft = make_draft(run, groups, models, target=plan)
     decoder = build_decoder(runner, config.decoding, config.kv, draft=draft, is_in_flight=True)
     step_tokens = plan.tokens - max_tokens + 1
     limits = BatchLimits(plan.tokens, *runner.caches.limits, step_tokens, prefill_tokens)

@@ -168,6 +168,14 @@ class LayerCaches:
             cache.adopt(row, blocks)
         self.distinct[0].advance([row], len(blocks) * self.prefixes.block_size)
 
+    def begin(self, row: int, text: Sequence[int]) -> int:
+        """Let an empty row begin with what `prefixes` has of `text`. Returns its tokens, fewer than
+        `text` has."""
+        if self.prefixes is None:
+            return 0
+        self.adopt(row, self.prefixes.find(text))
+        return self.distinct[0].lengths[row]
+
     def keep(self, row: int, text: Sequence[int]) -> None:
         """Let other rows begin with the blocks of `row`, which holds the tokens of `text`."""
         if self.prefixes is not None:

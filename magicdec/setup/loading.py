@@ -209,10 +209,11 @@ def make_draft(
     models: LoadedModels,
     row_tokens: int | None = None,
     goes_far_back: bool = False,
+    target: ModelPlan | None = None,
 ) -> DraftModel | None:
     """The standalone draft model of a run, None without one. Only its ranks hold weights and a
     cache, for rows of at most `row_tokens`, which are truncated by no more than a step appends
-    unless one `goes_far_back`."""
+    unless one `goes_far_back`. It shares prefixes if the `target` does (`ModelPlan.beside`)."""
     config = run.config
     source = run.draft_source
     if config.draft is None or source is None:
@@ -228,12 +229,14 @@ def make_draft(
             row_tokens=row_tokens,
             rewound=None if goes_far_back else rewound_by_step(config),
         )
+        if target is not None:
+            plan = plan.beside(target)
         runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)
         if isinstance(runner.model, EagleHead):
             of_target = ModelPlan(config, run.source.config, groups.target.ranks, groups.rank)
-            target = models.get(run.source, groups.target, of_target.kinds)
-            runner.model.share_embedding(target)
+            model = models.get(run.source, groups.target, of_target.kinds)
+            runner.model.share_embedding(model)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     is_rolling = make_policy(config.kv).can_roll
     return DraftModel(runner, first, config.attention.prefill_chunk, is_rolling)

@@ -199,7 +199,22 @@ class ModelPlan:
         if self.cache_tokens is None:
             return None
         size = backend_class(self.backend)().block_size(self.block_tokens or self.tokens)
-        return -(-self.cache_tokens // size)
+        asked = -(-self.cache_tokens // size)
+        if self.is_draft:  # whose blocks no scheduler counts: every row has room to its end
+            return max(asked, self.num_rows * -(-self.tokens // size))
+        return asked
+
+    def beside(self, target: ModelPlan) -> ModelPlan:
+        """This plan of a draft, which shares prefixes as `target` does, in a cache as large as
+        the target's or larger. A cache that forgets has no blocks of whole texts to share."""
+        if not target.shares_prefixes or self.rolling_rule is not None:
+            return self
+        return replace(
+            self,
+            block_tokens=target.block_tokens,
+            cache_tokens=target.cache_tokens,
+            shares_prefixes=True,
+        )
 
     def storages(self) -> list[Storage]:
         """Of the layers with each of the `windows`."""

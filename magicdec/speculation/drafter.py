@@ -151,7 +151,11 @@ class StandaloneDrafter(Drafter):
         if self.draft_kv is not None and self.draft.runner is not None:
             self.draft_kv.release(rows)
             for row in rows:
-                self.draft.runner.release(row)
+                self.draft.runner.release(row, self.text_of(row))
+
+    def text_of(self, row: int) -> Sequence[int]:
+        """The text of a row that is released, for others to begin with; () if none can."""
+        return ()
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """Forget rejected drafts. The policy's `commit` would copy K and V from the target."""

@@ -9,12 +9,15 @@ section 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.device_batch import NEWEST, DeviceBatch, last_tokens
+from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
@@ -22,6 +25,7 @@ from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.draft_kv import DraftKV, draft_chain
 from magicdec.speculation.drafter import (
     Drafter,
+    DraftModel,
     DraftSetup,
     DraftShape,
     StandaloneDrafter,
@@ -98,27 +102,56 @@ class SelfDrafter(Drafter):
 
 
 class ModelDrafter(StandaloneDrafter):
-    """A drafter with a smaller model."""
+    """A drafter with a smaller model.
+
+    If the draft's cache shares prefixes, a text begins with the blocks that it has, whether the
+    target's has them or not, and those that it has computed stay for others. Which policies can
+    share: see `ModelPlan.beside`."""
 
     # The draft's cache always lacks a row's newest token. If all drafts of the last step were
     # accepted, it lacks the last draft too, because no draft forward has taken it.
     pending = tuple(range(1, NEWEST + 1))
 
+    def __init__(
+        self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float, max_gamma: int
+    ) -> None:
+        super().__init__(target, draft, kv, pa)
+        self.max_gamma = max_gamma
+        self._requests: dict[int, Request] = {}  # by row
+
     @classmethod
     def build(cls, setup: DraftSetup) -> ModelDrafter:
         assert setup.draft is not None, "a run with this drafter has a draft model"
-        return cls(setup.runner, setup.draft, setup.kv, setup.decoding.pa or 0.0)
+        decoding = setup.decoding
+        return cls(setup.runner, setup.draft, setup.kv, decoding.pa or 0.0, decoding.max_gamma)
 
     def admit(self, requests: Sequence[Request]) -> None:
         runner = self.draft.runner
         if self.draft_kv is None or runner is None:
             return
-        parts = PrefillChunk.whole(requests)
-        for part in parts:
-            runner.release(part.row)
-            runner.allocate(part.row)
+        parts = [self._begin(runner, part) for part in PrefillChunk.whole(requests)]
         prefill(runner, parts, self.draft.prefill_chunk)
+        for part in parts:
+            runner.caches.keep(part.row, part.request.cached_ids)
         self.draft_kv.admit(requests)
+
+    def _begin(self, runner: ModelRunner, whole: PrefillChunk) -> PrefillChunk:
+        """Empty a row for a text, and give it room. Returns what it has to prefill."""
+        request = whole.request
+        row = whole.row
+        runner.release(row)
+        self._requests[row] = request
+        num_shared = runner.caches.begin(row, request.cached_ids)
+        num_tokens = None
+        if runner.shares_prefixes:  # what a row does not need keeps the blocks of other texts
+            most = len(request.prompt_ids) + request.sampling.max_new_tokens + self.max_gamma
+            num_tokens = min(most, runner.max_tokens)
+        runner.allocate(row, num_tokens)
+        return replace(whole, start=num_shared, num_shared=num_shared)
+
+    def text_of(self, row: int) -> Sequence[int]:
+        request = self._requests.pop(row)
+        return (*request.prompt_ids, *request.output_ids)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Append the tokens that the draft's cache lacks after steps without drafts, except the

@@ -151,7 +151,7 @@ class Batching(System):
             rewound=rewound_by_step(config),
             shares_prefixes=options.prefix_cache,
         )
-        return [target, *drafts]
+        return [target, *(draft.beside(target) for draft in drafts)]
 
     def advice(self, each: Pass, room: MemoryBudget) -> str:
         def fits(cache_tokens: int) -> bool:
@@ -185,7 +185,7 @@ class Batching(System):
         self.models = LoadedModels(device, progress, self._emulated_s)
         plan = self.model_plans(each, launch.rank)[0]
         self.runner = runner = make_runner(plan, run.source, groups.target, self.models)
-        self.draft = make_draft(run, groups, self.models)
+        self.draft = make_draft(run, groups, self.models, target=plan)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
 
     @property
@@ -218,11 +218,11 @@ class Batching(System):
         for runner in (self.runner, self.runner.drafting, own_draft):
             if runner is not None:
                 runner.draft_log = log
+                runner.caches.forget_prefixes()  # of an earlier pass
         strategy, witness = self._strategy(each)
         if witness is not None:
             witness.is_watching = observer.is_measured
         DUE.reach(None)  # no time of an earlier pass counts
-        self.runner.caches.forget_prefixes()  # of an earlier pass
         with observer.threads.during():
             arrivals = Arrivals(requests, each.concurrency)
             self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)

@@ -7,6 +7,7 @@ from faults.fault import Fault, Property
 CACHES = "kv/layer_caches.py"
 BLOCKS = "test_window_blocks.py::"
 PREFIXES = "kv/prefix_cache.py"
+DRAFTER = "speculation/model_drafter.py"
 SHARED = "test_prefix_cache.py::"
 
 PROPERTIES = (
@@ -86,6 +87,14 @@ PROPERTIES = (
         (
             Fault("a block that others read is given back", "kv/layer_caches.py",
                   "cache.release(row, kept)", "cache.release(row)"),
+        ),
+    ),
+    Property(
+        "A draft model that shares drafts what it drafts alone.",
+        f"{SHARED}test_a_draft_model_that_shares_drafts_what_it_drafts_alone[full-layers]",
+        (
+            Fault("it computes what it has again", DRAFTER,
+                  "replace(whole, start=num_shared,", "replace(whole, start=0,"),
         ),
     ),
 )  # fmt: skip

@@ -4,12 +4,22 @@ blocks are evicted, with and without drafts."""
 
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 
 import pytest
-from conftest import decode, make_draft, make_requests, make_runner, pack, random_prompts
+import torch
+from conftest import (
+    decode,
+    make_draft,
+    make_requests,
+    make_runner,
+    pack,
+    random_prompts,
+    tiny_transformer,
+)
 from fake_clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,11 +40,14 @@ from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
+from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.prefix_cache import PrefixCache, TextBlock
+from magicdec.model.transformer import Transformer
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
-from magicdec.runner.request import Request, Status
+from magicdec.runner.request import Request, Status, StepOutput
 from magicdec.runner.step_plan import BatchLimits, StepPlan
+from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.recorder import Eager
 from magicdec.speculation.steps.strategy import Setup, make_strategy
@@ -47,11 +60,11 @@ DRAFTS = [
     ("self", KVSection("snapkv", 12, window_size=5, reselect_every=3)),
     ("self", KVSection("verified", 20, 2, recent_window=2)),
     ("self", KVSection("retrieval", 20, 2, recent_window=2)),
-    ("model", KVSection("full")),
+    ("model", FULL),
+    ("model", KVSection("snapkv", 12, window_size=5)),
+    ("model", KVSection("streaming_llm", 12, 4)),
 ]
-
-
-IDS = ["none", "streaming_llm", "snapkv", "verified", "retrieval", "model"]
+IDS = ["none", "streaming_llm", "snapkv", "verified", "retrieval", "model", "model snapkv", "rolls"]
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
@@ -110,14 +123,52 @@ def draw_runner(random: Random, talk: Talk, is_native: bool) -> ModelRunner:
     return replace(runner, executor=executor, shares_prefixes=True, **pool)
 
 
+@cache
+def similar(is_native: bool) -> Transformer:
+    """The target with other numbers here and there: it is often right, and often wrong."""
+    draft = tiny_transformer(seed=1)
+    generator = torch.Generator().manual_seed(0)
+    for p in draft.parameters():
+        p.add_(torch.randn(p.shape, generator=generator) * 0.02 * p.std())
+    return pack(draft) if is_native else draft
+
+
+def draft_for(
+    runner: ModelRunner, kv: KVSection, most_tokens: int, shares: bool = True
+) -> DraftModel:
+    """A draft model beside `runner`, whose rows share blocks as far as its policy can."""
+    is_native = runner.executor is not None
+    model = similar(is_native)
+    backend = NativeBackend() if is_native else None
+    following = MOST_NEW + MOST_DRAFTS + OBSERVED
+    draft = make_draft(
+        model, kv, runner.num_rows, most_tokens, backend, chunk=8, max_following=following
+    )
+    if draft.is_rolling or draft.runner is None:
+        return draft
+    executor = Executor(model, runner.group) if is_native else None
+    own = replace(draft.runner, executor=executor, shares_prefixes=shares, block_tokens=8)
+    return replace(draft, runner=own)
+
+
 def serve(
-    random: Random, talk: Talk, runner: ModelRunner, drafter: str | None, kv: KVSection
+    random: Random,
+    talk: Talk,
+    runner: ModelRunner,
+    drafter: str | None,
+    kv: KVSection,
+    shares: bool = True,
+    outputs: list[tuple[Sequence[int], StepOutput]] | None = None,
 ) -> Counter[str]:
-    """Serve a talk, of which some requests are cancelled. Returns how often things happened."""
+    """Serve a talk, of which some requests are cancelled, and keep what its steps emit in
+    `outputs`. Returns how often things happened."""
     seen = Counter[str]()
-    draft = None
+    draft = own = None
     if drafter == "model":
-        draft = make_draft(MODEL, kv, runner.num_rows, talk.most_tokens, chunk=8)
+        draft = draft_for(runner, kv, talk.most_tokens, shares)
+        own = draft.runner
+        assert own is not None, "this rank drafts"
+        own.draft_log = runner.draft_log
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
     setup = Setup(
         runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,
@@ -148,10 +199,20 @@ def serve(
             if request in cancelled and (len(request.output_ids) > 1 or random.random() < 0.5):
                 engine.scheduler.cancel(request)
         check_books(runner, {node.block for _, path in plan.shared or () for node in path})
+        if own is not None and own.shares_prefixes:
+            check_books(own)
 
-    engine.serve(strategy, talk.requests, watch=watch)
-    check_books(runner)
-    assert not any(runner.cache.blocks), "no row is left"
+    def observe(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+        if outputs is not None:
+            outputs.append((request_ids, output))
+
+    engine.serve(strategy, talk.requests, observe, watch)
+    for each in (runner, own):
+        if each is not None and each.shares_prefixes:
+            check_books(each)
+            assert not any(each.cache.blocks), "no row is left"
+    if own is not None:
+        seen["computed by the draft"] = own.counts.num_tokens
     seen["cancelled"] = sum(r.status is Status.CANCELLED for r in talk.requests)
     return seen
 
@@ -191,6 +252,35 @@ def test_turns_emit_what_they_emit_alone(
 ) -> None:
     seen = check(range(4), drafter, kv, is_native)
     assert seen["shared"] > 0 and (is_native or seen["evicted"] > 0), seen
+
+
+@pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
+@pytest.mark.parametrize("kv", [FULL, DRAFTS[6][1]], ids=["full", "snapkv"])
+def test_a_draft_model_that_shares_drafts_what_it_drafts_alone(
+    kv: KVSection, is_native: bool
+) -> None:
+    """The same tokens, read at the same positions, of which as many are accepted. Less is
+    computed."""
+    computed = Counter[bool]()
+    num_drafted = num_accepted = 0
+    for seed in range(3):
+        steps = list[list[tuple[Sequence[int], StepOutput]]]()
+        for shares in (False, True):
+            random = Random(seed)
+            talk = draw_talk(random, long=is_native)
+            runner = draw_runner(random, talk, is_native)
+            runner.draft_log = DraftLog()
+            outputs = list[tuple[Sequence[int], StepOutput]]()
+            with spoiled():
+                seen = serve(random, talk, runner, "model", kv, shares, outputs)
+            steps.append(outputs)
+            computed[shares] += seen["computed by the draft"]
+        assert steps[0] == steps[1], seed
+        for _, output in steps[1]:
+            num_drafted += sum(output.num_drafted or ())
+            num_accepted += sum(output.num_accepted or ())
+    assert 0 < num_accepted < num_drafted
+    assert computed[True] < computed[False], computed
 
 
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])

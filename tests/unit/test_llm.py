@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from conftest import ROOT, random_prompts
 
 from magicdec import LLM
 from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.kv.layer_caches import LayerCaches
 from magicdec.runner.request import Request, SamplingParams, Status
 from magicdec.setup.prepare import ResolvedRun
 
@@ -50,19 +52,30 @@ def test_requests_emit_the_tokens_of_their_lone_runs(
 
 
 def test_a_second_turn_computes_what_is_new(
-    expected: list[list[int]], tiny_checkpoint: Path
+    expected: list[list[int]], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole blocks of the first turn, with its answer."""
+    """Whole blocks of the first turn, with its answer, are found, by a draft model too."""
+    begun = list[int]()
+    begin = LayerCaches.begin
+
+    def recorded(caches: LayerCaches, row: int, text: Sequence[int]) -> int:
+        begun.append(begin(caches, row, text))
+        return begun[-1]
+
+    monkeypatch.setattr(LayerCaches, "begin", recorded)
     texts = [PROMPTS[1], (*PROMPTS[1], *expected[1][:90], *PROMPTS[0])]
     answers = list[list[int]]()
-    for options in ({}, {"prefix_cache": True, "draft": "self", "block_tokens": 16}):
-        llm = make_llm(tiny_checkpoint, **options)
+    for draft in ("none", "self", f"model:{tiny_checkpoint}"):
+        sharing = {} if draft == "none" else {"prefix_cache": True, "block_tokens": 16}
+        kv = KVSection("full" if draft.startswith("model:") else "streaming_llm")
+        llm = make_llm(tiny_checkpoint, draft=draft, kv=kv, **sharing)
         for text, count in zip(texts, (100, 20), strict=True):
             stream = llm.submit(text, count, ignore_eos=True)
             answers.append(list(stream))
-    assert answers[:2] == answers[2:]
+    assert answers[:2] == answers[2:4] == answers[4:]
     counts, size = llm._counts, llm._engine.runner.cache.shape.block_size
     assert counts.num_found == 160 // size * size > 70 and counts.num_looked_up == 70 + 165
+    assert begun == [0, counts.num_found]
 
 
 def test_reading_runs_no_step(expected: list[list[int]], tiny_checkpoint: Path) -> None:

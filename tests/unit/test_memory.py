@@ -221,10 +221,16 @@ def test_caches_are_those_of_a_run(
 
 
 @pytest.mark.parametrize(
-    "mode", ["sequential", "inflight+draft", "ring", "ring+draft", "iterative", "async"]
+    ("mode", "options"),
+    [
+        *((name, "") for name in ("sequential", "inflight+draft", "ring", "ring+draft")),
+        *((name, "") for name in ("iterative", "async")),
+        ("inflight+draft", "--prefix_cache --block_tokens 16 --cache_tokens 4000"),
+        ("inflight+draft", "--prefix_cache --block_tokens 16 --cache_tokens 40"),
+    ],
 )
 def test_what_a_mode_loads_is_what_was_planned(
-    mode: str, tmp_path: Path, made: list[int], monkeypatch: pytest.MonkeyPatch
+    mode: str, options: str, tmp_path: Path, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, load = list[int](), loading.load_kind
 
@@ -235,7 +241,8 @@ def test_what_a_mode_loads_is_what_was_planned(
     monkeypatch.setattr(loading, "load_kind", record_model)
     draft = "--draft model:demo-draft" if Pass.named(mode).is_drafting else ""
     words = f"--modes {mode} --num_requests 4 --prefix_len 20 --gen_len 4 --dtype float32 {draft} "
-    words += f"--attention grouped --linear torch --threads 1 --out {tmp_path / 'out.jsonl'}"
+    words += f"--attention grouped --linear torch --threads 1 --out {tmp_path / 'out.jsonl'} "
+    words += options
     experiment = COMMANDS["serve"].parse(words.split(), ALONE)
     prepared = prepare_serving(experiment.config, experiment.options, ALONE)
     plan = prepared.systems[0].plan(Pass.named(mode), (0,))
