@@ -157,6 +157,9 @@ class Scheduler:
     def _decide(self) -> StepPlan:
         running = self.running
         cancelled = [r for r in running if r in self._cancelled] if self._cancelled else []
+        if cancelled and self.prefixes is not None:
+            # A step of its own, which computes nothing, so that who joins finds what they leave.
+            return StepPlan(cancelled=_with_rows(cancelled), shared=())
         preempted, reserved = self._grow(cancelled)
         leaving = cancelled + preempted
         # A request that was just preempted would come back at once.

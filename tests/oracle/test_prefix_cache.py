@@ -309,7 +309,6 @@ def test_a_prompt_that_was_cancelled_leaves_what_it_has_computed() -> None:
             replace(request, request_id=number)
             for number, request in enumerate(make_requests([prompt] * 2, 5, (EOS,)))
         )
-        second.arrived_s = 50.0  # what joins in the step in which a row is freed finds less
         plans = list[StepPlan]()
 
         def watch(plan: StepPlan) -> None:
