@@ -39,7 +39,7 @@ class Scheduler:
         self.limits = limits
         self.waiting: list[Request] = [] if waiting is None else waiting  # in order of admission
         self.rows: list[Request | None] = [None] * num_rows
-        self.blocks = RowBlocks(num_rows, limits)
+        self.blocks = RowBlocks(num_rows, limits, prefixes)
         self.prefixes = prefixes
         self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
         self._shared: dict[Request, int] = {}  # tokens that texts begin with, where any
@@ -162,16 +162,16 @@ class Scheduler:
             return StepPlan(cancelled=_with_rows(cancelled), shared=())
         preempted, reserved = self._grow(cancelled)
         leaving = cancelled + preempted
+        shared = dict[int, list[TextBlock]]()
         # A request that was just preempted would come back at once.
-        admitted = [] if preempted else self._admit(leaving, reserved)
-        shared = self._share(admitted)
+        admitted = [] if preempted else self._admit(leaving, reserved, shared)
         decoding = tuple(r for r in running if r not in self._prefilled and r not in leaving)
         return StepPlan(
             Batch(decoding) if decoding else None,
             _with_rows(preempted),
             _with_rows(cancelled),
             tuple(admitted),
-            shared,
+            None if self.prefixes is None else tuple(shared.items()),
             tuple(sorted(reserved.items())),
             self._prefill(leaving, admitted),
         )
@@ -184,7 +184,7 @@ class Scheduler:
         reserved = dict[int, int]()
         if not blocks.short:
             return preempted, reserved
-        free = blocks.free(_rows_of(cancelled))
+        taken = 0
         survivors = sorted(
             (r for r in self.running if r not in cancelled),
             key=lambda r: (r.arrived_s, r.request_id),
@@ -195,19 +195,24 @@ class Scheduler:
                 continue
             num_tokens = blocks.short[request.row]
             lacking = blocks.lacking(request.row, num_tokens)
-            while lacking > free and request not in preempted:
+            while request not in preempted:
+                free = blocks.free(_rows_of([*cancelled, *preempted]))
+                if taken + lacking <= free:
+                    reserved[request.row] = num_tokens
+                    taken += lacking
+                    break
                 preempted.append(survivors.pop())
-                free += sum(blocks.held[row] for row in _rows_of(preempted[-1:]))
-            if request not in preempted:
-                reserved[request.row] = num_tokens
-                free = free - lacking
         return preempted, reserved
 
     def _admit(
-        self, leaving: Sequence[Request], reserved: dict[int, int]
+        self,
+        leaving: Sequence[Request],
+        reserved: dict[int, int],
+        shared: dict[int, list[TextBlock]],
     ) -> list[tuple[Request, int]]:
         """The requests that get a row in the next step, in order; none overtakes one without
-        room. Blocks for the text and one step are added to `reserved`."""
+        room. Blocks for the text and one step are added to `reserved`, and the paths with which
+        rows begin to `shared`."""
         limits = self.limits
         blocks = self.blocks
         admitted = list[tuple[Request, int]]()
@@ -220,26 +225,20 @@ class Scheduler:
             free -= sum(blocks.lacking(row, num_tokens) for row, num_tokens in reserved.items())
         for request, row in zip(self.waiting, free_rows, strict=False):
             tokens = request.num_cached + limits.step_tokens
+            path = [] if self.prefixes is None else self.prefixes.find(request.cached_ids)
             if blocks.is_limited:
-                free -= limits.num_blocks_of(tokens)
+                # Blocks that no row holds count as free, also those that are kept for texts.
+                num_held = sum(node.num_rows > 0 for node in path)
+                free -= limits.num_blocks_of(tokens) - num_held
                 if free < 0:
                     break
                 reserved[row] = tokens
+            if self.prefixes is not None and path:
+                self.prefixes.adopt(row, path)
+                self._shared[request] = len(path) * self.prefixes.block_size
+                shared[row] = path
             admitted.append((request, row))
         return admitted
-
-    def _share(
-        self, admitted: Sequence[tuple[Request, int]]
-    ) -> tuple[tuple[int, list[TextBlock]], ...] | None:
-        """The paths with which rows begin. The blocks of rows count for each of them."""
-        if self.prefixes is None:
-            return None
-        shared = list[tuple[int, list[TextBlock]]]()
-        for request, row in admitted:
-            if path := self.prefixes.find(request.cached_ids):
-                self._shared[request] = len(path) * self.prefixes.block_size
-                shared.append((row, path))
-        return tuple(shared)
 
     def _prefill(
         self, leaving: Sequence[Request], admitted: Sequence[tuple[Request, int]]
@@ -301,10 +300,13 @@ class StepCounts:
 
 class RowBlocks:
     """The blocks of each row, and the rows that need more. Nothing is counted without
-    `BatchLimits.num_blocks`."""
+    `BatchLimits.num_blocks`. `prefixes` knows which blocks several rows hold."""
 
-    def __init__(self, num_rows: int, limits: BatchLimits) -> None:
+    def __init__(
+        self, num_rows: int, limits: BatchLimits, prefixes: PrefixCache | None = None
+    ) -> None:
         self.limits = limits
+        self.prefixes = prefixes
         self.is_limited = limits.num_blocks is not None
         self.held = [0] * num_rows
         # The most cached tokens of a row for which its blocks have room for one more step.
@@ -314,7 +316,10 @@ class RowBlocks:
     def free(self, leaving: Collection[int] = ()) -> int:
         """Blocks that no row holds once the rows that are `leaving` return theirs."""
         assert self.limits.num_blocks is not None, "asked only if blocks are limited"
-        return self.limits.num_blocks - sum(self.held) + sum(self.held[row] for row in leaving)
+        held = sum(self.held) - sum(self.held[row] for row in leaving)
+        if self.prefixes is not None:
+            held -= self.prefixes.num_repeated(leaving)
+        return self.limits.num_blocks - held
 
     def lacking(self, row: int, num_tokens: int) -> int:
         return self.limits.num_blocks_of(num_tokens) - self.held[row]

@@ -160,9 +160,8 @@ class LayerCaches:
             cache.release(row, kept)
 
     def adopt(self, row: int, path: list[TextBlock]) -> None:
-        """Let an empty row begin with the tokens of a path of `prefixes`."""
+        """Let an empty row begin with the tokens of the path that it holds in `prefixes`."""
         assert self.prefixes is not None, "paths are of these"
-        self.prefixes.adopt(row, path)
         blocks = [node.block for node in path]
         for cache in self.distinct:  # all have given the same blocks to the same rows
             cache.adopt(row, blocks)
@@ -173,7 +172,9 @@ class LayerCaches:
         `text` has."""
         if self.prefixes is None:
             return 0
-        self.adopt(row, self.prefixes.find(text))
+        path = self.prefixes.find(text)
+        self.prefixes.adopt(row, path)
+        self.adopt(row, path)
         return self.distinct[0].lengths[row]
 
     def keep(self, row: int, text: Sequence[int]) -> None:

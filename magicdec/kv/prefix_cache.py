@@ -10,7 +10,8 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
@@ -36,6 +37,7 @@ class PrefixCache:
         # Nodes without rows, the one used longest ago first. Of two on a path the later comes
         # first, so that the first of all has none after it.
         self._idle: dict[TextBlock, None] = {}
+        self._num_repeated = 0  # see `num_repeated`
 
     def __len__(self) -> int:
         """Blocks that no row holds."""
@@ -43,7 +45,7 @@ class PrefixCache:
 
     def find(self, text: Sequence[int]) -> list[TextBlock]:
         """The longest path of a beginning of `text` that leaves at least one token of it, which has
-        to be computed. It is held until `adopt` and `leave`."""
+        to be computed. Nobody holds it before `adopt`."""
         path = list[TextBlock]()
         node = self._root
         for at in range((len(text) - 1) // self.block_size):
@@ -52,13 +54,20 @@ class PrefixCache:
                 break
             path.append(found)
             node = found
-        self._hold(path)
         return path
 
     def adopt(self, row: int, path: list[TextBlock]) -> None:
-        """Give an empty row a path that was found for it."""
+        """Give an empty row a path that was just found for it, which it holds until `leave`."""
         assert row not in self._paths, "a row leaves its text before another"
         self._paths[row] = [*path]
+        self._hold(path)
+
+    def num_repeated(self, leaving: Collection[int] = ()) -> int:
+        """Blocks that are too many where those of each row are added up: a block counts for every
+        row that holds it but one. Rows that are `leaving` do not count."""
+        gone = Counter(node for row in leaving for node in self._paths.get(row, ()))
+        no_more = (min(count, node.num_rows - 1) for node, count in gone.items())
+        return self._num_repeated - sum(no_more)
 
     def keep(self, row: int, text: Sequence[int], blocks: Sequence[int]) -> None:
         """Let others find the `blocks` of `row` that `text`, its cached tokens, fills, up to the
@@ -90,7 +99,9 @@ class PrefixCache:
         path += new
         for each in reversed(path):
             each.num_rows -= 1
-            if not each.num_rows:
+            if each.num_rows:
+                self._num_repeated -= 1
+            else:
                 self._idle[each] = None
         return {node.block for node in path} & set(blocks)
 
@@ -115,4 +126,5 @@ class PrefixCache:
     def _hold(self, path: Sequence[TextBlock]) -> None:
         for node in path:
             self._idle.pop(node, None)
+            self._num_repeated += node.num_rows > 0
             node.num_rows += 1

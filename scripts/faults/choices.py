@@ -213,8 +213,8 @@ PROPERTIES = (
             Fault("the oldest request preempted", "engine/scheduler.py",
                   "preempted.append(survivors.pop())", "preempted.append(survivors.pop(0))"),
             Fault("requests admitted in a step that preempts", "engine/scheduler.py",
-                  "admitted = [] if preempted else self._admit(leaving, reserved)",
-                  "admitted = self._admit(leaving, reserved)"),
+                  "admitted = [] if preempted else self._admit(leaving, reserved, shared)",
+                  "admitted = self._admit(leaving, reserved, shared)"),
             Fault("blocks promised to growing rows given away", "engine/scheduler.py",
                   "            free -= sum(blocks.lacking(row, num_tokens) "
                   "for row, num_tokens in reserved.items())\n", ""),

@@ -8,6 +8,7 @@ CACHES = "kv/layer_caches.py"
 BLOCKS = "test_window_blocks.py::"
 PREFIXES = "kv/prefix_cache.py"
 DRAFTER = "speculation/model_drafter.py"
+SCHEDULER = "engine/scheduler.py"
 SHARED = "test_prefix_cache.py::"
 
 PROPERTIES = (
@@ -53,7 +54,7 @@ PROPERTIES = (
                   "range((len(text) - 1) // self.block_size)",
                   "range(len(text) // self.block_size)"),
             Fault("a text is looked for by its newest block alone", PREFIXES,
-                  "            node = found\n        self._hold(path)", "        self._hold(path)"),
+                  "            node = found\n        return path", "        return path"),
         ),
     ),
     Property(
@@ -87,6 +88,16 @@ PROPERTIES = (
         (
             Fault("a block that others read is given back", "kv/layer_caches.py",
                   "cache.release(row, kept)", "cache.release(row)"),
+        ),
+    ),
+    Property(
+        "Blocks that several rows hold count once.",
+        f"{SHARED}test_blocks_that_several_rows_hold_count_once[with none to spare]",
+        (
+            Fault("they count for each row", SCHEDULER,
+                  "held -= self.prefixes.num_repeated(leaving)", "pass"),
+            Fault("who joins takes all", SCHEDULER,
+                  "num_held = sum(node.num_rows > 0 for node in path)", "num_held = 0"),
         ),
     ),
     Property(

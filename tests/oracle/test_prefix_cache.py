@@ -190,14 +190,23 @@ def serve(
         return blocks
 
     prefixes.evict = counted  # type: ignore[method-assign]
+    scheduler = engine.scheduler
+    decide = scheduler.schedule
+
+    def schedule() -> StepPlan | None:
+        """What the scheduler counts is what the cache has."""
+        assert scheduler.blocks.free() == runner.cache.num_free + len(prefixes)
+        return decide()
+
+    scheduler.schedule = schedule  # type: ignore[method-assign]
 
     def watch(plan: StepPlan) -> None:
         seen["steps"] += 1
         seen["preempted"] += len(plan.preempted)
         seen["shared"] += sum(len(path) for _, path in plan.shared or ())
-        for request in engine.scheduler.running:
+        for request in scheduler.running:
             if request in cancelled and (len(request.output_ids) > 1 or random.random() < 0.5):
-                engine.scheduler.cancel(request)
+                scheduler.cancel(request)
         check_books(runner, {node.block for _, path in plan.shared or () for node in path})
         if own is not None and own.shares_prefixes:
             check_books(own)
@@ -321,6 +330,27 @@ def test_a_prompt_that_was_cancelled_leaves_what_it_has_computed() -> None:
     assert sum(sum(plan.shared_tokens.values()) for plan in plans) == 40
 
 
+@pytest.mark.parametrize("num_blocks", [12, 9], ids=["for both beginnings", "with none to spare"])
+def test_blocks_that_several_rows_hold_count_once(num_blocks: int) -> None:
+    """Two texts that have 5 of their 7 blocks in common, so that they take 9."""
+    (beginning,) = random_prompts([40], 97, seed=3)
+    ends = random_prompts([7, 7], 97, seed=4)
+    runner = make_runner(MODEL, 2, 64, SDPABackend(8))
+    with spoiled():
+        runner = replace(runner, block_tokens=8, num_blocks=num_blocks, shares_prefixes=True)
+        engine = Engine(runner, 64, BatchLimits(64, *runner.caches.limits), VirtualClock())
+        strategy = make_strategy("autoregressive", Setup(runner, DecodingSection(), FULL))
+        first, second = make_requests([(*beginning, *end) for end in ends], MOST_NEW)
+        second.arrived_s = 0.5
+        plans = list[StepPlan]()
+        engine.serve(strategy, [first, second], watch=plans.append)
+    assert not any(plan.preempted for plan in plans)
+    assert any(plan.decoding and len(plan.decoding.requests) == 2 for plan in plans)
+    assert sum(sum(plan.shared_tokens.values()) for plan in plans) == 40
+    for request in (first, second):
+        assert request.output_ids == lone_output(request)
+
+
 @given(st.data())
 def test_a_path_is_what_was_kept_of_a_text(data: st.DataObject) -> None:
     """Beside a list of the texts that rows have left, as long as nothing is evicted."""
@@ -330,6 +360,10 @@ def test_a_path_is_what_was_kept_of_a_text(data: st.DataObject) -> None:
     known, blocks = set[tuple[int, ...]](), iter(range(10**6))
     held: dict[int, list[int]] = {}
     for _ in range(data.draw(st.integers(1, 25))):
+        leaving = data.draw(st.sets(st.integers(0, 2)))
+        staying = [path for row, path in cache._paths.items() if row not in leaving]
+        distinct = {node for path in staying for node in path}
+        assert cache.num_repeated(leaving) == sum(map(len, staying)) - len(distinct)
         row = data.draw(st.integers(0, 2))
         if row in rows:
             tokens, _ = rows.pop(row)
@@ -360,8 +394,8 @@ def test_the_oldest_goes_first_and_a_beginning_after_what_follows_it() -> None:
     cache.adopt(0, cache.find([5, 6]))
     assert cache.leave(0, [5, 6], [13, 14]) == {13, 14}
     path = cache.find([1, 2, 9])
+    cache.adopt(1, path)
     assert [node.block for node in path] == [10, 11]
     assert cache.evict(2) == [12, 14], "the rest of the first text is the oldest"
-    cache.adopt(1, path)
     assert cache.leave(1, [1, 2, 9], [10, 11, 15]) == {10, 11, 15}
     assert cache.evict(9) == [13, 15, 11, 10] and not len(cache)
