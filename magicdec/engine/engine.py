@@ -190,15 +190,18 @@ class Engine:
         return complete
 
     def _reserve(self, plan: StepPlan) -> None:
-        """Give rows the blocks that their texts begin with, and those for a step, or for the whole
-        request if blocks are not limited."""
-        for row, path in plan.shared or ():
-            self.runner.caches.adopt(row, path)
+        """Give rows what their texts begin with, and blocks for a step, or for the whole request if
+        blocks are not limited."""
+        shared = plan.shared or ()
+        for row, beginning in shared:
+            self.runner.caches.adopt(row, beginning)
         if self.scheduler.limits.num_blocks is None:
             for _, row in plan.admitted:
                 self.runner.allocate(row)
         for row, num_tokens in plan.reserved:
             self.runner.caches.allocate(row, num_tokens)
+        for row, beginning in shared:
+            self.runner.caches.copy_beginning(row, beginning)
 
     def _free(
         self, leaving: Sequence[tuple[Request, int | None]], strategy: DecodingStrategy

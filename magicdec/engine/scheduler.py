@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from magicdec.kv.prefix_cache import PrefixCache, TextBlock
+from magicdec.kv.prefix_cache import Beginning, PrefixCache
 from magicdec.runner.request import Batch, Moves, Request, Status, StepOutput
 from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
 
@@ -162,7 +162,7 @@ class Scheduler:
             return StepPlan(cancelled=_with_rows(cancelled), shared=())
         preempted, reserved = self._grow(cancelled)
         leaving = cancelled + preempted
-        shared = dict[int, list[TextBlock]]()
+        shared = dict[int, Beginning]()
         # A request that was just preempted would come back at once.
         admitted = [] if preempted else self._admit(leaving, reserved, shared)
         decoding = tuple(r for r in running if r not in self._prefilled and r not in leaving)
@@ -208,11 +208,11 @@ class Scheduler:
         self,
         leaving: Sequence[Request],
         reserved: dict[int, int],
-        shared: dict[int, list[TextBlock]],
+        shared: dict[int, Beginning],
     ) -> list[tuple[Request, int]]:
         """The requests that get a row in the next step, in order; none overtakes one without
-        room. Blocks for the text and one step are added to `reserved`, and the paths with which
-        rows begin to `shared`."""
+        room. Blocks for the text and one step are added to `reserved`, and what rows begin
+        with to `shared`."""
         limits = self.limits
         blocks = self.blocks
         admitted = list[tuple[Request, int]]()
@@ -225,18 +225,22 @@ class Scheduler:
             free -= sum(blocks.lacking(row, num_tokens) for row, num_tokens in reserved.items())
         for request, row in zip(self.waiting, free_rows, strict=False):
             tokens = request.num_cached + limits.step_tokens
-            path = [] if self.prefixes is None else self.prefixes.find(request.cached_ids)
+            found = Beginning()
+            if self.prefixes is not None:
+                found = self.prefixes.find(request.cached_ids)
             if blocks.is_limited:
                 # Blocks that no row holds count as free, also those that are kept for texts.
-                num_held = sum(node.num_rows > 0 for node in path)
+                num_held = len(found.path) - found.num_idle
                 free -= limits.num_blocks_of(tokens) - num_held
                 if free < 0:
                     break
                 reserved[row] = tokens
-            if self.prefixes is not None and path:
-                self.prefixes.adopt(row, path)
-                self._shared[request] = len(path) * self.prefixes.block_size
-                shared[row] = path
+                found = found.that_fits(free)
+                free -= found.source is not None and not found.source.num_rows
+            if self.prefixes is not None and found.num_tokens:
+                self.prefixes.adopt(row, found)
+                self._shared[request] = found.num_tokens
+                shared[row] = found
             admitted.append((request, row))
         return admitted
 

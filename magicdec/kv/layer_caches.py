@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.prefix_cache import PrefixCache, TextBlock
+from magicdec.kv.prefix_cache import Beginning, PrefixCache
 
 WINDOW_BLOCK = 64  # tokens of a block, unless a backend needs more: little is held past the window
 
@@ -159,23 +159,40 @@ class LayerCaches:
         for cache in self.distinct:
             cache.release(row, kept)
 
-    def adopt(self, row: int, path: list[TextBlock]) -> None:
-        """Let an empty row begin with the tokens of the path that it holds in `prefixes`."""
-        assert self.prefixes is not None, "paths are of these"
-        blocks = [node.block for node in path]
+    def adopt(self, row: int, beginning: Beginning) -> None:
+        """Let an empty row begin with the path that it holds in `prefixes`."""
+        blocks = [node.block for node in beginning.path]
         for cache in self.distinct:  # all have given the same blocks to the same rows
             cache.adopt(row, blocks)
-        self.distinct[0].advance([row], len(blocks) * self.prefixes.block_size)
+        first = self.distinct[0]
+        first.advance([row], len(blocks) * first.shape.block_size)
 
-    def begin(self, row: int, text: Sequence[int]) -> int:
-        """Let an empty row begin with what `prefixes` has of `text`. Returns its tokens, fewer than
-        `text` has."""
-        if self.prefixes is None:
-            return 0
-        path = self.prefixes.find(text)
-        self.prefixes.adopt(row, path)
-        self.adopt(row, path)
-        return self.distinct[0].lengths[row]
+    def copy_beginning(self, row: int, beginning: Beginning) -> None:
+        """Copy the block that `row` holds as a source in `prefixes`, if any, to the block that it
+        has for this. What it does not take is overwritten by its next tokens."""
+        assert self.prefixes is not None, "beginnings are of these"
+        if beginning.source is None:
+            return
+        for cache in self.distinct:
+            own = cache.blocks[row][len(beginning.path)]
+            cache.copy_block(beginning.source.block, own)
+        self.distinct[0].advance([row], beginning.num_copied)
+        self.prefixes.copied(row)
+
+    def begin(self, row: int, text: Sequence[int], num_tokens: int) -> int:
+        """Give an empty row what `prefixes` has of `text`, and room for `num_tokens`. Returns the
+        tokens that it has, fewer than `text`."""
+        assert self.prefixes is not None, "asked of caches that share"
+        first = self.distinct[0]
+        beginning = self.prefixes.find(text)
+        num_new = -(-num_tokens // first.shape.block_size) - len(beginning.path)
+        num_free = first.num_free + len(self.prefixes)
+        beginning = beginning.that_fits(num_free - beginning.num_idle - num_new)
+        self.prefixes.adopt(row, beginning)
+        self.adopt(row, beginning)
+        self.allocate(row, num_tokens)
+        self.copy_beginning(row, beginning)
+        return first.lengths[row]
 
     def keep(self, row: int, text: Sequence[int]) -> None:
         """Let other rows begin with the blocks of `row`, which holds the tokens of `text`."""

@@ -85,6 +85,11 @@ class KVPool:
         layout.write_keys(self.k, target, source_layout.read_keys(other.k, source))
         layout.write_values(self.v, target, source_layout.read_values(other.v, source))
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy all layers' K and V of a block to another, in any layout."""
+        for pool in (self.k, self.v):
+            pool[:, target].copy_(pool[:, source])
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""
         flat = slots.flatten()

@@ -3,27 +3,57 @@ texts begin alike share them: the turns of a conversation, or prompts with the s
 
 Complete blocks are nodes of a tree, each below the block before it in the text. Tokens are compared
 one by one, so that no two texts are taken for each other. Rows that read a node hold it; nodes
-without rows stay until their blocks are needed, those that were used longest ago first. Sources:
-RadixAttention (SGLang, arXiv 2312.07104, section 3); vLLM's automatic prefix caching. Imports no
-torch.
+without rows stay until their blocks are needed, those that were used longest ago first. What a text
+has in common with a block that it cannot take as a whole is copied into a block of its own; for
+this the last block of a text that has ended is a node too, though it is not complete. Sources:
+RadixAttention (SGLang, arXiv 2312.07104, section 3); vLLM's automatic prefix caching; partial reuse
+of TensorRT-LLM. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import ne
+
+LEAST_COPIED = 16  # tokens; fewer are computed as fast as they are copied
 
 
 @dataclass(eq=False)
 class TextBlock:
-    """A complete block. Rows that hold it also hold those before it."""
+    """A block, complete but for the last of a text. Rows that hold it also hold those before it."""
 
     tokens: tuple[int, ...]
     block: int
     before: TextBlock | None
     after: dict[tuple[int, ...], TextBlock] = field(default_factory=dict)
     num_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a cache has of the beginning of a text: the blocks of a path, which the text's row
+    shares, and the first `num_copied` tokens of `source`, which it copies."""
+
+    path: Sequence[TextBlock] = ()
+    source: TextBlock | None = None
+    num_copied: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(node.tokens) for node in self.path) + self.num_copied
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks of the path that no row holds."""
+        return sum(not node.num_rows for node in self.path)
+
+    def that_fits(self, num_spare: int) -> Beginning:
+        """Without the copy if its source, which is there until then, needs a block that is not
+        spare."""
+        needs_block = self.source is not None and not self.source.num_rows
+        return replace(self, source=None, num_copied=0) if needs_block > num_spare else self
 
 
 class PrefixCache:
@@ -34,6 +64,7 @@ class PrefixCache:
         self.block_size = block_size
         self._root = TextBlock((), -1, None)
         self._paths: dict[int, list[TextBlock]] = {}  # by row
+        self._sources: dict[int, TextBlock] = {}  # by row, until they are copied
         # Nodes without rows, the one used longest ago first. Of two on a path the later comes
         # first, so that the first of all has none after it.
         self._idle: dict[TextBlock, None] = {}
@@ -43,9 +74,9 @@ class PrefixCache:
         """Blocks that no row holds."""
         return len(self._idle)
 
-    def find(self, text: Sequence[int]) -> list[TextBlock]:
-        """The longest path of a beginning of `text` that leaves at least one token of it, which has
-        to be computed. Nobody holds it before `adopt`."""
+    def find(self, text: Sequence[int]) -> Beginning:
+        """The longest beginning of `text` that leaves at least one token of it, which has to be
+        computed. Nobody holds it before `adopt`."""
         path = list[TextBlock]()
         node = self._root
         for at in range((len(text) - 1) // self.block_size):
@@ -54,13 +85,29 @@ class PrefixCache:
                 break
             path.append(found)
             node = found
-        return path
+        rest = self._tokens(text[:-1], len(path))
+        source = None
+        num_copied = LEAST_COPIED - 1
+        for each in node.after.values():
+            count = num_common(each.tokens, rest)
+            if count > num_copied:
+                source = each
+                num_copied = count
+        return Beginning(path) if source is None else Beginning(path, source, num_copied)
 
-    def adopt(self, row: int, path: list[TextBlock]) -> None:
-        """Give an empty row a path that was just found for it, which it holds until `leave`."""
+    def adopt(self, row: int, beginning: Beginning) -> None:
+        """Give an empty row what was just found for it. It holds the path until `leave`, and the
+        source until `copied`."""
         assert row not in self._paths, "a row leaves its text before another"
-        self._paths[row] = [*path]
-        self._hold(path)
+        self._paths[row] = [*beginning.path]
+        self._hold(beginning.path)
+        if beginning.source is not None:
+            self._sources[row] = beginning.source
+            self._hold([beginning.source])
+
+    def copied(self, row: int) -> None:
+        """Let go of the source of `row`."""
+        self._let_go(self._sources.pop(row))
 
     def num_repeated(self, leaving: Collection[int] = ()) -> int:
         """Blocks that are too many where those of each row are added up: a block counts for every
@@ -97,12 +144,14 @@ class PrefixCache:
             new.append(node)
         self._hold(new)
         path += new
+        last = path[-1] if path else self._root
+        rest = self._tokens(text, len(path))
+        if rest and all(num_common(each.tokens, rest) < len(rest) for each in last.after.values()):
+            partial = self._add(last, rest, blocks[len(path)])
+            self._hold([partial])
+            path.append(partial)
         for each in reversed(path):
-            each.num_rows -= 1
-            if each.num_rows:
-                self._num_repeated -= 1
-            else:
-                self._idle[each] = None
+            self._let_go(each)
         return {node.block for node in path} & set(blocks)
 
     def evict(self, count: int) -> list[int]:
@@ -116,6 +165,13 @@ class PrefixCache:
             blocks.append(node.block)
         return blocks
 
+    def _let_go(self, node: TextBlock) -> None:
+        node.num_rows -= 1
+        if node.num_rows:
+            self._num_repeated -= 1
+        else:
+            self._idle[node] = None
+
     def _tokens(self, text: Sequence[int], at: int) -> tuple[int, ...]:
         return tuple(text[at * self.block_size : (at + 1) * self.block_size])
 
@@ -128,3 +184,9 @@ class PrefixCache:
             self._idle.pop(node, None)
             self._num_repeated += node.num_rows > 0
             node.num_rows += 1
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    differ = map(ne, one, other)
+    return next((at for at, is_other in enumerate(differ) if is_other), min(len(one), len(other)))

@@ -204,9 +204,8 @@ class ModelRunner:
             self.num_blocks,
         )
 
-    def allocate(self, row: int, num_tokens: int | None = None) -> None:
-        """Give `row` room for `num_tokens`. Default: for as many as a row holds."""
-        self.caches.allocate(row, self.max_tokens if num_tokens is None else num_tokens)
+    def allocate(self, row: int) -> None:
+        self.caches.allocate(row, self.max_tokens)
 
     def release(self, row: int, text: Sequence[int] = ()) -> None:
         self.caches.release(row, text)

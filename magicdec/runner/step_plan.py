@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from magicdec.kv.prefix_cache import TextBlock
+from magicdec.kv.prefix_cache import Beginning
 from magicdec.runner.request import Batch, Request
 
 # Prompt tokens of a step unless asked for otherwise. From 256 to 2048 the makespan was the same
@@ -80,15 +80,15 @@ class StepPlan:
     preempted: tuple[tuple[Request, int], ...] = ()  # with the row that it leaves
     cancelled: tuple[tuple[Request, int], ...] = ()  # with the row that it leaves
     admitted: tuple[tuple[Request, int], ...] = ()  # with its new row
-    # (row, path of the prefix cache that it begins with); None: there is no such cache
-    shared: tuple[tuple[int, list[TextBlock]], ...] | None = None
+    # (row, what it begins with of a prefix cache); None: there is no such cache
+    shared: tuple[tuple[int, Beginning], ...] | None = None
     reserved: tuple[tuple[int, int], ...] = ()  # (row, tokens that it must have room for)
     parts: tuple[PrefillChunk, ...] = ()
 
     @property
     def shared_tokens(self) -> dict[int, int]:
         """Of each row that begins with what a prefix cache has, the tokens of that."""
-        return {row: sum(len(node.tokens) for node in path) for row, path in self.shared or ()}
+        return {row: beginning.num_tokens for row, beginning in self.shared or ()}
 
 
 StepObserver = Callable[[StepPlan], None]

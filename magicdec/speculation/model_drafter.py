@@ -141,12 +141,13 @@ class ModelDrafter(StandaloneDrafter):
         row = whole.row
         runner.release(row)
         self._requests[row] = request
-        num_shared = runner.caches.begin(row, request.cached_ids)
-        num_tokens = None
-        if runner.shares_prefixes:  # what a row does not need keeps the blocks of other texts
-            most = len(request.prompt_ids) + request.sampling.max_new_tokens + self.max_gamma
-            num_tokens = min(most, runner.max_tokens)
-        runner.allocate(row, num_tokens)
+        if not runner.shares_prefixes:
+            runner.allocate(row)
+            return whole
+        # No more than the request can need: other blocks keep other texts.
+        most = len(request.prompt_ids) + request.sampling.max_new_tokens + self.max_gamma
+        num_tokens = min(most, runner.max_tokens)
+        num_shared = runner.caches.begin(row, request.cached_ids, num_tokens)
         return replace(whole, start=num_shared, num_shared=num_shared)
 
     def text_of(self, row: int) -> Sequence[int]:

@@ -63,8 +63,7 @@ class RollingRunner(ModelRunner):
         storage = Storage(self.block_size, per_row, self.num_rows * held)
         return [storage] * len(self.windows.distinct)
 
-    def allocate(self, row: int, num_tokens: int | None = None) -> None:
-        """Let `row` begin. It takes blocks, and gives them back, as its window moves."""
+    def allocate(self, row: int) -> None:
         assert not self.cache.blocks[row], "the row was released"
         self.settled[row], self.evicted[row] = 0, self._sink_blocks()
 

@@ -54,7 +54,7 @@ PROPERTIES = (
                   "range((len(text) - 1) // self.block_size)",
                   "range(len(text) // self.block_size)"),
             Fault("a text is looked for by its newest block alone", PREFIXES,
-                  "            node = found\n        return path", "        return path"),
+                  "            node = found\n        rest", "        rest"),
         ),
     ),
     Property(
@@ -91,13 +91,23 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "What a text has of another's block is copied while that is there.",
+        f"{SHARED}test_a_draft_model_that_shares_drafts_what_it_drafts_alone[full-native steps]",
+        (
+            Fault("nothing is copied", "kv/pool.py",
+                  "pool[:, target].copy_(pool[:, source])", "pass"),
+            Fault("a block is taken for it that is not there", PREFIXES,
+                  "if needs_block > num_spare else self", "if False else self"),
+        ),
+    ),
+    Property(
         "Blocks that several rows hold count once.",
         f"{SHARED}test_blocks_that_several_rows_hold_count_once[with none to spare]",
         (
             Fault("they count for each row", SCHEDULER,
                   "held -= self.prefixes.num_repeated(leaving)", "pass"),
             Fault("who joins takes all", SCHEDULER,
-                  "num_held = sum(node.num_rows > 0 for node in path)", "num_held = 0"),
+                  "num_held = len(found.path) - found.num_idle", "num_held = 0"),
         ),
     ),
     Property(

@@ -40,8 +40,9 @@ from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
+from magicdec.kv import prefix_cache
 from magicdec.kv.draft_log import DraftLog
-from magicdec.kv.prefix_cache import PrefixCache, TextBlock
+from magicdec.kv.prefix_cache import PrefixCache
 from magicdec.model.transformer import Transformer
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
@@ -66,6 +67,12 @@ DRAFTS = [
 ]
 IDS = ["none", "streaming_llm", "snapkv", "verified", "retrieval", "model", "model snapkv", "rolls"]
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
+
+
+@pytest.fixture(autouse=True)
+def few_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are small here."""
+    monkeypatch.setattr(prefix_cache, "LEAST_COPIED", 1)
 
 
 def lone_output(request: Request) -> list[int]:
@@ -203,11 +210,15 @@ def serve(
     def watch(plan: StepPlan) -> None:
         seen["steps"] += 1
         seen["preempted"] += len(plan.preempted)
-        seen["shared"] += sum(len(path) for _, path in plan.shared or ())
+        shared = [beginning for _, beginning in plan.shared or ()]
+        seen["shared"] += sum(len(beginning.path) for beginning in shared)
+        seen["copied"] += sum(beginning.num_copied for beginning in shared)
         for request in scheduler.running:
             if request in cancelled and (len(request.output_ids) > 1 or random.random() < 0.5):
                 scheduler.cancel(request)
-        check_books(runner, {node.block for _, path in plan.shared or () for node in path})
+        found = [node for beginning in shared for node in beginning.path]
+        found += [beginning.source for beginning in shared if beginning.source is not None]
+        check_books(runner, {node.block for node in found})
         if own is not None and own.shares_prefixes:
             check_books(own)
 
@@ -260,7 +271,8 @@ def test_turns_emit_what_they_emit_alone(
     drafter: str | None, kv: KVSection, is_native: bool
 ) -> None:
     seen = check(range(4), drafter, kv, is_native)
-    assert seen["shared"] > 0 and (is_native or seen["evicted"] > 0), seen
+    assert seen["shared"] > 0 and seen["copied"] > 0, seen
+    assert is_native or seen["evicted"] > 0, seen
 
 
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
@@ -356,9 +368,14 @@ def test_a_path_is_what_was_kept_of_a_text(data: st.DataObject) -> None:
     """Beside a list of the texts that rows have left, as long as nothing is evicted."""
     cache, size = PrefixCache(2), 2
     text = st.lists(st.integers(0, 1), min_size=1, max_size=9)
-    rows: dict[int, tuple[list[int], list[TextBlock]]] = {}
+    rows: dict[int, list[int]] = {}
     known, blocks = set[tuple[int, ...]](), iter(range(10**6))
     held: dict[int, list[int]] = {}
+    contents: dict[int, list[int]] = {}  # the tokens in each block
+
+    def prefixes(tokens: Sequence[int], step: int) -> set[tuple[int, ...]]:
+        return {tuple(tokens[:end]) for end in range(step, len(tokens) + 1, step)}
+
     for _ in range(data.draw(st.integers(1, 25))):
         leaving = data.draw(st.sets(st.integers(0, 2)))
         staying = [path for row, path in cache._paths.items() if row not in leaving]
@@ -366,25 +383,31 @@ def test_a_path_is_what_was_kept_of_a_text(data: st.DataObject) -> None:
         assert cache.num_repeated(leaving) == sum(map(len, staying)) - len(distinct)
         row = data.draw(st.integers(0, 2))
         if row in rows:
-            tokens, _ = rows.pop(row)
+            tokens = rows.pop(row)
             kept = cache.leave(row, tokens, held[row])
-            prefixes = [tuple(tokens[: size * n]) for n in range(1, len(tokens) // size + 1)]
-            assert len(kept) >= len(set(prefixes) - known)
-            known |= set(prefixes)
+            assert len(kept) >= len(prefixes(tokens, size) - known)
+            known |= prefixes(tokens, 1)
             continue
         tokens = data.draw(text)
-        path = cache.find(tokens)
-        most = (len(tokens) - 1) // size
-        expected = [n for n in range(most + 1) if not n or tuple(tokens[: size * n]) in known]
-        assert len(path) == max(expected)
-        assert [t for node in path for t in node.tokens] == tokens[: size * len(path)]
-        cache.adopt(row, path)
-        new = [next(blocks) for _ in range(-(-len(tokens) // size) - len(path))]
-        held[row] = [node.block for node in path] + new
-        rows[row] = tokens, path
+        found = cache.find(tokens)
+        expected = {end for end in range(1, len(tokens)) if tuple(tokens[:end]) in known}
+        assert found.num_tokens == max(expected, default=0)
+        shared = [node.block for node in found.path]
+        there = [token for block in shared for token in contents[block]]
+        if found.source is not None:
+            there += contents[found.source.block][: found.num_copied]
+        assert there == tokens[: found.num_tokens]
+        cache.adopt(row, found)
+        if found.source is not None:
+            cache.copied(row)
+        new = [next(blocks) for _ in range(-(-len(tokens) // size) - len(shared))]
+        held[row] = shared + new
+        for at, block in enumerate(held[row]):
+            contents[block] = tokens[at * size : (at + 1) * size]
+        rows[row] = tokens
         if data.draw(st.booleans()):
             cache.keep(row, tokens, held[row])
-            known |= {tuple(tokens[: size * n]) for n in range(1, len(tokens) // size + 1)}
+            known |= {prefix for end in prefixes(tokens, size) for prefix in prefixes(end, 1)}
 
 
 def test_the_oldest_goes_first_and_a_beginning_after_what_follows_it() -> None:
@@ -393,9 +416,9 @@ def test_the_oldest_goes_first_and_a_beginning_after_what_follows_it() -> None:
     assert cache.leave(0, [1, 2, 3], [10, 11, 12]) == {10, 11, 12}
     cache.adopt(0, cache.find([5, 6]))
     assert cache.leave(0, [5, 6], [13, 14]) == {13, 14}
-    path = cache.find([1, 2, 9])
-    cache.adopt(1, path)
-    assert [node.block for node in path] == [10, 11]
+    found = cache.find([1, 2, 9])
+    cache.adopt(1, found)
+    assert [node.block for node in found.path] == [10, 11]
     assert cache.evict(2) == [12, 14], "the rest of the first text is the oldest"
     assert cache.leave(1, [1, 2, 9], [10, 11, 15]) == {10, 11, 15}
     assert cache.evict(9) == [13, 15, 11, 10] and not len(cache)

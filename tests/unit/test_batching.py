@@ -245,8 +245,9 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
         record.name: record.metrics.num_preemptions for record in records if record.metrics
     }
     assert preempted["sequential"] == 0 < preempted["inflight"]
-    hits = [record.metrics.prefix_hit_rate for record in records if record.metrics]
-    assert hits == [0.0] * len(names), "these prompts have nothing in common"
+    for record in records:  # the prompts have nothing in common, but with what comes back
+        assert record.metrics is not None and record.metrics.prefix_hit_rate is not None
+        assert record.metrics.prefix_hit_rate == 0 or record.metrics.num_preemptions > 0
     for record in records:
         left = sum(len(request.preempted_ms) for request in record.requests)
         assert record.metrics is not None and left == record.metrics.num_preemptions

@@ -232,8 +232,10 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
         check_times(record)
     by_mode = {each.way: each.times_by_turn for each in records}
     hits = [[turn.prefix_hit_rate for turn in by_mode[mode] or ()] for mode in modes[:4]]
-    assert hits[0] == hits[1] == hits[2] and hits[0][0] == 0.0 < hits[0][2]
-    assert all(drafting >= plain for plain, drafting in zip(hits[2], hits[3], strict=True))
+    # First turns find what others begin with, as far as these have come before.
+    later = [of_mode[1:] for of_mode in hits]
+    assert later[0] == later[1] == later[2] and hits[0][0] < hits[0][2]
+    assert all(drafting >= plain for plain, drafting in zip(later[2], later[3], strict=True))
     assert [t.prefix_hit_rate for t in by_mode["ring"] or ()] == [None] * 3
     categories = first.workload.categories
     assert categories is not None and set(categories) == {"a", "b"}
