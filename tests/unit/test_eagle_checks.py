@@ -12,6 +12,7 @@ import torch
 from conftest import TINY, Command, save_checkpoint, tiny_transformer
 from eagle_heads import HeadForm, random_head, write_head
 from safetensors.torch import load_file, save_file
+from serving_command import prepare_as
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, KVSection
@@ -184,8 +185,6 @@ def test_a_target_that_scales_its_embedding_has_no_head(target: Path, tmp_path: 
         ("run --draft eagle:demo-draft", "it is a model, not an EAGLE-3 head; name it as --draft"),
         ("run --draft eagle", "--draft eagle is not known; choose from self, model:NAME, eagle:"),
         ("run --draft self --eagle_layers 1 2 3", "--eagle_layers does nothing here"),
-        ("recurrent --nproc 2 --draft eagle:{head}", "takes states of several layers, which"),
-        ("pipeline --nproc 2 --draft eagle:{head}", "takes states of several layers, which"),
     ],
 )
 def test_a_head_is_named_as_one(words: str, message: str, tmp_path: Path, command: Command) -> None:
@@ -193,6 +192,14 @@ def test_a_head_is_named_as_one(words: str, message: str, tmp_path: Path, comman
     write_head(tmp_path / "head", demo, HeadForm())
     ended = command(*words.format(head=tmp_path / "head").split(), "--prefix_len", 32)
     assert ended.code == 2 and message in ended.err, ended.err
+
+
+@pytest.mark.parametrize("name", ["recurrent", "pipeline"])
+def test_stages_have_no_states_for_a_head(name: str, tmp_path: Path) -> None:
+    write_head(tmp_path / "head", find_model("--model", "demo").config, HeadForm())
+    words = "--modes", "ring+draft" if name == "recurrent" else "sync"
+    with pytest.raises(ValueError, match="takes states of several layers, which"):
+        prepare_as(name, tmp_path, "--draft", f"eagle:{tmp_path / 'head'}", *words, world_size=2)
 
 
 @pytest.mark.parametrize(
