@@ -242,7 +242,7 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
     (table,) = turn_tables(records)
     assert [column.key for column in table.headings] == ["metric", "turn_1", "turn_2", "turn_3"]
     assert "every mode mean_prompt_len" in table.csv() and table in tables(records)
-    assert "5 conversations" in tables(records)[0].title
+    assert "5 conversations, arrival closed loop of up to 3 turns" in tables(records)[0].title
 
 
 def answered_by_transformers(

@@ -199,7 +199,8 @@ class ServingRecord(MeasuredRecord):
         f"waited; none if `{FAILED}`"
     )
     workload: WorkloadRecord = recorded(
-        "the prompts and the models; `prefix_len` is the length of the longest prompt"
+        "the prompts and the models; `prefix_len` is the length of the longest prompt, of first "
+        "turns with `--turns`"
     )
     reference: str | None = recorded(
         "the `name` of the first pass of the command", null="if it is the only one"
@@ -297,8 +298,15 @@ class ServingRecord(MeasuredRecord):
     @property
     def arrival(self) -> str:
         """When its requests arrived, in words."""
-        is_closed = self.concurrency is not None
-        return "closed loop" if is_closed else str(self.config["workload"]["arrival"])
+        if self.concurrency is None:
+            return str(self.config["workload"]["arrival"])
+        return "closed loop" if self.turns == 1 else f"closed loop of up to {self.turns} turns"
+
+    @property
+    def turns(self) -> int:
+        """The questions of a conversation that were asked at most; 1 where requests are none."""
+        found: int = self.config["workload"].get("turns", 1)
+        return found
 
     @property
     def is_logged(self) -> bool:

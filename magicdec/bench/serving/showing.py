@@ -187,7 +187,7 @@ def turn_tables(records: Sequence[ServingRecord]) -> list[Table]:
     below = []
     if left_out:
         noun = "question is" if left_out == 1 else "questions are"
-        most = shown[-1].config["workload"]["turns"]
+        most = shown[-1].turns
         below = [
             f"{left_out} later {noun} not asked: beyond --turns {most}, or the prompt could be "
             "longer than --prefix_len"
@@ -310,7 +310,7 @@ def title_of(records: Sequence[ServingRecord]) -> str:
     model = newest.config["model"]
     workload = newest.config["workload"]
     count = workload["num_requests"]
-    noun = "request" if workload.get("turns", 1) == 1 else "conversation"
+    noun = "request" if newest.turns == 1 else "conversation"
     output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
     return (
         f"{model['model']} ({model['dtype']}), {newest.workload.text}: "
