@@ -31,7 +31,8 @@ from magicdec.speculation.steps.strategy import DecodingStrategy
 
 class Engine:
     """The loop of steps. With `limits`, requests may join a running batch and rows are used
-    again."""
+    again. With `shares_prefixes`, they begin with what the runner's caches have of their texts, if
+    these keep any."""
 
     def __init__(
         self,
@@ -39,13 +40,14 @@ class Engine:
         prefill_chunk: int,
         limits: BatchLimits | None = None,
         clock: Clock | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
         self.runner = runner
         self.prefill_chunk = prefill_chunk
         self.is_in_flight = limits is not None
         self.clock = clock or RealClock()
         self.is_alone = runner.group.size == 1  # no other rank must plan alike
-        prefixes = runner.caches.prefixes
+        prefixes = runner.caches.prefixes if shares_prefixes else None
         self.scheduler = Scheduler(runner.num_rows, limits or BatchLimits(), prefixes=prefixes)
         self.requests: list[Request] = []  # of the batch that was prefilled last
         self.num_steps = 0  # decode steps since `begin`

@@ -84,15 +84,19 @@ class SamplingParams:
         return num_output >= self.max_new_tokens or token in self.eos_token_ids
 
 
+PromptAfter = Callable[[Sequence[Sequence[int]]], tuple[int, ...]]
+"""A function that makes the prompt of a turn of the answers to all turns before, by their ids."""
+
+
 @dataclass(frozen=True)
 class Turn:
-    """The place of a request in a conversation: its `number`, from 1, the request `previous` whose
-    answer it follows, and what makes its prompt from the answers to all turns before."""
+    """The place of a request in a conversation: its `number`, from 1, and the request `previous`
+    whose answer it follows."""
 
     conversation: int
     number: int
     previous: Request | None
-    prompt_after: Callable[[Sequence[Sequence[int]]], tuple[int, ...]]
+    prompt_after: PromptAfter
 
 
 @dataclass(eq=False)

@@ -238,10 +238,13 @@ class Batching(System):
         strategy: DecodingStrategy,
         limits: BatchLimits,
         observer: PassObserver,
+        shares_prefixes: bool = True,
     ) -> None:
         chunk = self.run.config.attention.prefill_chunk
         window_s = (self.options.window_ms or 0.0) / 1e3
-        engine = Engine(runner, chunk, limits, clock=self.clock.clock)
+        engine = Engine(
+            runner, chunk, limits, clock=self.clock.clock, shares_prefixes=shares_prefixes
+        )
 
         def serve(batch: Sequence[Request] | Arrivals) -> None:
             engine.serve(strategy, batch, observer.observe, observer.watch)
@@ -270,10 +273,11 @@ class Batching(System):
         num_tokens: int,
         make: MakeStrategy,
         concurrency: int | None = None,
+        shares_prefixes: bool = False,
     ) -> None:
         """Serve requests at once, or at most `concurrency` of them, in the batches of `mode`, by a
         strategy that appends at most `num_tokens` in a step. What earlier passes left in the cache
-        is lost. The ranks that compute call it."""
+        is lost. Texts share prefixes only if the system's do. The ranks that compute call it."""
         runner = self.runner
         assert runner is not None, "it was opened"
         # The newest token is never cached; more room than the pass had would be a second cache.
@@ -290,7 +294,8 @@ class Batching(System):
             request.arrived_s = now_s
         limits = self._limits_of(runner, runner.max_tokens, num_tokens)
         arrivals = Arrivals(requests, concurrency)
-        self._decode(runner, mode, arrivals, make(runner), limits, PassObserver())
+        strategy = make(runner)
+        self._decode(runner, mode, arrivals, strategy, limits, PassObserver(), shares_prefixes)
         self.captured = None
 
     def _strategy(self, each: Pass) -> tuple[DecodingStrategy, Witness | None]:

@@ -23,6 +23,7 @@ from magicdec.bench.verdict.forced import ForcedSteps
 from magicdec.bench.verdict.judgement import judge_again
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
+from magicdec.kv.prefix_cache import Beginning, PrefixCache
 from magicdec.output.console import Silent
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams, StepOutput
@@ -93,14 +94,18 @@ def test_a_lone_mode_with_wrong_steps_diverges(tmp_path: Path) -> None:
 
 def test_stages_are_judged_by_the_engine_if_a_mode_is_one(tmp_path: Path) -> None:
     prepared = prepare_as(
-        "serve", tmp_path, *STAGES, "--modes", "ring", "iterative", "inflight", world_size=2
-    )
+        "serve", tmp_path, *STAGES, "--prefix_cache", "--modes", "ring", "iterative", "inflight",
+        world_size=2,
+    )  # fmt: skip
     systems = {system.passes[0].mode: system for system in prepared.systems}
     engine = systems["inflight"]
     for mode, rows in (("ring", "inflight"), ("iterative", "sequential")):
         stands_for = engine_pass(systems[mode], Pass(mode, False), prepared.systems)
         assert stands_for is not None and stands_for.system is engine
         assert (stands_for.mode, stands_for.num_tokens) == (rows, 1)
+        assert not stands_for.shares_prefixes
+    own = engine_pass(engine, Pass("inflight", False), prepared.systems)
+    assert own is not None and own.shares_prefixes, "decode steps computed some of its prompts"
     ring = systems["ring"]
     assert engine_pass(ring, Pass("ring", False), [ring]) is None
     engine.ranks_of_layer = 2  # whose sums are rounded otherwise
@@ -157,7 +162,7 @@ def test_outputs_are_replayed_in_steps_of_any_size(num_tokens: int) -> None:
     requests = known_outputs(runner)
     outputs = {request.request_id: request.output_ids for request in requests}
     best = ForcedSteps(runner, outputs, num_tokens, None)
-    again = [unanswered(request) for request in requests]
+    again = unanswered(requests)
     emitted = serve_by(runner, again, best, num_tokens)
     assert [request.output_ids for request in again] == list(outputs.values())
     full = [num_tokens] * sum((len(output) - 1) // num_tokens for output in outputs.values())
@@ -167,9 +172,9 @@ def test_outputs_are_replayed_in_steps_of_any_size(num_tokens: int) -> None:
         for number, output in outputs.items()
     }
     one = ForcedSteps(runner, outputs, 1, pairs)
-    serve_by(runner, [unanswered(request) for request in requests], one)
+    serve_by(runner, unanswered(requests), one)
     steps = ForcedSteps(runner, outputs, num_tokens, pairs)
-    serve_by(runner, [unanswered(request) for request in requests], steps, num_tokens)
+    serve_by(runner, unanswered(requests), steps, num_tokens)
     for number, output in outputs.items():
         chosen, gaps = best.found(number)
         assert chosen[:, 0].tolist() == output[1:] and (gaps > 0).all()
@@ -227,6 +232,37 @@ def test_a_replay_makes_room_for_steps_that_the_pass_had_not(tmp_path: Path) -> 
     assert runner.max_tokens > room and len(steps.found(0)[1]) == 47
     replay(1)
     assert made[0][0] is system.runner, "no second cache where there is room"
+    system.close()
+
+
+def test_a_replay_shares_prefixes_as_the_pass_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*STAGES, "--modes", "inflight", "--dtype", "float32", "--prefix_cache")
+    prepared = prepare_as("serve", tmp_path, *words, "--block_tokens", "16")
+    (system,) = prepared.systems
+    assert isinstance(system, Batching)
+    system.open(prepared.options.passes[0], torch.device("cpu"), Silent())
+    runner = system.runner
+    assert runner is not None and runner.caches.prefixes is not None
+    prompt = prepared.run.workload.prompts[0]
+    found = list[int]()
+    adopt = PrefixCache.adopt
+
+    def note(prefixes: PrefixCache, row: int, beginning: Beginning) -> None:
+        found[-1] += beginning.num_tokens
+        adopt(prefixes, row, beginning)
+
+    monkeypatch.setattr(PrefixCache, "adopt", note)
+    for shares in (True, False):
+        found.append(0)
+        texts = [Request(i, prompt, SamplingParams(3)) for i in range(2)]
+
+        def make(runner: ModelRunner) -> ForcedSteps:
+            return ForcedSteps(runner, {0: [5] * 3, 1: [5] * 3}, 1, None)
+
+        system.replay("sequential", texts, 1, make, None, shares)
+    assert found[0] > 0 == found[1]
     system.close()
 
 

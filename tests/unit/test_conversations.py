@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from magicdec.bench.serving.metrics import categories_of
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.bench.serving.showing import tables, turn_tables
-from magicdec.bench.serving.verdict import check_mode
+from magicdec.bench.serving.verdict import check_mode, unanswered
 from magicdec.engine.arrivals import Arrivals
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.records.samples import hash_output
@@ -301,6 +301,27 @@ def test_what_cannot_be_a_conversation_is_refused_in_one_line(
     with pytest.raises(ValueError) as refused:
         prepare_as("serve", tmp_path, *model, *more, *given)
     assert REFUSED[words] in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_replayed_turns_arrive_as_they_did() -> None:
+    """With their own prompts, whatever the answer that is replayed; what is replayed alone arrives
+    alone."""
+    requests = talking([2, 1])
+    _, second, other = requests
+    for request in requests:
+        if request is second:
+            request.follow(1.0)
+        request.append([7, 8][: len(request.prompt_ids)], 1.0)
+    again = unanswered(requests)
+    assert [each.prompt_ids for each in again] == [(0,), (), (1,)]
+    arrivals = Arrivals(again, 1)
+    (taken,) = arrivals.take(9)
+    taken.append([5], 2.0)
+    assert arrivals.take(9) == [again[1]] and again[1].prompt_ids == second.prompt_ids
+    assert [each.sampling.max_new_tokens for each in again] == [1, 1, 1]
+    (alone,) = unanswered([second])
+    assert alone.prompt_ids == second.prompt_ids and alone.turn is None
+    assert other.prompt_ids == again[2].prompt_ids
 
 
 @dataclass

@@ -56,7 +56,9 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     assert of[SpanKind.DRAFT] == list(range(len(of[SpanKind.DRAFT]))) != []
     assert use.runs == record.metrics.num_steps == num_runs
     assert use.layers_computed + use.layers_skipped == NUM_LAYERS * use.runs
-    assert [len(request.output_ids) for request in head.requests.values()] == [NUM_NEW] * NUM_REQUESTS
+    assert [len(request.output_ids) for request in head.requests.values()] == [
+        NUM_NEW
+    ] * NUM_REQUESTS
     warm_s = max(request.token_times_s[-1] for request in warm_up.requests.values())
     assert warm_s <= min(request.arrived_s for request in head.requests.values())
 

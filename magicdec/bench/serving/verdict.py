@@ -23,7 +23,7 @@ from magicdec.names import REFERENCE_BACKEND, SEQUENTIAL
 from magicdec.output.console import Progress
 from magicdec.records.correctness import Correctness, JudgedAgain
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.request import Request, SamplingParams
+from magicdec.runner.request import PromptAfter, Request, SamplingParams
 from magicdec.setup.loading import load_model, make_backend
 from magicdec.systems.batching import Batching
 from magicdec.systems.modes import Pass
@@ -46,12 +46,14 @@ def judge_steps(extras: Extras, requests: Sequence[Request]) -> JudgedAgain | No
 @dataclass(frozen=True)
 class EnginePass:
     """The batches of the engine whose forwards are rounded as those of a judged pass: the batching
-    `mode` of a system, the most tokens of a row in a step, and the most requests in flight."""
+    `mode` of a system, the most tokens of a row in a step, the most requests in flight, and whether
+    texts share prefixes, whose KV decode steps may have computed in place of a prefill."""
 
     system: Batching
     mode: str
     num_tokens: int
     concurrency: int | None = None
+    shares_prefixes: bool = False
 
 
 def engine_pass(system: System, each: Pass, systems: Sequence[System]) -> EnginePass | None:
@@ -60,7 +62,8 @@ def engine_pass(system: System, each: Pass, systems: Sequence[System]) -> Engine
     computed."""
     shape = system.step_shape(each)
     if isinstance(system, Batching):
-        return EnginePass(system, each.mode, shape.tokens, each.concurrency)
+        shares = system.options.prefix_cache
+        return EnginePass(system, each.mode, shape.tokens, each.concurrency, shares)
     if system.is_external:
         return None
     mode = SEQUENTIAL if shape.rows == 1 else "inflight"
@@ -124,8 +127,14 @@ class ModeReplays:
                 made.append(ForcedSteps(runner, outputs, engine.num_tokens, of_requests))
                 return made[0]
 
-            texts = [unanswered(request) for request in requests]
-            engine.system.replay(engine.mode, texts, engine.num_tokens, make, engine.concurrency)
+            engine.system.replay(
+                engine.mode,
+                unanswered(requests),
+                engine.num_tokens,
+                make,
+                engine.concurrency,
+                engine.shares_prefixes,
+            )
             noted = [made[0].found(number) for number in outputs]
             found = [(ids.tolist(), gaps.tolist()) for ids, gaps in noted]
         known = self._from_first(found, list[SentGaps])
@@ -152,9 +161,26 @@ def float64(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def unanswered(request: Request) -> Request:
-    """A request for as many tokens as another has got."""
-    return Request(request.request_id, request.prompt_ids, SamplingParams(len(request.output_ids)))
+def unanswered(requests: Sequence[Request]) -> list[Request]:
+    """Requests for as many tokens as others have got. Later turns arrive as theirs did."""
+    made = dict[int, Request]()
+    for request in requests:
+        new = Request(
+            request.request_id, request.prompt_ids, SamplingParams(len(request.output_ids))
+        )
+        before = None if request.previous is None else made.get(request.previous.request_id)
+        if before is not None and request.turn is not None:
+            new.prompt_ids = ()
+            new.turn = replace(
+                request.turn, previous=before, prompt_after=as_known(request.prompt_ids)
+            )
+        made[request.request_id] = new
+    return list(made.values())
+
+
+def as_known(prompt_ids: tuple[int, ...]) -> PromptAfter:
+    """The prompt of a turn whose answers before it are known."""
+    return lambda answers: prompt_ids
 
 
 def check_mode(
