@@ -129,6 +129,15 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "A replay shares prefixes as the pass did.",
+        "test_verdict_of_modes.py::test_a_replay_shares_prefixes_as_the_pass_did",
+        (
+            Fault("wherever the caches keep texts", "engine/engine.py",
+                  "runner.caches.prefixes if shares_prefixes else None",
+                  "runner.caches.prefixes"),
+        ),
+    ),
+    Property(
         "A turn behind another answer shows nothing.",
         f"{TALKS}test_a_turn_behind_another_answer_shows_nothing",
         (
