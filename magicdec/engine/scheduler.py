@@ -275,10 +275,6 @@ class StepCounts:
     num_found: int = 0
     moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
 
-    @property
-    def prefix_hit_rate(self) -> float | None:
-        return self.num_found / self.num_looked_up if self.num_looked_up else None
-
     def look_up(self, request_id: int, num_tokens: int, num_found: int) -> None:
         """Count a request that joins with so many tokens, of which a prefix cache has some."""
         for counts in (self, self.moves[request_id]):

@@ -57,7 +57,7 @@ def check_loop(requests: Sequence[Request], concurrency: int) -> None:
 
 
 def test_another_request_arrives_with_each_end() -> None:
-    requests = [Request(i, (1,), SamplingParams(1)) for i in range(6)]
+    requests = [Request(i, (1,) * (i != 4), SamplingParams(1)) for i in range(6)]  # one is empty
     arrivals = Arrivals(requests, 3)
     assert arrivals.count(-5.0) == 3, "no clock decides"
     first, second, third = arrivals.take(2) + arrivals.take(9)

@@ -209,7 +209,7 @@ class Experiment:
         now_s = system.now()
         prompts = self.prepared.run.workload.prompts
         if system.is_external and not observer.is_measured:
-            prompts = unlike(prompts)
+            prompts = without_first(prompts)
         # Warm-up asks the first questions alone.
         has_turns = observer.is_measured and self.prepared.options.turns > 1
         talks = self.prepared.run.workload.conversations if has_turns else None
@@ -376,7 +376,7 @@ class Experiment:
             system.expected = None if self.prepared.options.emulate_stage_ms else expected
 
 
-def unlike(prompts: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def without_first(prompts: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """The same prompts without their first tokens, so that none begins as one of them does: what a
     server keeps of these is of no use for the others."""
     return tuple(prompt[1:] or prompt for prompt in prompts)

@@ -265,7 +265,7 @@ def serving_metrics(
         num_steps=counts.num_steps or None,
         num_preemptions=counts.num_preemptions if counts.num_steps else None,
         peak_memory_bytes=peak_memory_bytes,
-        prefix_hit_rate=counts.prefix_hit_rate,
+        prefix_hit_rate=hit_rate([counts]),
         **(
             {}
             if verifications is None
@@ -309,10 +309,10 @@ def times_by_turn(
     ] or None
 
 
-def hit_rate(moves: Sequence[Moves]) -> float | None:
+def hit_rate(counts: Sequence[Moves | StepCounts]) -> float | None:
     """The share of looked-up tokens that a prefix cache had; None if none were looked up."""
-    num_looked_up = sum(each.num_looked_up for each in moves)
-    return sum(each.num_found for each in moves) / num_looked_up if num_looked_up else None
+    num_looked_up = sum(each.num_looked_up for each in counts)
+    return sum(each.num_found for each in counts) / num_looked_up if num_looked_up else None
 
 
 def acceptance_by_context(
