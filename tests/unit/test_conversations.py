@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from conftest import Launch
 from serving_command import parse_as, prepare_as
 from test_batching import measured
 from test_chat_template import CHATTED, FRAME, TEMPLATES, reference, write
@@ -25,6 +26,7 @@ from magicdec.bench.serving.showing import tables, turn_tables
 from magicdec.bench.serving.verdict import check_mode, unanswered
 from magicdec.engine.arrivals import Arrivals
 from magicdec.model.tokenizer import load_tokenizer
+from magicdec.records.reading import read_records
 from magicdec.records.samples import hash_output
 from magicdec.runner.request import Request, SamplingParams, Turn
 from magicdec.workload.books import read_prompts
@@ -243,6 +245,30 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
     assert [column.key for column in table.headings] == ["metric", "turn_1", "turn_2", "turn_3"]
     assert "every mode mean_prompt_len" in table.csv() and table in tables(records)
     assert "5 conversations, arrival closed loop of up to 3 turns" in tables(records)[0].title
+
+
+def test_two_ranks_ask_the_same_turns(
+    launch: Launch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """By tensor parallelism each rank makes the prompts of later turns itself, and in a ring the
+    ranks of the first stage."""
+    out = tmp_path / "out.jsonl"
+    done = launch(
+        "inflight_benchmark.py", *WORDS[:-1], "--model", tiny_checkpoint,
+        "--dataset", chats(tmp_path / "set.jsonl"), "--draft", "ngram", "--prefix_cache",
+        "--modes", "sequential", "inflight+draft", "ring", "--device", "cpu", "--out", out,
+        num_ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, *others = read_records(out, ServingRecord)
+    expected = answered_by_transformers(tiny_checkpoint, first.workload.sources or [])
+    for record in (first, *others):
+        found = [
+            (each.conversation, each.turn, each.prompt_len, each.output_hash)
+            for each in record.requests
+        ]
+        assert (record.status, found) == ("ok", expected), record.name
+        assert record.environment.world_size == 2
 
 
 def answered_by_transformers(
