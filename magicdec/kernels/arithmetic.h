@@ -13,26 +13,30 @@
 #define COMPILED_ALONE __attribute__((noipa))
 #endif
 
+// Before a small function that is a part of such functions: in a large source the compiler may call it in place of inlining it,
+// and then computes the loop around it number by number, whose products it groups otherwise than those of vectors.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 struct bfloat16 { uint16_t value; };
 
-inline float to_float(float x) { return x; }
-inline float to_float(bfloat16 x) {
+ALWAYS_INLINE float to_float(float x) { return x; }
+ALWAYS_INLINE float to_float(bfloat16 x) {
     uint32_t wide = uint32_t(x.value) << 16;
     float out;
     std::memcpy(&out, &wide, 4);
     return out;
 }
-inline void store(float* p, float x) { *p = x; }
-inline void store(bfloat16* p, float x) {  // round to nearest even
+ALWAYS_INLINE void store(float* p, float x) { *p = x; }
+ALWAYS_INLINE void store(bfloat16* p, float x) {  // round to nearest even
     uint32_t wide;
     std::memcpy(&wide, &x, 4);
     p->value = uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
 // a * b + c, rounded once where the CPU can. Kernels are compiled so that sums may be regrouped, and each place that a function is
 // inlined into may do it in its own way; chains of this have the same bits in all of them.
-inline float fused(float a, float b, float c) {
+ALWAYS_INLINE float fused(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b, c);
 #else
@@ -41,7 +45,7 @@ inline float fused(float a, float b, float c) {
 }
 
 // x, which is not regrouped with what it is multiplied or added to.
-inline float grouped(float x) {
+ALWAYS_INLINE float grouped(float x) {
 #if defined(__clang__)
     return __arithmetic_fence(x);
 #elif __GNUC__ >= 12
@@ -52,7 +56,7 @@ inline float grouped(float x) {
 }
 
 // exp for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes coefficients); relative error about 1e-7.
-inline float exp_negative(float x) {
+ALWAYS_INLINE float exp_negative(float x) {
     x = std::max(x, -87.0f);
     const float n = std::floor(fused(x, 1.44269504f, 0.5f));
     x = fused(n, -0.693359375f, x);

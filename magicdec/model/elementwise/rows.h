@@ -15,7 +15,7 @@ struct Gate {
 
 namespace {
 
-inline float sigmoid(float x) {
+ALWAYS_INLINE float sigmoid(float x) {
     const float e = exp_negative(-std::abs(x));
     return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
