@@ -2,6 +2,7 @@
 head, joined by local channels."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -106,9 +107,14 @@ class FakeStage(RunStage):
     computed: Callable[[int], None] = lambda run: None
     board: CancelBoard | None = None
     texts: None = None
+    awaits_prompt: dict[int, bool] = field(default_factory=lambda: defaultdict(bool))
 
     def compute(
-        self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
+        self,
+        launch: RunLaunch,
+        message: Message,
+        cancellation: Cancellation | None,
+        is_of_prompt: bool,
     ) -> tuple[int, ...] | None:
         for layer in range(self.num_layers):
             self.wait(message.run, layer)

@@ -33,7 +33,7 @@ HEADERS = (
 FLAGS = (*FAST_MATH, "-fopenmp")
 # The dtypes of the pools; native.cpp refers to a dtype by its index in this tuple.
 STORAGE = (torch.float32, torch.bfloat16)
-Shape = ctypes.c_int64 * 17
+Shape = ctypes.c_int64 * 18
 
 
 class NativeBackend(AttentionBackend):
@@ -86,6 +86,7 @@ class NativeBackend(AttentionBackend):
             self._is_widened,
             mass,
             self.layer_sinks(layer),
+            view.is_of_prompt,
         )
 
     def run_with_weights(
@@ -130,13 +131,15 @@ def attention(
     is_widened: bool,
     mass: Tensor | None = None,
     sinks: Tensor | None = None,
+    is_of_prompt: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Append k, v [B,T,G,D] to a layer's pools [blocks, G, block_size, D] and attend: [B,T,H,D]
     and the log-sum-exp of scores, float32 [B,T,H].
 
     `ranges` [B, G or 1, R, 2] are visible positions, of which a token sees the last `window` (0:
     all). `mass`, float32 [B, G, blocks], is filled with attention weights by block. `sinks`,
-    float32 [H]: `AttentionBackend.sinks` of the layer."""
+    float32 [H]: `AttentionBackend.sinks` of the layer. A token of a prompt has the same bits in
+    any chunk with `is_of_prompt`; without it in any chunk below PREFILL_FROM tokens."""
     assert q.dtype in STORAGE, "computes in float32 or bfloat16"
     assert k_pool.dtype == q.dtype, "pools have the dtype of q"
     num_rows, num_new, num_heads, size = q.shape
@@ -158,6 +161,7 @@ def attention(
         ranges.shape[1],
         0 if mass is None else mass.shape[2],
         window,
+        is_of_prompt,
     )
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, sinks, out, lse, mass)
     failed = kernel(size).magicdec_attention(

@@ -125,6 +125,7 @@ class KVView:
     is_full: bool  # every cached token is visible, except those before the window
     window: int | None = None  # most tokens that a token sees, itself included; None: no limit
     offsets: Tensor | None = None  # [rows of the cache]; see `positions`
+    is_of_prompt: bool = False  # new tokens are a part of a prompt, whose bits follow from no chunk
 
     @property
     def first_keys(self) -> tuple[int, ...]:

@@ -229,6 +229,7 @@ class ModelRunner:
         watch_queries: AttentionObserver | None = None,
         is_draft: bool = False,
         cancellation: Cancellation | None = None,
+        is_of_prompt: bool = False,
     ) -> NativeForward:
         """Append the tokens of x to `rows`. The forward's `out` becomes this rank's logits [B,
         T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a model's part.
@@ -237,7 +238,8 @@ class ModelRunner:
         once, at latest until `flush`; until then its rows must not change. `policy` (default:
         the runner's) chooses among the first `committed` tokens of each row (default: all).
         `is_draft`: its reads are also counted apart. `watch` gets each layer's attention weights
-        [B, G, blocks], `watch_queries` its queries [B, T, H, D] after RoPE.
+        [B, G, blocks], `watch_queries` its queries [B, T, H, D] after RoPE. With `is_of_prompt`, x
+        is a part of a prompt, which has the same bits in any other part.
 
         Raises:
             Cancelled: `cancellation` was set before a layer. Nothing is appended.
@@ -247,7 +249,7 @@ class ModelRunner:
         rows = BatchRows.of(rows, self.device)
         policy = policy or self.policy
         committed = self.make_room(rows, num_new, policy, committed)
-        views = self.make_views(policy, rows, num_new, committed)
+        views = self.make_views(policy, rows, num_new, committed, is_of_prompt)
         if is_draft and self.draft_log is not None:
             self.draft_log.is_complete &= not rows.is_captured
             self.draft_log.read(views, self.offsets)
@@ -270,13 +272,15 @@ class ModelRunner:
         rows: BatchRows,
         num_new: int,
         committed: Lengths | Sequence[int] | None,
+        is_of_prompt: bool = False,
     ) -> LayerViews:
         make = make_kernel_view if self.model.elementwise.has_views else make_view
 
         def view(rule: Visible, place: int) -> KVView:
             cache = self.caches.distinct[place]
             window = self.windows.distinct[place]
-            return make(cache, rows, rule, num_new, committed, window, self.offsets)
+            made = make(cache, rows, rule, num_new, committed, window, self.offsets)
+            return replace(made, is_of_prompt=True) if is_of_prompt else made
 
         return self.windows.views(policy, view)
 

@@ -78,11 +78,13 @@ def take(
         num_left -= tokens.shape[1]
         watch = None if prompt_queries is None else prompt_queries.watch(row, num_left)
         if num_left == 0:
-            logits = runner.forward(tokens, rows, num_outputs=1, watch_queries=watch)
+            logits = runner.forward(
+                tokens, rows, num_outputs=1, watch_queries=watch, is_of_prompt=True
+            )
         elif num_left > num_following:
-            runner.forward(tokens, rows, num_outputs=0, watch_queries=watch)
+            runner.forward(tokens, rows, num_outputs=0, watch_queries=watch, is_of_prompt=True)
         else:
-            runner.defer(tokens, rows, num_outputs=0, watch_queries=watch)
+            runner.defer(tokens, rows, num_outputs=0, watch_queries=watch, is_of_prompt=True)
         progress(tokens.shape[1])
     return logits
 

@@ -142,6 +142,28 @@ def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dty
         assert len(check_same(pair, chain, ids_for(3, 2), visible, 4).unique()) > 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["grouped heads", "window", "tied head", "experts with biases, sink logits"]
+)
+def test_a_prompt_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype) -> None:
+    """As after a part of it that a prefix cache had: by layers and native, in short and long
+    chunks, also where a row would be divided (from 512 tokens on)."""
+    model = pack(tiny_transformer(MODELS[name], dtype=dtype))
+    group = Group((0,), 0)
+    ids = ids_for(1, 590)
+    found = []
+    for sizes in ([590], [512, 78], [31] * 19 + [1], [77, 500, 13], [1, 33, 520, 4, 32]):
+        for by in (None, Executor(model, group)):
+            runner = ModelRunner(model, NativeBackend(), group, 1, MOST, executor=by)
+            runner.allocate(0)
+            for chunk in ids.split(sizes, dim=1):
+                logits = runner.forward(chunk, [0], num_outputs=1, is_of_prompt=True)
+            found.append((logits, *(each.k for each in runner.caches.distinct)))
+    for each in found[1:]:
+        assert all(map(torch.equal, found[0], each))
+
+
 def in_groups(linear: Linear) -> GroupedLinear:
     """The layer in 8 bits and groups of 16, whose columns have an order as GPTQ's act-order makes
     them."""

@@ -48,7 +48,7 @@ from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
 from magicdec.systems.ring.metrics import DraftCounts
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
-from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
+from magicdec.systems.ring.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
@@ -75,9 +75,9 @@ class Ring:
             return
         if message.kind is Kind.HIDDEN:
             assert message.payload is not None
-            home = {0: None, WANTED: message.payload[:, -1:], VERIFY: message.payload}[
-                message.status
-            ]
+            last = message.payload[:, -1:]
+            homes = {OF_PROMPT: None, ENDS_PROMPT: last, WANTED: last, VERIFY: message.payload}
+            home = homes[message.status]
             kind = Kind.VOID if home is None else Kind.HIDDEN
             message = replace(message, kind=kind, payload=home)
         if not self.under_way:
@@ -193,8 +193,8 @@ def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
     ring = serve(requests, num_lanes=1, lane_size=2, gamma=3)
     assert [request.output_ids for request in requests] == [[1] * 3, [1] * 9, [1] * 2]
     assert [(m.status, m.words) for m in ring.sent if m.kind is Kind.HIDDEN and m.status] == [
-        (WANTED, (0,)), (WANTED, (1,)), (VERIFY, (0, 1, 4, 6)),
-        (WANTED, (0,)), (VERIFY, (1, 10)), (VERIFY, (0, 9)),
+        (ENDS_PROMPT, (0,)), (ENDS_PROMPT, (1,)), (VERIFY, (0, 1, 4, 6)),
+        (ENDS_PROMPT, (0,)), (VERIFY, (1, 10)), (VERIFY, (0, 9)),
     ]  # fmt: skip
     drafts = [m.payload for m in ring.sent if m.status == VERIFY]
     assert all(payload is not None and payload.shape[1] == 1 + 3 for payload in drafts)

@@ -211,9 +211,11 @@ class LaunchedStage(Stage):
 
     device: Device = field(default_factory=lambda: Device("cpu"))
 
-    def compute(self, x: Tensor, rows: Sequence[int], num_outputs: int | None) -> Tensor:
+    def compute(
+        self, x: Tensor, rows: Sequence[int], num_outputs: int | None, is_of_prompt: bool
+    ) -> Tensor:
         self.device.launch(STAGE_S)
-        return super().compute(x, rows, num_outputs)
+        return super().compute(x, rows, num_outputs, is_of_prompt)
 
 
 def test_a_message_that_decodes_takes_until_the_device_is_done(
@@ -241,10 +243,14 @@ class LaunchedRuns(FakeStage):
     device: Device = field(default_factory=lambda: Device("cpu"))
 
     def compute(
-        self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
+        self,
+        launch: RunLaunch,
+        message: Message,
+        cancellation: Cancellation | None,
+        is_of_prompt: bool,
     ) -> Tensor:
         self.device.launch(STAGE_S)
-        super().compute(launch, message, cancellation)
+        super().compute(launch, message, cancellation, is_of_prompt)
         return torch.zeros(1, launch.num_rows, 1)
 
 

@@ -58,7 +58,7 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 
 // Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and computes attention: out [B,T,H,D], lse [B,T,H] float32.
 // `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new, then
-// range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
+// range_heads, num_blocks, window (0: none) and whether the tokens are a part of a prompt. `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
 // new ones; range_heads is G, or 1 if they are the same for all heads. `mass` [B, G, num_blocks] float32 receives the
 // attention probability of each block of keys, summed over the queries, or is null. `sinks` [H] float32 are logits that take
 // part in the softmax, and in lse, like keys without values, or null. `is_widened`: bfloat16 is
@@ -68,7 +68,7 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,
                                   const int64_t* ranges, const float* sinks, void* out, float* lse, float* mass) {
-    const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens, shape[16]};
+    const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens, shape[16], shape[17] != 0};
     if (p.D != HEAD_SIZE) return 1;
     auto call = [&](auto kernel, auto number) {
         using S = decltype(number);

@@ -59,13 +59,13 @@ void add_pieces(const Problem& p, const Table& table, const int64_t* ranges, int
 
 // `query_block`: queries of a task, where there are more than MAX_QUERIES.
 void make_plan(const Problem& p, const Table& table, const Ranges& ranges, int64_t query_block, Plan& plan) {
-    const int64_t M = p.num_queries(), threads = omp_get_max_threads();
+    const int64_t M = p.num_queries();
     plan.query_block = M <= MAX_QUERIES ? M : query_block;
-    const int64_t blocks = (M + plan.query_block - 1) / plan.query_block;
-    // A row is always divided at positions that are multiples of SHARE. Therefore a query has the same result, to the
-    // bit, in decoding and in verification, whatever other queries are computed with it. Long chunks make enough tasks
-    // without this, and are divided only if threads would idle.
-    const bool cut = !p.is_prefill() || p.B * p.G * blocks < 4 * threads;
+    // In decoding and verification a row is always divided at positions that are multiples of SHARE, and in a prefill
+    // never. Therefore a query has the same result, to the bit, whatever other queries are computed with it: a prompt has
+    // the same keys and values however it is cut into chunks, and after any part that a prefix cache had. Threads idle in
+    // a short chunk of a prompt with few KV heads, which is the price.
+    const bool cut = !p.is_prefill();
     plan.segments.clear();
     plan.pieces.clear();
     plan.first_piece.clear();

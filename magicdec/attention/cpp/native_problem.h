@@ -27,7 +27,7 @@ constexpr int BLOCK = 16;           // keys whose attention weights are summed (
 constexpr int MAX_QUERIES = 64;     // most packed queries of one task
 constexpr int PAIRS = HEAD_SIZE / 2;
 constexpr int LANES = 16;           // keys of a tile are counted in vectors of so many
-constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on a chunk counts as prefill (PREFILL_FROM of kernels/build.py)
+constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on any forward counts as prefill (PREFILL_FROM of kernels/build.py)
 constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into pieces
 constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only does not allow infinities
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // most exponents are to base 2
@@ -74,9 +74,10 @@ struct Problem {
     int64_t B, T, H, G, D, block_size;
     const int64_t* seq_lens;
     int64_t window;  // most keys that are visible to a query, including its own; 0: all
+    bool is_of_prompt;  // a part of a prompt, however short
     int64_t group() const { return H / G; }
     int64_t num_queries() const { return T * group(); }
-    bool is_prefill() const { return T >= LONG_CHUNK; }
+    bool is_prefill() const { return is_of_prompt || T >= LONG_CHUNK; }
     // The position of token t of row b.
     int64_t position(int64_t b, int64_t t) const { return seq_lens[b] + t; }
     // Whether the token at `position` comes after all queries of a task.

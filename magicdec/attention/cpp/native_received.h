@@ -91,7 +91,7 @@ template <typename Scores, typename S>
 void receive(const Received& r, const S* q, const S* keys, const Table& table, float* out) {
     using Kernel = typename Scores::Kernel;
     const int64_t rep = r.H / r.G, M = r.T * rep, rows = std::min<int64_t>(MAX_QUERIES, (M + 15) / 16 * 16);
-    const Problem p{r.B, r.T, r.H, r.G, HEAD_SIZE, r.block_size, nullptr, 0};
+    const Problem p{r.B, r.T, r.H, r.G, HEAD_SIZE, r.block_size, nullptr, 0, false};
 #pragma omp parallel
     {
         const Scores score_tile;

@@ -101,8 +101,8 @@ class CallFields(ctypes.Structure):
     _fields_: ClassVar = [
         *_fields(
             "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* views* num_views "
-            "view_of* num_outputs logits* hidden_out* drafts* mass* num_blocks queries* "
-            "states* state_layers* num_states cancelled* "
+            "view_of* is_of_prompt num_outputs logits* hidden_out* drafts* mass* num_blocks "
+            "queries* states* state_layers* num_states cancelled* "
             "cancelled_value layers_done keys_read num_drafted experts_read not_finite"
         ),
         ("pa", ctypes.c_double),

@@ -340,6 +340,7 @@ class Executor:
             ctypes.addressof(of_views),
             len(of_views),
             ctypes.addressof(views.windows.in_c),
+            view.is_of_prompt,
             num_outputs,
         )
         # The library reads them until it returns, and counts in `of_views`.

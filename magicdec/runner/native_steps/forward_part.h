@@ -69,6 +69,7 @@ struct Call {
     View* views;
     int64_t num_views;  // and caches
     const int64_t* view_of;  // [2, layers]: the view of each layer, then its number among the layers with that view
+    int64_t is_of_prompt;  // whether the T tokens are a part of a prompt
     int64_t num_outputs;  // newest tokens of each row whose logits or hidden states are wanted
     void* logits;       // S [outputs of all calls, V] in the first call, or null
     void* hidden_out;   // S [outputs of all calls, hidden] after the last of these layers, instead of logits, or null
@@ -110,7 +111,7 @@ public:
         if (step)
             for (int64_t& length : lengths) length += problem.T;
         const Call& c = *call;
-        problem = {c.B, step ? 1 : c.T, m->H, m->G, HEAD_SIZE, 0, lengths.data(), 0};
+        problem = {c.B, step ? 1 : c.T, m->H, m->G, HEAD_SIZE, 0, lengths.data(), 0, !step && c.is_of_prompt};
         for (int64_t i = 0; i < c.num_views; ++i) {
             Seen& view = seen[i];
             view.begin(problem, c.committed);

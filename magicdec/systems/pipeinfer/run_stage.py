@@ -133,19 +133,15 @@ class LaneText:
         self.tokens: list[int] = []
         self.prompt: set[int] = set()  # the first `num_prompt` tokens
         self.num_prompt = 0
-        self._is_prompt = True  # whether the next run is of the prompt
 
-    def take(self, launch: RunLaunch) -> None:
-        """Write the tokens of a run. A request's prompt ends with the run that predicts its first
-        token."""
+    def take(self, launch: RunLaunch, is_of_prompt: bool) -> None:
+        """Write the tokens of a run."""
         if launch.first == 0:
             self.prompt = set()
-            self._is_prompt = True
         self.tokens[launch.first :] = launch.tokens
-        if self._is_prompt:
+        if is_of_prompt:
             self.prompt.update(launch.tokens)
             self.num_prompt = len(self.tokens)
-            self._is_prompt = launch.num_outputs == 0
 
     def outputs(self, launch: RunLaunch) -> list[list[int]]:
         """The output tokens up to and including each row of a run."""
@@ -172,6 +168,7 @@ class RunStage:
         self.sampling = sampling
         self.board = board
         self.num_layers = len(runner.model.layers)
+        self.awaits_prompt = [True] * runner.num_rows  # by lane: the next run is of a prompt
         self.texts: list[LaneText] | None = None  # if the tokens depend on them
         if runner.model.has_head and sampling.has_penalties:
             self.texts = [LaneText() for _ in range(runner.num_rows)]
@@ -181,13 +178,14 @@ class RunStage:
     def answer(self, message: Message) -> tuple[Message, int]:
         run = message.run
         launch = RunLaunch.from_words(message.words)
+        is_of_prompt = self._takes_prompt(launch)
         if self.texts is not None:
-            self.texts[launch.lane].take(launch)
+            self.texts[launch.lane].take(launch, is_of_prompt)
         try:
             if message.kind is Kind.VOID:
                 raise Cancelled(0)
             cancellation = None if self.board is None else RunCancellation(self.board, run)
-            out = self.compute(launch, message, cancellation)
+            out = self.compute(launch, message, cancellation, is_of_prompt)
             if isinstance(out, Tensor):
                 wait_for_stream(out.device)
         except Cancelled as cancelled:
@@ -196,8 +194,19 @@ class RunStage:
             return Message(Kind.NUMBERS, run, words=out), self.num_layers
         return Message(message.kind, run, words=message.words, payload=out), self.num_layers
 
+    def _takes_prompt(self, launch: RunLaunch) -> bool:
+        """Whether a run is of a prompt, which ends with the run that predicts its first token. It
+        must be asked of every run once."""
+        is_of_prompt = launch.first == 0 or self.awaits_prompt[launch.lane]
+        self.awaits_prompt[launch.lane] = is_of_prompt and launch.num_outputs == 0
+        return is_of_prompt
+
     def compute(
-        self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
+        self,
+        launch: RunLaunch,
+        message: Message,
+        cancellation: Cancellation | None,
+        is_of_prompt: bool,
     ) -> Tensor | tuple[int, ...] | None:
         """Hidden states [1, rows, hidden], None if they are emulated, or the words of the last
         stage's answer. Raises Cancelled if the cancellation is set before a layer."""
@@ -208,9 +217,13 @@ class RunStage:
         if not model.has_embedding:
             assert message.payload is not None, "the stage before has computed"
             x = message.payload
-        run = self.runner.forward
-        num_outputs = launch.num_outputs
-        out = run(x, [launch.lane], num_outputs=num_outputs, cancellation=cancellation)
+        out = self.runner.forward(
+            x,
+            [launch.lane],
+            num_outputs=launch.num_outputs,
+            cancellation=cancellation,
+            is_of_prompt=is_of_prompt,
+        )
         if not model.has_head:
             return out
         first = -launch.num_outputs or num_rows  # the first row that asked for a prediction

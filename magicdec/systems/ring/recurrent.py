@@ -48,7 +48,7 @@ from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.drafter import Drafter, DraftSetup, DraftShape, make_drafter
 from magicdec.systems.ring.metrics import DraftCounts
-from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
+from magicdec.systems.ring.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.stages.spans import SpanKind, Spans
 
 
@@ -179,7 +179,9 @@ class RingRun:
     def status(self) -> int:
         if self.draft is not None:
             return VERIFY
-        return WANTED if self.is_wanted else 0
+        if self.is_decode:
+            return WANTED
+        return ENDS_PROMPT if self.is_wanted else OF_PROMPT
 
 
 class RecurrentPipeline:

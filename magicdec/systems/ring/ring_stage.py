@@ -1,8 +1,9 @@
 """Stage: a stage of a ring.
 
-A HIDDEN message has the hidden states of new tokens of the rows in its `words`. With status WANTED
-the last stage sends home the last token's hidden state, with VERIFY those of all tokens (newest and
-drafts), else VOID. The words of VERIFY also say how many tokens each row keeps.
+A HIDDEN message has the hidden states of new tokens of the rows in its `words`. With status WANTED,
+or ENDS_PROMPT of the last part of a prompt, the last stage sends home the last token's hidden
+state, with VERIFY those of all tokens (newest and drafts), and VOID for the other parts of a
+prompt. The words of VERIFY also say how many tokens each row keeps.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from magicdec.distributed.channels.message import (
 from magicdec.runner.model_runner import ModelRunner, Tokens
 from magicdec.systems.stages.spans import SpanKind
 
+OF_PROMPT = 0
 WANTED = 1
 VERIFY = 2
+ENDS_PROMPT = 3
 
 
 @dataclass
@@ -52,12 +55,15 @@ class Stage:
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
-        out = self.compute(x, rows, None if status == VERIFY else min(status, 1))
+        num_outputs = None if status == VERIFY else min(status, 1)
+        out = self.compute(x, rows, num_outputs, status in (OF_PROMPT, ENDS_PROMPT))
         wait_for_stream(out.device)
         return out if status or not self.is_last else None
 
-    def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
-        return self.runner.forward(x, rows, num_outputs=num_outputs)
+    def compute(
+        self, x: Tokens, rows: Sequence[int], num_outputs: int | None, is_of_prompt: bool
+    ) -> Tensor:
+        return self.runner.forward(x, rows, num_outputs=num_outputs, is_of_prompt=is_of_prompt)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

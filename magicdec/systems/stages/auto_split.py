@@ -32,7 +32,7 @@ from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_plan import ModelPlan, StagePart
 from magicdec.setup.prepare import Prepared
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, make_speculation
-from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
+from magicdec.systems.ring.ring_stage import ENDS_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import MessageHandler, StageLoop
 
@@ -245,11 +245,13 @@ class FilledStage(Stage):
 
     num_tokens: int = 1
 
-    def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
+    def compute(
+        self, x: Tokens, rows: Sequence[int], num_outputs: int | None, is_of_prompt: bool
+    ) -> Tensor:
         num_tokens = len(x[0])
         model = self.runner.model
         if num_tokens == self.num_tokens:
-            return super().compute(x, rows, num_outputs)
+            return super().compute(x, rows, num_outputs, is_of_prompt)
         self.runner.cache.advance(rows, num_tokens)
         return next(model.parameters()).new_zeros(len(x), 1, model.config.hidden_size)
 
@@ -299,7 +301,7 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
     rows = tuple(range(step.rows))
     width = stage.runner.model.config.hidden_size
     newest = next(stage.runner.model.parameters()).new_full((step.rows, 1, width), 0.1)
-    prompt = Message(Kind.HIDDEN, 0, WANTED, rows, newest.expand(-1, step.context, -1))
+    prompt = Message(Kind.HIDDEN, 0, ENDS_PROMPT, rows, newest.expand(-1, step.context, -1))
     payload = newest.expand(-1, step.num_tokens, -1).contiguous()
     steps = [
         Message(Kind.HIDDEN, 0, VERIFY, (*rows, *[length] * step.rows), payload)
