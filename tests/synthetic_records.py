@@ -98,6 +98,31 @@ def with_fields(record: RunRecord, **fields: Any) -> RunRecord:
     return parse_record(raw)
 
 
+KERNELS = {"forward-HEAD_SIZE=64": "aa", "packed": "bb"}
+
+
+def logged(record: RunRecord | None = None) -> RunRecord:
+    """A record of a run of the gate on native kernels, which has a log."""
+    record = with_fields(
+        record or drawn(),
+        config__model__native_steps="on",
+        environment__compiler="g++ 12",
+        environment__instructions=["AVX2", "FMA"],
+        environment__kernels=KERNELS,
+        seal="",
+    )
+    assert record.samples is not None
+    counts = record.samples["speculative"].num_accepted or []
+    log = [
+        [[f"{b:02x}{s:02x}{r:04x}" for r, _ in enumerate(step)] for s, step in enumerate(steps)]
+        for b, steps in enumerate(counts)
+    ]
+    keys = [[[260 for _ in step] for step in steps] for steps in counts]
+    return with_fields(
+        record, samples__speculative__draft_hashes=log, samples__speculative__draft_keys=keys
+    )
+
+
 def rate_of(samples: PassSamples) -> float:
     return float(estimates_of(count_by_prompt(samples)).rate[0])
 

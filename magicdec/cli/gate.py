@@ -17,7 +17,6 @@ from magicdec.bench.gate.cases import (
     Case,
     Places,
     Subject,
-    baselines_in,
     case_of,
     check_case,
     margin_of,
@@ -26,7 +25,14 @@ from magicdec.bench.gate.cases import (
     quick,
     standard_cases,
 )
-from magicdec.bench.gate.measuring import Result, groups_of, measure, with_threads
+from magicdec.bench.gate.files import (
+    read_baselines,
+    to_compare_with,
+    to_renew,
+    void_on_others,
+)
+from magicdec.bench.gate.measuring import Finished, Result, groups_of, measure, with_threads
+from magicdec.bench.gate.resuming import FinishedCases
 from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ParsedValues
@@ -36,10 +42,9 @@ from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.writing import check_files, check_writable, write_text
-from magicdec.records.comparison.compare import case_failed, compare
+from magicdec.records.comparison.compare import CHANGED, case_failed, compare
 from magicdec.records.comparison.conditions import describe
-from magicdec.records.reading import read_records
-from magicdec.records.record import Record, append_records
+from magicdec.records.record import append_records
 
 COMMITTED = Path("results/baselines/acceptance.jsonl")
 PACKAGED = Path(__file__).parents[1] / "bench" / "gate" / "baselines" / COMMITTED.name
@@ -50,7 +55,8 @@ class BaselineSection:
     baseline: Path = setting(
         COMMITTED,
         "The baseline file. Where there is no file of the default name, `gate` reads the packaged "
-        "one.",
+        "one. Files of other kinds of CPU stand beside it: `FILE.amx.jsonl`, `.avx512_bf16`, "
+        "`.avx512` or `.avx2`; the one of this CPU is compared with and renewed.",
     )
     processes: int = setting(
         2,
@@ -83,7 +89,10 @@ def run_gate(values: ParsedValues) -> int:
     rule = values[RuleSection]
     places = values[Places]
     is_packaged = args.baseline == COMMITTED and not COMMITTED.exists()
-    baselines = _read(PACKAGED if is_packaged else args.baseline)
+    path = to_compare_with(PACKAGED if is_packaged else args.baseline)
+    baselines = read_baselines(path)
+    if path.stem != COMMITTED.stem and path != args.baseline:
+        print(f"baselines of this kind of CPU: {path}", flush=True)
     check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
     cases = quick(baselines) if args.quick else baselines
     configs = [places.moved(case_of(baseline)) for baseline in cases]
@@ -111,11 +120,12 @@ def save_cases(values: ParsedValues) -> int:
     """Renew the cases of a file, or make new ones, and return the exit code. No file is written
     unless every case has passed."""
     args = values[SaveSection]
-    path = values[SaveSection].baseline
+    path = to_renew(args.baseline)
     check_writable("--baseline", path)
     old: list[Baseline] = []
-    if path.exists() and not any(name.startswith("subject.") for name in values.given):
-        old = _read(path)
+    cases = path if path.exists() else args.baseline
+    if cases.exists() and not any(name.startswith("subject.") for name in values.given):
+        old = read_baselines(cases)
         configs = [case_of(b) for b in old]
         margins = [b.margin for b in old]
     else:
@@ -141,9 +151,14 @@ def save_cases(values: ParsedValues) -> int:
         print(f"{path} is as it was", file=sys.stderr)
         return 1
     write_text("--baseline", path, "".join(record.to_json() + "\n" for record in records))
-    for comparison in compare(records, old) if old else ():
+    comparisons = compare(records, old) if old else []
+    for comparison in comparisons:
         print(comparison)
     print(f"{len(records)} baselines written to {path}")
+    pairs = zip(records, comparisons, strict=False)
+    changed = [record for record, comparison in pairs if comparison.verdict == CHANGED]
+    for other in void_on_others(args.baseline, path, changed):
+        print(f"{other}: statistics compare what has changed until its kind of CPU renews it")
     return 0
 
 
@@ -153,22 +168,36 @@ def run(processes: int, configs: Sequence[Case]) -> list[Result]:
     from magicdec.kernels.build import check_cpu
 
     check_cpu()
+    shared = [with_threads(config, threads_of(config, processes)) for config in configs]
+    kept = FinishedCases.of(shared)
+    results: dict[int, Result] = dict(kept.read())
+    left = [number for number in range(len(shared)) if number not in results]
     started = time.monotonic()
-    done = 0
     side = f", {processes} side by side" if processes > 1 else ""
     print(f"{len(configs)} cases{side}; each has a line when it has ended", flush=True)
+    if results:
+        print(f"{len(results)} of them had ended when this command was interrupted", flush=True)
 
-    def finished(result: Result) -> None:
-        nonlocal done
-        done += 1
+    def finished(each: Finished) -> None:
+        number = left[each.number]
+        results[number] = each.result
+        if not isinstance(each.result, str):
+            kept.keep(number, each.result)
         spent = time.monotonic() - started
-        print(f"{done} of {len(configs)} cases, {spent:.0f} s: {_describe(result)}", flush=True)
+        rest = f", about {spent / each.done - spent:.0f} s left" if 0 < each.done < 1 else ""
+        text = f"{len(results)} of {len(configs)} cases, {spent:.0f} s{rest}"
+        print(f"{text}: {_describe(each.result)}", flush=True)
 
-    shared = [with_threads(config, threads_of(config, processes)) for config in configs]
-    results = measure(shared, processes, finished)
-    measured = [result.environment for result in results if not isinstance(result, str)]
+    try:
+        found = measure([shared[number] for number in left], processes, finished)
+    except KeyboardInterrupt:
+        ended = f"{len(results)} of {len(configs)} cases are kept"
+        raise KeyboardInterrupt(f"{ended}; the same command goes on from there") from None
+    results |= zip(left, found, strict=True)
+    kept.forget()
+    measured = [result.environment for result in results.values() if not isinstance(result, str)]
     warn_of_load(measured, "cases")
-    return results
+    return [results[number] for number in range(len(shared))]
 
 
 def num_cores() -> int:
@@ -189,16 +218,6 @@ def _describe(result: Result) -> str:
         return f"{describe(result)}: failed: {result.error}"
     rate = None if result.metrics is None else result.metrics.draft_acceptance_rate
     return f"{describe(result)}: {result.status if rate is None else f'{rate:.4f}'}"
-
-
-def _read(path: Path) -> list[Baseline]:
-    """Raises ValueError if there are no baselines."""
-    records = baselines_in(read_records(path, Record, is_strict=True))
-    if not records:
-        raise ValueError(
-            f"{path} holds no records; make it with `magicdec gate save --baseline {path}`"
-        )
-    return records
 
 
 main = LoneCommand(

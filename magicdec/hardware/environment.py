@@ -28,6 +28,7 @@ from magicdec.kernels.build import (
     compiler_version,
     find_compiler,
     is_compiled_for,
+    loaded_kernels,
     refused_compilers,
     used_instructions,
 )
@@ -127,6 +128,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         compiler=compiler_version(),
         instructions=used_instructions(),
+        kernels=loaded_kernels(),
         gpu=torch.cuda.get_device_name() if device == "cuda" else None,
         flash_attn=flash_attn_versions() if device == "cuda" else None,
         world_size=launch.world_size,

@@ -128,6 +128,19 @@ def used_instructions() -> list[str] | None:
     return None if compiler is None else used_features(compiler_macros(compiler, (MARCH,)) or "")
 
 
+def loaded_kernels() -> dict[str, str]:
+    """The libraries that this process has loaded, by the name of their source and what they were
+    compiled for (`native-HEAD_SIZE=64`): the first digits of the SHA-256 of their machine code. The
+    compiler writes the same code for the same sources, flags, version and instructions."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines if line.endswith(".so")}
+    ours = sorted(path for path in mapped if path.parent == library_folder().resolve())
+    return {
+        path.stem.rpartition("-")[0]: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for path in ours
+    }
+
+
 def library_folder() -> Path:
     folder = Path.home() / ".cache" / "magicdec"
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +164,8 @@ def load_library(
     key = "\n".join([*command, *texts, version.stdout, *cpu])
     directory = library_folder()
     name = hashlib.sha256(key.encode()).hexdigest()[:20]
-    path = directory / f"{source.stem}-{name}.so"
+    defined = [flag.removeprefix("-D") for flag in flags if flag.startswith("-D")]
+    path = directory / f"{'-'.join([source.stem, *defined, name])}.so"
     if not path.exists():
         with (directory / "build.lock").open("w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(name[:8], 16))  # a byte for each library

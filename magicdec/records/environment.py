@@ -74,6 +74,11 @@ class Environment(RecordPart):
         "of this CPU), by the compiler's names",
         null="as `compiler`",
     )
+    kernels: dict[str, str] | None = recorded(
+        "CPU kernels that the leading rank had loaded, by the name of their source and what they "
+        "were compiled for: the first 12 digits of the SHA-256 of their machine code",
+        null="of records before 2026-11-28",
+    )
     gpu: str | None = recorded("name of the leading rank's GPU", null="on CPU")
     flash_attn: list[str] | None = recorded(
         "installed versions of flash-attn; several can stand side by side", null="on CPU"

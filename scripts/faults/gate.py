@@ -70,6 +70,8 @@ PROPERTIES = (
         (
             Fault("instructions of the kernels are not compared", "records/comparison/exact.py",
                   '    "instructions": "instructions of the kernels",\n', ""),
+            Fault("changed kernels are taken for the same", "records/comparison/exact.py",
+                  "if new[name] != old[name]", "if False"),
             Fault("layer by layer is taken for exact", "records/comparison/exact.py",
                   'each.get("native_steps") != "on"', 'each.get("native_steps") is None'),
             Fault("measured draft lengths are taken for exact", "records/comparison/exact.py",

@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Command
-from synthetic_records import drawn, with_fields
+from synthetic_records import drawn, logged, with_fields
 
-from magicdec.bench.gate import measuring
+from magicdec.bench.gate import files, measuring
 from magicdec.bench.gate.cases import case_of, quick
-from magicdec.bench.gate.measuring import APART, NO_RESULT, Result, run_cases
+from magicdec.bench.gate.measuring import APART, NO_RESULT, Finished, Result, run_cases
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import is_alive
 from magicdec.records.comparison.conditions import describe, method_of
@@ -57,6 +58,13 @@ class Ended:
 Gate = Callable[..., Ended]
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a gate keeps the cases that have ended."""
+    monkeypatch.setattr("magicdec.bench.gate.resuming.library_folder", lambda: tmp_path)
+    return tmp_path / "gate"
+
+
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Gate:
     def run(baselines: Sequence[RunRecord], change: Change | None, *flags: str) -> Ended:
@@ -85,8 +93,8 @@ def answering(baselines: Sequence[RunRecord], change: Change) -> Callable[..., l
             plain = replace(config, parallel=replace(config.parallel, threads=None))
             results.append(next(b for c, b in answers if c == plain))
         change(results)
-        for result in results:
-            finished(result)
+        for number, result in enumerate(results):
+            finished(Finished(number, result, (number + 1) / len(results)))
         return results
 
     return measure
@@ -153,6 +161,88 @@ def test_a_file_is_saved_only_with_a_record_of_each_case(
             "--draft self --kv_policy streaming_llm --budget 33 --gamma 4: failed: no result came"
         )
         assert (named in ended.err) == (code == 1)
+
+
+def test_an_interrupted_gate_goes_on_with_the_cases_that_are_left(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """A failure is not kept, and other cases, or another model, begin anew."""
+    path = tmp_path / "old.jsonl"
+    path.write_text("".join(record.to_json() + "\n" for record in CASES))
+    asked: list[int] = []
+
+    def interrupted(configs: Sequence[RunConfig], num_processes: int, finished: Any) -> Any:
+        asked.append(len(configs))
+        finished(Finished(0, CASES[0], 0.25))
+        finished(Finished(1, "no memory", 0.5))
+        finished(Finished(2, CASES[2], 0.5))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gate_command, "measure", interrupted)
+    ended = command("gate", "--baseline", path)
+    assert ended.code == 130 and "3 of 7 cases are kept; the same command goes on" in ended.err
+    assert " s left: --draft self" in ended.out
+    (left,) = cache.iterdir()
+    (left / "2.jsonl").write_text((left / "2.jsonl").read_text()[:-30])  # killed while it wrote
+    ended = command("gate", "--baseline", path, "--quick")
+    assert ended.code == 130 and asked == [7, 3], "other cases begin anew"
+
+    def rest(configs: Sequence[RunConfig], num_processes: int, finished: Any) -> list[Result]:
+        asked.append(len(configs))
+        return [*CASES[1:]]
+
+    monkeypatch.setattr(gate_command, "measure", rest)
+    ended = command("gate", "--baseline", path)
+    assert ended.code == 0 and asked[-1] == 6 and "7 same" in ended.out
+    assert "1 of them had ended when this command was interrupted" in ended.out
+    assert not left.exists()
+
+
+def test_the_share_of_the_work_that_is_done_counts_a_prefill_once() -> None:
+    few, many = (replace(case_of(CASES[0]), workload=w) for w in workloads())
+    share = [(0, many), (1, many), (2, few)]
+    # 8 prompts of 100 tokens each, which decode 10 tokens of 5 prefilled ones each
+    assert dict(measuring.costs_of(share)) == {0: 800 + 400, 1: 400, 2: 400 + 200}
+
+
+def workloads() -> list[WorkloadSection]:
+    return [
+        WorkloadSection(batch_size=4, num_batches=n, prefix_len=100, gen_len=10) for n in (1, 2)
+    ]
+
+
+def test_each_kind_of_cpu_has_a_file_beside_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """It is compared with and renewed. What was accepted on one kind is left to statistics on the
+    others."""
+    path = tmp_path / "old.jsonl"
+
+    def of_kind(name: str) -> list[RunRecord]:
+        found = {"environment__instructions": [name], "environment__kernels": {"packed": "aa"}}
+        return [with_fields(logged(case), **found, seal="") for case in CASES]
+
+    def here(name: str, records: Sequence[RunRecord]) -> None:
+        monkeypatch.setattr(files, "used_instructions", lambda: [name])
+        monkeypatch.setattr(gate_command, "measure", answering(records, lambda found: None))
+
+    path.write_text("".join(record.to_json() + "\n" for record in of_kind("AVX2")))
+    here("AVX512BF16", of_kind("AVX512BF16"))
+    ended = command("gate", "save", "--baseline", path)
+    ours = tmp_path / "old.avx512_bf16.jsonl"
+    assert ended.code == 0 and ours.exists() and "AVX2" in path.read_text()
+    ended = command("gate", "--baseline", path)
+    assert "7 same" in ended.out and ended.out.count("every step as before [exact]") == 7
+    changed = of_kind("AVX512BF16")
+    samples = changed[1].samples["speculative"]
+    samples.draft_hashes[0][0][0] = "ffffffff"
+    here("AVX512BF16", changed)
+    ended = command("gate", "save", "--baseline", path)
+    assert f"{path}: statistics compare what has changed" in ended.out
+    here("AVX2", of_kind("AVX2"))
+    ended = command("gate", "--baseline", path)
+    assert ended.out.count("[exact]") == 6 and ended.out.count("does not say which kernels") == 1
+    assert ended.code == 0
 
 
 def test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error(

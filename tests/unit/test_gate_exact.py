@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Command
-from synthetic_records import drawn, with_fields
+from synthetic_records import KERNELS, logged, with_fields
 from synthetic_samples import draw_chances, draw_pass
 
 from magicdec.bench.serving.record import ServingRecord
@@ -35,22 +35,6 @@ from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
 
 Raw = dict[str, Any]
-
-
-def logged() -> RunRecord:
-    """A record of a run of the gate on native kernels, which has a log."""
-    record = with_fields(
-        drawn(), config__model__native_steps="on", environment__compiler="g++ 12",
-        environment__instructions=["AVX2", "FMA"], seal="",
-    )  # fmt: skip
-    assert record.samples is not None
-    counts = record.samples["speculative"].num_accepted or []
-    log = [[[f"{b:02x}{s:02x}{r:04x}" for r, _ in enumerate(step)] for s, step in enumerate(steps)]
-           for b, steps in enumerate(counts)]  # fmt: skip
-    keys = [[[260 for _ in step] for step in steps] for steps in counts]
-    return with_fields(
-        record, samples__speculative__draft_hashes=log, samples__speculative__draft_keys=keys
-    )
 
 
 def changed(change: Callable[[Raw], Any]) -> RunRecord:
@@ -135,6 +119,10 @@ REASONS = {
         "instructions of the kernels are with AVX512BW, AVX512DQ, AVX512F and 1 more and without "
         "FMA now",
     ),
+    "environment__kernels": (
+        {"packed": "cc", "shared_memory": "dd"},
+        "kernels have changed since: packed]",
+    ),
     "config__model__native_steps": ("off", "not all layers are those of --native_steps"),
     "config__parallel__device": ("cuda", "a GPU sums in any order"),
     "config__model__dtype": ("bfloat16", "bfloat16 rounds"),
@@ -151,6 +139,15 @@ def test_statistics_decide_where_bits_may_differ_and_the_line_says_why(field: st
     (found,) = compare([new], [old])
     assert f"[statistics: {said}" in str(found) and exit_code([found]) == 0, found
     assert "in 19 of 20 runs" in str(found)
+
+
+def test_kernels_that_only_one_process_had_loaded_and_those_that_nobody_names() -> None:
+    more = with_fields(logged(), environment__kernels=KERNELS | {"shared_memory": "dd"})
+    (found,) = compare([more], [logged()])
+    assert found.verdict == "same" and str(found).endswith("[exact]"), found
+    unnamed = with_fields(logged(), environment__kernels=None)
+    (found,) = compare([logged()], [unnamed])
+    assert "the baseline does not say which kernels computed it; renew it with" in str(found)
 
 
 def test_a_case_that_drafts_nothing_any_more_is_a_regression() -> None:

@@ -98,17 +98,29 @@ class Worker:
         return f"{name} has ended with {code}" if code else ""
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A case that has ended, and the share of all work that is done with it, as it is estimated."""
+
+    number: int
+    result: Result
+    done: float  # 0 to 1
+
+
 def measure(
-    cases: Sequence[Case], num_processes: int, finished: Callable[[Result], None]
+    cases: Sequence[Case], num_processes: int, finished: Callable[[Finished], None]
 ) -> list[Result]:
-    """The result of each case; `finished` is called with it when the case has ended. Each process
-    has a share of the cases. If one is lost, the gate has failed: the others that run are ended,
-    and every case that these had left says which process was lost."""
+    """The result of each case; `finished` is called when one has ended. Each process has a share of
+    the cases. If one is lost, the gate has failed: the others that run are ended, and every case
+    that these had left says which process was lost."""
     results = list[Result]([NO_RESULT] * len(cases))
+    done = 0
 
     def keep(number: int, result: Result) -> None:
+        nonlocal done
         results[number] = result
-        finished(result)
+        done += costs.pop(number, 0)
+        finished(Finished(number, result, done / total))
 
     # What stages serve has process groups of its own, and so processes of its own.
     by_ranks: dict[tuple[int, bool], list[Numbered]] = {}
@@ -116,8 +128,14 @@ def measure(
         ranks = num_ranks(case[1])
         has_stages = ranks > 1 and isinstance(case[1], ServedCase)
         by_ranks.setdefault((ranks, has_stages), []).append(case)
-    for (ranks, _), alike in sorted(by_ranks.items()):
-        _measure_shares(shares_of(alike, groups_of(ranks, num_processes)), keep)
+    parts = [
+        shares_of(alike, groups_of(ranks, num_processes))
+        for (ranks, _), alike in sorted(by_ranks.items())
+    ]
+    costs = {number: cost for part in parts for each in part for number, cost in costs_of(each)}
+    total = sum(costs.values())
+    for shares in parts:
+        _measure_shares(shares, keep)
     return results
 
 
@@ -165,9 +183,7 @@ def shares_of(cases: Sequence[Numbered], num_processes: int) -> list[list[Number
     that few cases with prompts of their own stay together."""
     with_prompts: dict[str, list[Numbered]] = {}
     for case in cases:
-        config = config_of(case[1])
-        key = repr((config.model, config.sampling, config.workload, workload_of(case[1])))
-        with_prompts.setdefault(key, []).append(case)
+        with_prompts.setdefault(prompts_of(case[1]), []).append(case)
     shares = [list[Numbered]() for _ in range(num_processes)]
     costs = [0] * num_processes
     for alike in sorted(with_prompts.values(), key=len):
@@ -180,6 +196,23 @@ def shares_of(cases: Sequence[Numbered], num_processes: int) -> list[list[Number
             costs[chosen] = after[chosen] + cost_of(case)
             prefills[chosen] = 0
     return [share for share in shares if share]
+
+
+def prompts_of(case: Case) -> str:
+    """What two cases have in common that share a prefill."""
+    config = config_of(case)
+    return repr((config.model, config.sampling, config.workload, workload_of(case)))
+
+
+def costs_of(share: Sequence[Numbered]) -> Iterator[tuple[int, int]]:
+    """The number of each case and its cost in prefilled tokens; the prefill of a share's prompts is
+    the cost of the first case that has them."""
+    prefilled = set[str]()
+    for case in share:
+        num_prompts, prefix_len, _ = workload_of(case[1])
+        prefill = 0 if prompts_of(case[1]) in prefilled else num_prompts * prefix_len
+        prefilled.add(prompts_of(case[1]))
+        yield case[0], cost_of(case) + prefill
 
 
 def workload_of(case: Case) -> tuple[int, int, int]:

@@ -83,7 +83,17 @@ def other_machine(new: DraftingRecord, old: DraftingRecord) -> str | None:
                 return f"{words} are {' and '.join(both)} now"
         elif ours != theirs:
             return f"{words} {ours}, was {theirs}"
-    return None
+    return other_kernels(new.environment.kernels, old.environment.kernels)
+
+
+def other_kernels(new: dict[str, str] | None, old: dict[str, str] | None) -> str | None:
+    """Whether other machine code computed, of the kernels that both processes had loaded: those of
+    a run are among them."""
+    if new is None or old is None:
+        which = "baseline" if old is None else "new record"
+        return f"the {which} does not say which kernels computed it; {RENEW}"
+    changed = {name for name in new.keys() & old.keys() if new[name] != old[name]}
+    return f"kernels have changed since: {listed(changed)}" if changed else None
 
 
 def listed(names: set[str], most: int = 3) -> str:
