@@ -287,4 +287,25 @@ SYSTEMS = (
                "self._forget(step.lane, held.num_known(tokens))",
                "self._forget(step.lane, len(held.tokens))", SYNC),
 )  # fmt: skip
-REGRESSIONS = (*ROWS, *SWAPPED, *BUDGETS, *CHOICES, *CHAINS, *LOOKUPS, *SAMPLES, *RANKS, *SYSTEMS)
+HEAD = "--draft eagle:demo-eagle --kv_policy full --gamma 4"
+HEADS = (
+    regression("a head reads the states of the token before", "kv/hidden_states.py",
+               "return self.values[rows.unsqueeze(1), positions]",
+               "return self.values[rows.unsqueeze(1), (positions - 1).clamp(min=0)]",
+               "eagle:demo-eagle"),
+    regression("a head is filled with the token itself", "speculation/eagle.py",
+               "following = self.states.ids_at(rows.index, positions + 1)",
+               "following = self.states.ids_at(rows.index, positions)", HEAD),
+)  # fmt: skip
+REGRESSIONS = (
+    *ROWS,
+    *SWAPPED,
+    *BUDGETS,
+    *CHOICES,
+    *CHAINS,
+    *LOOKUPS,
+    *SAMPLES,
+    *RANKS,
+    *SYSTEMS,
+    *HEADS,
+)

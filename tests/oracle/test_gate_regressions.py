@@ -15,6 +15,7 @@ from magicdec.bench.gate.cases import Subject
 from magicdec.bench.gate.measuring import run_cases, with_threads
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
+from magicdec.kv.hidden_states import HiddenStates
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.exact import find_change, other_machine
@@ -32,6 +33,7 @@ CONFIGS: dict[str, RunConfig] = {
     "auto": SUBJECT.config(
         "self", KVSection("streaming_llm", BUDGET), "auto", step_cost=(0.3, 0.1)
     ),
+    "eagle": SUBJECT.config("eagle", KVSection("full"), 4),
 }  # fmt: skip
 Plant = Callable[[pytest.MonkeyPatch], Any]
 
@@ -100,6 +102,15 @@ def prompt_query(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RetrievedBlocks, "watch_queries", lambda self, layer, queries: None)
 
 
+def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = HiddenStates.states_at
+
+    def states_at(self: HiddenStates, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return read(self, rows, (positions - 1).clamp(min=0))
+
+    monkeypatch.setattr(HiddenStates, "states_at", states_at)
+
+
 PLANTS: dict[str, tuple[str, Plant, str]] = {
     "a row accepts nothing": ("streaming_llm", dead_row, "WRONG, first at sequence 3, token "),
     "one draft of the run is wrong": (
@@ -114,6 +125,9 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
         "prompt 0, step 0: its draft forwards read other positions (526 keys, as before)",
     ),
     "the query of the prompt chooses": ("retrieval", prompt_query, "read other positions"),
+    "a head reads the states of the token before": (
+        "eagle", earlier_states, "other tokens drafted"
+    ),
 }  # fmt: skip
 
 
