@@ -55,8 +55,8 @@ class BaselineSection:
     baseline: Path = setting(
         COMMITTED,
         "The baseline file. Where there is no file of the default name, `gate` reads the packaged "
-        "one. Files of other kinds of CPU stand beside it: `FILE.amx.jsonl`, `.avx512_bf16`, "
-        "`.avx512` or `.avx2`; the one of this CPU is compared with and renewed.",
+        "one. Files of other kinds of CPU stand beside it: `FILE.amx.jsonl`, `.avx512_bf16` or "
+        "`.avx2`; the one of this CPU is compared with and renewed.",
     )
     processes: int = setting(
         2,

@@ -17,7 +17,7 @@ from magicdec.records.reading import read_records
 from magicdec.records.record import Record
 
 # The instructions that the kernels differ by, by the name of the kind of CPU, the newest first.
-KINDS = {"amx": "AMX_BF16", "avx512_bf16": "AVX512BF16", "avx512": "AVX512F", "avx2": "AVX2"}
+KINDS = {"amx": "AMX_BF16", "avx512_bf16": "AVX512BF16", "avx2": "AVX2"}
 
 
 def kind_of_cpu(instructions: Collection[str] | None) -> str:
