@@ -52,6 +52,9 @@ MODELS = {
     "tied head": replace(TINY, tie_word_embeddings=True, num_kv_heads=6),
     "odd MLP": replace(TINY, intermediate_size=81),
     "window": replace(TINY, layer_kinds=(LayerKind(40),)),
+    "a window over wide heads": replace(
+        TINY, head_dim=32, layer_kinds=(LayerKind(150),), sink_logits=True
+    ),
     "windows and ropes of layers": replace(
         TINY, num_layers=3, layer_kinds=(LayerKind(40), LayerKind(None, YARN), LayerKind(40))
     ),
@@ -144,7 +147,7 @@ def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "name", ["grouped heads", "window", "tied head", "experts with biases, sink logits"]
+    "name", ["grouped heads", "window", "head norms", "a window over wide heads"]
 )
 def test_a_prompt_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype) -> None:
     """As after a part of it that a prefix cache had: by layers and native, in short and long

@@ -1,4 +1,7 @@
-// The two products of native_bf16.h in tile registers (AMX), for the queries of a prefill and whole tiles of keys.
+// The two products of native_bf16.h in tile registers (AMX), for the queries of a prefill. Products are over whole tiles of
+// keys, also of those that a segment has a part of: other keys have weight 0, and what the pool holds for them is finite
+// (kv/pool.py). How a query's weights of a tile are computed follows from whether it sees all of it, so that the bits of a
+// prompt do not depend on where it was cut into chunks.
 //
 // Queries past the last one of a task are computed too, 16 at a time: their scores and weights are scratch memory, and
 // their sums are not kept. Without such registers nothing here is called.
@@ -94,10 +97,47 @@ inline void to_four_weights(const float* scores, float factor, float* maximum, f
     _mm_storeu_ps(total, _mm_add_ps(_mm_mul_ps(_mm_loadu_ps(total), _mm_loadu_ps(scale)), sum_each(sums)));
 }
 
-// Whether four queries from m on see every key of a tile that begins at `position`.
-inline bool four_see_all(const Problem& p, const Task& task, int64_t m, int64_t position) {
-    if (m + 4 > task.num_queries) return false;
-    return p.seen(task, m, position, TILE).to == TILE && p.seen(task, m + 3, position, TILE).from == 0;
+// The same of one query, with the same bits.
+inline void to_lone_weights(const float* scores, float factor, float* maximum, float* total, float* scale,
+                            uint32_t* weights) {
+    alignas(64) float of_four[4 * TILE];
+    alignas(64) uint32_t weights_of_four[4 * TILE / 2];
+    float maxima[4], totals[4], scales[4];
+    for (int n = 0; n < 4; ++n) {
+        std::copy_n(scores, TILE, of_four + n * TILE);
+        maxima[n] = *maximum, totals[n] = *total;
+    }
+    to_four_weights(of_four, factor, maxima, totals, scales, weights_of_four);
+    *maximum = maxima[0], *total = totals[0], *scale = scales[0];
+    std::copy_n(weights_of_four, TILE / 2, weights);
+}
+
+// Adds the keys of a tile, `count` from `position` on, to the results of a task's queries.
+template <typename Scratch>
+inline void add_in_registers(const Problem& p, const Task& task, const Tile& part, int64_t position, int64_t count,
+                             const uint32_t* q, float factor, Scratch& x, float* maximum, float* total, float* acc) {
+    const int64_t M = task.num_queries, lane = position % TILE;
+    const Tile whole{part.keys - lane / LANES * LANES, part.values - lane / 2 * HEAD_SIZE, 0, TILE, 0, TILE / 2};
+    const auto sees_all = [&](int64_t m) {
+        const auto [from, to] = p.seen(task, m, position, count);
+        return count == TILE && from == 0 && to == TILE;
+    };
+    score_in_registers(M, q, whole, x.scores);
+    for (int64_t m = 0; m < M; ++m) {
+        float* scores = x.scores + m * TILE;
+        if (m + 4 <= M && sees_all(m) && sees_all(m + 3)) {
+            to_four_weights(scores, factor, maximum + m, total + m, x.scale + m, x.weights_of(m));
+            m += 3;
+        } else if (sees_all(m)) {
+            to_lone_weights(scores, factor, maximum + m, total + m, x.scale + m, x.weights_of(m));
+        } else {
+            const auto [from, to] = p.seen(task, m, position, count);
+            __m512 w[4];
+            to_weights<4>(scores, lane + from, lane + to, factor, maximum + m, total + m, x.scale + m, w);
+            store_weights<4>(w, x.weights_of(m));
+        }
+    }
+    weigh_in_registers(M, x.weights_of(0), whole, x.scale, acc);
 }
 #else
 constexpr bool FITS_REGISTERS = false;

@@ -64,36 +64,28 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     // `next` are prefetched. Inlined it is slower: within the loops over segments, registers are spilled.
     auto add = [&](const auto& tile, const auto& next, int64_t position, int64_t count)
                    __attribute__((noinline)) {
-        const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
-        const bool by_registers = has_registers && tile.low == 0 && tile.high == TILE;
-        by_vectors(tile.high, [&]<int C>() {
-            if constexpr (Tiles::has_registers)
-                if (by_registers) score_in_registers(M, q, tile, x.scores);
-            if (!by_registers)
-                in_blocks(M, [&]<int N>(int64_t m) {
-                    tiles.template score<N, C>(q + m * Kernel::QUERY_SIZE, tile, keys_ahead, x.scores + m * TILE);
-                });
-            for (int64_t m = 0; m < M; ++m) {
 #if defined(HAS_TILES)
-                if constexpr (Tiles::has_registers)
-                    if (by_registers && !mass.data && four_see_all(p, task, m, position)) {
-                        to_four_weights(x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m, x.weights_of(m));
-                        m += 3;
-                        continue;
-                    }
+        if constexpr (Tiles::has_registers)
+            if (has_registers && !mass.data) {
+                add_in_registers(p, task, tile, position, count, q, factor, x, maximum, total, acc);
+                return;
+            }
 #endif
+        const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
+        by_vectors(tile.high, [&]<int C>() {
+            in_blocks(M, [&]<int N>(int64_t m) {
+                tiles.template score<N, C>(q + m * Kernel::QUERY_SIZE, tile, keys_ahead, x.scores + m * TILE);
+            });
+            for (int64_t m = 0; m < M; ++m) {
                 const auto [from, to] = p.seen(task, m, position, count);
                 tiles.template soften<C>(tile, x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m,
                                          total + m, x.scale + m, x.weights_of(m), mass.data ? mass.of(m) + met : nullptr);
                 if (mass.data) mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
             }
         });
-        if constexpr (Tiles::has_registers)
-            if (by_registers) weigh_in_registers(M, x.weights_of(0), tile, x.scale, acc);
-        if (!by_registers)
-            in_blocks(M, [&]<int N>(int64_t m) {
-                tiles.template weigh<N>(x.weights_of(m), tile, values_ahead, x.scale + m, acc + m * HEAD_SIZE);
-            });
+        in_blocks(M, [&]<int N>(int64_t m) {
+            tiles.template weigh<N>(x.weights_of(m), tile, values_ahead, x.scale + m, acc + m * HEAD_SIZE);
+        });
     };
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
