@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import Launch
 from fake_clock import VirtualClock
+from identities import check_pass
 from rich.console import Console
 from serving_command import prepare_as
 
@@ -202,6 +203,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
     for record in records:
         assert (record["kind"], record["reference"]) == ("serving", "sequential")
         assert (record["status"], record["num_differing"]) == ("ok", 0), record["name"]
+        assert check_pass(parse_line(json.dumps(record), ServingRecord)) == [], record["name"]
         each, config = Pass.named(record["name"]), record["config"]
         assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
         assert config["workload"]["batch_size"] == rows
