@@ -24,7 +24,7 @@ from magicdec.runner.request import Request, SamplingParams, Turn
 from magicdec.systems.servers.report import ANSWERS, BOTH, COUNTERS, ServerReport
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
-NUM_REQUESTS = 9
+NUM_REQUESTS = 15
 BEGIN_S = 1000.0
 GAMMA = 3
 # Those of one group by context and of the next begin between them.
@@ -55,7 +55,7 @@ def served(kind: str = STEPS, seed: int = 0) -> ServingRecord:
         counts.num_steps = counts.num_in_flight = 0
     judged = drawn_drafts(rng, requests, kind)
     steps = [] if is_external else drawn_steps(rng)
-    categories = ["maths", "code", None] * 3
+    categories = ["maths", "code", None] * (NUM_REQUESTS // 3)
     of_requests = categories_of(requests, categories)
     peak = None if is_external else 3 << 30
     metrics = serving_metrics(requests, counts, GOODPUT, peak, judged, steps, of_requests)
@@ -76,7 +76,7 @@ def served(kind: str = STEPS, seed: int = 0) -> ServingRecord:
 def drawn_request(rng: random.Random, number: int) -> Request:
     """The first has one token, and the second all in one step."""
     num_tokens = 1 if number == 0 else rng.randint(4, 12)
-    request = Request(number, tuple(range(PROMPT_LENS[number])), SamplingParams(num_tokens))
+    request = Request(number, tuple(range(PROMPT_LENS[number % len(PROMPT_LENS)])), SamplingParams(num_tokens))
     request.arrived_s = BEGIN_S + number * rng.uniform(0.05, 0.1)
     at_s = request.arrived_s + rng.uniform(0.2, 0.6)
     while request.finished_s is None:
