@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, pairwise
 from typing import Any
 
+from magicdec.bench.serving.recomputing import (
+    contexts_of,
+    metrics_of,
+    turns_of,
+    unfounded_metric,
+)
+from magicdec.bench.serving.record import ServingRecord
 from magicdec.names import BASELINE
 from magicdec.records.comparison.values import is_close
 from magicdec.records.metrics import run_metrics
+from magicdec.records.performance import SUFFIX
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples, unequal_threads
 
@@ -54,6 +62,37 @@ def check_metrics(record: RunRecord) -> list[str]:
         for name, value in asdict(stored).items()
         if not is_equal(value, asdict(computed)[name])
     ]
+
+
+def check_pass(record: ServingRecord) -> list[str]:
+    """The names of the metrics of a pass that are not what its requests give, or are lacking
+    although no server says so."""
+    if record.metrics is None:
+        return []
+    wrong = unfounded_metric(record)
+    missing = [] if record.server is None else record.server.missing
+    expected = metrics_of(record)
+    expected["times_by_turn"] = turns_of(record.requests)
+    expected["acceptance_by_context"] = contexts_of(record)
+    stated = asdict(record)
+    stated |= stated["metrics"]
+    lacking = [name for name in expected if lacks(stated, expected, name, missing)]
+    return ([] if wrong is None else [wrong]) + lacking
+
+
+def lacks(stated: Any, expected: Any, key: Any, missing: Sequence[str]) -> bool:
+    """Whether the value of that key, or one inside it, is None although it could be known."""
+    ours = stated[key]
+    theirs = expected[key]
+    if str(key).removesuffix(SUFFIX) in missing:
+        return False
+    if ours is None or theirs is None:
+        return ours is not theirs
+    if isinstance(theirs, dict):
+        return any(lacks(ours, theirs, each, missing) for each in ours.keys() & theirs.keys())
+    if isinstance(theirs, list):
+        return any(lacks(ours, theirs, each, missing) for each in range(len(theirs)))
+    return False
 
 
 def is_equal(one: Any, other: Any) -> bool:

@@ -24,6 +24,7 @@ from magicdec.bench.gate.cases import (
     num_ranks,
     quick,
     standard_cases,
+    unfounded,
 )
 from magicdec.bench.gate.files import (
     read_baselines,
@@ -93,6 +94,10 @@ def run_gate(values: ParsedValues) -> int:
     baselines = read_baselines(path)
     if path.stem != COMMITTED.stem and path != args.baseline:
         print(f"baselines of this kind of CPU: {path}", flush=True)
+    for baseline in baselines:
+        if (problem := unfounded(baseline)) is not None:
+            renew = f"renew it with `magicdec gate save --baseline {path}`"
+            raise ValueError(f"{path}: {describe(baseline)}: {problem}; {renew}")
     check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
     cases = quick(baselines) if args.quick else baselines
     configs = [places.moved(case_of(baseline)) for baseline in cases]
@@ -102,7 +107,7 @@ def run_gate(values: ParsedValues) -> int:
         from magicdec.bench.gate.moved import with_names_here, with_names_of
 
         cases = with_names_here(configs, cases)
-    results = run(args.processes, configs)
+    results = [founded(result) for result in run(args.processes, configs)]
     if places != Places():
         cases = list(map(with_names_of, cases, results))
     records = [result for result in results if not isinstance(result, str)]
@@ -198,6 +203,11 @@ def run(processes: int, configs: Sequence[Case]) -> list[Result]:
     measured = [result.environment for result in results.values() if not isinstance(result, str)]
     warn_of_load(measured, "cases")
     return [results[number] for number in range(len(shared))]
+
+
+def founded(result: Result) -> Result:
+    """The result, or why the metrics of its record cannot be right."""
+    return result if isinstance(result, str) else unfounded(result) or result
 
 
 def num_cores() -> int:

@@ -9,6 +9,7 @@ reasons and compares the coverage of other methods.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,8 +67,9 @@ def interval(
 
 
 def ratio_interval(ratios: Sequence[float], level: float = LEVEL) -> list[float] | None:
-    """The interval of the geometric mean of ratios, one a batch. None for fewer than
-    `FEWEST_BATCHES`, or if all are equal."""
+    """The interval of the geometric mean of ratios, one a batch, widened to their median, beside
+    which it stands: of many batches that are of two kinds, it would not hold that. None for fewer
+    than `FEWEST_BATCHES`, or if all are equal."""
     if len(ratios) < FEWEST_BATCHES or min(ratios) <= 0:
         return None
     logs = np.log(ratios)
@@ -76,7 +78,8 @@ def ratio_interval(ratios: Sequence[float], level: float = LEVEL) -> list[float]
         return None
     middle = float(logs.mean())
     reach = quantile(len(logs) - 1, level) * error
-    return [math.exp(middle - reach), math.exp(middle + reach)]
+    median = statistics.median(ratios)
+    return [min(math.exp(middle - reach), median), max(math.exp(middle + reach), median)]
 
 
 def speed_interval(tokens: Sequence[int], times_ms: Sequence[float]) -> list[float] | None:

@@ -192,6 +192,7 @@ class Endpoint(System):
         """
         most = request.sampling.max_new_tokens
         said = None
+        has_ids = False
         ignores_eos = self.run.config.decoding.ignore_eos
         size = PROMPT_BYTES * len(request.prompt_ids) + TOKEN_BYTES * most
         limits = self._limits(STREAM_BYTES + size)
@@ -202,7 +203,10 @@ class Endpoint(System):
                 said = usage.get("completion_tokens")
             for choice in self._parts(event, "choices"):
                 ids = choice.get("token_ids")
-                tokens = ids or [UNKNOWN_ID] * bool(choice.get("text"))
+                has_ids = has_ids or bool(ids)
+                # Beside ids a text says nothing: it may be that of tokens that came before.
+                is_text = bool(choice.get("text")) and not has_ids
+                tokens = ids or [UNKNOWN_ID] * (self._num_new(request, said) if is_text else 0)
                 self._check_tokens(request, tokens, has_ids=bool(ids))
                 if tokens:
                     limits.progress()
@@ -225,6 +229,14 @@ class Endpoint(System):
         times += times[-1:] * lacking
         del output[count:], times[count - 1 : -1]
         request.finished_s = times[-1]
+
+    def _num_new(self, request: Request, said: object) -> int:
+        """The tokens of a text without ids: those that the server says to have sent so far, without
+        the known ones. One where it says so at the end alone."""
+        if not isinstance(said, int):
+            return 1
+        most = MOST_PARTS * request.sampling.max_new_tokens + 1
+        return max(0, min(said, most) - len(request.output_ids))
 
     def _check_tokens(self, request: Request, tokens: object, has_ids: bool) -> None:
         size = self.run.source.config.vocab_size

@@ -10,6 +10,7 @@ from faults import (
     heads,
     mixtures,
     planned,
+    recomputed,
     records,
     rings,
     runs,
@@ -39,4 +40,5 @@ PROPERTIES = (
     *sinks.PROPERTIES,
     *gguf_families.PROPERTIES,
     *windows.PROPERTIES,
+    *recomputed.PROPERTIES,
 )

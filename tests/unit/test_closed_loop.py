@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import make_requests
 from fake_clock import VirtualClock
+from identities import check_pass
 from serving_command import parse_as
 from test_batching import LENGTHS, batches, lone_outputs, make_batching
 from test_recurrent_order import serve as serve_in_ring
@@ -143,6 +144,7 @@ def test_every_kind_of_mode_is_recorded_with_its_loop(
     assert len(records) == 6
     for record in records:
         assert (record.status, record.concurrency) == ("ok", 2), record.name
+        assert check_pass(record) == [], record.name
         assert record.name == f"{record.way}, 2 at once" and record.arrival == "closed loop"
         ends_ms = sorted(request.finished_ms for request in record.requests)
         arrivals_ms = [request.arrival_ms for request in record.requests]

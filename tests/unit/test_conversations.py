@@ -13,6 +13,7 @@ from typing import NoReturn
 import pytest
 import torch
 from conftest import Launch
+from identities import check_pass
 from serving_command import parse_as, prepare_as
 from test_batching import measured
 from test_chat_template import CHATTED, FRAME, TEMPLATES, reference, write
@@ -231,6 +232,7 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
         ]
         assert found == expected, record.name
         assert record.num_differing == 0 and record.correctness is not None
+        assert check_pass(record) == [], record.name
         check_times(record)
     by_mode = {each.way: each.times_by_turn for each in records}
     hits = [[turn.prefix_hit_rate for turn in by_mode[mode] or ()] for mode in modes[:4]]

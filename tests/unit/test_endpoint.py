@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import Command
+from identities import check_pass
 
 from magicdec.bench.serving.metrics import acceptance_by_context
 from magicdec.bench.serving.record import ServingRecord
@@ -245,7 +246,11 @@ def run(words: list[str]) -> int:
 
 
 def records_of(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    """Of passes whose metrics follow from their requests."""
+    path = tmp_path / "out.jsonl"
+    for record in read_records(path, ServingRecord):
+        assert check_pass(record) == [], record.name
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.usefixtures("learning")

@@ -139,7 +139,7 @@ def test_the_draft_length_has_one_name() -> None:
         file: names & OTHER_GAMMAS for file, names in found.items() if names & OTHER_GAMMAS
     } == {}
     assert sorted(file for file, names in found.items() if "num_draft_tokens" in names) == [
-        *(f"bench/serving/{name}.py" for name in ("metrics", "record", "showing")),
+        *(f"bench/serving/{name}.py" for name in ("metrics", "recomputing", "record", "showing")),
         "records/acceptance.py",
     ]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import Launch
 from fake_clock import VirtualClock
+from identities import check_pass
 from rich.console import Console
 from serving_command import prepare_as
 
@@ -202,6 +203,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
     for record in records:
         assert (record["kind"], record["reference"]) == ("serving", "sequential")
         assert (record["status"], record["num_differing"]) == ("ok", 0), record["name"]
+        assert check_pass(parse_line(json.dumps(record), ServingRecord)) == [], record["name"]
         each, config = Pass.named(record["name"]), record["config"]
         assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
         assert config["workload"]["batch_size"] == rows
@@ -588,3 +590,28 @@ def test_a_rank_with_other_threads_ends_every_rank(
     monkeypatch.setattr(measure, "all_gather_values", all_gather)
     with pytest.raises(AssertionError, match=r"^ring: rank 1 computed with 1 to 3 threads"):
         toy("ring")
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([(RankThreads(1, 2, 2, 2), 7), (RankThreads(2, 1, 1, 1), 30)], 100 + 7 + 30),
+        ([(RankThreads(1, 0, 0, 0), 7)], 100),  # it waits
+        ([(RankThreads(1, 2, 2, 2), None)], None),
+    ],
+)
+def test_the_memory_of_a_pass_is_the_sum_over_its_ranks(
+    others: list[tuple[RankThreads, int | None]], expected: int | None,
+    toy: Toy, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    original: Callable[..., list[Any]] = measure.all_gather_values
+
+    def all_gather(ours: Any, kind: Any, size: int) -> list[Any]:
+        if isinstance(ours, tuple):
+            return [(ours[0], 100), *others]
+        return original(ours, kind, size)
+
+    monkeypatch.setattr(measure, "all_gather_values", all_gather)
+    _, (record,) = toy("ring")
+    assert record["metrics"]["peak_memory_bytes"] == expected
+    assert record["threads"] == [1, *(most for (_, _, _, most), _ in others)]

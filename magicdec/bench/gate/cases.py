@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from magicdec.bench.serving.recomputing import unfounded_metric as unfounded_in_pass
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.config.capabilities import check_standalone, policy_called
 from magicdec.config.run_config import RunConfig
@@ -39,6 +40,7 @@ from magicdec.names import (
     NGRAM_AND,
 )
 from magicdec.records.comparison.conditions import describe, flags_of, kind_of
+from magicdec.records.recomputing import unfounded_metric as unfounded_in_run
 from magicdec.records.record import DraftingRecord, Record, RunRecord
 from magicdec.systems.modes import Pass, Ranks
 from magicdec.systems.options import ServeOptions, check_passes
@@ -334,6 +336,21 @@ def baselines_in(records: Iterable[Record]) -> list[Baseline]:
         if isinstance(record, RunRecord)
         or (isinstance(record, ServingRecord) and record.seal is not None)
     ]
+
+
+def unfounded(record: Baseline) -> str | None:
+    """A sentence if a metric of the record does not follow from its samples, or from its
+    requests."""
+    try:
+        if isinstance(record, ServingRecord):
+            name = unfounded_in_pass(record)
+            source = "requests"
+        else:
+            name = unfounded_in_run(record)
+            source = "samples"
+    except ValueError as error:
+        return str(error)
+    return None if name is None else f"its {name} does not follow from its {source}"
 
 
 def config_of(case: Case) -> RunConfig:

@@ -16,6 +16,7 @@ import pandas as pd
 from magicdec.bench.report.frame import FrameRow, metric_row
 from magicdec.bench.report.listing import DESCRIBED, LABELS, rank, settings
 from magicdec.bench.report.tables import MISSING, extent, metric_cell
+from magicdec.bench.serving import recomputing
 from magicdec.bench.serving.metrics import ServingMetrics
 from magicdec.bench.serving.record import UNCHECKED, ServingRecord
 from magicdec.hardware.other_load import BUSY
@@ -323,6 +324,9 @@ def doubt_of_pass(record: ServingRecord) -> str:
         return reasons[record.status]
     if emulated:
         return f"emulated: {', '.join(emulated)}"
+    name = recomputing.unfounded_metric(record)
+    if name is not None:
+        return f"CONTRADICTION: its {name} does not follow from its requests"
     return doubt_of_times(record.environment)
 
 

@@ -1,0 +1,447 @@
+"""Of numbers that follow from others: passes from their requests, intervals from what their values
+are of, sums over ranks, and times from the events of a stream."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+PASSES = "test_recomputed_passes.py::"
+PAIRS = "test_interval_pairs.py::"
+RANKS = "test_ranks_that_differ.py::"
+STREAMS = "test_stream_times.py::"
+METRICS = "bench/serving/metrics.py"
+RECORD = "bench/serving/record.py"
+ACCEPTANCE = "records/acceptance.py"
+REPORT = "bench/report/"
+ENDPOINT = "systems/endpoint.py"
+COUNTERS = "systems/servers/counters.py"
+OF_SPEEDS = "speedup_interval=ratio_interval(of_steps)"
+OF_NET = "net_speedup_interval=ratio_interval(net)"
+
+PROPERTIES = (
+    Property(
+        "Every metric of a pass, of its turns and of its groups follows from its requests.",
+        f"{PASSES}test_every_metric_follows_from_the_requests",
+        (
+            Fault(
+                "makespan from the last arrival",
+                METRICS,
+                "begin_s = min(request.arrived_s",
+                "begin_s = max(request.arrived_s",
+            ),
+            Fault(
+                "throughput of prompts",
+                METRICS,
+                "num_tokens = sum(len(request.output_ids)",
+                "num_tokens = sum(len(request.prompt_ids)",
+            ),
+            Fault(
+                "goodput as a share",
+                METRICS,
+                "request_goodput=sum(good) / makespan_s",
+                "request_goodput=sum(good) / len(good)",
+            ),
+            Fault(
+                "speed of a request by the mean TPOT",
+                METRICS,
+                'mean([1e3 / of["tpot"] for of in times if of.get("tpot")])',
+                '1e3 / (mean([of["tpot"] for of in times if of.get("tpot")]) or 1.0)',
+            ),
+            Fault(
+                "prefill from the last time that a request joined",
+                METRICS,
+                "request.first_token_s - moves.joined_s[0]",
+                "request.first_token_s - moves.joined_s[-1]",
+            ),
+            Fault(
+                "hits over the hits",
+                METRICS,
+                "sum(each.num_found for each in counts) / num_looked_up",
+                "num_looked_up / max(1, sum(each.num_found for each in counts))",
+            ),
+            Fault(
+                "TTFT of a turn until its last token",
+                METRICS,
+                '[request.times_ms()["ttft"] for request in members]',
+                '[request.times_ms()["e2el"] for request in members]',
+            ),
+            Fault(
+                "prompts of a turn with their outputs",
+                METRICS,
+                "mean_prompt_len=statistics.fmean(len(request.prompt_ids)",
+                "mean_prompt_len=statistics.fmean(request.num_cached",
+            ),
+            Fault(
+                "hits of a turn by its first request",
+                METRICS,
+                "hit_rate([moves[request.request_id] for request in members])",
+                "hit_rate([moves[members[0].request_id]])",
+            ),
+            Fault(
+                "a prompt as long as its group allows in the next group",
+                METRICS,
+                "while most < len(request.prompt_ids):",
+                "while most <= len(request.prompt_ids):",
+            ),
+            Fault(
+                "groups by context that begin at another length",
+                METRICS,
+                "FIRST_CONTEXT = 2048",
+                "FIRST_CONTEXT = 1024",
+            ),
+            Fault(
+                "acceptance of a context of the first requests",
+                METRICS,
+                "verifications.of_requests(members), len(members)",
+                "verifications.of_requests(range(len(members))), len(members)",
+            ),
+            Fault(
+                "a turn of the category of another prompt",
+                METRICS,
+                "r.request_id if r.turn is None else r.turn.conversation",
+                "r.request_id",
+            ),
+            Fault(
+                "the most of percentiles at 95",
+                METRICS,
+                "percentile(values, p) for p in (50, 90, 99)",
+                "percentile(values, min(p, 95)) for p in (50, 90, 99)",
+            ),
+            Fault(
+                "emitted tokens with the interval of the acceptance length",
+                ACCEPTANCE,
+                '"mean_emitted_tokens_interval": interval(estimates.emitted',
+                '"mean_emitted_tokens_interval": interval(estimates.length',
+            ),
+            Fault(
+                "the most cancelled drafts of a request in place of all",
+                ACCEPTANCE,
+                "num_cancelled = sum(cancelled.values())",
+                "num_cancelled = max(cancelled.values())",
+            ),
+            Fault(
+                "counters before answers",
+                ACCEPTANCE,
+                "found = of_pass | {name: value for name, value in found.items() "
+                "if value is not None}",
+                "found = found | of_pass",
+            ),
+            Fault(
+                "a request of a group by its number in the pass",
+                ACCEPTANCE,
+                "found.by_request[number] = self.by_request[request_id]",
+                "found.by_request[request_id] = self.by_request[request_id]",
+            ),
+            Fault(
+                "a request that ends with its first token",
+                RECORD,
+                "finished_ms=ms(request.finished_s)",
+                "finished_ms=ms(request.first_token_s)",
+            ),
+            Fault(
+                "drafted tokens in place of accepted ones",
+                RECORD,
+                '"per_step_accepted": by_step(counts, 1)',
+                '"per_step_accepted": by_step(counts, 0)',
+            ),
+            Fault(
+                "looked-up tokens in place of found ones",
+                RECORD,
+                "return moves.num_found if",
+                "return moves.num_looked_up if",
+            ),
+        ),
+    ),
+    Property(
+        "A number of a pass that was edited is named.",
+        f"{PASSES}test_a_number_that_was_edited_is_named",
+        (
+            Fault(
+                "groups that nothing checks",
+                "bench/serving/recomputing.py",
+                "all(follows(value, expected.get(key)) for key, value in stated.items())",
+                "True",
+            ),
+        ),
+    ),
+    Property(
+        "A gallery ranks no pass whose metrics do not follow from its requests.",
+        f"{PASSES}test_the_gallery_ranks_no_pass_whose_metrics_do_not_follow",
+        (
+            Fault(
+                "passes not computed again",
+                f"{REPORT}gallery_rows.py",
+                "name = recomputing.unfounded_metric(record)",
+                "name = None",
+            ),
+        ),
+    ),
+    Property(
+        "The gate refuses a baseline whose metrics do not follow.",
+        f"{PASSES}test_the_gate_refuses_a_baseline_whose_metrics_do_not_follow",
+        (
+            Fault(
+                "passes of a baseline taken as they are",
+                "bench/gate/cases.py",
+                "name = unfounded_in_pass(record)",
+                "name = None",
+            ),
+        ),
+    ),
+    Property(
+        "Every interval is described as that of the value of its name.",
+        f"{PAIRS}test_every_interval_is_described_as_that_of_the_value_of_its_name",
+        (
+            Fault(
+                "the net speedup's interval as that of the speedup",
+                "records/performance.py",
+                '_interval("net_speedup", "ratio"',
+                '_interval("speedup", "ratio"',
+            ),
+            Fault(
+                "an interval of another unit",
+                ACCEPTANCE,
+                '        "mean_acceptance_length", "tokens"\n    )',
+                '        "mean_acceptance_length", "0 to 1"\n    )',
+            ),
+        ),
+    ),
+    Property(
+        "Intervals of a run are those of their own values.",
+        f"{PAIRS}test_intervals_of_a_run_are_those_of_their_own_values",
+        (
+            Fault(
+                "the speedup with the interval of the net speedup",
+                "records/metrics.py",
+                f"        {OF_SPEEDS}",
+                "        speedup_interval=ratio_interval(net)",
+            ),
+            Fault(
+                "the net speedup with the interval of the total speedup",
+                "records/metrics.py",
+                OF_NET,
+                "net_speedup_interval=ratio_interval(total)",
+            ),
+            Fault(
+                "decoding with the interval of prefill",
+                "records/metrics.py",
+                "prefill_tokens_per_s_interval=speed_interval("
+                "prefill.num_tokens, prefill.prefill_ms)",
+                "prefill_tokens_per_s_interval=metrics.decode_tokens_per_s_interval",
+            ),
+            Fault(
+                "the rate with bounds of the length",
+                ACCEPTANCE,
+                "interval(estimates.rate, 0, 1)",
+                "interval(estimates.rate, 0, longest)",
+            ),
+        ),
+    ),
+    Property(
+        "An interval of many batches of two kinds holds their median.",
+        f"{PAIRS}test_an_interval_of_many_batches_of_two_kinds_holds_their_median",
+        (
+            Fault(
+                "the interval of the mean beside the median",
+                "records/intervals.py",
+                "min(math.exp(middle - reach), median)",
+                "math.exp(middle - reach)",
+            ),
+        ),
+    ),
+    Property(
+        "Every exported value lies in its interval.",
+        f"{PAIRS}test_every_exported_value_lies_in_its_interval",
+        (
+            Fault(
+                "ends of intervals the wrong way round",
+                f"{REPORT}frame.py",
+                "row[ends[0]], row[ends[1]] = value",
+                "row[ends[1]], row[ends[0]] = value",
+            ),
+            Fault(
+                "groups with the intervals of all prompts",
+                ACCEPTANCE,
+                "kept = {name: value for name, value in found.items() if name in names}",
+                "kept = {name: value for name, value in found.items() if name in names}\n"
+                '    kept["draft_acceptance_rate_interval"] = kept.get('
+                '"mean_acceptance_length_interval")',
+            ),
+        ),
+    ),
+    Property(
+        "A cell shows the interval of its own value.",
+        f"{PAIRS}test_a_cell_shows_the_interval_of_its_own_value",
+        (
+            Fault(
+                "a cell with the upper end alone",
+                f"{REPORT}tables.py",
+                "ends = None if low is None else [low, run",
+                "ends = None if low is None else [value, run",
+            ),
+            Fault(
+                "the interval of the table of a run by another name",
+                "records/metric_tables.py",
+                'ends = getattr(metrics, f"{key}{SUFFIX}", None)',
+                "ends = getattr(metrics, f\"{key.removeprefix('net_')}{SUFFIX}\", None)",
+            ),
+        ),
+    ),
+    Property(
+        "A listing has the interval of each of its metrics.",
+        f"{PAIRS}test_a_listing_has_the_interval_of_each_of_its_metrics",
+        (
+            Fault(
+                "intervals of a listing the wrong way round",
+                f"{REPORT}listing.py",
+                'zip((f"{name}{end}" for end in ENDS), (low, high), strict=True)',
+                'zip((f"{name}{end}" for end in ENDS), (high, low), strict=True)',
+            ),
+        ),
+    ),
+    Property(
+        "The break-even length of unequal batches is the larger.",
+        f"{PAIRS}test_the_break_even_length_of_unequal_batches_is_the_larger",
+        (
+            Fault(
+                "the smaller of the two in the middle",
+                "records/metrics.py",
+                "middle = statistics.median_high(each)",
+                "middle = statistics.median_low(each)",
+            ),
+        ),
+    ),
+    Property(
+        "The memory of a run is the sum over its ranks.",
+        f"{RANKS}test_the_memory_of_a_run_is_the_sum_over_ranks",
+        (
+            Fault(
+                "memory of the first rank",
+                "setup/memory_sampler.py",
+                "MemoryTaken(sum(f[0] for f in readings)",
+                "MemoryTaken(readings[0][0]",
+            ),
+            Fault(
+                "peak of the largest rank",
+                "setup/memory_sampler.py",
+                "sum(f[1] for f in readings)",
+                "max(f[1] for f in readings)",
+            ),
+            Fault(
+                "the last reading in place of the largest",
+                "setup/memory_sampler.py",
+                "self.most = max(self.most, peak_memory_bytes(self.device))",
+                "self.most = peak_memory_bytes(self.device)",
+            ),
+        ),
+    ),
+    Property(
+        "The counts of a batch are of each rank.",
+        f"{RANKS}test_the_counts_of_a_batch_are_of_each_rank",
+        (
+            Fault(
+                "bytes of the first rank",
+                "bench/run/run.py",
+                "samples.bytes_read.append(list(read))",
+                "samples.bytes_read.append([read[0]] * len(read))",
+            ),
+            Fault(
+                "tokens of drafts counted by each rank",
+                "bench/run/run.py",
+                "samples.draft_kv_tokens.append(max(kv_tokens))",
+                "samples.draft_kv_tokens.append(kv_tokens[0])",
+            ),
+        ),
+    ),
+    Property(
+        "The memory of a pass is the sum over its ranks.",
+        "test_serve.py::test_the_memory_of_a_pass_is_the_sum_over_its_ranks",
+        (
+            Fault(
+                "memory of the largest rank of a pass",
+                "bench/serving/measure.py",
+                "total = sum(known) if known",
+                "total = max(known) if known",
+            ),
+        ),
+    ),
+    Property(
+        "Times of a stream are those by hand, whatever comes without a token.",
+        f"{STREAMS}test_times_of_a_stream_are_those_by_hand",
+        (
+            Fault(
+                "a text beside ids is a token",
+                ENDPOINT,
+                'is_text = bool(choice.get("text")) and not has_ids',
+                'is_text = bool(choice.get("text"))',
+            ),
+            Fault(
+                "a text is one token",
+                ENDPOINT,
+                "return max(0, min(said, most) - len(request.output_ids))",
+                "return 1",
+            ),
+            Fault(
+                "an empty text is a token",
+                ENDPOINT,
+                'bool(choice.get("text")) and not',
+                '"text" in choice and not',
+            ),
+            Fault(
+                "tokens that are lacking at the time of the first",
+                ENDPOINT,
+                "times += times[-1:] * lacking",
+                "times += times[:1] * lacking",
+            ),
+            Fault(
+                "the last texts cut with their times",
+                ENDPOINT,
+                "del output[count:], times[count - 1 : -1]",
+                "del output[count:], times[count:]",
+            ),
+            Fault(
+                "an answer that ends with its last event",
+                ENDPOINT,
+                "request.finished_s = times[-1]",
+                "request.finished_s = self.now()",
+            ),
+            Fault(
+                "a first token with the first event",
+                "runner/request.py",
+                "if self.first_token_s is None and tokens:",
+                "if self.first_token_s is None:",
+            ),
+            Fault(
+                "all ids of SGLang taken for new ones",
+                "systems/servers/sglang.py",
+                "ids = ids[num_before:]",
+                "ids = list(ids)",
+            ),
+        ),
+    ),
+    Property(
+        "Counters of several engines add up by position.",
+        f"{STREAMS}test_counters_of_several_engines_add_up_by_position",
+        (
+            Fault(
+                "the last engine alone",
+                COUNTERS,
+                "None if found is None else int(found[1])] += number",
+                "None if found is None else int(found[1])] = number",
+            ),
+            Fault(
+                "positions of one engine alone",
+                COUNTERS,
+                "values[name, None if found is None else int(found[1])] += number",
+                "key = name, None if found is None else int(found[1])\n"
+                "                values[key] = number + (values[key] if found is None else 0)",
+            ),
+            Fault(
+                "a position that stands behind other labels is none",
+                COUNTERS,
+                "r'(?:^|,)\\s*position=\"(\\d{1,4})\"'",
+                "r'^position=\"(\\d{1,4})\"'",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,309 @@
+"""Every interval belongs to the value that it stands beside: in the classes of records, in the
+metrics of a run, and wherever both are shown or exported."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from scipy import stats
+from synthetic_passes import KINDS, served
+from synthetic_records import GAMMA, NUM_TOKENS, chances_of, drawn
+from synthetic_samples import baseline_pass, draw_pass, prefill_of, scaled
+from test_metrics import timed
+
+from magicdec.bench.report.frame import flat_rows, metric_row
+from magicdec.bench.report.listing import LABELS, list_records
+from magicdec.bench.report.tables import metric_cell
+from magicdec.bench.serving.recomputing import AlikeSteps, RequestDrafts, total
+from magicdec.names import RECORDS, load_named
+from magicdec.output.tables import text_of
+from magicdec.records.acceptance import Verifications
+from magicdec.records.fields import RecordPart, described_fields
+from magicdec.records.intervals import ratio_interval
+from magicdec.records.metric_tables import cell
+from magicdec.records.metrics import break_even_gen_len, run_metrics
+from magicdec.records.performance import SUFFIX, Metrics
+from magicdec.records.reading import read_records
+from magicdec.records.record import Record, RunRecord
+from magicdec.records.samples import PassSamples, PrefillSamples
+
+COMMITTED = (
+    "results/baselines/acceptance.jsonl",
+    "results/cpu/records.jsonl.gz",
+    "results/contexts/records.jsonl.gz",
+)
+NUM_BATCHES = 6
+
+
+def parts_in(hint: Any) -> Iterator[type]:
+    """The classes of record parts that a type names."""
+    if isinstance(hint, type) and issubclass(hint, RecordPart):
+        yield hint
+    for inner in get_args(hint):
+        yield from parts_in(inner)
+
+
+@cache
+def record_classes() -> tuple[type, ...]:
+    """All classes that a record of any kind can hold."""
+    found = list[type]()
+    waiting: list[type] = [load_named(RECORDS, kind) for kind in RECORDS]
+    while waiting:
+        kind = waiting.pop()
+        if kind not in found:
+            found.append(kind)
+            for _, hint, _ in described_fields(kind):
+                waiting += parts_in(hint)
+    return tuple(found)
+
+
+def pairs_of(kind: type) -> list[str]:
+    """The names of the values of a class that have an interval."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
+
+
+def test_every_interval_is_described_as_that_of_the_value_of_its_name() -> None:
+    classes = [kind for kind in record_classes() if pairs_of(kind)]
+    assert {"Metrics", "ServingMetrics", "GroupAcceptance", "ContextAcceptance"} <= {
+        kind.__name__ for kind in classes
+    }
+    for kind in record_classes():
+        fields = {name: (hint, about) for name, hint, about in described_fields(kind)}
+        for name, (_, about) in fields.items():
+            assert ("95 % interval" in about.meaning) == name.endswith(SUFFIX), (kind, name)
+        before = dict(zip(list(fields)[1:], fields, strict=False))
+        for name in pairs_of(kind):
+            hint, about = fields[name]
+            ends, described = fields[f"{name}{SUFFIX}"]
+            assert ends == list[hint], (kind, name)
+            assert described.unit == about.unit, (kind, name)
+            is_named = f"interval of `{name}`" in described.meaning
+            is_named |= f"interval of each of `{name}`" in described.meaning
+            is_own = described.meaning.startswith("its ") and before[f"{name}{SUFFIX}"] == name
+            assert is_named or is_own, (kind, name)
+
+
+@cache
+def passes() -> tuple[dict[str, PassSamples], PrefillSamples]:
+    """Batches whose times scatter, each by its own factor: of steps, of all else, of the baseline
+    and of prefill. What takes time before the first step halves the net speedup."""
+    rng = np.random.default_rng(3)
+    ours = draw_pass(rng, chances_of(0.7, 2 * NUM_BATCHES), GAMMA, NUM_TOKENS, NUM_BATCHES)
+    base = baseline_pass(ours)
+    ours = scaled(ours, 1 + rng.uniform(0, 0.1, NUM_BATCHES))
+    base = scaled(base, 1 + rng.uniform(0, 0.1, NUM_BATCHES))
+    for batch in range(NUM_BATCHES):
+        ours.begin_ms[batch] = sum(ours.step_ms[batch]) * rng.uniform(0.5, 0.7)
+        ours.sequence_ms[batch] = [sum(ours.step_ms[batch])] * 2
+    prefill = prefill_of(ours)
+    times = [ms * rng.uniform(1, 1.1) for ms in prefill.prefill_ms]
+    return {"autoregressive": base, "speculative": ours}, replace(prefill, prefill_ms=times)
+
+
+def measured() -> Metrics:
+    return run_metrics(*passes(), 1e9, is_random=False)["speculative"]
+
+
+def t_quantile(freedom: int) -> float:
+    return float(stats.t.ppf(0.975, freedom))
+
+
+def of_ratios(ratios: list[float]) -> list[float]:
+    """The interval of their geometric mean by Student's t."""
+    logs = [math.log(ratio) for ratio in ratios]
+    reach = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    middle = statistics.fmean(logs)
+    return [math.exp(middle - reach), math.exp(middle + reach)]
+
+
+def of_speed(tokens: list[int], times_ms: list[float]) -> tuple[float, list[float]]:
+    """All tokens divided by all times, and the interval by leaving out each batch."""
+    count = len(tokens)
+    speed = 1e3 * sum(tokens) / sum(times_ms)
+    without = [
+        1e3 * (sum(tokens) - tokens[i]) / (sum(times_ms) - times_ms[i]) for i in range(count)
+    ]
+    error = math.sqrt((count - 1) * statistics.pvariance(without))
+    reach = t_quantile(count - 1) * error / speed
+    return speed, [speed * math.exp(-reach), speed * math.exp(reach)]
+
+
+def test_intervals_of_a_run_are_those_of_their_own_values() -> None:
+    """Each by the definition, from the samples that its value is of."""
+    found, (by_pass, prefill) = measured(), passes()
+    ours = by_pass["speculative"]
+    tokens = [sum(of_batch) for of_batch in ours.sequence_tokens]
+    ratios = {name: getattr(found, f"{name}_per_batch") for name in ("speedup", "net_speedup")}
+    decode = of_speed(tokens, [sum(steps) for steps in ours.step_ms])
+    read = of_speed(prefill.num_tokens, prefill.prefill_ms)
+    drafts = [
+        RequestDrafts(
+            sum(each.drafted for each in steps),
+            sum(each.accepted for each in steps),
+            len(steps),
+            sum(each.emitted for each in steps),
+            [AlikeSteps(each.drafted, each.accepted, 1) for each in steps],
+            GAMMA,
+        )
+        for steps in Verifications.of(ours).by_request.values()
+    ]
+    expected = {
+        "decode_tokens_per_s": decode,
+        "prefill_tokens_per_s": read,
+        **{name: (statistics.median(each), of_ratios(each)) for name, each in ratios.items()},
+    }
+    of_drafts = total(drafts)
+    expected |= {name: (of_drafts[name], of_drafts[f"{name}{SUFFIX}"]) for name in OF_DRAFTS}
+    assert set(pairs_of(Metrics)) == expected.keys()
+    for name, (value, ends) in expected.items():
+        assert getattr(found, name) == pytest.approx(value), name
+        both = getattr(found, f"{name}{SUFFIX}")
+        assert list(flat(both)) == pytest.approx(list(flat(ends))), name
+
+
+OF_DRAFTS = (
+    *("draft_acceptance_rate", "mean_acceptance_length", "mean_emitted_tokens"),
+    "acceptance_per_position",
+)
+
+
+def flat(value: Any) -> Iterator[float]:
+    if isinstance(value, list):
+        for inner in value:
+            yield from flat(inner)
+    else:
+        yield value
+
+
+def test_an_interval_of_many_batches_of_two_kinds_holds_their_median() -> None:
+    for count in range(3, 20):
+        for slow in range(1, count):
+            ratios = [1.0 + 0.001 * i for i in range(slow)]
+            ratios += [2.0 + 0.001 * i for i in range(count - slow)]
+            ends = ratio_interval(ratios)
+            assert ends is not None
+            assert ends[0] <= statistics.median(ratios) <= ends[1], (count, slow)
+            of_mean = of_ratios(ratios)
+            assert ends == pytest.approx(of_mean) or statistics.median(ratios) in ends
+
+
+def check_pairs(row: dict[str, Any], kind: type) -> int:
+    """That each value of a row lies between the ends of its interval, which exist both or not.
+    Returns the number of intervals."""
+    count = 0
+    for name in pairs_of(kind):
+        value = row[name]
+        if f"{name}{SUFFIX}" in row:  # of several values
+            values = value or []
+            ends = row[f"{name}{SUFFIX}"] or [[]] * len(values)
+            triples = [(each, *both) for each, both in zip(values, ends, strict=True) if both]
+        else:
+            low, high = row[f"{name}{SUFFIX}_low"], row[f"{name}{SUFFIX}_high"]
+            assert (low is None) == (high is None) and (value is not None or low is None), name
+            triples = [] if low is None else [(value, low, high)]
+        for each, low, high in triples:
+            assert low <= each <= high, (name, low, each, high)
+        count += len(triples)
+    return count
+
+
+def records() -> Iterator[Record]:
+    for path in COMMITTED:
+        yield from read_records(ROOT / path, Record)
+    yield replace(drawn(), metrics=measured())
+    yield from map(served, KINDS)
+
+
+def test_every_exported_value_lies_in_its_interval() -> None:
+    count = 0
+    for number, record in enumerate(records()):
+        of_record: Any = record
+        for row in flat_rows(number, "file", record):
+            metrics = of_record.metrics
+            if isinstance(record, RunRecord) and row["pass"] == "autoregressive":
+                metrics = of_record.baseline_metrics or metrics
+            if metrics is None:
+                continue
+            count += check_pairs(row, type(metrics))
+            for name in pairs_of(type(metrics)):
+                ends = getattr(metrics, f"{name}{SUFFIX}")
+                if f"{name}{SUFFIX}_low" in row:
+                    shown = [row[f"{name}{SUFFIX}_low"], row[f"{name}{SUFFIX}_high"]]
+                    assert shown == (ends or [None, None]), name
+            for group, part in (metrics.acceptance_by_category or {}).items():
+                prefix = f"acceptance_by_category.{group}."
+                inside = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+                count += check_pairs(inside, type(part))
+        for part in getattr(record, "acceptance_by_context", None) or ():
+            count += check_pairs(metric_row(part, type(part)), type(part))
+    assert count > 2000
+
+
+def test_a_cell_shows_the_interval_of_its_own_value() -> None:
+    """Of a run whose intervals are narrow, in the table of a run, in reports and in the gallery."""
+    metrics = measured()
+    row = metric_row(metrics, Metrics)
+    described = {name: about for name, _, about in described_fields(Metrics)}
+    for name in pairs_of(Metrics):
+        about = described[name]
+        if name == "acceptance_per_position":
+            continue  # which has no two columns
+        ends = getattr(metrics, f"{name}{SUFFIX}")
+        shown = f"{about.show(getattr(metrics, name))} {about.show_interval(*ends)}"
+        cells = cell(metrics, name, about), metric_cell(row, name, about)
+        assert [text_of(each) for each in cells] == [shown, shown]
+        assert len({about.show(end) for end in ends}) == 2, "it has a width"
+
+
+def test_a_listing_has_the_interval_of_each_of_its_metrics() -> None:
+    """CSV has the ends as numbers, and Markdown both in a column of their own behind the value."""
+    record = replace(drawn(), metrics=measured())
+    metrics = record.metrics
+    names = [name for name in pairs_of(Metrics) if name != "acceptance_per_position"]
+    listing = list_records([record, record], names)
+    for row in csv.DictReader(listing.table("csv").csv().splitlines()):
+        for name in names:
+            found = [float(row[f"{name}{SUFFIX}_{end}"]) for end in ("low", "high")]
+            assert found == getattr(metrics, f"{name}{SUFFIX}"), name
+            assert found[0] <= float(row[name]) <= found[1]
+    heading, _, *rows = [
+        [text.strip() for text in line.strip("|").split("|")]
+        for line in listing.table("markdown").markdown().splitlines()
+        if line.startswith("|")
+    ]
+    assert len(heading) == 2 * len(names) and len(rows) == 2
+    described = {name: about for name, _, about in described_fields(Metrics)}
+    for place, name in enumerate(names):
+        label = f"{LABELS[name]}, 95 % interval"
+        assert heading[2 * place : 2 * place + 2] == [LABELS[name], label]
+        ends = getattr(metrics, f"{name}{SUFFIX}")
+        assert rows[0][2 * place + 1] == described[name].show_interval(*ends), name
+
+
+def test_the_break_even_length_of_unequal_batches_is_the_larger() -> None:
+    """Of an even number of batches the larger of the two in the middle; each by hand: its net
+    speedup is above 1 from that length on."""
+    # A token takes 10 ms by the baseline and 5 ms here, after so many ms at the beginning.
+    for added, expected in (
+        ([0, 20], 4 + 2),
+        ([20, 0], 4 + 2),
+        ([40, 0, 20, 10], 4 + 2),
+        ([0, 0, 20, 40], 4 + 2),
+        ([10, 20, 40], 4 + 2),
+        ([0, 20, 40, 60, 80, 100], 12 + 2),
+    ):
+        tokens = [[10, 10]] * len(added)
+        base = timed([0] * len(added), [[10.0] * 10] * len(added), tokens)
+        ours = timed(list(map(float, added)), [[5.0] * 10] * len(added), tokens)
+        assert break_even_gen_len(base, ours) == expected, added

@@ -1,0 +1,64 @@
+"""What ranks that differ have counted: memory and bytes are sums over them, and of what all of them
+count alike there is one number."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from magicdec.bench.run.run import RankCounts, Run
+from magicdec.hardware.threads import RankThreads, ThreadCount
+from magicdec.records.metrics import decode_metrics
+from magicdec.records.samples import PassSamples
+from magicdec.setup import memory_sampler
+from magicdec.setup.memory_sampler import MemoryWatch
+
+CPU = torch.device("cpu")
+
+
+def gathering(*others: Any) -> Any:
+    """A group whose other ranks have these values."""
+    return SimpleNamespace(all_gather_values=lambda ours, kind: [ours, *others])
+
+
+def test_the_memory_of_a_run_is_the_sum_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded, and at the largest since; a later reading may be smaller."""
+    readings = iter((100, 700, 500))
+    monkeypatch.setattr(memory_sampler, "reset_peak_memory", lambda device: True)
+    monkeypatch.setattr(memory_sampler, "peak_memory_bytes", lambda device: next(readings))
+    watch = MemoryWatch(CPU)
+    watch.note()
+    watch.note()
+    taken = watch.measured(gathering((30, 50), (1, 9)))
+    assert (taken.process, taken.peak) == (100 + 30 + 1, 700 + 50 + 9)
+
+
+def test_the_counts_of_a_batch_are_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of this run read and hold other bytes; the drafts' tokens are the same on all that
+    draft, and 0 on a rank that does not. The second batch needs most."""
+    monkeypatch.setattr("magicdec.bench.run.run.peak_memory_bytes", lambda device: 0)
+    samples = PassSamples.empty()
+    threads = ThreadCount()
+    threads.note()
+    for first, second in (((300, 20), (40, 60)), ((300, 90), (40, 10))):
+        ranks = [
+            RankCounts(read, peak, tokens, rows, RankThreads(rank, 2, 2, 2))
+            for rank, ((read, peak), tokens, rows) in enumerate(((first, 0, 0), (second, 77, 7)))
+        ]
+        target = SimpleNamespace(all_gather_values=lambda ours, kind, ranks=ranks: ranks)
+        run: Any = SimpleNamespace(
+            groups=SimpleNamespace(rank=0, target=target),
+            runners=list,
+            device=CPU,
+            config=SimpleNamespace(parallel=SimpleNamespace(threads=2)),
+        )
+        Run.gather_counts(run, "speculative", samples, [], threads)
+    assert samples.bytes_read == [[300, 40], [300, 40]]
+    assert samples.peak_memory_bytes == [[20, 60], [90, 10]]
+    assert (samples.draft_kv_tokens, samples.draft_rows) == ([77, 77], [7, 7])
+    metrics = decode_metrics(samples, 1e9, is_drafting=True)
+    assert metrics.bytes_read == 680 and metrics.kv_tokens_read == 77 / 7
+    assert metrics.peak_memory_bytes == 90 + 10, "of the batch with the largest sum"

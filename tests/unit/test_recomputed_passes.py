@@ -1,0 +1,168 @@
+"""The metrics of a pass follow from its requests: every one is computed again by plain code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+from identities import check_pass
+from synthetic_passes import BASELINES, KINDS, STEPS, TURNS, served
+
+from magicdec.bench.serving.metrics import ContextAcceptance, ServingMetrics, TurnTimes
+from magicdec.bench.serving.recomputing import (
+    acceptance_by_category,
+    contexts_of,
+    metrics_of,
+    turns_of,
+    unfounded_metric,
+)
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.records.acceptance import GroupAcceptance
+from magicdec.records.reading import read_records
+from magicdec.records.record import Record
+
+# What no request says: there is only a condition, such as that percentiles rise.
+OF_STEPS = {
+    *("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms", "mean_in_flight", "num_steps"),
+    *("num_decode_steps", "median_step_ms", "stalled_steps", "stalled_ms", "longest_stall_ms"),
+    *("longest_stall_median_ms", "peak_memory_bytes"),
+}
+# Those of which other values can have been measured, too.
+FREE = {
+    *("p50_itl_ms", "p90_itl_ms", "p99_itl_ms", "num_decode_steps", "median_step_ms"),
+    *("stalled_steps", "longest_stall_ms", "longest_stall_median_ms", "peak_memory_bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_metric_follows_from_the_requests(kind: str) -> None:
+    for seed in range(5):
+        assert check_pass(served(kind, seed)) == []
+
+
+def test_no_metric_is_left_out() -> None:
+    record = served(TURNS)
+    turns = turns_of(record.requests)
+    contexts = contexts_of(record)
+    groups = acceptance_by_category(record)
+    assert turns is not None and contexts is not None and groups is not None
+    for kind, found, others in (
+        (ServingMetrics, metrics_of(record), OF_STEPS),
+        (TurnTimes, turns[0], set()),
+        (ContextAcceptance, contexts[0], {"acceptance_by_category", "num_cancelled_draft_tokens"}),
+    ):
+        assert {each.name for each in fields(kind)} - found.keys() <= others, kind
+    assert {each.name for each in fields(GroupAcceptance)} <= next(iter(groups.values())).keys()
+
+
+def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the numbers inside a value are."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from places_of(inner, (*path, key))
+    elif isinstance(value, int | float):
+        yield path
+
+
+def changed(value: Any, path: tuple[Any, ...]) -> Any:
+    """A copy in which the number at that place is larger by a third, a count by one or more."""
+    if not path:
+        return value + max(1, value // 3) if isinstance(value, int) else value * 4 / 3 + 1e-3
+    copy = value.copy()
+    copy[path[0]] = changed(value[path[0]], path[1:])
+    return copy
+
+
+def rebuilt(kind: Any, values: Any) -> Any:
+    groups = values.get("acceptance_by_category")
+    if groups is not None:
+        made = {name: GroupAcceptance(**each) for name, each in groups.items()}
+        values = values | {"acceptance_by_category": made}
+    return kind(**values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_that_was_edited_is_named(kind: str) -> None:
+    """Every number of a record's metrics, one after the other."""
+    record = served(kind, 7)
+    assert record.metrics is not None
+    metrics = asdict(record.metrics)
+    unseen = {
+        path[0]
+        for path in places_of(metrics)
+        if unfounded_metric(
+            replace(record, metrics=rebuilt(ServingMetrics, changed(metrics, path)))
+        )
+        is None
+    }
+    assert unseen <= FREE
+    for name, kind_of_part in (
+        ("times_by_turn", TurnTimes),
+        ("acceptance_by_context", ContextAcceptance),
+    ):
+        parts = getattr(record, name)
+        values = None if parts is None else [asdict(each) for each in parts]
+        for path in places_of(values):
+            edited = [rebuilt(kind_of_part, each) for each in changed(values, path)]
+            assert unfounded_metric(replace(record, **{name: edited})) == name, path
+
+
+def test_a_request_that_contradicts_itself_is_named() -> None:
+    record = served(STEPS)
+    request = record.requests[3]
+    assert request.num_draft_tokens is not None and request.acceptance_histogram is not None
+    for name, value in (
+        ("num_draft_tokens", request.num_draft_tokens + 1),
+        ("finished_ms", request.first_token_ms - 1.0),
+        ("first_token_ms", request.arrival_ms - 1.0),
+        ("acceptance_histogram", [1, *request.acceptance_histogram]),
+        ("per_step_drafted", [1 << 40] * len(request.per_step_drafted or ())),
+        ("per_step_accepted", [9] * len(request.per_step_accepted or ())),
+        ("output_len", 0),
+    ):
+        requests = [*record.requests]
+        requests[3] = replace(request, **{name: value})
+        assert unfounded_metric(replace(record, requests=requests)) == f"requests[3].{name}"
+    with pytest.raises(ValueError, match="metrics without the requests"):
+        unfounded_metric(replace(record, requests=[]))
+
+
+def faster(record: ServingRecord) -> ServingRecord:
+    """The record by hand, with ten times the throughput."""
+    assert record.metrics is not None
+    much = 10 * record.metrics.output_throughput
+    return replace(record, metrics=replace(record.metrics, output_throughput=much))
+
+
+def test_the_gallery_ranks_no_pass_whose_metrics_do_not_follow(
+    tmp_path: Path, command: Command
+) -> None:
+    right = replace(served(), status="ok", reference="sequential", num_differing=0)
+    environment = replace(right.environment, cores_taken=0.0)
+    right = replace(right, environment=environment)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{each.to_json()}\n" for each in (right, faster(right))))
+    code, out, _ = command("report", "--gallery", path, "--out", tmp_path / "page")
+    assert code == 0 and "2 records, 1 of them not ranked" in out
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert "CONTRADICTION: its output_throughput does not follow from its requests" in page
+
+
+def test_the_gate_refuses_a_baseline_whose_metrics_do_not_follow(
+    tmp_path: Path, command: Command
+) -> None:
+    """Although its seal is that of the edited line."""
+    records = list(read_records(BASELINES, Record))
+    place = next(i for i, each in enumerate(records) if isinstance(each, ServingRecord))
+    wrong = records[place]
+    assert isinstance(wrong, ServingRecord)
+    path = tmp_path / "baselines.jsonl"
+    path.write_text(f"{faster(wrong).to_json()}\n")
+    code, _, err = command("gate", "--baseline", path)
+    assert code == 2 and err.count("\n") == 1
+    assert "its output_throughput does not follow from its requests" in err and str(path) in err
