@@ -326,9 +326,9 @@ class Batching(System):
 
     def is_watched(self, each: Pass) -> bool:
         """It is if the pass is greedy, and if its tokens mean something."""
-        is_greedy = self.run.config.sampling.temperature == 0
-        is_real = self.options.emulate_stage_ms is None
-        return is_greedy and is_real and not self.options.accepts_by_chance(each)
+        if self.run.config.sampling.temperature > 0 or self.options.emulate_stage_ms is not None:
+            return False
+        return not self.options.accepts_by_chance(each)
 
     def _witness(self, each: Pass, runner: ModelRunner) -> Witness | None:
         if not self.is_watched(each):
