@@ -259,6 +259,26 @@ def test_limits_and_what_could_hide_by_hand() -> None:
     assert found.hidden_error == pytest.approx(hidden, rel=1e-4)
 
 
+def test_changes_that_rounding_makes_by_hand() -> None:
+    """Gaps of 0.15 that are alternately wrong by 0.1 to either side: of the moves between two of 32
+    positions, 8 of 15 are of 0.2, and half of these to the smaller side. The limit is from a table
+    of the binomial distribution."""
+    size = 32
+    gap = torch.full((size,), 0.15, dtype=torch.float64)
+    wrong = torch.tensor([0.1, -0.1] * (size // 2), dtype=torch.float64)
+    decode = torch.full((size,), 0.02, dtype=torch.float64)
+    found = judge_errors(
+        Errors([0] * size, decode, decode, 0 * gap, gap, gap - wrong), 32, 32, 1.25
+    )
+    chance = 8 * size / (15 * size + 1) / 2
+    assert found.expected_changed == pytest.approx(size * chance)
+    assert found.most_num_changed == 18
+    for count, alarms in ((18, []), (19, ["num_changed"])):
+        changed = (torch.arange(size) < count).double()
+        again = judge_errors(Errors([0] * size, decode, decode, changed, gap, gap - wrong), 9, 9, 9)
+        assert again.alarms == alarms
+
+
 def test_few_positions_have_a_wide_limit_alone() -> None:
     """Of their mean, since how far they spread is not known; and of fewer than four positions
     none. Honest forwards stay below it, also those whose errors are as much larger as is
