@@ -16,6 +16,7 @@ from faults import (
     serving,
     simulator,
     sinks,
+    sizes,
     speculation,
     verdict,
     weights,
@@ -37,6 +38,7 @@ PROPERTIES = (
     *mixtures.PROPERTIES,
     *planned.PROPERTIES,
     *sinks.PROPERTIES,
+    *sizes.PROPERTIES,
     *gguf_families.PROPERTIES,
     *windows.PROPERTIES,
 )

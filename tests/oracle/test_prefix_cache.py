@@ -409,7 +409,7 @@ def test_a_draft_model_prefills_what_it_does_not_share(monkeypatch: pytest.Monke
         shared = max((common(text[:-1], each) for each in known), default=0)
         assert (parts[-1].start, parts[-1].stop) == (shared, len(text))
         assert computed[-1] == len(text) - shared
-        assert number == 0 or shared >= len(prompt) - MOST_NEW >= 20
+        assert number == 0 or shared >= len(prompt) - 2, "but for the newest tokens"
         if number != 2:  # the last question goes on from the turn before
             prompt = (*request.prompt_ids, *request.output_ids)
     assert len(parts) == len(questions)

@@ -145,6 +145,7 @@ def test_few_rows_take_turns_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert gone == [True, True], "what the first pass has kept holds no cache"
     whole, parts = found
     assert whole.num_measured == parts.num_measured == whole.num_positions > 40
+    assert whole.decode_error < 1e-5, "the prompts are their own"
     assert parts.decode_error == pytest.approx(whole.decode_error, rel=0.2)
     assert parts.verify_error == pytest.approx(whole.verify_error, rel=0.2)
     assert parts.hidden_error is not None and not parts.alarms
