@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, Command, make_runner, random_prompts, tiny_transformer
-from lossy import ATTACKS, planted
+from lossy import ATTACKS, noisy, planted
 from recorder import Recorder
 from serving_command import prepare_as
 
@@ -121,6 +121,19 @@ def test_errors_alone_make_a_mode_diverge(tmp_path: Path) -> None:
     assert parse_line(diverged.to_json(), ServingRecord).correctness == wrong
     with pytest.raises(AssertionError, match="contradicts"):
         replace(diverged, correctness=found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.wide)])
+def test_noise_above_what_could_hide_is_seen(dtype: str, tmp_path: Path) -> None:
+    """A little above what the honest pass says; a third of it is rounding."""
+    _, honest = serve(tmp_path, dtype, "inflight", "inflight+draft", words=SHORT)
+    assert honest.correctness is not None and honest.correctness.forwards is not None
+    hidden = honest.correctness.forwards.hidden_error
+    assert hidden is not None
+    for factor, is_seen in ((1.1, True), (0.3, False)):
+        with planted(noisy(factor * hidden, "sdpa")):
+            _, found = serve(tmp_path, dtype, "inflight", "inflight+draft", words=SHORT)
+        assert (found.status == "diverged") == is_seen, verdict(found)
 
 
 def test_few_rows_take_turns_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
