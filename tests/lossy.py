@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from attack_verdict import ATTACKS as ATTACKS
 from attack_verdict import accept_within
+from attack_verdict import noisy as noisy
 from attack_verdict import planted as planted
 
 

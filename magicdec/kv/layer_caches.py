@@ -158,6 +158,7 @@ class LayerCaches:
             kept = self.prefixes.leave(row, text[: first.lengths[row]], first.blocks[row])
         for cache in self.distinct:
             cache.release(row, kept)
+        self._give_back_replaced()
 
     def adopt(self, row: int, beginning: Beginning) -> None:
         """Let an empty row begin with the path that it holds in `prefixes`."""
@@ -199,11 +200,16 @@ class LayerCaches:
         if self.prefixes is not None:
             first = self.distinct[0]
             self.prefixes.keep(row, text[: first.lengths[row]], first.blocks[row])
+            self._give_back_replaced()
 
     def forget_prefixes(self) -> None:
         """Forget what no row holds."""
         if self.prefixes is not None:
             self._give_back(self.prefixes.evict(len(self.prefixes)))
+
+    def _give_back_replaced(self) -> None:
+        if self.prefixes is not None:
+            self._give_back(self.prefixes.take_replaced())
 
     def _give_back(self, blocks: Sequence[int]) -> None:
         for cache in self.distinct:

@@ -69,6 +69,7 @@ class PrefixCache:
         # first, so that the first of all has none after it.
         self._idle: dict[TextBlock, None] = {}
         self._num_repeated = 0  # see `num_repeated`
+        self._replaced = list[int]()  # see `take_replaced`
 
     def __len__(self) -> int:
         """Blocks that no row holds."""
@@ -158,12 +159,22 @@ class PrefixCache:
         """Forget `count` nodes without rows, or all. Returns their blocks."""
         blocks = list[int]()
         while self._idle and len(blocks) < count:
-            node = next(iter(self._idle))
-            assert not node.after and node.before is not None, "what comes after it is idle too"
-            del self._idle[node]
-            del node.before.after[node.tokens]
-            blocks.append(node.block)
+            blocks.append(self._forget(next(iter(self._idle))))
         return blocks
+
+    def take_replaced(self) -> list[int]:
+        """The blocks of texts' ends that have gone on in other blocks since this was asked last.
+        Nobody has them."""
+        blocks = self._replaced
+        self._replaced = []
+        return blocks
+
+    def _forget(self, node: TextBlock) -> int:
+        """Forget a node without rows. Returns its block."""
+        assert not node.after and node.before is not None, "what comes after it is idle too"
+        del self._idle[node]
+        del node.before.after[node.tokens]
+        return node.block
 
     def _let_go(self, node: TextBlock) -> None:
         node.num_rows -= 1
@@ -176,6 +187,11 @@ class PrefixCache:
         return tuple(text[at * self.block_size : (at + 1) * self.block_size])
 
     def _add(self, before: TextBlock, tokens: tuple[int, ...], block: int) -> TextBlock:
+        """A new node, in place of those that have only the beginning of its tokens."""
+        shorter = [
+            each for each in before.after.values() if tokens[: len(each.tokens)] == each.tokens
+        ]
+        self._replaced += map(self._forget, shorter)
         node = before.after[tokens] = TextBlock(tokens, block, before)
         return node
 

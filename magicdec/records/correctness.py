@@ -74,7 +74,8 @@ class JudgedAgain(RecordPart):
 
 @dataclass(frozen=True)
 class ForwardErrors(RecordPart):
-    """Errors of the logits of both passes after the same text, over the last batch."""
+    """Errors of the logits of both passes after the same text, over the last batch of a run or all
+    requests of `magicdec serve`, whose first mode stands for the baseline."""
 
     num_positions: int = recorded("number of positions of which both passes kept logits")
     num_unequal: int = recorded("number of those whose logits differ in a bit")
@@ -82,16 +83,16 @@ class ForwardErrors(RecordPart):
         "number of positions that were compared with the wider model", null=ALL_EQUAL
     )
     decode_error: float | None = recorded(
-        "the baseline's error of a logit: root mean square over the vocabulary, and geometric mean "
-        "over positions",
+        "the error of a logit in the baseline, or in the first mode: root mean square over the "
+        "vocabulary, and geometric mean over positions",
         "logits",
         null=ALL_EQUAL,
     )
     verify_error: float | None = recorded(
-        "the same of the requested strategy", "logits", null=ALL_EQUAL
+        "the same of the requested strategy, or of this mode", "logits", null=ALL_EQUAL
     )
     error_ratio: float | None = recorded(
-        "geometric mean, over positions, of the strategy's error over the baseline's",
+        "geometric mean, over positions, of the second of these errors over the first",
         null=ALL_EQUAL,
     )
     most_error_ratio: float | None = recorded(
@@ -114,8 +115,9 @@ class ForwardErrors(RecordPart):
         "the largest `num_changed` that is no alarm", null=ALL_EQUAL
     )
     hidden_error: float | None = recorded(
-        "errors that are added to the logits of verifications and have at least this root mean "
-        "square would have given an alarm with a probability of 0.99",
+        "what could hide: errors that are added to the logits of verifications, or of this mode, "
+        "and have at least this root mean square would have given an alarm with a probability of "
+        "0.99",
         "logits",
         null=FEW_POSITIONS,
     )
@@ -186,8 +188,9 @@ class Correctness(RecordPart):
     )
     forwards: ForwardErrors | None = recorded(
         "how far the logits of both passes are from the wider model's",
-        null=f"{UNCOMPARED}, of `magicdec serve`, in records of the gate, or if the last batch was "
-        "interrupted",
+        null=f"{UNCOMPARED}; of the first mode of `magicdec serve`, of modes without `judged_again`, "
+        "and where the first has none; in records of the gate and of earlier versions; if the last "
+        "batch was interrupted",
     )
 
     @property
@@ -198,13 +201,16 @@ class Correctness(RecordPart):
             return False
         if self.reference is None:
             return True
-        has_alarms = self.forwards is not None and bool(self.forwards.alarms)
         is_same = bool(self.identical) or self.num_diverged == 0
-        return is_same and not has_alarms
+        return is_same and not self.has_alarms
 
     @property
     def has_wrong_steps(self) -> bool:
         return self.judged_again is not None and self.judged_again.num_wrong > 0
+
+    @property
+    def has_alarms(self) -> bool:
+        return self.forwards is not None and bool(self.forwards.alarms)
 
     @property
     def status(self) -> str:

@@ -118,7 +118,7 @@ def verdict_of(record: RunRecord) -> str:
         return f"{c.num_tokens} tokens; not compared with another way of decoding them"
     compared = f"{c.num_tokens} tokens compared with {c.reference}"
     where = "" if c.first_divergence is None else f"; {place_text(c.first_divergence)}"
-    checked = f"{judged_text(c.judged_again)}{_measured(c.forwards)}"
+    checked = f"{judged_text(c.judged_again)}{measured_text(c.forwards)}"
     if not record.passed:
         differences = ", no difference" if c.identical else f"{where}{explained_text(c)}"
         return f"DIVERGED: {compared}{differences}{checked}; no performance is reported"
@@ -141,14 +141,14 @@ def judged_text(found: JudgedAgain | None) -> str:
     )
 
 
-def _measured(found: ForwardErrors | None) -> str:
+def measured_text(found: ForwardErrors | None, other: str = "the baseline's") -> str:
+    """How far the logits are from right ones, those of the reference too, and what could hide, to
+    be added to a line about tokens."""
     if found is None or not found.num_positions:
         return ""
     if not found.num_unequal:
         return f"; logits of both passes equal at {found.num_positions} positions"
-    text = (
-        f"; errors of the logits {found.verify_error:.2g}, the baseline's {found.decode_error:.2g}"
-    )
+    text = f"; errors of the logits {found.verify_error:.2g}, {other} {found.decode_error:.2g}"
     if found.alarms:
         limits = ", ".join(
             f"{name} {getattr(found, name):.3g} of at most {getattr(found, f'most_{name}'):.3g}"

@@ -41,7 +41,7 @@ from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.strategy import DecodingStrategy
 from magicdec.speculation.steps.witness import Witness
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, PassObserver, StepShape, System, WatchedSteps
+from magicdec.systems.system import Extras, PassObserver, StepShape, System
 
 Serve = Callable[[Sequence[Request] | Arrivals], None]
 BatchFunction = Callable[[Serve, Arrivals, Clock, int, float], None]
@@ -226,9 +226,7 @@ class Batching(System):
         with observer.threads.during():
             arrivals = Arrivals(requests, each.concurrency)
             self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)
-        if witness is None or not observer.is_measured:
-            return Extras()
-        return Extras(watched=WatchedSteps(witness, self.runner))
+        return Extras(witness=witness if observer.is_measured else None)
 
     def _decode(
         self,
@@ -326,11 +324,14 @@ class Batching(System):
             self.captured = CapturedPass(each, strategy, witness)
         return strategy, witness
 
+    def is_watched(self, each: Pass) -> bool:
+        """It is if the pass is greedy, and if its tokens mean something."""
+        if self.run.config.sampling.temperature > 0 or self.options.emulate_stage_ms is not None:
+            return False
+        return not self.options.accepts_by_chance(each)
+
     def _witness(self, each: Pass, runner: ModelRunner) -> Witness | None:
-        """A witness of the steps of a greedy pass, whose tokens mean something."""
-        if self.run.config.sampling.temperature > 0:
-            return None
-        if self.options.accepts_by_chance(each) or self.options.emulate_stage_ms is not None:
+        if not self.is_watched(each):
             return None
         shape = self.step_shape(each)
         gamma = shape.tokens - 1

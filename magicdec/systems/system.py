@@ -40,7 +40,6 @@ from magicdec.workload.conversations import Conversation
 from magicdec.workload.request_shapes import RequestShape
 
 if TYPE_CHECKING:
-    from magicdec.runner.model_runner import ModelRunner
     from magicdec.speculation.steps.witness import Witness
     from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
     from magicdec.systems.ring.metrics import RingMetrics
@@ -103,22 +102,14 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class WatchedSteps:
-    """Steps of a pass that a witness has kept, and the runner that has computed them."""
-
-    witness: Witness
-    runner: ModelRunner
-
-
-@dataclass(frozen=True)
 class Extras:
     """Measurements of a system beside the times of requests: those of stages on the first rank,
-    `watched` on each rank that computes whole steps."""
+    and `witness`, which has kept steps, on each rank that computes whole ones."""
 
     ring: RingMetrics | None = None
     speculation: SpeculationMetrics | None = None
     trace: PassTrace | None = None
-    watched: WatchedSteps | None = None
+    witness: Witness | None = None
     server: ServerReport | None = None  # of another program
 
 
@@ -203,6 +194,10 @@ class System(ABC):
     @abstractmethod
     def step_shape(self, each: Pass) -> StepShape:
         """The largest forwards that decode in a pass."""
+
+    def is_watched(self, each: Pass) -> bool:
+        """Whether logits of the steps of a pass are kept, for its verdict."""
+        return False
 
     @property
     @abstractmethod

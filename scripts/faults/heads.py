@@ -25,6 +25,35 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Heads with a vocabulary of their own sample and are penalised in the ids of the target.",
+        "test_eagle.py::test_a_head_samples_and_is_penalised_in_the_ids_of_its_target",
+        (
+            Fault("a head's own ids", DRAFTER,
+                  "whole[..., head.target_ids] = among",
+                  "whole[..., : among.shape[-1]] = among"),
+            Fault("greedy ids of a head's own", DRAFTER,
+                  "return head.target_ids[ids], None", "return ids, None"),
+            Fault("drafts are not penalised for drafts", DRAFTER,
+                  "process(whole, sampling.penalties, drafts)",
+                  "process(whole, sampling.penalties, drafts[:, :0])"),
+            Fault("no penalties where tokens are drawn", DRAFTER,
+                  "whole = process(whole, sampling.penalties, drafts)",
+                  "whole = process(whole, sampling.penalties, drafts) if draws is None else whole"),
+        ),
+    ),
+    Property(
+        "A head that lists no layers takes states of those of vLLM.",
+        "test_eagle_checks.py::test_a_head_that_lists_no_layers_takes_those_of_vllm",
+        (
+            Fault("the middle rounded up", "setup/eagle_checks.py",
+                  "usual = (2, num_layers // 2, num_layers - 3)",
+                  "usual = (2, (num_layers + 1) // 2, num_layers - 3)"),
+            Fault("layers counted from their outputs", "setup/eagle_checks.py",
+                  "usual = (2, num_layers // 2, num_layers - 3)",
+                  "usual = (1, num_layers // 2 - 1, num_layers - 4)"),
+        ),
+    ),
+    Property(
         "Emulated acceptance has the rates that were asked for.",
         "test_emulated_acceptance.py::test_drafts_are_accepted_as_often_as_asked_for[self-0.0]",
         (

@@ -66,6 +66,126 @@ PROPERTIES = (
                 "of_request[first + count - 1] =",
                 "of_request[first + count] =",
             ),
+            Fault(
+                "logits compared after other prompts",
+                "bench/verdict/forwards.py",
+                "if one.prompt_ids != two.prompt_ids:",
+                "if False:",
+            ),
+        ),
+    ),
+    Property(
+        "What kernels may differ by is that of the dtype, and a fault beyond it fires.",
+        f"{VERDICT}test_errors_beyond_what_is_allowed_fire",
+        (
+            Fault(
+                "three times as much in bfloat16",
+                "bench/verdict/forwards.py",
+                '"bfloat16": 1.25}',
+                '"bfloat16": 3.0}',
+            ),
+            Fault(
+                "ten times as much in float32",
+                "bench/verdict/forwards.py",
+                '{"float32": 3.0,',
+                '{"float32": 30.0,',
+            ),
+        ),
+    ),
+    Property(
+        "The limits of errors and what could hide are those by hand.",
+        f"{VERDICT}test_limits_and_what_could_hide_by_hand",
+        (
+            Fault(
+                "errors that add up without squares",
+                "bench/verdict/forwards.py",
+                "math.sqrt(math.expm1(2 * seen))",
+                "math.expm1(seen)",
+            ),
+            Fault(
+                "blocks of two positions",
+                "bench/verdict/forwards.py",
+                "BLOCK = 8 ",
+                "BLOCK = 2 ",
+            ),
+            Fault(
+                "one alarm in a thousand for each limit",
+                "bench/verdict/forwards.py",
+                "EACH = ALARM / 3",
+                "EACH = ALARM",
+            ),
+            Fault(
+                "the largest of normal errors",
+                "bench/verdict/forwards.py",
+                "TAIL_FREEDOM = 8\n",
+                "TAIL_FREEDOM = 800\n",
+            ),
+        ),
+    ),
+    Property(
+        "How many largest logits rounding changes follows from known gaps.",
+        f"{VERDICT}test_changes_that_rounding_makes_by_hand",
+        (
+            Fault(
+                "moves to either side change a token",
+                "bench/verdict/rounding.py",
+                "(larger + as_large) / (4 * len(moves))",
+                "(larger + as_large) / (2 * len(moves))",
+            ),
+            Fault(
+                "the chance of all limits for one",
+                "bench/verdict/forwards.py",
+                "most_by_chance(chances, 1 - EACH)",
+                "most_by_chance(chances, 1 - ALARM)",
+            ),
+        ),
+    ),
+    Property(
+        "The bound of margins follows from known gaps, and a token beyond it has diverged.",
+        "test_check.py::test_the_bound_of_margins_by_hand",
+        (
+            Fault(
+                "a wider tail",
+                "bench/verdict/rounding.py",
+                "TAIL = 5.0 ",
+                "TAIL = 6.0 ",
+            ),
+            Fault(
+                "errors at half of the positions",
+                "bench/verdict/rounding.py",
+                "true.abs().quantile(0.25)",
+                "true.abs().quantile(0.5)",
+            ),
+            Fault(
+                "the shape with the larger errors",
+                "bench/verdict/rounding.py",
+                "return TAIL * min((gap",
+                "return TAIL * max((gap",
+            ),
+            Fault(
+                "a margin up to twice the bound",
+                "bench/verdict/check.py",
+                "if not value <= bound]",
+                "if not value <= 2 * bound]",
+            ),
+        ),
+    ),
+    Property(
+        "A model is computed as transformers computes it up to the rounding of float32.",
+        "test_model_check.py::test_what_rounding_explains_by_hand",
+        (
+            Fault(
+                "a larger tolerance",
+                "bench/run/model_check.py",
+                "TOLERANCE = 2e-4",
+                "TOLERANCE = 3e-4",
+            ),
+            Fault(
+                "the largest logit without those below 0",
+                "bench/run/model_check.py",
+                "float(expected.logits.abs().max())",
+                "float(expected.logits.max())",
+            ),
         ),
     ),
     Property(
@@ -117,7 +237,7 @@ PROPERTIES = (
             Fault(
                 "alarms forgiven",
                 "records/correctness.py",
-                "return is_same and not has_alarms",
+                "return is_same and not self.has_alarms",
                 "return is_same",
             ),
         ),
@@ -159,10 +279,62 @@ PROPERTIES = (
             Fault(
                 "wrong steps of a mode without effect",
                 "bench/serving/record.py",
-                """    if correctness.has_wrong_steps:
-        return "diverged"
-""",
-                "",
+                "if correctness.has_wrong_steps or correctness.has_alarms:",
+                "if correctness.has_alarms:",
+            ),
+        ),
+    ),
+    Property(
+        "Errors of the logits of a mode beyond rounding make it diverge.",
+        f"{MODES}test_a_fault_in_verifications_is_seen[bfloat16-noise 0.03]",
+        (
+            Fault(
+                "forwards of modes are not compared",
+                "bench/serving/measure.py",
+                "forwards = self._compare_forwards(served, reference)",
+                "forwards = None",
+            ),
+            Fault(
+                "a mode compared with itself",
+                "bench/serving/measure.py",
+                "return compare_forwards(system, reference.kept, served.kept, self.progress)",
+                "return compare_forwards(system, served.kept, served.kept, self.progress)",
+            ),
+        ),
+    ),
+    Property(
+        "Errors make a mode diverge where no token differs.",
+        f"{MODES}test_errors_alone_make_a_mode_diverge",
+        (
+            Fault(
+                "errors of a mode without effect",
+                "bench/serving/record.py",
+                "if correctness.has_wrong_steps or correctness.has_alarms:",
+                "if correctness.has_wrong_steps:",
+            ),
+        ),
+    ),
+    Property(
+        "A mode is measured in as many rows as the cache holds, on its own prompts.",
+        f"{MODES}test_few_rows_take_turns_in_the_cache",
+        (
+            Fault(
+                "prompts of other rows",
+                "bench/serving/verdict.py",
+                "    return rows_of(texts)\n",
+                "    return rows_of(texts)[::-1]\n",
+            ),
+            Fault(
+                "a group of rows that is left out",
+                "bench/verdict/forwards.py",
+                "range(0, len(places), room)",
+                "range(0, room, room)",
+            ),
+            Fault(
+                "the runner of a system kept behind its end",
+                "systems/batching.py",
+                "self.runner = self.draft = self.models = self.captured = None",
+                "self.past = self.runner\n        self.runner = self.draft = self.models = None",
             ),
         ),
     ),

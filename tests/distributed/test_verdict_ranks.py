@@ -25,6 +25,11 @@ def test_rounding_explains_what_differs_between_ranks(launch: Launch, tmp_path: 
     first, *others = records
     assert first["status"] == "ok" and first["correctness"]["judged_again"]["num_wrong"] == 0
     assert {record["status"] for record in others} <= {"ok", "ok_with_ties"}
+    # The first rank alone computed the second mode, and stages have kept no logits.
+    forwards = [record["correctness"]["forwards"] for record in records]
+    assert forwards[0] is forwards[2] is forwards[3] is None
+    assert forwards[1]["num_measured"] == forwards[1]["num_positions"] > 100
+    assert 0.8 < forwards[1]["error_ratio"] < 1.25 and forwards[1]["hidden_error"] < 0.05
     differing = [record for record in others if record["status"] == "ok_with_ties"]
     assert differing, "rounding makes some tokens differ"
     for record in differing:

@@ -2,6 +2,8 @@
 whole runs of the demo model whose bits depend on the shape of a forward: rounding is excused, a
 lossy rule is not."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from magicdec.model.transformer import Transformer
 from magicdec.records.correctness import Correctness
 from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
-from magicdec.runner.request import Request
+from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.prepare import prepare
 from magicdec.speculation.steps.speculative import autoregressive
 from magicdec.speculation.steps.strategy import Setup
@@ -189,6 +191,42 @@ def test_a_faulty_shape_does_not_widen_the_bound() -> None:
     good, bad = true + 0.01 * noise, true + noise
     for shapes in ((good, good), (good, bad), (bad, good)):
         assert 0.03 < largest_error([Gaps(torch.zeros(400, 2), *shapes)], view) < 0.06
+
+
+# Gaps of eight positions by the wider model. The quarter of them with the smallest ones are two.
+TRUE = (0.1, -0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+BOUND = 5 * ((0.03**2 + 0.04**2) / 2) ** 0.5  # of errors of 0.03 and 0.04 there
+
+
+@dataclass(frozen=True)
+class KnownReplays:
+    """Gaps and shortfalls by hand: decode steps are wrong by 0.03 and 0.04 at the two smallest
+    gaps, verifications by more, and a token of the pass falls short by `margin`."""
+
+    margin: float
+
+    def gaps(self, requests: Sequence[Request]) -> list[Gaps]:
+        true = torch.tensor(TRUE, dtype=torch.float64)
+        decode = true + torch.tensor([0.03, -0.04, *[0.9] * 6], dtype=torch.float64)
+        verify = true + torch.tensor([0.3, -0.4, *[0.0] * 6], dtype=torch.float64)
+        return [Gaps(torch.zeros(8, 2), decode, verify) for _ in requests]
+
+    def views(self, requests: Sequence[Request], pairs: Sequence[Any]) -> list[WiderView]:
+        shortfalls = torch.zeros(len(requests), 9, dtype=torch.float64)
+        shortfalls[-1, 5] = self.margin
+        return [WiderView(each, torch.tensor(TRUE, dtype=torch.float64)) for each in shortfalls]
+
+
+@pytest.mark.parametrize("side", [0.99, 1.01])
+def test_the_bound_of_margins_by_hand(side: float) -> None:
+    sampling = SamplingParams(9)
+    expected, found = (Request(0, (1, 2), sampling, output_ids=[5] * 9) for _ in "ab")
+    found.output_ids = [5, 5, 5, 5, 5, 6, 5, 5, 5]
+    result = check_outputs("autoregressive", [expected], [found], KnownReplays(side * BOUND))
+    assert result.margin_bound == pytest.approx(BOUND)
+    assert result.passed == (side < 1) and result.num_diverged == (side > 1)
+    assert result.first_divergence is not None and result.first_divergence.index == 5
+    assert result.first_divergence.margin == pytest.approx(side * BOUND)
 
 
 def test_a_logit_that_is_not_a_number_is_no_tie() -> None:

@@ -21,7 +21,7 @@ from eagle_heads import HeadForm, PlainHead, load_head, write_head
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
-from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Group
 from magicdec.engine.engine import Engine
 from magicdec.kv.cache import Lengths
@@ -154,6 +154,73 @@ def test_drafts_equal_the_definition(
             requests[row].output_ids[:] = texts[row][len(prompts[row]) : lengths[row] + 1]
         rows = device_batch.rows
         strategy.drafter.commit(rows, Lengths.of(lengths, runner.device))
+
+
+SAMPLINGS = {
+    "greedy": SamplingSection(),
+    "penalties": SamplingSection(repetition_penalty=1.6, presence_penalty=1.5),
+    "a low temperature": SamplingSection(temperature=1e-4),
+    "sampled with penalties": SamplingSection(
+        temperature=0.8, repetition_penalty=1.6, presence_penalty=1.5
+    ),
+}
+
+
+def chances(
+    logits: Tensor, ids: Tensor, sampling: SamplingSection, prompt: list[int], output: list[int]
+) -> Tensor:
+    """[V] of the target's ids from a head's logits, of which those of its own vocabulary have any:
+    by repetition in prompt and output, presence in the output, and the temperature, if any."""
+    scores = torch.full((TARGET.vocab_size,), -torch.inf, dtype=torch.float64)
+    scores[ids] = logits
+    for token in {*prompt, *output}:
+        factor = sampling.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token in set(output):
+        scores[token] -= sampling.presence_penalty
+    return torch.softmax(scores / (sampling.temperature or 1e-4), dim=0)
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("name", ["plain", "the whole vocabulary"])
+def test_a_head_samples_and_is_penalised_in_the_ids_of_its_target(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    """Each draft by the definition of the head after the drafts before it, and of penalties for
+    what these, the prompt and the output have. Where it is not drawn, it is the likeliest."""
+    form, sampling = FORMS[name], SAMPLINGS[kind]
+    model = tiny_transformer(TARGET, seed=3)
+    weights = write_head(tmp_path, TARGET, form, seed=1)
+    size = len(LENGTHS), max(LENGTHS) + 40 + GAMMA
+    runner = make_runner(model, *size)
+    runner.keep_states(form.capture)
+    draft = make_draft(load_head(tmp_path, model), KVSection("full"), *size)
+    prompts = random_prompts(LENGTHS, TARGET.vocab_size, 5)
+    requests = make_requests(prompts, 30, sampling=sampling)
+    Engine(runner, 16).prefill(requests)
+    decoding = DecodingSection("speculative", "eagle", GAMMA)
+    strategy = make_strategy("speculative", Setup(runner, decoding, KVSection("full"), draft=draft))
+    assert isinstance(strategy, Speculative) and isinstance(strategy.drafter, EagleDrafter)
+    strategy.admit(Batch(tuple(requests)))
+    batch = DeviceBatch.of(Batch(tuple(requests)), TARGET.vocab_size, runner.device)
+    pending = strategy.drafter.prepare(requests, GAMMA)
+    proposal = strategy.drafter.propose(batch, DraftShape(GAMMA, pending))
+    drafts = proposal.ids.tolist()
+    for row, request in enumerate(requests):
+        text = [*request.prompt_ids, *request.output_ids]
+        exact = PlainHead(TARGET, form, weights, model.state_dict()["embedding.weight"])
+        states = torch.stack([transformers_states(model, text)[a] for a in form.capture], dim=1)
+        for slot in range(len(text) - 1):
+            logits, state = exact.slot(exact.reduced(states[slot]), text[slot + 1])
+        for place, token in enumerate(drafts[row]):
+            output = [*request.output_ids, *drafts[row][:place]]
+            expected = chances(logits, exact.target_ids, sampling, list(request.prompt_ids), output)
+            if kind != "sampled with penalties":
+                assert token == int(expected.argmax()), (row, place)
+            if proposal.probabilities is not None:
+                assert torch.allclose(proposal.probabilities[row, place], expected, atol=1e-4)
+            logits, state = exact.slot(state, token)
+    assert (proposal.probabilities is None) == (sampling.temperature == 0)
 
 
 def reference_texts(model: Transformer, prompts: list[tuple[int, ...]]) -> list[list[int]]:

@@ -5,8 +5,9 @@ blocks are evicted, with and without drafts."""
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import combinations
 from random import Random
 
 import pytest
@@ -40,14 +41,17 @@ from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
+from magicdec.engine.scheduler import StepCounts
 from magicdec.kv import prefix_cache
 from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.prefix_cache import PrefixCache
 from magicdec.model.transformer import Transformer
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request, Status, StepOutput
-from magicdec.runner.step_plan import BatchLimits, StepPlan
+from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
+from magicdec.speculation import model_drafter
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.recorder import Eager
@@ -158,6 +162,46 @@ def draft_for(
     return replace(draft, runner=own)
 
 
+@dataclass
+class Ledger:
+    """What was looked for and found each time that a request joined, again after a preemption, and
+    what is prefilled of it: its text without what it shares."""
+
+    counts: StepCounts = field(default_factory=StepCounts)
+    looked_up: Counter[int] = field(default_factory=Counter)
+    found: Counter[int] = field(default_factory=Counter)
+    lacking: dict[Request, int] = field(default_factory=dict)
+
+    def watch(self, plan: StepPlan) -> None:
+        self.counts.watch(plan)
+        shared = dict(plan.shared or ())
+        for request, row in plan.admitted:
+            text = (*request.prompt_ids, *request.output_ids)
+            size = len(text) - bool(request.output_ids)  # the newest token is computed as it comes
+            path = (
+                [token for node in shared[row].path for token in node.tokens]
+                if row in shared
+                else []
+            )
+            copied = shared[row].num_copied if row in shared else 0
+            assert tuple(path) == text[: len(path)]
+            self.looked_up[request.request_id] += size
+            self.found[request.request_id] += len(path) + copied
+            self.lacking[request] = size - len(path) - copied
+        for part in plan.parts:
+            self.lacking[part.request] -= part.stop - part.start
+        for request in () if plan.decoding is None else plan.decoding.requests:
+            assert self.lacking[request] == 0, "it has all of its text"
+
+    def check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            moves = self.counts.moves[request.request_id]
+            assert moves.num_looked_up == self.looked_up[request.request_id]
+            assert moves.num_found == self.found[request.request_id]
+        assert self.counts.num_looked_up == self.looked_up.total()
+        assert self.counts.num_found == self.found.total()
+
+
 def serve(
     random: Random,
     talk: Talk,
@@ -207,7 +251,10 @@ def serve(
 
     scheduler.schedule = schedule  # type: ignore[method-assign]
 
+    ledger = Ledger()
+
     def watch(plan: StepPlan) -> None:
+        ledger.watch(plan)
         seen["steps"] += 1
         seen["preempted"] += len(plan.preempted)
         shared = [beginning for _, beginning in plan.shared or ()]
@@ -227,6 +274,7 @@ def serve(
             outputs.append((request_ids, output))
 
     engine.serve(strategy, talk.requests, observe, watch)
+    ledger.check(talk.requests)
     for each in (runner, own):
         if each is not None and each.shares_prefixes:
             check_books(each)
@@ -247,6 +295,18 @@ def check_books(runner: ModelRunner, found: Collection[int] = ()) -> None:
     assert len(free) == len(cache._free) and len(idle) == len(prefixes)
     assert len(free) + len(idle) + len(in_rows) == cache.shape.num_blocks
     assert free | idle | in_rows == set(range(cache.shape.num_blocks))
+    check_tree(prefixes)
+
+
+def check_tree(prefixes: PrefixCache) -> None:
+    """No child of a node is the beginning of another, which would be found in its place."""
+    nodes = [prefixes._root]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.after.values()
+        for one, other in combinations([each.tokens for each in node.after.values()], 2):
+            size = min(len(one), len(other))
+            assert one[:size] != other[:size], (one, other)
 
 
 def check(seeds: range, drafter: str | None, kv: KVSection, is_native: bool) -> Counter[str]:
@@ -273,6 +333,7 @@ def test_turns_emit_what_they_emit_alone(
     seen = check(range(4), drafter, kv, is_native)
     assert seen["shared"] > 0 and seen["copied"] > 0, seen
     assert is_native or seen["evicted"] > 0, seen
+    assert is_native or drafter is not None or seen["preempted"] > 0, seen
 
 
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
@@ -302,6 +363,63 @@ def test_a_draft_model_that_shares_drafts_what_it_drafts_alone(
             num_accepted += sum(output.num_accepted or ())
     assert 0 < num_accepted < num_drafted
     assert computed[True] < computed[False], computed
+
+
+def test_a_draft_model_prefills_what_it_does_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every turn of a conversation, and of one that forks: its text without the longest
+    beginning of it that a row of the draft model has left."""
+    beginning, *questions = random_prompts([30, 7, 9, 5, 6], 97, seed=5)
+    runner = make_runner(MODEL, 1, 160, SDPABackend(8))
+    runner = replace(runner, block_tokens=8, num_blocks=60, shares_prefixes=True)
+    draft = draft_for(runner, FULL, 160)
+    own = draft.runner
+    assert own is not None
+    left = list[tuple[int, ...]]()
+    parts = list[PrefillChunk]()
+    computed = list[int]()
+    release = own.release
+
+    def note(row: int, text: Sequence[int] = ()) -> None:
+        left.append(tuple(text[: own.cache.lengths[row]]))
+        release(row, text)
+
+    def noted(runner: ModelRunner, given: Sequence[PrefillChunk], chunk: int) -> StepOutput:
+        before = runner.counts.num_tokens
+        output = prefill(runner, given, chunk)
+        parts.extend(given)
+        computed.append(runner.counts.num_tokens - before)
+        return output
+
+    monkeypatch.setattr(own, "release", note)
+    monkeypatch.setattr(model_drafter, "prefill", noted)
+    setup = Setup(
+        runner, DecodingSection("speculative", "model", MOST_DRAFTS), FULL, draft=draft,
+        recorder=Eager(), is_in_flight=True,
+    )  # fmt: skip
+    strategy = make_strategy("speculative", setup)
+    limits = BatchLimits(160, *runner.caches.limits, 1 + MOST_DRAFTS)
+    engine = Engine(runner, 64, limits, VirtualClock())
+    prompt = beginning
+    for number, question in enumerate(questions):
+        (request,) = make_requests([(*prompt, *question)], MOST_NEW)
+        request = replace(request, request_id=number)
+        known = [*left]
+        engine.serve(strategy, [request])
+        text = request.prompt_ids  # the first token that follows is the target's
+        shared = max((common(text[:-1], each) for each in known), default=0)
+        assert (parts[-1].start, parts[-1].stop) == (shared, len(text))
+        assert computed[-1] == len(text) - shared
+        assert number == 0 or shared >= len(prompt) - 2, "but for the newest tokens"
+        if number != 2:  # the last question goes on from the turn before
+            prompt = (*request.prompt_ids, *request.output_ids)
+    assert len(parts) == len(questions)
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next(
+        (i for i, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1),
+        min(len(one), len(other)),
+    )
 
 
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
@@ -398,6 +516,7 @@ def test_a_path_is_what_was_kept_of_a_text(data: st.DataObject) -> None:
             there += contents[found.source.block][: found.num_copied]
         assert there == tokens[: found.num_tokens]
         cache.adopt(row, found)
+        check_tree(cache)
         if found.source is not None:
             cache.copied(row)
         new = [next(blocks) for _ in range(-(-len(tokens) // size) - len(shared))]

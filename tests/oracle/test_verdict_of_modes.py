@@ -1,30 +1,36 @@
 """The verdict on modes of `magicdec serve`: what honest modes pass, what sees which fault, and that
 outputs are replayed in the steps of a mode."""
 
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, Command, make_runner, random_prompts, tiny_transformer
-from lossy import ATTACKS, planted
+from lossy import ATTACKS, noisy, planted
 from recorder import Recorder
 from serving_command import prepare_as
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench.serving.measure import measure
-from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.serving.record import ServingRecord, status_of
 from magicdec.bench.serving.showing import verdict
 from magicdec.bench.serving.verdict import engine_pass, unanswered
 from magicdec.bench.verdict.forced import ForcedSteps
 from magicdec.bench.verdict.judgement import judge_again
+from magicdec.bench.verdict.wider import WiderTexts
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.prefix_cache import Beginning, PrefixCache
 from magicdec.output.console import Silent
+from magicdec.records.correctness import ForwardErrors
+from magicdec.records.reading import parse_line
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams, StepOutput
 from magicdec.runner.step_plan import BatchLimits
@@ -40,6 +46,11 @@ WORDS = (
     *("--arrival", "burst", "--threads", "1"),
 )
 STAGES = (*WORDS[:8], *WORDS[16:])  # without a draft
+SHORT = (
+    *WORDS[:16],
+    *("--num_requests", "5", "--prefix_len", "48", "--gen_len", "16"),
+    *WORDS[22:],
+)
 
 
 def serve(
@@ -64,12 +75,18 @@ def test_an_honest_mode_passes_where_rounding_makes_tokens_differ(tmp_path: Path
     assert found.judged_again is not None and found.judged_again.num_wrong == 0
     assert found.judged_again.num_steps == found.judged_again.num_steps_of_all > 20
     assert "ok with ties" in verdict(drafting) and "steps judged again" in verdict(drafting)
+    forwards = found.forwards
+    assert first.correctness.forwards is None and forwards is not None and not forwards.alarms
+    assert forwards.num_positions == forwards.num_measured > 250  # of two groups of four rows
+    assert 0.01 < forwards.decode_error < 0.05 and forwards.hidden_error < 0.03
+    assert f"more than {forwards.hidden_error:.2g} added to them" in verdict(drafting)
 
 
 @pytest.mark.parametrize(
     ("dtype", "attack"),
     [
         ("bfloat16", "accept within 0.03"),
+        ("bfloat16", "noise 0.03"),  # whose tokens rounding could explain
         ("bfloat16", "16 KV tokens dropped"),
         ("float32", "accept within 0.01"),  # whose tokens are right by chance
         pytest.param("float32", "noise 0.01", marks=pytest.mark.wide),
@@ -83,7 +100,79 @@ def test_a_fault_in_verifications_is_seen(tmp_path: Path, dtype: str, attack: st
     assert first.status == "ok" and drafting.status == "diverged" and drafting.metrics is None
     assert found is not None and found.judged_again is not None
     assert (found.judged_again.num_wrong > 0) == attack.startswith("accept")
+    assert found.forwards is not None
+    assert ("error_ratio" in found.forwards.alarms) != attack.startswith("accept")
+    assert ("TOO LARGE for rounding" in verdict(drafting)) != attack.startswith("accept")
     assert "DIVERGED" in verdict(drafting)
+
+
+def test_errors_alone_make_a_mode_diverge(tmp_path: Path) -> None:
+    """No token differs and every step is right, but the logits are not those of rounding."""
+    records = serve(tmp_path, "float32", "inflight", "inflight+draft", words=SHORT)
+    fine = records[1]
+    found = fine.correctness
+    assert fine.status == "ok" and found is not None and found.forwards is not None
+    limit = found.forwards.most_error_ratio
+    assert limit is not None
+    wrong = replace(found, forwards=replace(found.forwards, error_ratio=1.01 * limit))
+    assert status_of(0, found, "float32", False) == "ok"
+    assert status_of(0, wrong, "float32", False) == "diverged"
+    diverged = replace(fine, status="diverged", metrics=None, correctness=wrong)
+    assert parse_line(diverged.to_json(), ServingRecord).correctness == wrong
+    with pytest.raises(AssertionError, match="contradicts"):
+        replace(diverged, correctness=found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.wide)])
+def test_noise_above_what_could_hide_is_seen(dtype: str, tmp_path: Path) -> None:
+    """A little above what the honest pass says; a third of it is rounding."""
+    _, honest = serve(tmp_path, dtype, "inflight", "inflight+draft", words=SHORT)
+    assert honest.correctness is not None and honest.correctness.forwards is not None
+    hidden = honest.correctness.forwards.hidden_error
+    assert hidden is not None
+    for factor, is_seen in ((1.1, True), (0.3, False)):
+        with planted(noisy(factor * hidden, "sdpa")):
+            _, found = serve(tmp_path, dtype, "inflight", "inflight+draft", words=SHORT)
+        assert (found.status == "diverged") == is_seen, verdict(found)
+
+
+def test_few_rows_take_turns_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows at a time, of a cache that keeps prefixes, have the errors of all at once; and the
+    cache of a mode is given back when another system opens."""
+    gone = list[bool]()
+    close = Batching.close
+
+    def note(system: Batching) -> None:
+        runner = weakref.ref(system.runner)
+        close(system)
+        gc.collect()
+        gone.append(runner() is None)
+
+    monkeypatch.setattr(Batching, "close", note)
+    small = ("--prefix_cache", "--block_tokens", "16", "--cache_tokens", "160")
+    found = list[ForwardErrors]()
+    for words in (SHORT, (*SHORT, *small)):
+        _, drafting = serve(tmp_path, "float32", "inflight", "inflight+draft", words=words)
+        assert drafting.correctness is not None and drafting.correctness.forwards is not None
+        found.append(drafting.correctness.forwards)
+    assert gone == [True, True], "what the first pass has kept holds no cache"
+    whole, parts = found
+    assert whole.num_measured == parts.num_measured == whole.num_positions > 40
+    assert whole.decode_error < 1e-5, "the prompts are their own"
+    assert parts.decode_error == pytest.approx(whole.decode_error, rel=0.2)
+    assert parts.verify_error == pytest.approx(whole.verify_error, rel=0.2)
+    assert parts.hidden_error is not None and not parts.alarms
+
+
+def test_prompts_are_measured_in_as_many_rows_as_the_cache_holds() -> None:
+    def room(num_tokens: int, num_blocks: int | None) -> int:
+        limits = SimpleNamespace(limits=(16, num_blocks))
+        source: Any = SimpleNamespace(num_rows=4, caches=limits)
+        nothing: Any = None
+        return WiderTexts(source, nothing, nothing).room(num_tokens)
+
+    assert [room(tokens, 10) for tokens in (16, 40, 48, 80, 81, 500)] == [4, 3, 3, 2, 1, 1]
+    assert room(500, None) == 4
 
 
 def test_a_lone_mode_with_wrong_steps_diverges(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def check_table(records: list[ServingRecord]) -> None:
         (records[3], "inflight: all 4 requests have the tokens of sequential"),
     ):
         assert verdict(record).startswith(f"{compared}; ")
-        assert verdict(record).endswith(" steps judged again, all right")
+        assert " steps judged again, all right" in verdict(record)
 
 
 def test_every_rank_count_serves_the_same_tokens(

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, KVSection
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.model.checkpoint.source import find_model
-from magicdec.model.config import ModelConfig
+from magicdec.model.config import EagleConfig, ModelConfig
 from magicdec.output.console import Silent
 from magicdec.setup.eagle_checks import check_head, state_layers
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
@@ -227,6 +228,29 @@ def test_layers_are_counted_as_the_head_means_them(
     config = RunConfig(draft=DraftSection(str(tmp_path), eagle_layers=asked))
     sources = (find_model("--model", str(path)) for path in (target, tmp_path))
     assert state_layers(config, *sources) == expected
+
+
+# Of so many layers, those before whose input vLLM takes states where a head lists none:
+# `get_eagle3_default_aux_hidden_state_layers` of its models, which divide rounding down.
+OF_VLLM = {
+    **{7: (2, 3, 4), 8: (2, 4, 5), 16: (2, 8, 13), 27: (2, 13, 24), 28: (2, 14, 25)},
+    **{31: (2, 15, 28), 32: (2, 16, 29), 33: (2, 16, 30), 61: (2, 30, 58), 80: (2, 40, 77)},
+}
+
+
+@pytest.mark.parametrize("num_layers", OF_VLLM)
+def test_a_head_that_lists_no_layers_takes_those_of_vllm(num_layers: int) -> None:
+    """Also where the number of layers is odd; and a list that counts from outputs, as SGLang's."""
+    expected = OF_VLLM[num_layers]
+
+    def found(listed: tuple[int, ...] | None) -> tuple[int, ...]:
+        eagle = EagleConfig(target_vocab_size=9, state_size=9, capture=listed)
+        target: Any = SimpleNamespace(name="t", config=SimpleNamespace(num_layers=num_layers))
+        draft: Any = SimpleNamespace(name="d", config=SimpleNamespace(eagle=eagle))
+        return state_layers(RunConfig(draft=DraftSection("d")), target, draft)
+
+    assert found(None) == found(expected) == expected
+    assert found(tuple(layer - 1 for layer in expected)) == expected
 
 
 def test_names_of_other_programs_are_the_same_head(tmp_path: Path) -> None:

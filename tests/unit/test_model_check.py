@@ -167,3 +167,14 @@ def test_logits_that_are_not_finite_are_a_difference(
     monkeypatch.setattr(model_check, "continued_by_others", broken)
     check: ModelCheck = check_model(str(model), 1e6)
     assert check.failed and "not finite" in check.lines[-2]
+
+
+@pytest.mark.parametrize(("share", "is_within"), [(1.9e-4, True), (2.1e-4, False)])
+def test_what_rounding_explains_by_hand(share: float, is_within: bool) -> None:
+    """A logit may be off by 2e-4 of the largest one in size, which is -8 here."""
+    theirs = model_check.Continued(torch.tensor([[1.0, -8.0, 2.0], [0.5, 0.25, 4.0]]), [2], 0.0)
+    ours = replace(theirs, logits=theirs.logits.clone())
+    ours.logits[1, 0] += 8 * share
+    error, limit = model_check.difference(ours, theirs)
+    assert limit == pytest.approx(1.6e-3) and error == pytest.approx(8 * share, rel=1e-3)
+    assert (error <= limit) == is_within

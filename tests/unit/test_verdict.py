@@ -1,6 +1,7 @@
 """The two parts of the verdict by hand and by simulation: steps that are judged again from their
 logits, and limits of the errors of forwards."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.bench.verdict.forwards import ALARM, Errors, judge_errors, pairs_of
+from magicdec.bench.verdict.forwards import (
+    ALARM,
+    ALLOWED,
+    Errors,
+    PairedLogits,
+    chosen,
+    judge_errors,
+    pairs_of,
+)
 from magicdec.bench.verdict.judgement import ends_elsewhere, first_wrong, judge_again, walks
 from magicdec.distributed.groups import Group
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
@@ -115,6 +124,17 @@ def test_logits_are_compared_after_the_same_text_alone() -> None:
     pairs = list(pairs_of(ours, theirs, RUNNER))
     assert [pair.index for pair in pairs] == [0, 1, 2, 3]
     assert all(pair.decode[0] == pair.verify[0] == -pair.index for pair in pairs)
+    theirs[1][0].prompt_ids = (1, 3)  # a turn behind another answer, which is answered alike
+    assert list(pairs_of(ours, theirs, RUNNER)) == []
+
+
+def test_rows_are_measured_of_which_logits_were_kept_late_alone() -> None:
+    """Where steps are drawn, the first that both passes kept may be behind many tokens."""
+    request = request_of([1] * 5000)
+    late = [PairedLogits(0, index, *torch.zeros(2, SIZE)) for index in (4000, 4001, 4500)]
+    assert [pair.index for pair in chosen(late, [request], 1)] == [4000]
+    early = [PairedLogits(0, 3, *torch.zeros(2, SIZE)), *late]
+    assert [pair.index for pair in chosen(early, [request], 1)] == [3]
 
 
 def simulated(
@@ -190,6 +210,73 @@ def test_more_changes_than_rounding_makes_are_an_alarm() -> None:
     errors = simulated(torch.Generator().manual_seed(1), 4, 63)
     errors.is_changed[errors.gap.argsort()[50:60]] = 1
     assert judge_errors(errors, 252, 252, 1.25).alarms == ["num_changed"]
+
+
+# By how much errors of honest kernels differ, and faults that are a little larger.
+TOLERANCES = {"float32": 3.0, "bfloat16": 1.25}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_errors_beyond_what_is_allowed_fire(dtype: str) -> None:
+    """By hand: every position's errors have the same ratio, so that their spread is 0 and the limit
+    what the dtype allows. And the power, by simulation: half as much again as is allowed."""
+    most = TOLERANCES[dtype]
+    errors = simulated(torch.Generator().manual_seed(1), 4, 63)
+
+    def judge(factor: float) -> ForwardErrors:
+        alike = replace(errors, verify=factor * errors.decode)
+        return judge_errors(alike, 252, 252, ALLOWED[dtype])
+
+    within, beyond = judge(0.99 * most), judge(1.01 * most)
+    assert within.alarms == [] and within.most_error_ratio == pytest.approx(most)
+    assert "error_ratio" in beyond.alarms
+    generator = torch.Generator().manual_seed(2)
+    found = [
+        judge_errors(simulated(generator, 4, 63, factor=1.5 * most), 252, 252, ALLOWED[dtype])
+        for _ in range(60)
+    ]
+    assert sum("error_ratio" in each.alarms for each in found) >= 59
+    assert ALLOWED == TOLERANCES
+
+
+def test_limits_and_what_could_hide_by_hand() -> None:
+    """Forty blocks of 8 positions, in each of which all ratios are one of five, so that the spread
+    of the blocks' means and of the smaller half of the ratios are known. Quantiles of Student's t
+    are from a table: of 39 degrees of freedom at 1 - 1/3000 and 0.99, of 8 at 1 - 1/3000/320."""
+    values = [-0.2, -0.1, 0.0, 0.1, 0.2]
+    ratios = torch.tensor(values * 8, dtype=torch.float64).repeat_interleave(8)
+    decode = torch.full((320,), 0.02, dtype=torch.float64)
+    gaps = torch.full((320,), 1.0, dtype=torch.float64)
+    errors = Errors([0] * 320, decode, decode * ratios.exp(), 0 * gaps, gaps, gaps)
+    found = judge_errors(errors, 320, 320, 1.25)
+    of_mean = math.sqrt(8 * sum(value**2 for value in values) / 39) / math.sqrt(40)
+    limit = math.log(1.25) + 3.69851 * of_mean
+    assert found.most_error_ratio == pytest.approx(math.exp(limit), rel=1e-4)
+    largest = math.log(1.25) + 0.94 * 12.04518 * math.sqrt((0.2**2 + 0.1**2) / 3)
+    assert found.most_largest_error_ratio == pytest.approx(math.exp(largest), rel=1e-4)
+    seen = limit + 2.42584 * of_mean  # in 99 of 100 runs
+    hidden = 0.02 * math.sqrt(math.exp(seen) ** 2 - 1)  # squares of independent errors add up
+    assert found.hidden_error == pytest.approx(hidden, rel=1e-4)
+
+
+def test_changes_that_rounding_makes_by_hand() -> None:
+    """Gaps of 0.15 that are alternately wrong by 0.1 to either side: of the moves between two of 32
+    positions, 8 of 15 are of 0.2, and half of these to the smaller side. The limit is from a table
+    of the binomial distribution."""
+    size = 32
+    gap = torch.full((size,), 0.15, dtype=torch.float64)
+    wrong = torch.tensor([0.1, -0.1] * (size // 2), dtype=torch.float64)
+    decode = torch.full((size,), 0.02, dtype=torch.float64)
+    found = judge_errors(
+        Errors([0] * size, decode, decode, 0 * gap, gap, gap - wrong), 32, 32, 1.25
+    )
+    chance = 8 * size / (15 * size + 1) / 2
+    assert found.expected_changed == pytest.approx(size * chance)
+    assert found.most_num_changed == 18
+    for count, alarms in ((18, []), (19, ["num_changed"])):
+        changed = (torch.arange(size) < count).double()
+        again = judge_errors(Errors([0] * size, decode, decode, changed, gap, gap - wrong), 9, 9, 9)
+        assert again.alarms == alarms
 
 
 def test_few_positions_have_a_wide_limit_alone() -> None:

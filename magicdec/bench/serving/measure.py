@@ -32,11 +32,14 @@ from magicdec.bench.serving.record import (
     status_of,
 )
 from magicdec.bench.serving.verdict import (
+    KeptPass,
     KnownGaps,
     ModeReplays,
     check_mode,
+    compare_forwards,
     engine_pass,
     judge_steps,
+    whole,
 )
 from magicdec.bench.verdict.check import identical, uncompared
 from magicdec.distributed.start import close_groups, start_process_group
@@ -46,7 +49,7 @@ from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import RankThreads, check_threads
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
 from magicdec.output.console import make_progress
-from magicdec.records.correctness import Correctness
+from magicdec.records.correctness import Correctness, ForwardErrors
 from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.setup.session import RankSession
 from magicdec.systems.modes import Pass
@@ -74,6 +77,10 @@ class Served:
     threads: list[int]
     peak_memory: int | None
     load: LoadWatch
+
+    @property
+    def kept(self) -> KeptPass:
+        return self.extras.witness, self.requests
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,7 @@ class Experiment:
         self.is_logged = is_logged
         self.system: System | None = None
         self.reference: Served | None = None
+        self.whole_reference: KeptPass = None, ()
         self.replayed: KnownGaps = {}
 
     def measure(self, each: Pass) -> None:
@@ -158,6 +166,8 @@ class Experiment:
             raise
         if self.reference is None:
             self.reference = served
+            if len(self.prepared.systems) > 1:  # maybe on other ranks
+                self.whole_reference = whole(system, served.kept)
             self._tell_outputs(served)
         verdict = self.compare(served)
         if self.launch.rank == 0:
@@ -252,16 +262,36 @@ class Experiment:
         reference = self.reference
         assert reference is not None, "there is a first pass"
         size = self.launch.world_size
-        judged = judge_steps(served.extras, served.requests)
+        system = self.prepared.system_of(served.each)
+        judged = judge_steps(system, served.kept)
         known = self._count_differing(served, reference)
         counts = all_gather_values([] if known is None else [known], list[int], size)[0]
         if not counts:
             return Verdict(None, replace(uncompared(served.requests), judged_again=judged))
         name = reference.each.full_name
+        forwards = self._compare_forwards(served, reference)
         correctness = identical(name, served.requests)
         if counts[0]:
             correctness = self._judge_differences(served, reference)
-        return Verdict(counts[0], replace(correctness, judged_again=judged))
+        return Verdict(counts[0], replace(correctness, judged_again=judged, forwards=forwards))
+
+    def _compare_forwards(self, served: Served, reference: Served) -> ForwardErrors | None:
+        """The errors of the logits of a pass and of the first, which the first rank knows. None
+        unless logits of both were kept, and in the gate, whose passes are compared with earlier
+        ones."""
+        if self.is_logged or served is reference:
+            return None
+        passes = reference.each, served.each
+        first, system = systems = [self.prepared.system_of(each) for each in passes]
+        if not all(one.is_watched(each) for one, each in zip(systems, passes, strict=True)):
+            return None
+        if system is first:
+            return compare_forwards(system, reference.kept, served.kept, self.progress)
+        # One of them is on the first rank alone, and the other's ranks share the vocabulary.
+        kept = whole(system, served.kept)
+        alone = min(systems, key=lambda each: each.ranks_of_layer)
+        self.open(alone.passes[0])
+        return compare_forwards(alone, self.whole_reference, kept, self.progress)
 
     def _count_differing(self, served: Served, reference: Served) -> int | None:
         """The requests whose tokens differ, None if they cannot be compared; known to the first

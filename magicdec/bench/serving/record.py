@@ -178,8 +178,8 @@ class ServingRecord(MeasuredRecord):
     status: str = recorded(
         "`ok`: every request has the tokens that it has in `reference`; `ok_with_ties`: some have "
         "others, and the rounding of the command explains it; `diverged`: it does not explain it, "
-        "or steps are wrong; `differs`: some have others, and nothing could judge that (see *Check "
-        f"of the tokens*), in a dtype other than {EXACT_DTYPE} or in another program; "
+        "or steps or forwards are wrong; `differs`: some have others, and nothing could judge that "
+        f"(see *Check of the tokens*), in a dtype other than {EXACT_DTYPE} or in another program; "
         f"`{UNCHECKED}`: there is no other mode, a server sent no token ids, drafts were sampled, "
         f"which keeps only the distribution, or accepted by chance; `{FAILED}`: the logits of a "
         "request were not finite numbers, so that no token followed from them",
@@ -246,7 +246,8 @@ class ServingRecord(MeasuredRecord):
         "what has ended the pass, with the step", null=f"unless `{FAILED}`", default=None
     )
     correctness: Correctness | None = recorded(
-        "the comparison with `reference`, and steps that were judged again",
+        "the comparison with `reference`, of tokens and of forwards, and steps that were judged "
+        "again",
         null=f"if `{FAILED}`; in records of earlier versions",
         default=None,
     )
@@ -268,13 +269,11 @@ class ServingRecord(MeasuredRecord):
         count = self.num_differing
         if self.status in (UNCHECKED, FAILED):
             return count is None
-        if self.status == "diverged":  # by its tokens, or by a step that is wrong
-            return count != 0 or self.has_wrong_steps
+        if self.status == "diverged":  # by its tokens, a step that is wrong, or its logits
+            found = self.correctness
+            is_wrong = found is not None and (found.has_wrong_steps or found.has_alarms)
+            return count != 0 or is_wrong
         return count is not None and (count == 0) == (self.status == "ok")
-
-    @property
-    def has_wrong_steps(self) -> bool:
-        return self.correctness is not None and self.correctness.has_wrong_steps
 
     @property
     def passed(self) -> bool:
@@ -400,7 +399,7 @@ def status_of(
 ) -> str:
     """The status of a pass. `num_differing` is None if tokens cannot be compared. `is_external`:
     another program made some of them."""
-    if correctness.has_wrong_steps:
+    if correctness.has_wrong_steps or correctness.has_alarms:
         return "diverged"
     if num_differing is None:
         return UNCHECKED

@@ -24,7 +24,7 @@ from magicdec.records.metric_tables import (
     has_enough,
     metric_rows,
 )
-from magicdec.records.table import judged_text, limits_text, place_text, stalls_in
+from magicdec.records.table import judged_text, limits_text, measured_text, place_text, stalls_in
 from magicdec.systems.modes import AT_ONCE, Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
 from magicdec.systems.ring.metrics import RingMetrics
@@ -387,9 +387,12 @@ def verdict(record: ServingRecord) -> str:
     if record.status == FAILED:
         return f"{name}: FAILED, {(record.error or '').removeprefix(f'{name}: ')}"
     found = record.correctness
-    judged = "" if found is None else judged_text(found.judged_again)
+    checked = ""
+    if found is not None:
+        measured = measured_text(found.forwards, f"those of {record.reference}")
+        checked = f"{judged_text(found.judged_again)}{measured}"
     drafts = ", of EMULATED drafts" if record.emulates_drafts else ""
-    return f"{name}: {compared_text(record)}{drafts}{judged}"
+    return f"{name}: {compared_text(record)}{drafts}{checked}"
 
 
 def compared_text(record: ServingRecord) -> str:

@@ -1,33 +1,38 @@
 """The verdict on a mode of `magicdec serve`: whether its tokens are right.
 
-Steps that a witness has kept are judged again by their own logits. Tokens that differ from those of
-the first mode are judged as a run's are (`bench/verdict/check.py`), by forwards of the engine in
-the shapes of both modes.
+Steps that a witness has kept are judged again by their own logits, and their errors are compared
+with those of the first mode. Tokens that differ from those of the first mode are judged as a run's
+are (`bench/verdict/check.py`), by forwards of the engine in the shapes of both modes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from magicdec.bench.verdict.check import check_outputs
 from magicdec.bench.verdict.forced import ForcedSteps
+from magicdec.bench.verdict.forwards import measure_forwards
 from magicdec.bench.verdict.judgement import judge_again
 from magicdec.bench.verdict.rounding import Gaps, WiderView, view_of
-from magicdec.bench.verdict.wider import wider_kinds
+from magicdec.bench.verdict.wider import WiderTexts, rows_of, wider_kinds
 from magicdec.distributed.values import all_gather_values
 from magicdec.names import REFERENCE_BACKEND, SEQUENTIAL
 from magicdec.output.console import Progress
-from magicdec.records.correctness import Correctness, JudgedAgain
-from magicdec.runner.model_runner import ModelRunner
+from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
+from magicdec.runner.model_runner import ModelRunner, gather_vocab
+from magicdec.runner.prefill import prefill
 from magicdec.runner.request import PromptAfter, Request, SamplingParams
+from magicdec.runner.step_plan import PrefillChunk
 from magicdec.setup.loading import load_model, make_backend
+from magicdec.speculation.steps.witness import KeptStep, Witness
 from magicdec.systems.batching import Batching
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, System
+from magicdec.systems.system import System
 
 SentGaps = tuple[list[list[int]], list[float]]
 """`OutputGaps` as ranks exchange them."""
@@ -35,12 +40,70 @@ OutputGaps = tuple[Tensor, Tensor]
 """The pairs [N, 2] and the gaps float64 [N] of an output."""
 
 
-def judge_steps(extras: Extras, requests: Sequence[Request]) -> JudgedAgain | None:
-    """The steps of a pass, judged again; None on a rank that has kept none. Every rank calls it."""
-    watched = extras.watched
-    if watched is None:
+KeptPass = tuple[Witness | None, Sequence[Request]]
+"""The witness of a pass on this rank, if it has kept steps, and the requests."""
+
+
+def judge_steps(system: System, kept: KeptPass) -> JudgedAgain | None:
+    """The steps of a pass of `system`, judged again; None on a rank that has kept none. Every rank
+    calls it."""
+    witness, requests = kept
+    if witness is None or not isinstance(system, Batching) or system.runner is None:
         return None
-    return judge_again(watched.witness, requests, watched.runner)
+    return judge_again(witness, requests, system.runner)
+
+
+def compare_forwards(
+    system: System, reference: KeptPass, judged: KeptPass, progress: Progress
+) -> ForwardErrors | None:
+    """The errors of two passes of `system`, which has just served the judged one. None on a rank
+    that has kept no steps of both. What is in the cache is lost. Every rank calls it."""
+    runner = system.runner if isinstance(system, Batching) else None
+    (first, expected), (second, found) = reference, judged
+    if runner is None or first is None or second is None:
+        return None
+    run = system.run
+    chunk = run.config.attention.prefill_chunk
+    kinds = wider_kinds(run.config)
+    load = partial(load_model, run.source, runner.group, kinds, runner.device, progress)
+    backend = partial(make_backend, REFERENCE_BACKEND)
+    texts = WiderTexts(runner, load, backend, partial(hold_prompts, runner, chunk))
+    pair = (first, expected), (second, found)
+    errors = measure_forwards(*pair, runner, lambda: texts, run.config.model.dtype)
+    empty(runner)
+    return errors
+
+
+def whole(system: System, kept: KeptPass) -> KeptPass:
+    """The same with logits of the whole vocabulary, on the first rank alone. Every rank calls
+    it."""
+    witness, requests = kept
+    runner = system.runner if isinstance(system, Batching) else None
+    if runner is None or witness is None or runner.group.size == 1:
+        return kept
+    steps = list[KeptStep]()
+    for step in witness.steps:
+        logits = gather_vocab(step.logits, runner.vocab_places, runner.group)
+        if runner.group.index == 0:
+            steps.append(replace(step, logits=logits))
+    return (replace(witness, steps=steps) if steps else None), requests
+
+
+def hold_prompts(runner: ModelRunner, chunk: int, requests: Sequence[Request]) -> list[int]:
+    """Prefill the prompts once more, since their rows have gone to others. In chunks of another
+    size they would be rounded otherwise, which adds some 2 % to the errors of both passes."""
+    empty(runner)
+    texts = [replace(request, row=row, output_ids=[]) for row, request in enumerate(requests)]
+    for row, text in enumerate(texts):
+        runner.caches.allocate(row, text.num_cached)
+    prefill(runner, PrefillChunk.whole(texts), chunk)
+    return rows_of(texts)
+
+
+def empty(runner: ModelRunner) -> None:
+    for row in range(runner.num_rows):
+        runner.release(row)
+    runner.caches.forget_prefixes()
 
 
 @dataclass(frozen=True)

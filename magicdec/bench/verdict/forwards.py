@@ -44,6 +44,7 @@ TAIL_FREEDOM = 8
 TAIL_SCALE = 0.94
 MOST_POSITIONS = 1024  # that are measured: as many rows as have so many together, at least 4
 FEWEST_ROWS = 4
+MOST_GROUPS = 4  # of rows that the cache holds at once, for each of which the weights are read
 MOST_SHIFTS = 16  # by which the errors of positions are subtracted from each other
 SMALLEST = 1e-30  # error, so that ratios are finite
 FLOAT = torch.float64
@@ -82,17 +83,19 @@ def measure_forwards(
     make_texts: Callable[[], WiderTexts],
     dtype: str,
 ) -> ForwardErrors:
-    """Compares the kept logits of both passes over the batch in the cache of `runner`. Unless all
-    bits are equal, it costs a forward of about MOST_POSITIONS tokens in the wider dtype. Every rank
-    of the group calls this."""
+    """Compares the kept logits of both passes over the same prompts, which `runner` has decoded or
+    one with the same shards. Unless all bits are equal, it costs a forward of about MOST_POSITIONS
+    tokens in the wider dtype. Every rank of the group calls this."""
     pairs = list(pairs_of(decode, verify, runner))
     num_unequal = count_unequal(pairs, runner)
     if num_unequal == 0:
         return ForwardErrors(num_positions=len(pairs), num_unequal=0)
     texts = make_texts()
     longest = max(len(request.prompt_ids) + len(request.output_ids) for request in decode[1])
-    measured = chosen(pairs, decode[1], texts.most_rows(longest))
-    errors = errors_of(measured, decode[1], texts)
+    room = texts.room(longest)
+    most_rows = min(texts.most_rows(longest), MOST_GROUPS * room)
+    measured = chosen(pairs, decode[1], most_rows)
+    errors = errors_of(measured, decode[1], texts, room)
     return judge_errors(errors, len(pairs), num_unequal, ALLOWED[dtype])
 
 
@@ -109,6 +112,8 @@ def pairs_of(
 ) -> Iterator[PairedLogits]:
     ours, theirs = (kept_logits(witness, runner) for witness, _ in (decode, verify))
     for place, (one, two) in enumerate(zip(decode[1], verify[1], strict=True)):
+        if one.prompt_ids != two.prompt_ids:  # turns behind other answers
+            continue
         kept = ours.get(one.request_id, {})
         others = theirs.get(two.request_id, {})
         tokens = zip(one.output_ids, two.output_ids, strict=False)
@@ -143,18 +148,35 @@ def chosen(
     longest = max(len(request.output_ids) for request in requests)
     count = min(most_rows, max(FEWEST_ROWS, MOST_POSITIONS // longest))
     places = sorted({pair.place for pair in pairs})[:count]
-    length = MOST_POSITIONS // len(places)
+    first = min(pair.index for pair in pairs if pair.place in places)
+    length = max(MOST_POSITIONS // len(places), 1 + first)
     return [pair for pair in pairs if pair.place in places and pair.index < length]
 
 
 def errors_of(
-    pairs: Sequence[PairedLogits], requests: Sequence[Request], texts: WiderTexts
+    pairs: Sequence[PairedLogits], requests: Sequence[Request], texts: WiderTexts, room: int
 ) -> Errors:
+    """The errors of the pairs, of `room` rows at a time."""
+    places = sorted({pair.place for pair in pairs})
+    measured = list[tuple[int, int, Tensor]]()
+    for first in range(0, len(places), room):
+        group = places[first : first + room]
+        measured += numbers_of([p for p in pairs if p.place in group], requests, texts)
+    measured.sort(key=lambda each: each[:2])
+    numbers = torch.stack([row for _, _, row in measured])
+    return Errors([place for place, _, _ in measured], *numbers.unbind(1))
+
+
+def numbers_of(
+    pairs: Sequence[PairedLogits], requests: Sequence[Request], texts: WiderTexts
+) -> list[tuple[int, int, Tensor]]:
+    """For each pair, of rows that the cache holds at once: its place, its index and its numbers, as
+    `compare` returns them."""
     runner = texts.source
     places = sorted({pair.place for pair in pairs})
     length = 1 + max(pair.index for pair in pairs)
     ids = [(requests[place].output_ids[:length] + [0] * length)[:length] for place in places]
-    rows = [row for place in places if (row := requests[place].row) is not None]
+    rows = texts.hold([requests[place] for place in places])
     prompt_lens = [len(requests[place].prompt_ids) for place in places]
     measured = list[tuple[int, int, Tensor]]()
     for first, wider in texts.logits(rows, prompt_lens, upload(ids, runner.device)):
@@ -163,9 +185,7 @@ def errors_of(
             of_wider = [wider[places.index(pair.place), pair.index - first] for pair in here]
             numbers = compare(here, of_wider, runner)
             measured += [(p.place, p.index, row) for p, row in zip(here, numbers, strict=True)]
-    measured.sort(key=lambda each: each[:2])
-    numbers = torch.stack([row for _, _, row in measured])
-    return Errors([place for place, _, _ in measured], *numbers.unbind(1))
+    return measured
 
 
 def compare(pairs: Sequence[PairedLogits], wider: Sequence[Tensor], runner: ModelRunner) -> Tensor:

@@ -23,6 +23,7 @@ from magicdec.kv.cache import upload
 from magicdec.model.transformer import Transformer
 from magicdec.names import NARROW
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch, Request
 from magicdec.setup.model_plan import Kinds, StagePart
 
 PART_BYTES = 1 << 30  # of layers, with K and V, that are in memory together, unless one is larger
@@ -39,14 +40,19 @@ def wider_kinds(config: ResolvedConfig) -> Kinds:
     return Kinds(dtype, weights if weights in NARROW else dtype)
 
 
+def rows_of(requests: Sequence[Request]) -> list[int]:
+    return Batch(tuple(requests)).rows
+
+
 @dataclass(frozen=True)
 class WiderTexts:
     """A source of logits in a wider dtype. `source` is the run's runner; `load` loads this rank's
-    shard of a part."""
+    shard of a part; `hold` gives the rows of the cache that have the prompts of requests."""
 
     source: ModelRunner
     load: Callable[[StagePart], Transformer]
     make_backend: Callable[[], AttentionBackend]
+    hold: Callable[[Sequence[Request]], list[int]] = rows_of
 
     def kv_bytes(self, num_tokens: int) -> int:
         shape = self.source.cache.shape
@@ -55,6 +61,14 @@ class WiderTexts:
     def most_rows(self, num_tokens: int) -> int:
         """The rows of `num_tokens` whose K and V in one layer take at most PART_BYTES."""
         return max(1, PART_BYTES // self.kv_bytes(num_tokens))
+
+    def room(self, num_tokens: int) -> int:
+        """The rows of `num_tokens` that the cache holds at once."""
+        num_rows = self.source.num_rows
+        size, num_blocks = self.source.caches.limits
+        if num_blocks is None:
+            return num_rows
+        return max(1, min(num_rows, num_blocks // -(-num_tokens // size)))
 
     def parts(self, num_tokens: int) -> list[StagePart]:
         """The parts that are loaded in turn, for these tokens in all rows."""

@@ -309,7 +309,8 @@ def read_gemma4(raw: ConfigFields) -> dict[str, Any]:
     for field in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         only(raw, field, None)
     fields = common(raw)
-    types = types_of_layers(raw, (SLIDING, FULL), 6, SLIDING)
+    *types, _ = types_of_layers(raw, (SLIDING, FULL), 6, SLIDING)
+    types.append(FULL)  # the last one, whatever is stated
     head_dim = size(raw, "head_dim", default=256)
     num_kv_heads = size(raw, "num_key_value_heads", default=4)
     shares = switch(raw, "attention_k_eq_v", False)
