@@ -55,6 +55,7 @@ METHODS = {"get_text_config", "to_dict", "save_pretrained", "per_layer_config", 
 ELSEWHERE = {"model_type", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "n_embed"}
 # Of the class with images, whose code stands in the same file.
 IMAGES = {"mm_tokens_per_image", "text_config", "token_type_ids", "vision_config"}
+GENERATION = set(transformers.GenerationConfig().to_dict())
 BAICHUAN = {"BaiChuanForCausalLM", "BaichuanForCausalLM"}  # not part of transformers
 
 
@@ -110,6 +111,12 @@ def test_no_field_of_transformers_is_forgotten(architecture: str) -> None:
     assert len(fields) > 30 and "vocab_size" in fields
     known = was_read(architecture, saved(architecture)) | set(FIXED) | METHODS | ELSEWHERE
     assert sorted(f for f in fields - known if not is_irrelevant(f)) == []
+
+
+def test_how_to_generate_is_irrelevant() -> None:
+    """Configs before 2023 held what a `generation_config.json` holds, and some still do."""
+    assert len(GENERATION) > 40
+    assert sorted(f for f in GENERATION if not is_irrelevant(f)) == []
 
 
 def other(value: Any) -> Any:
@@ -210,6 +217,9 @@ def test_refused_for_llama(changes: dict[str, Any], message: str) -> None:
         ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 is more than the 8 experts"),
         ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": ["1"]}, "mlp_only_layers .* is no list of num"),
+        ("Qwen3ForCausalLM", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
+        ("Qwen3MoeForCausalLM", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
+        ("Qwen3MoeForCausalLM", {"shared_expert_intermediate_size": 8}, "shared_expert_inter.* 8"),
         ("Qwen3ForCausalLM", {"layer_types": ["conv"] * 3}, "layer_types: 'conv' is not supported"),
         (
             "MistralForCausalLM",
@@ -329,16 +339,3 @@ def test_foreign_quantization_is_refused(
         parse(saved(architecture) | table)
     assert "choose a checkpoint in bfloat16" in str(caught.value)
     assert parse(saved(architecture) | dict.fromkeys(table)) == parse(saved(architecture))
-
-
-PUBLISHED = json.loads(Path(__file__).with_name("published_fields.json").read_text())
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_fields_of_published_configs_are_known(name: str) -> None:
-    """Fields of published files that no family reads, at their published values."""
-    published = PUBLISHED[name]
-    architecture = published["architectures"][0]
-    base = saved(architecture) if architecture in WALKED else published["sizes"]
-    raw = base | {k: v for k, v in published.items() if k != "sizes"}
-    assert parse(raw).architecture == architecture

@@ -61,6 +61,15 @@ def nothing(head: Path) -> None:
     pass
 
 
+def moved(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The marks, of which the last belongs to the next id."""
+    marks = tensors["t2d"].clone()
+    last = int(marks.nonzero()[-1])
+    marks[last] = False
+    marks[(last + 1) % len(marks)] = True
+    return marks
+
+
 CASES: dict[str, tuple[HeadForm, ModelConfig, Callable[[Path], None], str, str]] = {
     "another width": (
         HeadForm(), replace(TARGET, hidden_size=96), nothing, "",
@@ -103,6 +112,23 @@ CASES: dict[str, tuple[HeadForm, ModelConfig, Callable[[Path], None], str, str]]
         HeadForm(), TARGET, edit_config(draft_vocab_size=41), "",
         "d2t has shape (40,), expected (41,), the draft vocabulary",
     ),
+    "marks of other ids than those of the map": (
+        HeadForm(), TARGET, edit_tensors(lambda tensors: tensors["t2d"].copy_(moved(tensors))), "",
+        "; take both tables from the head's maker, or remove t2d if d2t is right",
+    ),
+    "marks of more ids than the map has": (
+        HeadForm(), TARGET, edit_tensors(lambda tensors: tensors["t2d"].fill_(True)), "",
+        "t2d marks 2051 ids, and d2t maps to 40; take both tables",
+    ),
+    "marks of another vocabulary": (
+        HeadForm(), TARGET,
+        edit_tensors(lambda tensors: tensors.update(t2d=tensors["t2d"][:2000].clone())), "",
+        "t2d has shape (2000,), expected (2051,), the vocabulary of the target",
+    ),
+    "a head that drafts in parallel": (
+        HeadForm(), TARGET, edit_config(architectures=["PEagleDraftModel"]), "",
+        "architecture 'PEagleDraftModel' of a draft head is not supported; choose an EAGLE-3 head",
+    ),
     "no fc": (
         HeadForm(), TARGET, edit_tensors(lambda tensors: tensors.pop("fc.weight")), "",
         "fc.weight is missing, which an EAGLE-3 head has",
@@ -118,7 +144,7 @@ CASES: dict[str, tuple[HeadForm, ModelConfig, Callable[[Path], None], str, str]]
     ),
     "another family of layers": (
         HeadForm(), TARGET, edit_config(transformer_layer_config={"model_type": "bloom"}), "",
-        "model_type 'bloom' is not supported; choose from llama, qwen3",
+        "model_type 'bloom' is not supported; choose from llama, qwen2, qwen3",
     ),
     "an unknown field": (
         HeadForm(), TARGET, edit_config(use_dynamic_tree=True), "",

@@ -14,6 +14,7 @@ PREFIX = "model."
 RENAMED = {"midlayer.": "layers.0."}
 STATE_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 MAP = "d2t"
+MARKS = "t2d"  # of each id of the target, whether the draft vocabulary has it
 
 
 def head_as_stored(config: ModelConfig, source: WeightSource) -> tuple[ModelConfig, WeightSource]:
@@ -56,7 +57,9 @@ def head_as_stored(config: ModelConfig, source: WeightSource) -> tuple[ModelConf
         has_map=has_map,
     )
     config = replace(config, eagle=eagle)
-    target_ids(config, weights)  # which checks them
+    ids = target_ids(config, weights)  # which checks them
+    if MARKS in weights.tensors:
+        _check_marks(weights, ids, eagle.target_vocab_size)
     return config, weights
 
 
@@ -75,6 +78,30 @@ def target_ids(config: ModelConfig, source: WeightSource) -> Tensor:
             f"{first} to {last}, expected as many of the target's {eagle.target_vocab_size}"
         )
     return ids
+
+
+def _check_marks(source: WeightSource, ids: Tensor, target_vocab_size: int) -> None:
+    """Raise ValueError unless the marks say what `ids` do. Programs that train take the rows of
+    marked ids in their order, so the draft vocabulary has them in this order."""
+    where = source.where(MARKS)
+    shape = source.tensors[MARKS].shape
+    if shape != (target_vocab_size,):
+        raise ValueError(
+            f"{where}: {MARKS} has shape {shape}, expected ({target_vocab_size},), the vocabulary "
+            "of the target"
+        )
+    marked = source.read(MARKS).bool().nonzero().flatten()
+    if torch.equal(marked, ids):
+        return
+    if len(marked) != len(ids):
+        what = f"{len(marked)} ids, and {MAP} maps to {len(ids)}"
+    else:
+        first = int((marked != ids).nonzero()[0])
+        what = f"{int(marked[first])} as draft id {first}, which {MAP} maps to {int(ids[first])}"
+    raise ValueError(
+        f"{where}: {MARKS} marks {what}; take both tables from the head's maker, or remove {MARKS} "
+        f"if {MAP} is right"
+    )
 
 
 def _renamed(source: WeightSource) -> WeightSource:

@@ -35,6 +35,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "rotary": (True,),  # of GPT-J
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
+    "shared_expert_intermediate_size": (0,),  # of Qwen3 Coder, which has none
     "sliding_window": (),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False,),
@@ -51,15 +52,24 @@ WAY_OUT = (
 IRRELEVANT_FIELDS = """
 # What the checkpoint is and who made it.
 architectures auto_map author base_model custom_pipelines dataset date description
-finetuning_task is_llama_config language license model_name name_or_path tags task
+finetuning_task internal_version is_llama_config language license model_name name_or_path tags task
 transformers_version transformers.js_config unsloth_version version vocab_file
-# Token ids and texts, and how to generate, which the flags of a run say.
-bad_words_ids begin_suppress_tokens bos_token chat_template diversity_penalty do_sample
-early_stopping encoder_no_repeat_ngram_size eos_token exponential_decay_length_penalty
-length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups
-num_beams num_return_sequences output_scores pad_token prefix remove_invalid_values
-repetition_penalty return_dict_in_generate sep_token suppress_tokens
-task_specific_params temperature tokenizer_class top_k top_p typical_p unk_token
+# Token ids and texts, and how to generate, which the flags of a run say: among them all that a
+# `generation_config.json` may hold, which configs held before there was such a file.
+assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
+assistant_lookbehind bad_words_ids begin_suppress_tokens bos_token cache_config
+cache_implementation chat_template compile_config constraints continuous_batching_config
+disable_compile diversity_penalty do_sample dola_layers early_stopping
+encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token epsilon_cutoff eta_cutoff
+exponential_decay_length_penalty force_words_ids forced_decoder_ids guidance_scale is_assistant
+length_penalty low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens
+max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens
+num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits
+output_scores pad_token penalty_alpha prefill_chunk_size prefix prompt_lookup_num_tokens
+remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
+return_legacy_cache sep_token sequence_bias speculation_type stop_strings suppress_tokens
+target_lookbehind task_specific_params temperature token_healing tokenizer_class top_h top_k
+top_p typical_p unk_token use_mtp watermarking_config
 # How the original code ran: memory, kernels, precision, caching.
 attn_implementation attention_softmax_in_fp32 bias_dropout_fusion chunk_size_feed_forward
 experts_implementation gradient_checkpointing inference_runner is_decoder
@@ -67,8 +77,8 @@ masked_softmax_fusion max_batch_size max_sequence_length model_max_length n_ctx
 offset_alibi output_attentions output_hidden_states output_past pad_key_length
 pre_allocate_kv_cache pretraining_tp reorder_and_upcast_attn return_dict
 runner_max_sequence_length scale_attention_softmax_in_fp32 seq_length skip_bias_add
-skip_bias_add_qkv slow_but_exact tie_last_hidden_states torchscript use_bfloat16 use_cache
-use_return_dict validate_runner_input
+skip_bias_add_qkv slow_but_exact tf_legacy_loss tie_last_hidden_states torchscript
+use_bfloat16 use_cache use_return_dict validate_runner_input
 # Training, and heads other than that of a language model.
 attn_pdrop classifier_dropout embd_pdrop id2label init_device init_method init_method_std
 initializer_range label2id n_special neftune_noise_alpha num_labels
@@ -115,10 +125,10 @@ def check_quantization(raw: ConfigFields) -> None:
         table = raw.get(field)
         if not table:
             continue
-        method = None
+        what = shown(table)
         if isinstance(table, dict):
-            method = table.get("quant_method") or table.get("quant_algo")
             if field == FOREIGN and table.get("quant_method") in QUANTIZATIONS:
                 continue
-        what = f"{method} weights are" if method else f"{shown(table)} is"
-        raise ValueError(f"{field}: {what} not supported; {WAY_OUT}")
+            named = [key for key in ("quant_method", "quant_algo") if table.get(key)]
+            what = f"{named[0]} {table[named[0]]}" if named else what
+        raise ValueError(f"{field}: {what} is not supported; {WAY_OUT}")

@@ -18,11 +18,16 @@ ARCHITECTURES = (
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),  # SpecForge, AngelSlim
 )
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-LAYER_FAMILIES = {"llama": read, "qwen3": read_qwen3}
+# What others call a head by that of its layer, and what none calls itself.
+OF_LAYERS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "")
+# A head's layer has biases on q, k and v only if `attention_bias` says so, also under "qwen2".
+LAYER_FAMILIES = {"llama": read, "qwen2": read, "qwen3": read_qwen3}
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OLD_NAMES = {"fc_norm": "use_aux_norm"}
-# How a head was trained, and how its makers propose to decode with it.
+# How a head was trained, how its makers propose to decode with it, and which of the target's layers
+# are mixtures, which the head's is not.
 IRRELEVANT = (
+    "decoder_sparse_step",
     *("embed_requires_grad", "has_no_defaults_at_init", "speculators_config"),
     *("speculators_version", "target_model_type", "truncated_vocab_size", "transformers_version"),
     *("tie_word_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id"),
@@ -30,16 +35,25 @@ IRRELEVANT = (
 
 
 def is_head(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 head. Some call themselves by the name of the
+    """Whether a config.json is that of a draft head. Some call themselves by the name of the
     architecture of their layer, but only heads have a draft vocabulary."""
-    architecture = (raw.get("architectures") or [""])[0]
-    is_named = architecture in ARCHITECTURES or "speculators_model_type" in raw
+    is_named = architecture_of(raw) in ARCHITECTURES or "speculators_model_type" in raw
     return is_named or "draft_vocab_size" in raw
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("architectures") or [""])[0])
 
 
 def read_head(raw: dict[str, Any], name: str) -> ModelConfig:
     """The ModelConfig of a head. Raises ValueError, or KeyError for a missing field, for what is
     not computed."""
+    architecture = architecture_of(raw)
+    if architecture not in (*ARCHITECTURES, *OF_LAYERS):
+        raise ValueError(
+            f"architecture {architecture!r} of a draft head is not supported; choose an EAGLE-3 "
+            f"head, which calls itself {', '.join(ARCHITECTURES)}"
+        )
     fields = ConfigFields(raw)
     is_of_speculators = "speculators_model_type" in fields
     inner = None

@@ -75,6 +75,7 @@ def read_qwen2(raw: ConfigFields) -> dict[str, Any]:
 
 def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
     only(raw, "mlp_bias", False)
+    only(raw, "use_qk_norm", True)
     has_bias = switch(raw, "attention_bias", False)
     return decoder(raw, heads_if_missing=32) | {
         "head_dim": size(raw, "head_dim", default=128),

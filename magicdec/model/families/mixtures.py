@@ -42,6 +42,7 @@ def read_mixtral(raw: ConfigFields) -> dict[str, Any]:
 def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
     """Qwen3's mixture. One window on all layers, as its class computes it."""
     only(raw, "mlp_bias", False)
+    only(raw, "use_qk_norm", True)
     has_bias = switch(raw, "attention_bias", False)
     fields = decoder(raw, heads_if_missing=4)
     num_layers = fields["num_layers"]

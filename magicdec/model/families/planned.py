@@ -58,6 +58,8 @@ NEXT_TOKENS = (
 IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
 SCALE_BYTES = 4  # of a block of FP8 weights
 SMALL_SCALE = "ue8m0"  # the format of scales that have one byte
+# The settings of such weights. Others, as of a mixture with NVFP4, may say that they are narrower.
+BLOCK_SETTINGS = ("quant_method", "weight_block_size", "activation_scheme", "fmt", "scale_fmt")
 SPARSE_RATE, DENSE_RATE = 4, 128  # tokens of an entry, where some are chosen and where all are read
 
 
@@ -225,12 +227,14 @@ def block_bytes(table: Any) -> float | None:
     if not table:
         return None
     block = table.get("weight_block_size")
-    is_known = table.get("quant_method") == "fp8" and not table.get("modules_to_not_convert")
-    is_known &= isinstance(block, list) and all(type(n) is int and n > 0 for n in block)
-    if not (is_known and len(block) == 2):
+    is_fp8 = table.get("quant_method") == "fp8"
+    other = {field: table[field] for field in table if table[field] and field not in BLOCK_SETTINGS}
+    is_block = isinstance(block, list) and all(type(n) is int and n > 0 for n in block)
+    if not (is_fp8 and is_block and len(block) == 2) or other:
         raise ValueError(
-            f"{FOREIGN} {shown(table)}: the bytes of these weights are not counted; choose fp8 "
-            "with a weight_block_size, or no quantisation"
+            f"{FOREIGN} {shown(other if is_fp8 and other else table)}: the bytes of these weights "
+            "are not counted; choose fp8 with a weight_block_size for all of them, or no "
+            "quantisation"
         )
     scale = 1 if table.get("scale_fmt") == SMALL_SCALE else SCALE_BYTES
     return 1 + scale / (block[0] * block[1])
