@@ -29,6 +29,7 @@ from magicdec.config.sections import ModelSection, WorkloadSection
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.families.gguf_architectures import ARCHITECTURES, MIXTRAL
 from magicdec.model.gguf.blocks import BLOCK_TYPES
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.linear.grouped import GroupedLinear
@@ -83,6 +84,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"attention.key_length": SIZE, "attention.value_length": SIZE}),
 }
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 PLAIN_PARTS = ("token_embd", "output", "ffn_gate_inp")
 MIXED = (Type.Q4_K, Type.Q6_K, Type.Q5_0, Type.Q8_0, Type.Q3_K, Type.Q4_1, Type.IQ4_XS)
@@ -124,11 +126,15 @@ def save(
     parts = [part for parameter in parameters for part in parts_of(*parameter, architecture)]
     for i, (name, values) in enumerate(parts):
         ours = name_of(architecture, name)
-        if values.dim() == 1 or ours.endswith("bias") or ours.split(".")[-2] in PLAIN_PARTS:
+        order = torch.arange(len(values))
+        part = ours.split(".")[-2]
+        if architecture == "llama" and part in ("attn_q", "attn_k"):
+            order = permuted(order, HEADS if part == "attn_q" else KV_HEADS)
+        if values.dim() == 1 or ours.endswith("bias") or part in PLAIN_PARTS:
             offset = float(architecture == "gemma3" and name.endswith("norm.weight"))
             sums = values + offset
             values.copy_(sums - offset)
-            stored[ours] = sums.numpy()
+            stored[ours] = sums[order].numpy()
             continue
         kind = types[i % len(types)]
         if kind in PLAIN:
@@ -136,11 +142,7 @@ def save(
         else:
             blocks = random_blocks(tuple(values.shape), kind, i)
         values.copy_(torch.from_numpy(dequantize(blocks, kind).copy()))
-        if architecture == "llama" and ours.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = HEADS if "attn_q" in ours else KV_HEADS
-            order = permuted(torch.arange(len(values)), heads).tolist()
-            blocks = blocks[order]
-        stored[ours] = (blocks, kind)
+        stored[ours] = (blocks[order.numpy()], kind)
     metadata = {
         "block_count": len(model.model.layers),
         "context_length": 256,
@@ -189,12 +191,16 @@ def check_logits(path: Path, model: Any) -> None:
             assert len(inner) >= 4 * LAYERS, "the matrices are not widened"
 
 
-@pytest.mark.parametrize("architecture", list(MODELS))
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [("llama", {}), ("llama", BIASES), ("qwen2", {}), ("qwen3", {})],
+    ids=["llama", "llama with biases", "qwen2", "qwen3"],
+)
 def test_a_model_computes_as_transformers_on_the_dequantised_weights(
-    architecture: str, tmp_path: Path
+    architecture: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     """Types of blocks are mixed, so that q, k and v differ."""
-    model = reference_model(MODELS[architecture][0])
+    model = reference_model(MODELS[architecture][0], **fields)
     path = tmp_path / "model.gguf"
     save(path, architecture, model)
     check_logits(path, model)
@@ -246,17 +252,19 @@ def test_yarn_and_linear_scalings_are_read(tmp_path: Path) -> None:
 
 
 def test_slices_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
-    """Of permuted rows too, within a head and across heads."""
+    """Of permuted rows and biases too, within a head and across heads. Mixtral's are Llama's."""
+    known = {each.name for each in (*ARCHITECTURES.values(), MIXTRAL) if each.is_permuted}
+    assert known == {"LlamaForCausalLM", "MixtralForCausalLM"}, "others need a case of their own"
     path = tmp_path / "model.gguf"
-    model = reference_model("Llama")
+    model = reference_model("Llama", **BIASES)
     save(path, "llama", model)
     weights = find_model("--model", str(path)).weights
     for name, parameter in model.named_parameters():
         assert torch.equal(weights.read(name).float(), parameter), name
-        if parameter.dim() == 1:
-            assert torch.equal(weights.read(name, (slice(3, 9),)), parameter[3:9])
-            continue
         for rows in (slice(0, 7), slice(60, 70), slice(1, len(parameter) - 3)):
+            if parameter.dim() == 1:
+                assert torch.equal(weights.read(name, (rows,)), parameter[rows]), (name, rows)
+                continue
             found = weights.read(name, (rows, slice(32, 96)))
             assert torch.equal(found.float(), parameter[rows, 32:96]), (name, rows)
             if weights.tensors[name].numbers is not None:
@@ -610,14 +618,15 @@ def test_a_file_is_planned_for_and_drafts_with_its_own_weights(
     assert done.code == 0, done.err
 
 
+@pytest.mark.parametrize(("kind", "fields"), [("Qwen2", {}), ("Llama", BIASES)])
 def test_a_file_is_converted_to_a_directory_of_hugging_face(
-    tmp_path: Path, command: Command
+    kind: str, fields: dict[str, Any], tmp_path: Path, command: Command
 ) -> None:
     """Which transformers reads: the weights, the config and the ids are the file's."""
     path = tmp_path / "model.gguf"
-    tokenizer = trained_bpe("llama-bpe")
-    model = reference_model("Qwen2", vocab_size=420)
-    save(path, "qwen2", model, strings=vocabulary_of(tokenizer, "llama-bpe"))
+    tokenizer = trained_bpe("qwen2")
+    model = reference_model(kind, vocab_size=420, **fields)
+    save(path, kind.lower(), model, strings=vocabulary_of(tokenizer, "qwen2"))
     out = tmp_path / "converted" / "model.safetensors"
     done = command("model", "convert", path, "--out", out, "--dtype", "float32")
     assert done.code == 0, done.err
@@ -639,11 +648,12 @@ def test_a_file_is_converted_to_a_directory_of_hugging_face(
 def test_a_converted_file_keeps_the_numbers(
     kind: str, out: str, tmp_path: Path, command: Command
 ) -> None:
-    """To the bit, on ranks too: of all types, permuted rows, and a head that is the embedding."""
+    """To the bit, on ranks too: of all types, permuted rows and biases, and a head that is the
+    embedding."""
     path = tmp_path / "model.gguf"
     strings = vocabulary_of(trained_bpe("gpt-2"), "gpt-2")
-    is_tied = kind == "Qwen2"
-    model = reference_model(kind, vocab_size=420, tie_word_embeddings=is_tied)
+    fields = {"tie_word_embeddings": True} if kind == "Qwen2" else BIASES
+    model = reference_model(kind, vocab_size=420, **fields)
     save(path, kind.lower(), model, strings=strings)
     converted = tmp_path / "converted" / out
     done = command("model", "convert", path, "--out", converted)
