@@ -354,7 +354,9 @@ def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_sentencepiece_vocabulary_is_that_of_the_library(
     has_prefix: bool, tmp_path: Path
 ) -> None:
-    """Trained here; some bytes of the texts have no piece but that of the byte."""
+    """Trained here; some bytes of the texts have no piece but that of the byte. Runs of spaces are
+    user-defined, as Gemma's are, and llama.cpp's converter writes them as bare spaces."""
+    user_defined = ["<tool>", *("\u2581" * count for count in (2, 3, 4, 7)), "a\u2581b"]
     stream = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([TEXTS[0], TEXTS[2], TEXTS[3]] * 20),
@@ -367,19 +369,23 @@ def test_a_sentencepiece_vocabulary_is_that_of_the_library(
         add_dummy_prefix=has_prefix,
         split_digits=True,
         allow_whitespace_only_pieces=True,
-        user_defined_symbols=["<tool>"],
+        user_defined_symbols=user_defined,
         minloglevel=2,
     )
     expected = sentencepiece.SentencePieceProcessor(model_proto=stream.getvalue())
     ids = range(expected.get_piece_size())
     kinds = [
         *((expected.is_unknown, 2), (expected.is_control, 3), (expected.is_byte, 6)),
-        (lambda i: expected.id_to_piece(i) == "<tool>", 4),
+        (lambda i: expected.id_to_piece(i) in user_defined, 4),
     ]
     types = [next((kind for is_kind, kind in kinds if is_kind(i)), 1) for i in ids]
+    pieces = [expected.id_to_piece(i) for i in ids]
     strings = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [expected.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.tokens": [
+            piece.replace("\u2581", " ") if kind == 4 else piece
+            for piece, kind in zip(pieces, types, strict=True)
+        ],
         "tokenizer.ggml.scores": [expected.get_score(i) for i in ids],
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.unknown_token_id": expected.unk_id(),
@@ -388,9 +394,15 @@ def test_a_sentencepiece_vocabulary_is_that_of_the_library(
     path = tmp_path / "tokenizer.gguf"
     write_gguf(path, "llama", {}, {}, strings)
     found = load_tokenizer(path)
-    for text in (*TEXTS, "a <tool> b"):
+    spaced = [f"a{' ' * count}b\n{' ' * count}c  <tool>" for count in range(12)]
+    for text in (*TEXTS, "a <tool> b", *spaced):
         assert found.encode(text) == expected.encode(text), text
         assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+    assert found.pieces == dict(enumerate(pieces))
+    strings["tokenizer.ggml.tokens"][-1] = strings["tokenizer.ggml.tokens"][-2]
+    write_gguf(path, "llama", {}, {}, strings)
+    with pytest.raises(ValueError, match=re.escape(f"its tokenizer has {pieces[-2]!r} twice")):
+        load_tokenizer(path)
 
 
 # --- files that lie ---
