@@ -42,6 +42,8 @@ PROPERTIES = (
                   "permuted = PERMUTED if architecture.is_permuted else ()", "permuted = ()"),
             Fault("q and k permuted once more", "model/checkpoint/gguf_weights.py",
                   "reshape(-1, head_dim // 2, 2)", "reshape(-1, 2, head_dim // 2)"),
+            Fault("biases of q and k in the order of the file", "model/checkpoint/gguf_weights.py",
+                  "whole = whole[unpermuted(len(whole), self._head_dim)]", "pass"),
             Fault("rows of a head from its first one on", "model/checkpoint/gguf_weights.py",
                   "size)[first - start : last - start]", "size)[: last - first]"),
             Fault("scales of the groups one before", "model/checkpoint/gguf_weights.py",

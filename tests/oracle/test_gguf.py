@@ -29,6 +29,7 @@ from magicdec.config.sections import ModelSection, WorkloadSection
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.families.gguf_architectures import ARCHITECTURES, MIXTRAL
 from magicdec.model.gguf.blocks import BLOCK_TYPES
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.linear.grouped import GroupedLinear
@@ -83,6 +84,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"attention.key_length": SIZE, "attention.value_length": SIZE}),
 }
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 PLAIN = (Type.F32, Type.F16, Type.BF16)
 PLAIN_PARTS = ("token_embd", "output", "ffn_gate_inp")
 MIXED = (Type.Q4_K, Type.Q6_K, Type.Q5_0, Type.Q8_0, Type.Q3_K, Type.Q4_1, Type.IQ4_XS)
@@ -124,11 +126,15 @@ def save(
     parts = [part for parameter in parameters for part in parts_of(*parameter, architecture)]
     for i, (name, values) in enumerate(parts):
         ours = name_of(architecture, name)
-        if values.dim() == 1 or ours.endswith("bias") or ours.split(".")[-2] in PLAIN_PARTS:
+        order = torch.arange(len(values))
+        part = ours.split(".")[-2]
+        if architecture == "llama" and part in ("attn_q", "attn_k"):
+            order = permuted(order, HEADS if part == "attn_q" else KV_HEADS)
+        if values.dim() == 1 or ours.endswith("bias") or part in PLAIN_PARTS:
             offset = float(architecture == "gemma3" and name.endswith("norm.weight"))
             sums = values + offset
             values.copy_(sums - offset)
-            stored[ours] = sums.numpy()
+            stored[ours] = sums[order].numpy()
             continue
         kind = types[i % len(types)]
         if kind in PLAIN:
@@ -136,11 +142,7 @@ def save(
         else:
             blocks = random_blocks(tuple(values.shape), kind, i)
         values.copy_(torch.from_numpy(dequantize(blocks, kind).copy()))
-        if architecture == "llama" and ours.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = HEADS if "attn_q" in ours else KV_HEADS
-            order = permuted(torch.arange(len(values)), heads).tolist()
-            blocks = blocks[order]
-        stored[ours] = (blocks, kind)
+        stored[ours] = (blocks[order.numpy()], kind)
     metadata = {
         "block_count": len(model.model.layers),
         "context_length": 256,
@@ -189,12 +191,16 @@ def check_logits(path: Path, model: Any) -> None:
             assert len(inner) >= 4 * LAYERS, "the matrices are not widened"
 
 
-@pytest.mark.parametrize("architecture", list(MODELS))
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [("llama", {}), ("llama", BIASES), ("qwen2", {}), ("qwen3", {})],
+    ids=["llama", "llama with biases", "qwen2", "qwen3"],
+)
 def test_a_model_computes_as_transformers_on_the_dequantised_weights(
-    architecture: str, tmp_path: Path
+    architecture: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     """Types of blocks are mixed, so that q, k and v differ."""
-    model = reference_model(MODELS[architecture][0])
+    model = reference_model(MODELS[architecture][0], **fields)
     path = tmp_path / "model.gguf"
     save(path, architecture, model)
     check_logits(path, model)
@@ -246,17 +252,19 @@ def test_yarn_and_linear_scalings_are_read(tmp_path: Path) -> None:
 
 
 def test_slices_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
-    """Of permuted rows too, within a head and across heads."""
+    """Of permuted rows and biases too, within a head and across heads. Mixtral's are Llama's."""
+    known = {each.name for each in (*ARCHITECTURES.values(), MIXTRAL) if each.is_permuted}
+    assert known == {"LlamaForCausalLM", "MixtralForCausalLM"}, "others need a case of their own"
     path = tmp_path / "model.gguf"
-    model = reference_model("Llama")
+    model = reference_model("Llama", **BIASES)
     save(path, "llama", model)
     weights = find_model("--model", str(path)).weights
     for name, parameter in model.named_parameters():
         assert torch.equal(weights.read(name).float(), parameter), name
-        if parameter.dim() == 1:
-            assert torch.equal(weights.read(name, (slice(3, 9),)), parameter[3:9])
-            continue
         for rows in (slice(0, 7), slice(60, 70), slice(1, len(parameter) - 3)):
+            if parameter.dim() == 1:
+                assert torch.equal(weights.read(name, (rows,)), parameter[rows]), (name, rows)
+                continue
             found = weights.read(name, (rows, slice(32, 96)))
             assert torch.equal(found.float(), parameter[rows, 32:96]), (name, rows)
             if weights.tensors[name].numbers is not None:
@@ -346,7 +354,9 @@ def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_sentencepiece_vocabulary_is_that_of_the_library(
     has_prefix: bool, tmp_path: Path
 ) -> None:
-    """Trained here; some bytes of the texts have no piece but that of the byte."""
+    """Trained here; some bytes of the texts have no piece but that of the byte. Runs of spaces are
+    user-defined, as Gemma's are, and llama.cpp's converter writes them as bare spaces."""
+    user_defined = ["<tool>", *("\u2581" * count for count in (2, 3, 4, 7)), "a\u2581b"]
     stream = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([TEXTS[0], TEXTS[2], TEXTS[3]] * 20),
@@ -359,19 +369,23 @@ def test_a_sentencepiece_vocabulary_is_that_of_the_library(
         add_dummy_prefix=has_prefix,
         split_digits=True,
         allow_whitespace_only_pieces=True,
-        user_defined_symbols=["<tool>"],
+        user_defined_symbols=user_defined,
         minloglevel=2,
     )
     expected = sentencepiece.SentencePieceProcessor(model_proto=stream.getvalue())
     ids = range(expected.get_piece_size())
     kinds = [
         *((expected.is_unknown, 2), (expected.is_control, 3), (expected.is_byte, 6)),
-        (lambda i: expected.id_to_piece(i) == "<tool>", 4),
+        (lambda i: expected.id_to_piece(i) in user_defined, 4),
     ]
     types = [next((kind for is_kind, kind in kinds if is_kind(i)), 1) for i in ids]
+    pieces = [expected.id_to_piece(i) for i in ids]
     strings = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [expected.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.tokens": [
+            piece.replace("\u2581", " ") if kind == 4 else piece
+            for piece, kind in zip(pieces, types, strict=True)
+        ],
         "tokenizer.ggml.scores": [expected.get_score(i) for i in ids],
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.unknown_token_id": expected.unk_id(),
@@ -380,9 +394,15 @@ def test_a_sentencepiece_vocabulary_is_that_of_the_library(
     path = tmp_path / "tokenizer.gguf"
     write_gguf(path, "llama", {}, {}, strings)
     found = load_tokenizer(path)
-    for text in (*TEXTS, "a <tool> b"):
+    spaced = [f"a{' ' * count}b\n{' ' * count}c  <tool>" for count in range(12)]
+    for text in (*TEXTS, "a <tool> b", *spaced):
         assert found.encode(text) == expected.encode(text), text
         assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+    assert found.pieces == dict(enumerate(pieces))
+    strings["tokenizer.ggml.tokens"][-1] = strings["tokenizer.ggml.tokens"][-2]
+    write_gguf(path, "llama", {}, {}, strings)
+    with pytest.raises(ValueError, match=re.escape(f"its tokenizer has {pieces[-2]!r} twice")):
+        load_tokenizer(path)
 
 
 # --- files that lie ---
@@ -610,14 +630,15 @@ def test_a_file_is_planned_for_and_drafts_with_its_own_weights(
     assert done.code == 0, done.err
 
 
+@pytest.mark.parametrize(("kind", "fields"), [("Qwen2", {}), ("Llama", BIASES)])
 def test_a_file_is_converted_to_a_directory_of_hugging_face(
-    tmp_path: Path, command: Command
+    kind: str, fields: dict[str, Any], tmp_path: Path, command: Command
 ) -> None:
     """Which transformers reads: the weights, the config and the ids are the file's."""
     path = tmp_path / "model.gguf"
-    tokenizer = trained_bpe("llama-bpe")
-    model = reference_model("Qwen2", vocab_size=420)
-    save(path, "qwen2", model, strings=vocabulary_of(tokenizer, "llama-bpe"))
+    tokenizer = trained_bpe("qwen2")
+    model = reference_model(kind, vocab_size=420, **fields)
+    save(path, kind.lower(), model, strings=vocabulary_of(tokenizer, "qwen2"))
     out = tmp_path / "converted" / "model.safetensors"
     done = command("model", "convert", path, "--out", out, "--dtype", "float32")
     assert done.code == 0, done.err
@@ -639,11 +660,12 @@ def test_a_file_is_converted_to_a_directory_of_hugging_face(
 def test_a_converted_file_keeps_the_numbers(
     kind: str, out: str, tmp_path: Path, command: Command
 ) -> None:
-    """To the bit, on ranks too: of all types, permuted rows, and a head that is the embedding."""
+    """To the bit, on ranks too: of all types, permuted rows and biases, and a head that is the
+    embedding."""
     path = tmp_path / "model.gguf"
     strings = vocabulary_of(trained_bpe("gpt-2"), "gpt-2")
-    is_tied = kind == "Qwen2"
-    model = reference_model(kind, vocab_size=420, tie_word_embeddings=is_tied)
+    fields = {"tie_word_embeddings": True} if kind == "Qwen2" else BIASES
+    model = reference_model(kind, vocab_size=420, **fields)
     save(path, kind.lower(), model, strings=strings)
     converted = tmp_path / "converted" / out
     done = command("model", "convert", path, "--out", converted)

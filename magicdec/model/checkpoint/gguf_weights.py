@@ -123,6 +123,10 @@ class GgufWeights(FileWeights):
         """What the converter has added to the weights of norms that Hugging Face stores less 1."""
         return self._norm_offset if name.endswith(NORM) else 0.0
 
+    def _is_permuted(self, name: str) -> bool:
+        """Whether its rows, or the numbers of a bias, are in the order of adjacent pairs."""
+        return name.rpartition(".")[0].endswith(self._permuted)
+
     def type_name(self, name: str) -> str:
         """ggml's name of a tensor's type, as "Q4_K"."""
         type_id = self._stored[name].type_id
@@ -132,7 +136,10 @@ class GgufWeights(FileWeights):
         rows, *columns = (*index, slice(None))[: len(self._stored[name].shape)]
         tensor = self._stored[name]
         if len(tensor.shape) == 1:
-            vector = _floats(tensor, _read_bytes(tensor, 0, 1))[0][rows]
+            whole = _floats(tensor, _read_bytes(tensor, 0, 1))[0]
+            if self._is_permuted(name):
+                whole = whole[unpermuted(len(whole), self._head_dim)]
+            vector = whole[rows]
             # Exact: what is stored is a sum with the offset, rounded to float32.
             return vector.float() - self._offset(name) if self._offset(name) else vector
         values = self._rows_of(name, rows)
@@ -163,7 +170,7 @@ class GgufWeights(FileWeights):
         assert step == 1 and len(tensor.shape) == 2, "rows of a matrix are read in their order"
         order: NDArray[np.int64] | None = None
         start, end = first, last
-        if self._permuted and name.rpartition(".")[0].endswith(self._permuted):
+        if self._is_permuted(name):
             size = self._head_dim
             start, end = first // size * size, -(-last // size) * size
             order = unpermuted(end - start, size)[first - start : last - start]
@@ -176,8 +183,8 @@ class GgufWeights(FileWeights):
 
 
 def unpermuted(num_rows: int, head_dim: int) -> NDArray[np.int64]:
-    """For each row of q or k, in whole heads, the stored one: the converter of llama.cpp has put
-    the two rows that are rotated together, which are half a head apart, beside each other."""
+    """For each output of q or k, in whole heads, the stored one: the converter of llama.cpp has put
+    the two outputs that are rotated together, which are half a head apart, beside each other."""
     rows = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
     return rows.transpose(0, 2, 1).reshape(-1)
 

@@ -5,6 +5,7 @@ byte-level BPE as a `tokenizers` file, Llama's as a SentencePiece model. Imports
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ SENTENCEPIECE = "llama"
 # Types of tokens, which are SentencePiece's too.
 CONTROL = 3
 USER_DEFINED = 4
+SPACE = "\u2581"  # how SentencePiece writes a space
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -81,6 +83,17 @@ class Vocabulary:
     has_space_prefix: bool
     unknown_id: int | None
 
+    @property
+    def pieces(self) -> list[str]:
+        """The tokens as the libraries have them: llama.cpp's converter writes the spaces of
+        SentencePiece's user-defined ones out, which it looks for before it escapes a text."""
+        if self.model == BYTE_LEVEL:
+            return list(self.tokens)
+        return [
+            token.replace(" ", SPACE) if kind == USER_DEFINED else token
+            for token, kind in zip(self.tokens, self.types, strict=True)
+        ]
+
 
 def read_vocabulary(file: GgufFile) -> Vocabulary:
     """Raises ValueError, one line with the file, for a tokenizer that is not certainly computed."""
@@ -112,8 +125,10 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
             f"{file.path}: its tokenizer has {count} tokens, {len(found.types)} types and "
             f"{len(found.scores)} scores; {AGAIN}"
         )
-    if model == BYTE_LEVEL and len(set(tokens)) != count:
-        raise ValueError(f"{file.path}: a token of its tokenizer is there twice; {AGAIN}")
+    pieces = found.pieces
+    if len(set(pieces)) != count:
+        [(twice, _)] = Counter(pieces).most_common(1)
+        raise ValueError(f"{file.path}: its tokenizer has {twice!r} twice; {AGAIN}")
     if model == BYTE_LEVEL and found.splits not in SPLITS:
         raise ValueError(
             f"{file.path}: tokenizer.ggml.pre {found.splits!r} is not known; known are "
@@ -170,9 +185,9 @@ def tokenizers_file(vocabulary: Vocabulary) -> dict[str, Any]:
 def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
     """The content of a `tokenizer.model`: SentencePiece's ModelProto, BPE with byte fallback."""
     pieces = b"".join(
-        _message(1, _message(1, token.encode()), _float(2, score), _number(3, kind))
-        for token, score, kind in zip(
-            vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True
+        _message(1, _message(1, piece.encode()), _float(2, score), _number(3, kind))
+        for piece, score, kind in zip(
+            vocabulary.pieces, vocabulary.scores, vocabulary.types, strict=True
         )
     )
     unknown = 0 if vocabulary.unknown_id is None else vocabulary.unknown_id
