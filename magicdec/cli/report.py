@@ -78,7 +78,7 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
         for request in outcome.requests:
             text = prepared.tokenizer.show(request.output_ids)
             print(f"--- sequence {request.request_id}\n{text}")
-    print_record(outcome.record)
+    print_record(outcome.record, output.verbose)
     warn_of_load([outcome.record.environment], "runs")
     print(said, file=sys.stderr)
     return is_kept

@@ -441,7 +441,8 @@ class OutputSection:
     printoutput: bool = setting(False, "Print the generated text.")
     verbose: bool = setting(
         False,
-        "Print every setting before the run, with what auto chose and why. The record has them.",
+        "Print every setting before, with what auto chose and why, and all metrics and checks "
+        "after. The record has them.",
     )
     benchmark: bool = setting(
         False,

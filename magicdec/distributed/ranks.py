@@ -99,6 +99,7 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from magicdec.distributed.rendezvous import register_rendezvous
+    from magicdec.distributed.watching.watch import LauncherWatch, stop_watching
 
     logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
     # Threads as torchrun sets them; a rank then sets its own.
@@ -118,6 +119,7 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
             rdzv_backend=register_rendezvous(),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        LauncherWatch(nproc).start()
         try:
             elastic_launch(config, words[0])(*words[1:])
         except ChildFailedError as error:
@@ -134,6 +136,8 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
             return 128 + error.sigval
         except KeyboardInterrupt:
             return INTERRUPTED
+        finally:
+            stop_watching()
     return 0
 
 

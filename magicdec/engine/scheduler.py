@@ -277,9 +277,10 @@ class StepCounts:
 
     def look_up(self, request_id: int, num_tokens: int, num_found: int) -> None:
         """Count a request that joins with so many tokens, of which a prefix cache has some."""
-        for counts in (self, self.moves[request_id]):
-            counts.num_looked_up += num_tokens
-            counts.num_found += num_found
+        self.num_looked_up += num_tokens
+        self.num_found += num_found
+        self.moves[request_id].num_looked_up += num_tokens
+        self.moves[request_id].found.append(num_found)
 
     def watch(self, plan: StepPlan) -> None:
         """Count a step that begins now. A request is prefilled or decoded in it."""

@@ -1,4 +1,5 @@
-"""The table of one run, its passes side by side. `bench/report/listing.py` lists many runs.
+"""The table of one run, its passes side by side, with the rows that matter most or all of them.
+`bench/report/listing.py` lists many runs.
 
 A percentile has a row only with enough sequences, and stalls only if a step stalled.
 """
@@ -17,7 +18,7 @@ from magicdec.records.correctness import (
     ForwardErrors,
     JudgedAgain,
 )
-from magicdec.records.fields import Recorded
+from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.metric_tables import (
     MANY,
     break_even_length,
@@ -32,24 +33,30 @@ from magicdec.records.workload import format_mark
 STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
 
 
-def print_record(record: RunRecord) -> None:
-    for table in (table_of(record), *category_tables(method(record), record.metrics)):
+def print_record(record: RunRecord, is_verbose: bool = False) -> None:
+    tables = table_of(record, is_verbose), *category_tables(method(record), record.metrics)
+    for table in tables:
         table.print()
 
 
-def table_of(record: RunRecord) -> Table:
-    """The result of the check, and the baseline and the strategy side by side."""
-    verdict = Line(verdict_of(record), STYLES.get(record.status, "bold red"))
+def table_of(record: RunRecord, is_verbose: bool = False) -> Table:
+    """The result of the check, the baseline and the strategy side by side, and whether speculation
+    pays. With `is_verbose` what else was checked, and all rows."""
+    verdict = Line(verdict_of(record, is_verbose), STYLES.get(record.status, "bold red"))
     if record.metrics is None:
         return Table(above=[verdict])
-    passes = [method(record)] if record.baseline_metrics is None else [BASELINE, method(record)]
-    rows = [(label, *cells) for label, cells in table_rows(record)]
+    # In two lines, so that 80 columns have room for the rows beside it.
+    column = Column(method(record).replace(", ", ",\n", 1), key=method(record))
+    passes = [column] if record.baseline_metrics is None else [BASELINE, column]
+    shown = SHOWN if is_verbose else BRIEF
+    rows = [(label, *cells) for label, cells in table_rows(record, shown)]
     return Table(
         [Column("", is_text=True), *passes],
         rows,
         _title(record),
         above=[verdict],
         below=[
+            *pays_of(record),
             *stalls_of(record),
             *(record.workload.left_out_lines if record.workload is not None else ()),
         ],
@@ -90,12 +97,11 @@ def _title(record: RunRecord) -> str:
     parallel = c["parallel"]
     dataset = "" if record.workload is None else f", {record.workload.text}{format_mark(c)}"
     bandwidth = e.read_bandwidth_bytes_per_s
-    batches = w["num_batches"]
     read = "" if bandwidth is None else f", {bandwidth / 1e9:.1f} GB/s read"
     return (
         f"{c['model']['model']} ({dtypes_of(c['model'])}){dataset}: "
         f"B {w['batch_size']}, prefix {w['prefix_len']}, {w['gen_len']} new tokens, "
-        f"{batches} batch{'es' * (batches != 1)}; "
+        f"{batches(w['num_batches'])}; "
         f"ranks {e.world_size} x threads {e.threads}, "
         f"{parallel.get('collectives') or parallel['device']}{read}"
     )
@@ -108,8 +114,9 @@ def dtypes_of(model: dict[str, Any]) -> str:
     return f"{dtype}, {weights} weights" if weights in NARROW else dtype
 
 
-def verdict_of(record: RunRecord) -> str:
-    """One line with the verdict of a run and the finding of each check."""
+def verdict_of(record: RunRecord, is_verbose: bool = True) -> str:
+    """One line with the verdict of a run, and with `is_verbose` or where it is not right the
+    finding of each check."""
     c = record.correctness
     if record.status == "failed":
         return f"failed: {record.error}"
@@ -123,9 +130,11 @@ def verdict_of(record: RunRecord) -> str:
         differences = ", no difference" if c.identical else f"{where}{explained_text(c)}"
         return f"DIVERGED: {compared}{differences}{checked}; no performance is reported"
     if c.identical:
-        return f"identical: {compared}, no difference{checked}"
-    ties = f"ok with {c.num_excused} tie(s), not identical: {compared}{where}{explained_text(c)}"
-    return f"{ties}{checked}"
+        return f"identical: {compared}, no difference{checked if is_verbose else ''}"
+    ties = f"ok with {c.num_excused} tie(s), not identical: {compared}"
+    if is_verbose:
+        return f"{ties}{where}{explained_text(c)}{checked}"
+    return f"{ties}; rounding explains what differs"
 
 
 def judged_text(found: JudgedAgain | None) -> str:
@@ -230,16 +239,23 @@ SHOWN = (
     *("num_steps", "stalled_steps", "stalled_ms"),
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 )
+# Those of them that are shown by default.
+BRIEF = (
+    *("decode_tokens_per_s", "speedup", "total_speedup", "net_speedup"),
+    *("mean_tpot_ms", "mean_ttft_ms", "answer_score"),
+    *("draft_acceptance_rate", "mean_emitted_tokens", "mean_draft_tokens"),
+    *("median_step_ms", "roofline_fraction", "peak_memory_bytes"),
+)
 POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
 OF_STALLS = ("total_speedup", "stalled_steps", "stalled_ms")  # rows where a step stalled
 MEDIANS = ("speedup", "total_speedup", "net_speedup")  # over batches
 
 
-def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
-    """(label, cells of the passes that have metrics) for each row that says something."""
+def table_rows(record: RunRecord, names: Sequence[str] = SHOWN) -> list[tuple[str, list[str]]]:
+    """(label, cells of the passes that have metrics) for each row of these that says something."""
     columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
     count = MANY if record.workload is None else record.workload.num_prompts
-    shown = [name for name in SHOWN if has_enough(name, count)]
+    shown = [name for name in names if has_enough(name, count)]
     if not any(metrics.stalled_steps for metrics in columns):
         shown = [name for name in shown if name not in OF_STALLS]
     rows = []
@@ -247,7 +263,7 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
         texts = [text_of(cell) for cell in cells]
         if name in MEDIANS:
             each = getattr(columns[-1], f"{name}_per_batch") or ()
-            label = f"{label}, median of {len(each)} batch{'' if len(each) == 1 else 'es'}"
+            label = f"{label}, median of {batches(len(each))}"
         if name == "acceptance_per_position":
             texts = [positions_of(metrics) for metrics in columns]
         rows.append((label, texts))
@@ -268,6 +284,45 @@ def break_even(record: RunRecord) -> float | None:
     num_tokens = sum(map(sum, samples.sequence_tokens))
     of_drafts = metrics.num_spec_steps, metrics.mean_emitted_tokens
     return break_even_length(num_tokens, num_tokens / metrics.speedup, *of_drafts)
+
+
+def batches(count: int) -> str:
+    return f"{count} batch{'' if count == 1 else 'es'}"
+
+
+def pays_of(record: RunRecord) -> list[str]:
+    """A sentence that says whether speculation pays, by the net speedup; none without one."""
+    metrics = record.metrics
+    if metrics is None or metrics.net_speedup is None:
+        return []
+    count = len(metrics.net_speedup_per_batch or ())
+    ends = metrics.net_speedup_interval
+    pays = "pays" if metrics.net_speedup > 1 else "does not pay"
+    sure = f" in {batches(count)}" if ends is None else ""
+    if ends is not None and ends[0] <= 1 <= ends[1]:
+        pays = "may or may not pay"
+    is_emulated = record.config["decoding"].get("emulate_acceptance") is not None
+    subject = "Speculation with EMULATED acceptance" if is_emulated else "Speculation"
+    described = {key: about for key, _, about in described_fields(Metrics)}
+    net = described["net_speedup"].show_between(metrics.net_speedup, ends)
+    return [f"{subject} {pays} here: net speedup {net}{sure}; {_emitted_and_needed(record)}."]
+
+
+def _emitted_and_needed(record: RunRecord) -> str:
+    """The tokens of a verification beside those that it needs, as a part of a sentence."""
+    metrics = record.metrics
+    assert metrics is not None and metrics.net_speedup is not None, "the run has a speedup"
+    emitted = metrics.mean_emitted_tokens
+    if emitted is None:
+        return "nothing was drafted"
+    text = f"a verification emits {emitted:.2f} tokens"
+    needed = break_even(record)
+    if needed is None:
+        return text
+    text = f"{text} and pays from {needed:.2f} on"
+    if metrics.net_speedup > 1 or emitted <= needed:
+        return text
+    return f"{text}, which is less than what comes before the first step costs"
 
 
 def positions_of(metrics: Metrics) -> str:

@@ -203,13 +203,17 @@ class Request:
 
 @dataclass
 class Moves:
-    """Times at which a request joined the running batch and was preempted. Each time that it joined
-    so many of its tokens were looked for in a prefix cache, and found."""
+    """Times at which a request joined the running batch and was preempted. When it joined, so many
+    of its tokens were looked for in a prefix cache, and each time so many found."""
 
     joined_s: list[float] = field(default_factory=list)
     preempted_s: list[float] = field(default_factory=list)
     num_looked_up: int = 0
-    num_found: int = 0
+    found: list[int] = field(default_factory=list)
+
+    @property
+    def num_found(self) -> int:
+        return sum(self.found)
 
 
 @dataclass(frozen=True)

@@ -398,4 +398,27 @@ PROPERTIES = (
                   "abs(after - before) <= READS_TOLERANCE", "after - before <= READS_TOLERANCE"),
         ),
     ),
+    Property(
+        "A share of the time of a forward is at most 100 %, or null with its reason.",
+        "test_latency.py::test_a_share_above_100_percent_is_null_with_its_reason",
+        (
+            Fault("a share above 100 % of products", "bench/latency/record.py",
+                  "products_fraction=of_products if of_products <= 1 else None",
+                  "products_fraction=of_products"),
+            Fault("a share above 100 % of bytes", "bench/latency/record.py",
+                  "roofline_fraction=of_bytes if of_bytes <= 1 else None",
+                  "roofline_fraction=of_bytes"),
+            Fault("no share of the whole time", "bench/latency/record.py",
+                  "products_reason=None if of_products <= 1 else",
+                  "products_reason=None if of_products < 1 else"),
+        ),
+    ),
+    Property(
+        "Products by themselves take the least of their times.",
+        "test_latency.py::test_other_programs_only_add_to_the_time_of_products",
+        (
+            Fault("the mean of the times of products", "bench/latency/forwards.py",
+                  "seconds = min(seconds_of(", "seconds = sum(seconds_of("),
+        ),
+    ),
 )  # fmt: skip

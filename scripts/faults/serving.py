@@ -248,4 +248,14 @@ PROPERTIES = (
                   "self._prompt_tokens = sum(", "self._prompt_tokens += sum("),
         ),
     ),
+    Property(
+        "Prompt tokens that a prefix cache had are not prefilled.",
+        f"{METRICS}test_tokens_that_were_found_are_not_prefilled",
+        (
+            Fault("found tokens prefilled", "bench/serving/metrics.py",
+                  "len(request.prompt_ids) - sum(moves.found[:1])", "len(request.prompt_ids)"),
+            Fault("tokens found after the first token", "bench/serving/metrics.py",
+                  "sum(moves.found[:1])", "sum(moves.found)"),
+        ),
+    ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from magicdec.records.intervals import FEWEST_BATCHES, ratio_interval
 from magicdec.records.metrics import decode_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import STATUSES, RunRecord, append_record
-from magicdec.records.table import table_rows
+from magicdec.records.table import SHOWN, pays_of, table_of, table_rows
 
 Record = dict[str, Any]
 RATE = 0.8
@@ -140,15 +140,15 @@ def test_the_table_has_a_line_a_run(
     assert max(map(len, lines)) <= 80
 
 
-def printed(record: Record, capsys: pytest.CaptureFixture[str]) -> str:
-    table.print_record(parse_record(record))
+def printed(record: Record, capsys: pytest.CaptureFixture[str], is_verbose: bool = True) -> str:
+    table.print_record(parse_record(record), is_verbose)
     return " ".join(capsys.readouterr().out.split())
 
 
 def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(make(), capsys)
     assert "identical: 99 tokens compared with autoregressive, no difference" in out
-    assert "self-speculation, streaming_llm 257, gamma 4" in out
+    assert "self-speculation," in out and "streaming_llm 257, gamma 4" in out
     assert "decode, tokens/s" in out and "1,234,567.8" in out and "1.50x" in out and "0.800" in out
     assert "verify" not in out, "a row without numbers is left out"
     assert "answer score" not in out
@@ -164,6 +164,109 @@ def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str])
     assert "3 token(s) are not the wider model's choice, of the baseline's 4" in out
     alone = make(correctness=asdict(Correctness(None, num_tokens=99)), baseline_metrics=None)
     assert "99 tokens; not compared" in printed(alone, capsys)
+
+
+def test_by_default_the_verdict_is_one_fact(capsys: pytest.CaptureFixture[str]) -> None:
+    """What else was checked is for `--verbose`, and for a verdict that is not right."""
+    parts = {"judged_again": JudgedAgain(30, 31, 99, 0), "forwards": ForwardErrors(9, 0)}
+    run = make(correctness=asdict(replace(IDENTICAL, **parts)))
+    out = printed(run, capsys, is_verbose=False)
+    assert out.startswith("identical: 99 tokens compared with autoregressive, no difference demo (")
+    out = printed(with_ties(), capsys, is_verbose=False)
+    tie = (
+        "ok with 2 tie(s), not identical: 99 tokens compared with autoregressive; rounding explains"
+    )
+    assert out.startswith(f"{tie} what differs demo (")
+    out = printed(diverged(), capsys, is_verbose=False)
+    assert "margin 2.5" in out and "no performance is reported" in out
+
+
+def test_by_default_a_table_has_at_most_14_rows(record: RunRecord) -> None:
+    """Of a run that has a value for every row."""
+    assert record.metrics is not None and record.workload is not None
+    several = {
+        each.name: [1.5] * 4
+        for each in fields(record.metrics)
+        if each.name.endswith(("_per_batch", "_per_position"))
+    }
+    full = dict.fromkeys(SHOWN, 1.5) | several | {"acceptance_per_position_interval": None}
+    metrics = replace(record.metrics, **full)
+    workload = replace(record.workload, num_prompts=100)
+    run = replace(record, metrics=metrics, baseline_metrics=metrics, workload=workload)
+    every, brief = (table_of(run, is_verbose).rows for is_verbose in (True, False))
+    assert len(brief) <= 14 < len(every)
+    assert [row for row in every if row in brief] == [*brief], "the same rows in the same order"
+    assert {"speedup, median of 4 batches", "  of them that pay (break-even)"} <= {
+        row[0] for row in brief
+    }
+
+
+@pytest.mark.parametrize(
+    ("net", "ends", "emitted", "said"),
+    [
+        (
+            1.5,
+            [1.2, 1.9],
+            3.0,
+            "Speculation pays here: net speedup 1.50x [1.20, 1.90]; a "
+            "verification emits 3.00 tokens and pays from 2.00 on.",
+        ),
+        (
+            0.8,
+            [0.7, 0.9],
+            1.5,
+            "Speculation does not pay here: net speedup 0.80x [0.70, 0.90]; a "
+            "verification emits 1.50 tokens and pays from 2.00 on.",
+        ),
+        (
+            1.1,
+            [0.9, 1.4],
+            3.0,
+            "Speculation may or may not pay here: net speedup 1.10x [0.90, 1.40]",
+        ),
+        (0.9, [0.8, 1.0], 3.0, "Speculation may or may not pay here"),
+        (
+            0.9,
+            None,
+            3.0,
+            "Speculation does not pay here: net speedup 0.90x in 2 batches; a "
+            "verification emits 3.00 tokens and pays from 2.00 on, which is less than what comes "
+            "before the first step costs.",
+        ),
+        (
+            1.0,
+            None,
+            None,
+            "Speculation does not pay here: net speedup 1.00x in 2 batches; nothing was drafted.",
+        ),
+        (None, None, 3.0, None),
+    ],
+)
+def test_a_sentence_says_whether_speculation_pays(
+    net: float | None,
+    ends: list[float] | None,
+    emitted: float | None,
+    said: str | None,
+    record: RunRecord,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table, "break_even", lambda record: 2.0)
+    assert record.metrics is not None
+    metrics = replace(
+        record.metrics,
+        net_speedup=net,
+        net_speedup_interval=ends,
+        net_speedup_per_batch=[1.0, 2.0],
+        mean_emitted_tokens=emitted,
+    )
+    run = replace(record, metrics=metrics)
+    assert [line.startswith(said or "") for line in pays_of(run)] == (
+        [] if said is None else [True]
+    )
+    decoding = record.config["decoding"] | {"emulate_acceptance": [0.5]}
+    emulated = replace(record, metrics=metrics, config=record.config | {"decoding": decoding})
+    for line in pays_of(emulated):
+        assert line.startswith("Speculation with EMULATED acceptance ")
 
 
 def test_a_verdict_says_what_its_parts_have_found(capsys: pytest.CaptureFixture[str]) -> None:

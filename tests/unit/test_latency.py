@@ -1,6 +1,7 @@
 """`magicdec latency`: its flags, the order of its forwards, how ranks' times become rows, and the
 memory plan of a grid, held to the caches that its forwards make."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from magicdec.bench.latency.forwards import (
     time_place,
 )
 from magicdec.bench.latency.record import (
+    FROM_A_CACHE,
+    SLOWER_ALONE,
     LatencyCell,
     LatencyGrid,
     LatencyRecord,
@@ -210,6 +213,39 @@ def test_a_repeat_lasts_as_long_as_its_slowest_rank() -> None:
     assert row.roofline_fraction == pytest.approx(1000 / 1000.0 / 3.0)
     assert row.products_fraction == pytest.approx(0.9 / 3.0)
     assert (row.experts_read, row.experts_by_chance) == (2.5, None)
+
+
+def test_a_share_above_100_percent_is_null_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that took longer by themselves than in the forward, and bytes from a cache, are no
+    shares; the whole of the time is one."""
+    cell = LatencyCell("decode", 1, 100, 1)
+    rows = [
+        summarise([[(cell, [1.0], num_bytes, products, None)]], bandwidth=100.0)[0]
+        for num_bytes, products in ((100, 1.0), (101, 0.5), (50, 1.01))
+    ]
+    assert [row.roofline_fraction for row in rows] == [1.0, None, 0.5]
+    assert [row.products_fraction for row in rows] == [1.0, 0.5, None]
+    assert [row.roofline_reason for row in rows] == [None, FROM_A_CACHE, None]
+    assert [row.products_reason for row in rows] == [None, None, SLOWER_ALONE]
+    monkeypatch.setattr("magicdec.bench.latency.record._title", lambda record: "")
+    record = LatencyRecord.__new__(LatencyRecord)
+    object.__setattr__(record, "rows", rows)
+    (table,) = tables([record])
+    shares = [["100.0 %", "100.0 %"], ["-", "50.0 %"], ["50.0 %", "-"]]
+    assert [cells[-2:] for cells in table.body if cells] == shares
+    assert [line.rpartition(": more than")[0] for line in table.below] == [
+        "of bytes, where none is shown", "of products, where none is shown",
+    ]  # fmt: skip
+
+
+def test_other_programs_only_add_to_the_time_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the times of a product by itself the least counts: all others waited for a core."""
+    times = itertools.cycle([5.0] * (forwards.TRIES - 1) + [0.5])
+    monkeypatch.setattr(forwards, "seconds_of", lambda *args: next(times))
+    model = tiny_transformer()
+    quiet = seconds_of_products(model, 3, torch.device("cpu"))
+    monkeypatch.setattr(forwards, "seconds_of", lambda *args: 0.5)
+    assert seconds_of_products(model, 3, torch.device("cpu")) == quiet
 
 
 def test_a_mixtures_forwards_are_shown_with_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:

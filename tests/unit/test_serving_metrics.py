@@ -53,6 +53,17 @@ def test_metrics_are_those_of_the_time_stamps() -> None:
     assert found.request_goodput is None, "no bound was given"
 
 
+def test_tokens_that_were_found_are_not_prefilled() -> None:
+    """Two of the three prompt tokens of request 1 are found when it joins; when it joins again,
+    four of its text, which were not computed before its first token."""
+    moves = {0: Moves([10.25]), 1: Moves([11.5, 13.25], [13.125], 9, [2, 4]), 2: Moves([12.5])}
+    found = serving_metrics(REQUESTS, replace(COUNTS, moves=moves))
+    speeds = 3 / 0.25, 1 / 1.5, 3 / 0.5
+    assert found.prefill_tokens_per_s == pytest.approx(sum(speeds) / 3)
+    _, of_record, _ = describe_requests(REQUESTS, moves, 10.0)
+    assert (of_record.num_prefix_tokens, of_record.joined_prefix_tokens) == (6, [2, 4])
+
+
 def test_tokens_of_one_step_have_no_gap() -> None:
     """Request 1 emits two tokens in its first and in its last step."""
     assert REQUESTS[1].gaps_ms() == [500, 500] and REQUESTS[2].gaps_ms() == []

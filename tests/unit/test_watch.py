@@ -23,6 +23,7 @@ from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.distributed.watching.watch import (
     INTERVAL_S,
     Heartbeat,
+    LauncherWatch,
     RankWatch,
     end_process,
     end_stopped,
@@ -153,6 +154,33 @@ def test_looks_are_counted_until_a_rank_is_lost(other: subprocess.Popen[bytes]) 
     change(signal.SIGSTOP, [1])
     lines = [watching._find_stopped() for _ in range(41)]
     assert lines == [*[""] * 40, "rank 1 has been stopped by a signal for 20 s"]
+
+
+def test_the_launcher_ends_a_rank_that_is_stopped_when_others_have_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then no rank watches it any more. While all run, it is theirs to name."""
+    monkeypatch.setattr(watch_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch_module, "MOST_S", 0.045)
+    ranks = [
+        subprocess.Popen(["sleep", "60"], env=os.environ | {"RANK": str(rank)}) for rank in range(3)
+    ]
+    watching = LauncherWatch(3)
+    watching.start()
+    try:
+        ranks[1].send_signal(signal.SIGSTOP)
+        time.sleep(0.3)
+        assert [rank.poll() for rank in ranks] == [None] * 3
+        ranks[2].terminate()
+        assert ranks[1].wait(60) == -signal.SIGKILL
+        assert ranks[0].poll() is None
+        line = "rank 1 has been stopped by a signal for 0 s"
+        assert {*capsys.readouterr().err.splitlines()} == {line}
+    finally:
+        watching.stop()
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def test_ranks_meet_as_often_as_they_like(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_a_reader_that_ends_early_costs_no_record(
 ) -> None:
     """As in `magicdec selfspec | head -1`: the table is not printed, the files are there."""
 
-    def closed(record: object) -> None:
+    def closed(record: object, is_verbose: bool) -> None:
         raise BrokenPipeError
 
     monkeypatch.setattr(report, "print_record", closed)

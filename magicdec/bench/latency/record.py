@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from magicdec.config.sections import KVSection
 from magicdec.model.config import ExpertsConfig
 from magicdec.names import FULL_KV_POLICY
-from magicdec.output.tables import RULE, Column, Table
+from magicdec.output.tables import RULE, Column, Shown, Table
 from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
 from magicdec.records.metric_tables import fixed
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 
 OF_MIXTURES = "unless the model is a mixture of experts; records of before it was measured"
+# Why a share that would be above 1 is null.
+FROM_A_CACHE = (
+    "more than 100 %: the bytes were read from a cache, or the machine was slower when its "
+    "bandwidth was measured"
+)
+SLOWER_ALONE = (
+    "more than 100 %: the products by themselves took longer than the forward, as where other "
+    "programs compute"
+)
 
 
 @dataclass(frozen=True)
@@ -66,17 +75,26 @@ class LatencyRow(LatencyCell):
         "of every visible token, including new ones",
         "bytes",
     )
-    roofline_fraction: float = recorded(
+    roofline_fraction: float | None = recorded(
         "`bytes` divided by the median time and by the read bandwidth of the same run "
-        "(`environment`); above 1 if they were read from a CPU or GPU cache instead of memory",
+        "(`environment`)",
         "ratio",
+        null="if it would be above 1, as for bytes that are read from a cache",
+    )
+    roofline_reason: str | None = recorded(
+        "why `roofline_fraction` is null", null="if it is not", default=None
     )
     products_fraction: float | None = recorded(
         "the time that the products of the forward's linear layers take by themselves, with "
         "weights that are in the processor's cache, divided by the median time: what the "
         "arithmetic alone would leave of it",
         "ratio",
-        null="records of before it was measured",
+        null="if it would be above 1, as on a busy machine; records of before it was measured",
+        default=None,
+    )
+    products_reason: str | None = recorded(
+        "why `products_fraction` is null",
+        null="if it is not; records of before it was measured",
         default=None,
     )
     experts_read: float | None = recorded(
@@ -113,6 +131,8 @@ def summarise(
         median, p10, p90 = (percentile(seconds, p) for p in (50, 10, 90))
         assert median is not None and p10 is not None and p90 is not None, "at least one repeat"
         tokens = cell.B * cell.T
+        of_bytes = num_bytes / bandwidth / median
+        of_products = max(part[3] for part in parts) / median
         row = LatencyRow(
             **vars(cell),
             tokens=tokens,
@@ -120,8 +140,10 @@ def summarise(
             ms_p10=1e3 * p10,
             ms_p90=1e3 * p90,
             bytes=num_bytes,
-            roofline_fraction=num_bytes / bandwidth / median,
-            products_fraction=max(part[3] for part in parts) / median,
+            roofline_fraction=of_bytes if of_bytes <= 1 else None,
+            roofline_reason=None if of_bytes <= 1 else FROM_A_CACHE,
+            products_fraction=of_products if of_products <= 1 else None,
+            products_reason=None if of_products <= 1 else SLOWER_ALONE,
             experts_read=parts[0][4],
             experts_by_chance=None if experts is None else experts.touched(tokens),
         )
@@ -259,15 +281,28 @@ def _table_of(record: LatencyRecord) -> Table:
                 fixed(row.ms_median / decode_ms, 2, "x"),
                 *(experts if has_experts else ()),
                 fixed(row.bytes, 1, scale=1e-6),
-                fixed(row.roofline_fraction, 1, " %", 100),
-                fixed(row.products_fraction, 1, " %", 100),
+                _share(row.roofline_fraction, row.roofline_reason),
+                _share(row.products_fraction, row.products_reason),
             )
         )
     times = ("median, ms", "p10", "p90", "of decode")
     limits = ("MB read", "of bytes", "of products")
     read = ("experts", "by chance") if has_experts else ()
     columns = ("B", "context", Column("forward", is_text=True), "tokens", *times, *read, *limits)
-    return Table(columns, lines, title=_title(record))
+    reasons = {
+        "of bytes": [row.roofline_reason for row in record.rows],
+        "of products": [row.products_reason for row in record.rows],
+    }
+    below = [
+        f"{label}, where none is shown: {reason}"
+        for label, each in reasons.items()
+        for reason in dict.fromkeys(filter(None, each))
+    ]
+    return Table(columns, lines, title=_title(record), below=below)
+
+
+def _share(fraction: float | None, reason: str | None) -> object:
+    return fixed(fraction, 1, " %", 100) if reason is None else Shown("-", None)
 
 
 def _label(row: LatencyRow) -> str:

@@ -111,8 +111,9 @@ class ServedTimes(RecordPart):
         null=ONE_TOKEN,
     )
     prefill_tokens_per_s: float = recorded(
-        "prompt tokens of a request divided by the time from when it first got a row, or a lane of "
-        "pipelined speculation, to its first token; mean over the requests",
+        "prompt tokens of a request, without those that the prefix cache had when it first joined, "
+        "divided by the time from when it first got a row, or a lane of pipelined speculation, to "
+        "its first token; mean over the requests",
         "tokens/s",
         label="prefill, tokens/s of a request",
         digits=1,
@@ -352,10 +353,11 @@ def missing_of(
 
 
 def prefill_speed(request: Request, moves: Moves) -> float:
-    """The prompt tokens of a finished request, divided by the seconds from when it first got a row
-    to its first token."""
+    """The prompt tokens of a finished request that were computed, divided by the seconds from when
+    it first got a row to its first token."""
     assert request.first_token_s is not None, "what has ended has a first token"
-    return len(request.prompt_ids) / max(request.first_token_s - moves.joined_s[0], 1e-9)
+    num_computed = len(request.prompt_ids) - sum(moves.found[:1])
+    return num_computed / max(request.first_token_s - moves.joined_s[0], 1e-9)
 
 
 def rate_of(times_s: Sequence[float]) -> float | None:

@@ -144,6 +144,12 @@ class RequestRecord(RecordPart):
         null=f"{NO_PREFIXES}; in records of earlier versions",
         default=None,
     )
+    joined_prefix_tokens: list[int] | None = recorded(
+        "those of each time that it joined, in the order of `joined_ms`",
+        "tokens",
+        null=f"{NO_PREFIXES}; in records of earlier versions",
+        default=None,
+    )
 
     @property
     def has_positions(self) -> bool:
@@ -437,10 +443,6 @@ def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
     return [share.clip(max=1).round(3).tolist() for share in shares]
 
 
-def prefix_tokens(moves: Moves) -> int | None:
-    return moves.num_found if moves.num_looked_up else None
-
-
 def describe_requests(
     requests: Sequence[Request],
     moves: Mapping[int, Moves],
@@ -487,6 +489,11 @@ def describe_requests(
         known = [digest[part] for digest in digests if digest is not None]
         return known if known and len(known) == len(digests) else None
 
+    def found(own: Moves) -> dict[str, Any]:
+        if not own.num_looked_up:
+            return {}
+        return {"num_prefix_tokens": own.num_found, "joined_prefix_tokens": own.found}
+
     return [
         RequestRecord(
             arrival_ms=ms(request.arrived_s),
@@ -506,7 +513,7 @@ def describe_requests(
             num_cancelled_draft_tokens=judged.num_cancelled.get(request.request_id),
             conversation=None if request.turn is None else request.turn.conversation,
             turn=None if request.turn is None else request.turn.number,
-            num_prefix_tokens=prefix_tokens(moves[request.request_id]),
+            **found(moves[request.request_id]),
         )
         for request in requests
     ]

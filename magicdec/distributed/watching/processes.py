@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,6 +67,19 @@ def processes_seen_here() -> str:
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
+def started_ranks() -> dict[int, int]:
+    """The processes that this one has started as ranks, by rank."""
+    found = dict[int, int]()
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and parent_of(int(path.name)) == os.getpid():
+            with suppress(OSError):  # it has just ended
+                variables = (path / "environ").read_bytes().split(b"\0")
+                number = next((v for v in variables if v.startswith(b"RANK=")), None)
+                if number is not None:
+                    found[int(number.removeprefix(b"RANK="))] = int(path.name)
+    return found
+
+
 def describe(ranks: list[int]) -> str:
     names = ", ".join(map(str, ranks))
     return f"rank {names} has ended" if len(ranks) == 1 else f"ranks {names} have ended"
@@ -78,11 +92,22 @@ def is_alive(pid: int) -> bool:
 
 def state_of(pid: int) -> str | None:
     """The letter of a process's state as in proc(5); None without such a process."""
+    numbers = _stat_of(pid)
+    return None if numbers is None else numbers[0]
+
+
+def parent_of(pid: int) -> int | None:
+    numbers = _stat_of(pid)
+    return None if numbers is None else int(numbers[1])
+
+
+def _stat_of(pid: int) -> list[str] | None:
+    """What proc(5) says of a process, from its state on; None without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return stat.rpartition(")")[2].split()[0]
+    return stat.rpartition(")")[2].split()
 
 
 def report_error(line: str) -> bool:

@@ -1,6 +1,7 @@
 """Ends this rank when another one has ended, whatever this rank waits for.
 
-A rank watches the processes of its host, and also ends if one is stopped for PATIENCE_S.
+A rank watches the processes of its host, and also ends if one is stopped for PATIENCE_S. When ranks
+have ended, no rank watches any more, and the launcher does (`LauncherWatch`).
 
 A host that is cut off closes no connection, and gloo would wait for half an hour. Between hosts
 each rank therefore counts up a number in the rendezvous store (`Heartbeat`): one that stands still
@@ -29,6 +30,7 @@ from magicdec.distributed.watching.processes import (
     describe,
     processes_of,
     report_error,
+    started_ranks,
 )
 
 if TYPE_CHECKING:
@@ -79,12 +81,48 @@ class RankWatch(Watcher):
             before = self.processes.ended()
 
     def _find_stopped(self) -> str:
-        stopped = self.processes.stopped()
-        self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in stopped})
-        for rank, looks in self._stopped.items():
-            if looks * LOOK_S > PATIENCE_S:
-                return f"rank {rank} has been stopped by a signal for {looks * LOOK_S:.0f} s"
-        return ""
+        self._stopped = counted_looks(self._stopped, self.processes)
+        return next(iter(stopped_for(PATIENCE_S, self._stopped).values()), "")
+
+
+def counted_looks(before: Counter[int], processes: Processes) -> Counter[int]:
+    """At how many looks in a row, with this one, each rank was stopped."""
+    return Counter({rank: before[rank] + 1 for rank in processes.stopped()})
+
+
+def stopped_for(seconds: float, looks: Counter[int]) -> dict[int, str]:
+    """A line for each rank that was stopped at all looks of so many seconds."""
+    return {
+        rank: f"rank {rank} has been stopped by a signal for {count * LOOK_S:.0f} s"
+        for rank, count in looks.items()
+        if count * LOOK_S > seconds
+    }
+
+
+class LauncherWatch(Watcher):
+    """The launcher's watcher of the ranks that it has started. A rank that is stopped when another
+    has ended, in the last steps of a command, would hold it until it is continued; after MOST_S it
+    is killed."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__("launcher's watch", partial(print, file=sys.stderr, flush=True))
+        self.num_ranks = num_ranks
+
+    def run(self) -> None:
+        pids = dict[int, int]()
+        looks = Counter[int]()
+        has_ended = False
+        while not self._ending.wait(LOOK_S):
+            if len(pids) < self.num_ranks:
+                pids |= started_ranks()
+                continue
+            processes = Processes(tuple(pids[rank] for rank in sorted(pids)))
+            looks = counted_looks(looks, processes)
+            has_ended = has_ended or bool(processes.ended())
+            for rank, line in stopped_for(MOST_S, looks).items() if has_ended else ():
+                self.on_lost(line)
+                with suppress(ProcessLookupError):
+                    os.kill(pids[rank], signal.SIGKILL)
 
 
 def watch_ranks(launch: Launch) -> None:
