@@ -24,12 +24,13 @@ from magicdec.cli.parsing.record_files import (
 )
 from magicdec.config.sections import WrittenSection
 from magicdec.config.setting import same, setting
+from magicdec.hardware.other_load import load_text
 from magicdec.names import EVERY_KIND, EXPORTS, RECORDS, load_named
 from magicdec.output.files import complete_file
-from magicdec.output.tables import FORMATS, print_tables
+from magicdec.output.tables import FORMATS, Table, print_tables
 from magicdec.output.writing import write_text
 from magicdec.records.reading import read_records
-from magicdec.records.record import Record, RunRecord
+from magicdec.records.record import MeasuredRecord, Record, RunRecord
 
 if TYPE_CHECKING:
     from magicdec.bench.export.form import ExportFormat
@@ -90,7 +91,7 @@ def show(values: ParsedValues) -> int:
     refuse_useless(args, bool(listing.rows))
     others.sort(key=lambda record: kinds.index(record.kind))
     commands = list(commands_of(others))
-    tables = [load_named(TABLES, command[0].kind)(command) for command in commands]
+    tables = [tables_of(command) for command in commands]
     if listing.rows or not commands:
         print_tables([listing.table(args.format)], args.format, NARROW)
         if tables and args.format == "csv":
@@ -103,6 +104,15 @@ def show(values: ParsedValues) -> int:
             print()
         print_tables(of_command, args.format)
     return 0
+
+
+def tables_of(command: Sequence[Any]) -> list[Table]:
+    """The tables of the records of a command, below a line about busy hosts."""
+    measured = [record for record in command if isinstance(record, MeasuredRecord)]
+    taken = [record.environment.cores_taken for record in measured]
+    names = [getattr(record, "name", record.kind) for record in measured]
+    load = load_text(taken, "passes", names)
+    return [*([Table(above=[load])] if load else []), *load_named(TABLES, command[0].kind)(command)]
 
 
 def refuse_useless(args: RecordTableSection, has_runs: bool) -> None:

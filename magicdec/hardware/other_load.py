@@ -159,17 +159,29 @@ def is_busy(cores_taken: Any) -> bool:
     return isinstance(cores_taken, float | int) and cores_taken >= BUSY
 
 
-def warn_of_load(environments: Sequence[Environment], what: str) -> None:
-    """Warn in one line if another load took cores. `what` names the measurements."""
-    taken = [e.cores_taken for e in environments if e.cores_taken is not None]
-    busy = [share for share in taken if is_busy(share)]
+def load_text(cores_taken: Sequence[float | None], what: str, names: Sequence[str] = ()) -> str:
+    """Says in one line that another load took cores, empty if it did not. `what` names the
+    measurements together, and `names` each of them."""
+    busy = {at: share for at, share in enumerate(cores_taken) if share and is_busy(share)}
     if not busy:
-        return
-    of = "" if len(environments) == 1 else f"{len(busy)} of {len(environments)} {what}: "
+        return ""
+    each = ", ".join(f"{names[at]} {share:.0%}" for at, share in busy.items() if names)
+    of = f"{len(busy)} of {len(cores_taken)} {what}{f' ({each})' if each else ''}: "
     most = "" if len(busy) == 1 else "up to "
-    print(
-        f"warning: {of}another load took {most}{max(busy):.0%} of the cores meanwhile, so times "
-        "and speedups may be off; measure again when nothing else runs",
-        file=sys.stderr,
-        flush=True,
+    return (
+        f"{of if len(cores_taken) > 1 else ''}another load took {most}{max(busy.values()):.0%} of "
+        "the cores meanwhile, so times and speedups may be off; measure again when nothing else "
+        "runs"
     )
+
+
+def busy_share(cores_taken: float | None) -> str:
+    """The share of the cores that another load took, empty if the host was not busy."""
+    return f"{cores_taken:.0%}" if is_busy(cores_taken) else ""
+
+
+def warn_of_load(environments: Sequence[Environment], what: str) -> None:
+    """Warns in one line if another load took cores. `what` names the measurements."""
+    text = load_text([each.cores_taken for each in environments], what)
+    if text:
+        print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import gzip
 import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from test_report_page import CHROMIUM, browse
 
 from magicdec.bench.report import gallery
 from magicdec.bench.report.gallery import make_gallery, render_gallery
-from magicdec.bench.report.gallery_rows import GalleryTable
+from magicdec.bench.report.gallery_rows import (
+    RUN_COLUMNS,
+    GalleryRow,
+    GalleryTable,
+    gallery_tables,
+    text_cell,
+)
 
 Record = dict[str, Any]
 SETS = ("results/cpu", "results/contexts")  # that are committed, before those of others
@@ -106,7 +113,51 @@ def test_the_numbers_are_those_of_the_records(tmp_path: Path) -> None:
         assert cells["date"].text == raw["environment"]["time_utc"][:10]
     machines = tables["machines"]
     assert sum(map(int, column(machines, "records"))) == len(RANKED)
-    assert {*column(machines, "largest speedup")} == {""}  # the gate's cases have too few batches
+    bests = {*column(machines, "largest net speedup")}
+    assert bests == {""}, "the gate's cases have too few batches"
+
+
+def test_a_rank_is_one_and_those_that_are_better_beyond_doubt() -> None:
+    """Among rows of one place of one group. Equal ranks cannot be told apart, and what has no
+    interval has no rank."""
+
+    def row(way: str, reach: list[float] | None, B: int = 1, **changed: Any) -> GalleryRow:
+        made = GalleryRow(True, "", ("m", "1 x 1", "demo"), ("demo", 9, B), None, reach, [])
+        cells = [way, *[""] * len(RUN_COLUMNS)]
+        return replace(made, cells=list(map(text_cell, cells)), **changed)
+
+    rows = [
+        row("fourth", [0.9, 1.1]), row("none", None), row("second", [1.5, 2.6]),
+        row("third", [1.2, 1.9]), row("first", [2.0, 2.5]), row("alone", [0.1, 0.2], B=4),
+        row("doubted", [7.0, 8.0], doubt="busy host"),
+        row("elsewhere", [5.0, 6.0], group=("other", "1 x 1", "demo")),
+        row("pass", [99.0, 99.0], is_run=False), row("faster", [100.0, 100.0], is_run=False),
+    ]  # fmt: skip
+    tables = {table.name: table for table in gallery_tables(rows)}
+    assert [(cells[0].text, cells[1].text) for cells in tables["runs"].rows] == [
+        *(("1", "first"), ("1", "second"), ("2", "third"), ("4", "fourth"), ("", "none")),
+        *(("1", "alone"), ("1", "elsewhere")),
+    ]
+    assert column(tables["passes"], "rank") == ["1", "2"]
+    assert [cells[1].text for cells in tables["passes"].rows] == ["faster", "pass"]
+    assert tables["doubted_runs"].columns[0].label == "way", "what is in doubt has no rank"
+
+
+def check_ranks(runs: GalleryTable) -> None:
+    """Each rank follows from the numbers that are shown of the net speedup, by what they are of."""
+    places: dict[tuple[str, ...], list[tuple[str, float, float]]] = {}
+    for row in runs.rows:
+        cells = dict(zip((each.label for each in runs.columns), row, strict=True))
+        names = ("machine", "ranks x threads", "model", "text", "prefix", "B")
+        ends = re.findall(r"[\d.]+", cells["net speedup"].text)[1:] or ["nan", "nan"]
+        of = places.setdefault(tuple(cells[name].text for name in names), [])
+        of.append((cells["rank"].text, float(ends[0]), float(ends[1])))
+    assert len(places) > 20
+    for of in places.values():
+        for rank, _, high in of:
+            better = sum(low > high + 0.01 for _, low, _ in of)
+            as_good = sum(low >= high - 0.01 for _, low, _ in of)
+            assert rank == "" or 1 + better <= int(rank) <= 1 + as_good
 
 
 def test_a_tie_is_said_and_a_pass_has_a_table_of_its_own(tmp_path: Path) -> None:
@@ -245,11 +296,12 @@ def test_the_committed_page_has_all_committed_records(monkeypatch: pytest.Monkey
     again = render_gallery(found, places, Path(PAGE).parent)
     lines = gzip.decompress(Path(SETS[0], "records.jsonl.gz").read_bytes()).splitlines()
     metrics = [
-        raw["metrics"] for raw in map(json.loads, lines) if raw["metrics"]["speedup_interval"]
+        raw["metrics"] for raw in map(json.loads, lines) if raw["metrics"]["net_speedup_interval"]
     ]
-    best = max(metrics, key=lambda each: each["speedup_interval"][0])
-    shown = [text.partition(" ")[0] for text in column(found.tables[0], "largest speedup")]
-    assert f"{best['speedup']:.2f}x" in shown
+    best = max(metrics, key=lambda each: each["net_speedup_interval"][0])
+    check_ranks(found.tables[1])
+    shown = [text.partition(" ")[0] for text in column(found.tables[0], "largest net speedup")]
+    assert f"{best['net_speedup']:.2f}x" in shown
     wanted = "magicdec report --gallery " + " ".join([*SETS, *others]) + " --out results/gallery"
     assert wanted in html.unescape(committed)
     assert committed == again, f"write it again: {wanted}"
@@ -271,13 +323,15 @@ function choose(name, value) {
 choose("prefix", "4096");
 choose("word", "SNAPKV");
 const headings = [...section.querySelectorAll("th")];
-const speedup = headings.findIndex((heading) => heading.textContent === "speedup");
+const place = (label) => headings.findIndex((heading) => heading.textContent === label);
+const speedup = place("speedup");
+const prefix = place("prefix");
 headings[speedup].querySelector("button").click();
 const shown = [...section.querySelectorAll("tbody tr")].filter((row) => !row.hidden);
 document.body.dataset.answer = JSON.stringify({
-  ways: shown.map((row) => row.cells[0].textContent),
-  prefixes: shown.map((row) => row.cells[1].textContent),
-  hidden: shown.every((row) => row.cells[1].hidden) && headings[1].hidden,
+  ways: shown.map((row) => row.cells[place("way")].textContent),
+  prefixes: shown.map((row) => row.cells[prefix].textContent),
+  hidden: shown.every((row) => row.cells[prefix].hidden) && headings[prefix].hidden,
   speedups: shown.map((row) => Number(row.cells[speedup].dataset.order)),
   said: section.querySelector("output").textContent,
   width: document.documentElement.scrollWidth,

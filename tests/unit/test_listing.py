@@ -227,6 +227,26 @@ def test_a_choice_that_does_nothing_is_refused(
     assert code == 2 and message in err and err.count("\n") == 1
 
 
+def test_a_table_says_which_runs_had_a_busy_host(tmp_path: Path, command: Command) -> None:
+    """In a line on top and in their rows, in every form; CSV has the share of each."""
+    path, made = tmp_path / "runs.jsonl", [record(B, 1.25) for B in (1, 2, 4)]
+    for each, taken in zip(made, (0.48, 0.099, None), strict=True):
+        each["environment"]["cores_taken"] = taken
+    write(path, made)
+    said = "1 of 3 runs: another load took 48% of the cores meanwhile, so times and speedups"
+    for flags in ([], ["--format", "md"], ["--columns", "B", "cores_taken"]):
+        out = command("table", path, *flags).out
+        assert " ".join(out.split()).startswith(said) and " busy" in out
+        assert out.count("48%") == 2 and "9%" not in out and "10%" not in out
+    taken = [row["cores_taken"] for row in rows_of(command("table", path, "--format=csv").out)]
+    assert taken == ["0.48", "0.099", ""]
+    *_, first, _, _ = command("table", path).out.splitlines()
+    assert first.startswith("1 ") and first.endswith("48%"), "in the row of B 1"
+    write(path, made[1:])
+    out = command("table", path).out
+    assert "busy" not in out and "another load" not in out, "of a quiet host nothing is said"
+
+
 def test_the_runs_of_a_study_are_in_the_order_of_its_settings(
     tmp_path: Path, command: Command
 ) -> None:

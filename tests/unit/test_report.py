@@ -60,9 +60,11 @@ def variant(number: int = 0, **changed: Any) -> Record:
         "budget": ("config", "kv", "budget"),
         "threads": ("environment", "threads"),
         "argv": ("environment", "argv"),
+        "cores_taken": ("environment", "cores_taken"),
         "time_utc": ("environment", "time_utc"),
         "speedup": ("metrics", "speedup"),
         "net_speedup": ("metrics", "net_speedup"),
+        "net_speedup_interval": ("metrics", "net_speedup_interval"),
     }
     for name, value in changed.items():
         *parents, last = places[name]
@@ -264,6 +266,51 @@ def test_the_map_shows_the_best_of_each_place(of_study: Path) -> None:
     assert found["8", "4096"]["speedup"] == "1.9" and found["8", "4096"]["runs"] == "2"
     assert found["8", "4096"]["budget"] == str(RAW[0]["config"]["kv"]["budget"])
     assert found["1", "1024"]["net_speedup"] == "0.7000000000000001"
+
+
+def speeds(net: float, low: float, high: float, taken: float | None) -> Record:
+    """A run whose steps are the faster, the less it gains net."""
+    return variant(
+        speedup=9 / net, net_speedup=net, net_speedup_interval=[low, high], cores_taken=taken
+    )
+
+
+def test_headlines_are_of_quiet_hosts_and_say_why(report: Report) -> None:
+    """The second run is the fastest of a quiet host, the first one surely fast."""
+    made = [speeds(*each) for each in ((1.5, 1.4, 1.6, None), (2.0, 0.5, 8.0, 0.09))]
+    busy = speeds(3.0, 2.9, 3.1, 0.48)
+    out, _ = report([*made, busy])
+    first, said, net, steps, *_ = re.findall("<p>(.*?)</p>", (out / "index.html").read_text())
+    assert first == "3 runs (3 ok) of demo."
+    assert said.startswith("1 of 3 runs: another load took 48% of the cores meanwhile, so times")
+    assert "(net): 1.50x to 2.00x, in the runs on a quiet host" in net
+    assert "interval that begins highest is that of run 1, 1.50x [1.40, 1.60]:" in net
+    assert "decode steps: 4.50x to 6.00x, in the runs on a quiet host" in steps
+    assert column(out, "busy") == ["", "", "48%"]
+    assert [row["cores_taken"] for row in rows(out / "runs.csv")] == ["", "0.09", "0.48"]
+    out, _ = report([busy])
+    page = (out / "index.html").read_text()
+    assert "<p>another load took 48% of the cores" in page and "3.00x to 3.00x. The" in page
+    out, _ = report(made)
+    assert "another load" not in (out / "index.html").read_text() and column(out, "busy") == []
+
+
+def column(out: Path, label: str) -> list[str]:
+    """The cells of a column of the table of runs on the page."""
+    page = (out / "index.html").read_text(encoding="utf-8")
+    table = page[page.index('<section id="runs">') :]
+    table = table[: table.index("</section>")]
+    labels = re.findall('<button type="button">(.*?)</button>', table)
+    cells = [re.findall("<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>(.*)</tr>", table)]
+    return [row[labels.index(label)] for row in cells if row] if label in labels else []
+
+
+def test_results_stand_before_settings(of_study: Path) -> None:
+    page = (of_study / "index.html").read_text(encoding="utf-8")
+    table = page[page.index('<section id="runs">') :]
+    labels = re.findall('<button type="button">(.*?)</button>', table[: table.index("</thead>")])
+    assert labels[:6] == ["run", "way", "B", "prefix", "net speedup", "speedup"]
+    assert labels[labels.index("status") :] == ["status", "budget"]
 
 
 def test_the_files_hold_every_run_and_its_command(everything: tuple[Path, str]) -> None:

@@ -11,6 +11,7 @@ from test_report import row
 
 from magicdec.bench.report.figures.panels import Drawn, Form
 from magicdec.bench.report.figures.passes import (
+    BUSY,
     CLAIM,
     DOUBTFUL,
     HOLDS,
@@ -43,10 +44,15 @@ OTHER = {"threads": 7}
 
 
 def cells(*intervals: tuple[float, float | None, float | None], **changed: Any) -> list[FrameRow]:
-    """A run at each of so many batch sizes, with its speedup and the ends of its interval."""
-    names = ("speedup", "speedup_interval_low", "speedup_interval_high")
+    """A run at each of so many batch sizes, with its net speedup and the ends of its interval. The
+    steps of a run are the faster, the smaller its net speedup."""
+    names = ("net_speedup", "net_speedup_interval_low", "net_speedup_interval_high")
+    of_steps = ("speedup_interval_low", "speedup", "speedup_interval_high")
     return [
-        row(B=2**i) | dict(zip(names, each, strict=True)) | {"net_speedup": each[0]} | changed
+        row(B=2**i)
+        | dict(zip(names, each, strict=True))
+        | dict(zip(of_steps, (8 / each[0], 9 / each[0], 10 / each[0]), strict=True))
+        | changed
         for i, each in enumerate(intervals)
     ]
 
@@ -86,35 +92,44 @@ def test_runs_on_other_machines_or_in_other_dtypes_have_a_map_of_their_own(key: 
 def test_a_colour_claims_no_more_than_its_interval(
     speedup: float, low: float | None, high: float | None, claim: str
 ) -> None:
-    assert claim_of(speedup, low, high) == claim
+    assert claim_of(False, speedup, low, high) == claim
+    assert claim_of(True, speedup, low, high) == BUSY
 
 
 def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
-    runs = cells((1.78, 0.9, 3.0), (2.0, 1.8, 2.2), (1.5, None, None))
+    runs = cells((1.78, 0.9, 3.0), (2.0, 1.8, 2.2), (1.5, None, None), (2.5, 2.4, 2.6))
+    runs[3]["is_busy"] = True
     with styled():
         drawn = draw_speedup(frame_of(runs))
     assert isinstance(drawn, Drawn)
-    assert drawn.table[CLAIM].tolist() == [DOUBTFUL, HOLDS, UNKNOWN]
+    assert drawn.table[CLAIM].tolist() == [DOUBTFUL, HOLDS, UNKNOWN, BUSY]
     ax = drawn.figure.axes[0]
     (mesh,) = ax.findobj(QuadMesh)
     assert isinstance(mesh, QuadMesh)
     shades = mesh.get_array()
-    assert shades is not None and shades.mask.tolist() == [[True, False, False]]
+    assert shades is not None and shades.mask.tolist() == [[True, False, False, True]]
+    assert shades.compressed().tolist() == [2.0, 1.5], "the colour is the net speedup"
     marks = {int(each.get_x()): each for each in ax.patches if isinstance(each, Rectangle)}
     assert {x: (each.get_hatch(), each.get_linewidth() > 0) for x, each in marks.items()} == {
-        0: ("////", False), 2: (None, True)
+        0: ("////", False), 2: (None, True), 3: ("....", False)
     }  # fmt: skip
     texts = [text.get_text() for text in ax.texts]
     assert "0.90 to\n3.00x" in texts and "1.78x" not in texts and "2.00x" in texts
+    assert any(text.startswith("steps 4.50x\n") for text in texts), "the second number"
+    assert "2.40 to\n2.60x" in texts and "2.50x" not in texts
     (legend,) = drawn.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [DOUBTFUL, UNKNOWN]
+    assert [text.get_text() for text in legend.get_texts()] == [DOUBTFUL, UNKNOWN, BUSY]
 
 
 def test_the_best_run_of_a_place_is_the_one_that_is_surely_fast() -> None:
-    """Not one that a disturbance made fast, nor one without an interval."""
+    """Not one that a disturbance made fast, nor one without an interval, nor one of a busy host,
+    nor one whose steps alone are fast."""
     sure, disturbed, short = (2.0, 1.8, 2.2), (2.5, 1.1, 5.0), (3.0, None, None)
-    runs = frame_of(run | {"B": 1} for run in cells(disturbed, sure, short))
+    slow = (0.5, 0.4, 0.6)
+    busy = [run | {"is_busy": True} for run in cells((4.0, 3.9, 4.1))]
+    runs = frame_of(run | {"B": 1} for run in [*cells(disturbed, sure, short, slow), *busy])
     best = best_by_place(runs)
-    assert best["speedup"].tolist() == [2.0] and best["runs"].tolist() == [3]
+    assert best["net_speedup"].tolist() == [2.0] and best["runs"].tolist() == [5]
     runs = frame_of(run | {"B": 1} for run in cells((1.0, None, None), short))
-    assert best_by_place(runs)["speedup"].tolist() == [3.0]
+    assert best_by_place(runs)["net_speedup"].tolist() == [3.0]
+    assert best_by_place(frame_of(busy))["net_speedup"].tolist() == [4.0], "there is no other"

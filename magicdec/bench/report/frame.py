@@ -13,8 +13,9 @@ from typing import Any
 
 import pandas as pd
 
-from magicdec.bench.report.listing import command_of, is_baseline, settings
+from magicdec.bench.report.listing import TAKEN, command_of, is_baseline, settings
 from magicdec.bench.serving.record import ServingRecord
+from magicdec.hardware.other_load import is_busy
 from magicdec.names import BASELINE
 from magicdec.output.tables import write_csv_columns
 from magicdec.records.fields import RecordPart
@@ -100,8 +101,9 @@ def flat_rows(
 
 
 def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
-    """The flat rows of a record with the settings of a run that figures are about. `number` counts
-    the report's records from 1. A serving pass has its record in the column `object`."""
+    """The flat rows of a record with the settings of a run that figures are about, and whether
+    another load took cores. `number` counts the report's records from 1. A serving pass has its
+    record in the column `object`."""
     if isinstance(record, RunRecord):
         rows = flat_rows(number, source, record, has_settings=False)  # `_about_run` has them
     else:
@@ -113,6 +115,7 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
             else _about_service(record, row)
         )
         row["run"] = number
+        row["is_busy"] = is_busy(row.get(f"{ENVIRONMENT}{TAKEN}"))
         row.update(more)
         yield row
 

@@ -38,8 +38,9 @@ FAST = ("AMX_BF16", "AVX512BF16")
 MARKS = re.compile(r"\((?:R|TM)\)|\b(?:CPU|Processor)\b")  # of the name of a CPU, which say nothing
 EMULATED = ("emulate_stage_ms", "emulate_link_ms")  # of every mode of a command
 SPEED = "decode_tokens_per_s"
+NET = "net_speedup"
 OF_RUNS = (
-    *("speedup", "net_speedup", "draft_acceptance_rate", "mean_emitted_tokens"),
+    *(NET, "speedup", "draft_acceptance_rate", "mean_emitted_tokens"),
     *("roofline_fraction", SPEED),
 )
 OF_PASSES = (
@@ -96,32 +97,40 @@ class GalleryRow:
     is_run: bool  # not a pass that was served
     doubt: str
     group: tuple[str, str, str]  # machine, ranks, model
-    place: tuple[Any, ...]  # among the rows of its group
+    place: tuple[Any, ...]  # what those did with which it is compared, among the rows of its group
     bandwidth_bytes_per_s: float | None
-    speedup_low: float | None  # the lower end of its interval
+    # The ends of the interval by which it is ranked; of a single value twice this.
+    reach: Sequence[float] | None
     cells: list[GalleryCell]
 
 
 def row_of(record: RunRecord | ServingRecord, doubt: str, cells: list[GalleryCell]) -> GalleryRow:
     environment = record.environment
     workload = record.workload
-    metrics = record.metrics
-    interval = metrics.speedup_interval if isinstance(metrics, Metrics) else None
+    asked = record.config["workload"]
+    passed = record if isinstance(record, ServingRecord) else None
     return GalleryRow(
-        is_run=isinstance(record, RunRecord),
+        is_run=passed is None,
         doubt=doubt,
         group=(machine_of(environment), ranks_of(environment), model_of(record)),
         place=(
             "" if workload is None else workload.dataset,
             0 if workload is None else workload.prefix_len,
-            rank(record.config["workload"]["batch_size"]),
-            cells[0].text,
-            environment.time_utc,
+            rank(asked["batch_size"]),
+            rank(asked.get("gen_len")),
+            *((passed.arrival, len(passed.requests), passed.concurrency or 0) if passed else ()),
         ),
         bandwidth_bytes_per_s=environment.read_bandwidth_bytes_per_s,
-        speedup_low=None if interval is None else interval[0],
+        reach=reach_of(record.metrics),
         cells=cells,
     )
+
+
+def reach_of(metrics: Metrics | ServingMetrics | None) -> Sequence[float] | None:
+    """What a run or a pass is ranked by: the interval of its net speedup, or its tokens/s."""
+    if isinstance(metrics, ServingMetrics):
+        return [metrics.output_throughput] * 2
+    return None if metrics is None else metrics.net_speedup_interval
 
 
 def short(text: object) -> str:
@@ -187,6 +196,7 @@ PASS_COLUMNS = (
     GalleryColumn("concurrency"),
     *(GalleryColumn(OF_SERVING[name].label, is_number=True) for name in OF_PASSES),
 )
+RANK = GalleryColumn("rank", is_number=True)
 VERDICT = GalleryColumn("verdict", width=6)
 DOUBT = GalleryColumn("why", width=12)
 MACHINE_COLUMNS = (
@@ -196,21 +206,25 @@ MACHINE_COLUMNS = (
     GalleryColumn("records", is_number=True),
     GalleryColumn("ranked", is_number=True),
     GalleryColumn("read, GB/s", width=6),
-    GalleryColumn("largest speedup", is_number=True),
+    GalleryColumn(f"largest {DESCRIBED[NET].label}", is_number=True),
     GalleryColumn("way", width=12),
     GalleryColumn(LABELS["prefix_len"]),
     GalleryColumn("B"),
 )
 NOTE_OF_MACHINES = (
-    "The largest speedup is that of the ranked run whose interval begins highest, of any text "
+    "The largest net speedup is that of the ranked run whose interval begins highest, of any text "
     "and prefix. Read: the bandwidth that the runs measured."
 )
 NOTE_OF_RUNS = (
     "A run decodes the same prompts autoregressively as well, and all tokens are compared. The "
     "speedup is of the decode steps, and net of all the time after prefill. In brackets: 95 % "
-    "intervals, which need three batches."
+    "intervals, which need three batches. The rank is among the runs of one machine, model, text, "
+    "prefix, output length and B: 1 and those whose interval of the net speedup lies above this "
+    "one's, so that equal ranks cannot be told apart."
 )
 NOTE_OF_PASSES = (
+    "The rank is by output tokens/s among the passes of one machine and model that served equal "
+    "requests. A pass has no interval, so that near ones may change places when measured again. "
     "Output tokens/s count the waiting and the prefill of all requests, and are no numbers of a "
     "run. The tokens of a mode are compared with those of the first mode of its command."
 )
@@ -340,7 +354,7 @@ def doubt_of_times(environment: Environment) -> str:
 
 def gallery_tables(rows: Iterable[GalleryRow]) -> list[GalleryTable]:
     """The tables of the page, without those that are empty."""
-    ordered = sorted(rows, key=lambda row: (row.group, row.place))
+    ordered = sorted(rows, key=lambda row: (row.group, row.place, row.cells[0].text))
     runs = [row for row in ordered if row.is_run]
     passes = [row for row in ordered if not row.is_run]
     tables = [
@@ -349,15 +363,15 @@ def gallery_tables(rows: Iterable[GalleryRow]) -> list[GalleryTable]:
             "runs",
             "Ranked runs",
             NOTE_OF_RUNS,
-            [*RUN_COLUMNS, VERDICT, *TAIL],
-            [row.cells for row in runs if not row.doubt],
+            [RANK, *RUN_COLUMNS, VERDICT, *TAIL],
+            ranked_cells(row for row in runs if not row.doubt),
         ),
         GalleryTable(
             "passes",
             "Ranked passes of served requests",
             NOTE_OF_PASSES,
-            [*PASS_COLUMNS, VERDICT, *TAIL],
-            [row.cells for row in passes if not row.doubt],
+            [RANK, *PASS_COLUMNS, VERDICT, *TAIL],
+            ranked_cells(row for row in passes if not row.doubt),
         ),
         GalleryTable(
             "doubted_runs",
@@ -377,8 +391,26 @@ def gallery_tables(rows: Iterable[GalleryRow]) -> list[GalleryTable]:
     return [table for table in tables if table.rows]
 
 
+def ranked_cells(rows: Iterable[GalleryRow]) -> list[list[GalleryCell]]:
+    """The cells of the rows behind their ranks, the best of each place first: 1 and the number of
+    rows of the same place that are better beyond doubt."""
+    cells = []
+    for _, group in groupby(rows, lambda row: (row.group, row.place)):
+        of = list(group)
+        lows = [row.reach[0] for row in of if row.reach is not None]
+        placed = [
+            (None if row.reach is None else 1 + sum(low > row.reach[1] for low in lows), row)
+            for row in of
+        ]
+        placed.sort(key=lambda each: (each[0] or len(of) + 1, -(each[1].reach or [0.0])[0]))
+        for number, row in placed:
+            shown = MISSING if number is None else Shown(str(number), number)
+            cells.append([number_cell(shown), *row.cells])
+    return cells
+
+
 def machines_table(ordered: Sequence[GalleryRow]) -> GalleryTable:
-    """A row for each machine, ranks and model, with the ranked run whose speedup is the largest
+    """A row for each machine, ranks and model, with the ranked run whose net speedup is the largest
     beyond doubt: whose interval begins highest."""
     rows = []
     for names, group in groupby(ordered, lambda row: row.group):
@@ -398,9 +430,9 @@ def machines_table(ordered: Sequence[GalleryRow]) -> GalleryTable:
 
 
 def best_cells(ranked: Sequence[GalleryRow]) -> list[GalleryCell]:
-    found = [(row.speedup_low, row.cells) for row in ranked if row.speedup_low is not None]
+    found = [(row.reach[0], row.cells) for row in ranked if row.is_run and row.reach is not None]
     if not found:
         return [number_cell(MISSING), *[text_cell("")] * 3]
     _, best = max(found, key=lambda each: each[0])
     cells = dict(zip((column.label for column in RUN_COLUMNS), best, strict=False))
-    return [cells[DESCRIBED["speedup"].label], cells["way"], cells["prefix"], cells["B"]]
+    return [cells[DESCRIBED[NET].label], cells["way"], cells["prefix"], cells["B"]]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from magicdec.hardware.other_load import busy_share, is_busy, load_text
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.output.tables import Column, Shown, Table
 from magicdec.records.comparison.conditions import policy_of
@@ -117,10 +118,11 @@ METRICS = (
         "roofline_fraction",
     ),
 )
-COLUMNS = (*SETTINGS, *DESCRIBED)  # all that a table can have
+TAKEN = "cores_taken"  # of which a cell has the share of a busy host alone
+COLUMNS = (*SETTINGS, *DESCRIBED, TAKEN)  # all that a table can have
 # The labels of columns that are not those of their keys.
 LABELS = {"draft_model": "draft", "draft_weights": "draft weights", "prefix_len": "prefix"}
-LABELS |= {name: about.label for name, about in DESCRIBED.items()}
+LABELS |= {name: about.label for name, about in DESCRIBED.items()} | {TAKEN: "busy"}
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 NARROW_METRICS = {  # their labels in a text table, which says what they stand for
     "decode_tokens_per_s": "tok/s",
@@ -143,17 +145,19 @@ class Listing:
     is_chosen: bool = False
 
     def table(self, form: str) -> Table:
-        """The table. CSV has every column; other forms say shared settings in a line and omit
-        columns without a value. As text it is narrow, with intervals beside metrics; other forms
-        have them in columns."""
+        """The table, below a line about busy hosts. CSV has every column; other forms say shared
+        settings in a line and omit columns without a value. As text it is narrow, with intervals
+        beside metrics; other forms have them in columns."""
         listing, line = (self, "") if form == "csv" or self.is_chosen else self._varying()
+        load = load_text([row[TAKEN] for row in self.rows], "runs")
         if form == "text":
             table = (listing if self.is_chosen else listing._compact())._as_text()
-            return replace(table, above=[*([line] if line else []), *table.above])
+            return replace(table, above=[*filter(None, (load, line)), *table.above])
         keys = listing._with_intervals(form == "csv")
         return Table(
             [Column(_label(key), key in TEXT_COLUMNS, key) for key in keys],
             [[Shown(_cell(key, row), row.get(key)) for key in keys] for row in listing.rows],
+            above=[load] if load else [],
             below=[line] if line else [],
             is_framed=False,
         )
@@ -166,7 +170,9 @@ class Listing:
         for key in OF_DRAFT:  # which only runs with a draft model have
             of_drafts = {row[key] for row in drafting}
             values[key] = of_drafts if len(of_drafts) > 1 else {None}
-        varying = ("status", *METRICS) if len(rows) == 1 else METRICS
+        if not any(is_busy(row[TAKEN]) for row in rows):
+            values[TAKEN] = {None}
+        varying = (*(["status"] if len(rows) == 1 else []), *METRICS, TAKEN)
         same = [key for key in self.columns if len(values[key]) == 1 and key not in varying]
         constants = {key: v for key in same for v in values[key] if v is not None}
         columns = [key for key in self.columns if key not in constants and values[key] != {None}]
@@ -237,7 +243,8 @@ def list_records(
     studies = list[str]()
     for r in records:
         values = {name: getattr(r.metrics, name, None) for name in metrics}
-        rows.append(settings(r) | values | _intervals(r.metrics, metrics))
+        taken = {TAKEN: r.environment.cores_taken}
+        rows.append(settings(r) | values | _intervals(r.metrics, metrics) | taken)
         studies.append(_study_of(r))
     for row in rows:
         row["drafter"] = row["drafter"] or "none"
@@ -246,7 +253,7 @@ def list_records(
         present = [row for row in rows if row[key] is not None]
         present.sort(key=lambda row, key=key: rank(row[key]), reverse=is_reversed)  # type: ignore[misc]
         rows = present + [row for row in rows if row[key] is None]
-    usual = (*SETTINGS[:-1], *METRICS, SETTINGS[-1])
+    usual = (*SETTINGS[:-1], *METRICS, TAKEN, SETTINGS[-1])
     return Listing(columns or usual, rows, bool(columns))
 
 
@@ -294,6 +301,8 @@ def _cell(key: str, row: ListingRow) -> str:
         about = DESCRIBED[metric]
         ends = [row[f"{metric}{end}"] for end in ENDS]
         return "" if None in ends else about.show_interval(*ends)
+    if key == TAKEN:
+        return busy_share(value)
     if value is None:
         return ""
     return DESCRIBED[key].show(value) if key in DESCRIBED else str(value)
@@ -302,6 +311,8 @@ def _cell(key: str, row: ListingRow) -> str:
 def _narrow_cell(key: str, row: ListingRow) -> str:
     """A short cell: without unit and separators, and half of the interval where there is space."""
     value = row[key]
+    if key == TAKEN:
+        return busy_share(value)
     if value is None or key not in DESCRIBED:
         return "" if value is None else str(value)
     about = DESCRIBED[key]

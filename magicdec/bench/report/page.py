@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from magicdec.bench.report.figures.panels import Drawn, LeftOut
+from magicdec.bench.report.figures.panels import Drawn, LeftOut, quiet
 from magicdec.bench.report.figures.passes import (
     READ,
+    best_last,
     draw_by_acceptance,
     draw_by_budget,
     draw_by_context,
@@ -28,15 +29,18 @@ from magicdec.bench.report.figures.passes import (
 )
 from magicdec.bench.report.figures.served import draw_served, tables_of
 from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, columns_of
+from magicdec.bench.report.listing import DESCRIBED, TAKEN
 from magicdec.bench.report.tables import (
     PageTable,
     categories_table,
     commands_table,
     environments_table,
     frame_csv,
+    metric_cell,
     runs_table,
 )
 from magicdec.bench.report.template import PAGE, render
+from magicdec.hardware.other_load import load_text
 from magicdec.names import BASELINE
 from magicdec.output.figures import styled
 
@@ -99,6 +103,7 @@ def make_report(
         sections.append(PageSection("Runs", lines, outcomes, tables))
     if not served.empty:
         lines = [f"{len(served):,} passes: {', '.join(served['mode'].unique())}."]
+        lines += load_line(served, "passes")
         tables = tables_of(served)
         sections.append(
             PageSection("Requests that were served", lines, draw_served(served), tables)
@@ -210,18 +215,31 @@ def stalls_line(passes: pd.DataFrame) -> list[str]:
     ]
 
 
+def load_line(rows: pd.DataFrame, what: str) -> list[str]:
+    """A line about busy hosts, if there was one."""
+    text = load_text(rows[f"{ENVIRONMENT}{TAKEN}"].tolist(), what)
+    return [f"{text}."] if text else []
+
+
 def summary(runs: pd.DataFrame) -> list[str]:
+    """The lines on top of a page. Speedups are those of runs on a quiet host, if there are any."""
     states = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
     models = sorted(map(str, runs["model"].unique()))
-    lines = [f"{len(runs):,} runs ({states}) of {', '.join(models)}."]
-    kinds = {"speedup": "decode steps", "net_speedup": "all the time after prefill (net)"}
+    lines = [f"{len(runs):,} runs ({states}) of {', '.join(models)}.", *load_line(runs, "runs")]
+    kinds = {"net_speedup": "all the time after prefill (net)", "speedup": "decode steps"}
+    of_quiet = ", in the runs on a quiet host" if len(quiet(runs)) < len(runs) else ""
     for name, of in kinds.items():
-        values = runs[name].dropna().astype(float)
-        if not values.empty:
-            best = runs.loc[values.idxmax()]
-            lines.append(
-                f"Speedup over {BASELINE} decoding, of {of}: {values.min():.2f}x to "
-                f"{values.max():.2f}x. The largest is run {best['run']}: {best['method']}, "
-                f"B {best['B']}, prefix {best['prefix_len']}."
-            )
+        known = quiet(runs[runs[name].notna()])
+        if known.empty:
+            continue
+        values = known[name].astype(float)
+        best = best_last(known, name).iloc[-1]
+        ends = [best[f"{name}_interval_{end}"] for end in ("low", "high")]
+        which = "largest value" if None in ends else "interval that begins highest"
+        lines.append(
+            f"Speedup over {BASELINE} decoding, of {of}: {values.min():.2f}x to "
+            f"{values.max():.2f}x{of_quiet}. The {which} is that of run {best['run']}, "
+            f"{metric_cell(best, name, DESCRIBED[name]).text}: {best['method']}, B {best['B']}, "
+            f"prefix {best['prefix_len']}."
+        )
     return lines

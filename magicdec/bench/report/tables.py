@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 
 from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, frame_of, metric_row
-from magicdec.bench.report.listing import LABELS, OF_DRAFT, SETTINGS
-from magicdec.names import BASELINE
+from magicdec.bench.report.listing import LABELS, OF_DRAFT, SETTINGS, TAKEN
+from magicdec.hardware.other_load import busy_share
 from magicdec.output.tables import Shown, Table, write_csv_columns
 from magicdec.records.acceptance import GroupAcceptance
 from magicdec.records.fields import Recorded, described_fields
@@ -20,15 +20,11 @@ from magicdec.records.performance import SUFFIX, Metrics
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_METRICS = (
-    *(
-        "decode_tokens_per_s",
-        "speedup",
-        "net_speedup",
-        "draft_acceptance_rate",
-        "mean_acceptance_length",
-    ),
-    *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction", "stalled_steps"),
+    *("net_speedup", "speedup", "decode_tokens_per_s", "draft_acceptance_rate"),
+    *("mean_acceptance_length", "p50_tpot_ms", "mean_ttft_ms", "roofline_fraction"),
+    "stalled_steps",
 )
+PLACE = ("B", "prefix_len")  # what says, beside the way to decode, of what a row is
 # Metrics that are one number.
 METRICS = tuple(
     f.name for f in fields(Metrics) if "list" not in str(f.type) and "dict" not in str(f.type)
@@ -88,38 +84,47 @@ def frame_csv(frame: pd.DataFrame) -> str:
 
 
 def runs_table(runs: pd.DataFrame) -> PageTable:
-    """A row for each run. Settings that all runs share are in the note."""
+    """A row for each run: its way to decode and its place, its results, then the other settings.
+    Settings that all runs share are in the note."""
     counts = runs[list(SETTINGS[:-1])].nunique(dropna=False)
     same = [key for key in SETTINGS[:-1] if counts[key] == 1 and len(runs) > 1]
     of_draft = runs.loc[runs["draft_model"].notna(), list(OF_DRAFT)].nunique(dropna=False)
     keys = [key for key in SETTINGS[:-1] if key not in same and runs[key].notna().any()]
     keys = [key for key in keys if of_draft.get(key, 2) > 1]
+    place = [key for key in PLACE if key in keys]
+    keys = [key for key in keys if key not in place]
     first = runs.iloc[0]
     said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
     metrics = [
         m for m in described_fields(Metrics) if m[0] in SHOWN_METRICS and runs[m[0]].notna().any()
     ]
     metrics.sort(key=lambda metric: SHOWN_METRICS.index(metric[0]))
-    has_errors = bool(runs["error"].notna().any())
+    taken = [f"{ENVIRONMENT}{TAKEN}"] if runs["is_busy"].any() else []
+    errors = ["error"] if runs["error"].notna().any() else []
     rows = [
         [
-            run["run"],
-            *(run[key] or _without_draft(key) for key in keys),
+            *(run[key] for key in ("run", "method", *place)),
+            *(Shown(busy_share(run[key]), run[key]) for key in taken),
             *(metric_cell(run, name, described) for name, _, described in metrics),
-            run["status"],
-            *([run["error"]] if has_errors else []),
+            *(run[key] for key in ("status", *errors, *keys)),
         ]
         for run in runs[:MOST_ROWS].to_dict("records")
     ]
-    labels = [LABELS.get(key, key) for key in keys]
-    columns = ["run", *labels, *(described.label for _, _, described in metrics), "status"]
-    columns += ["error"] * has_errors
+    columns = [
+        "run",
+        "way",
+        *(LABELS.get(key, key) for key in place),
+        *(LABELS[TAKEN] for _ in taken),
+    ]
+    columns += [described.label for _, _, described in metrics]
+    columns += ["status", *errors, *(LABELS.get(key, key) for key in keys)]
     ends = [name for name in runs if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
     shown = [name for name in ends if name.startswith(SHOWN_METRICS)]
     notes = ["In brackets: 95 % intervals"] if runs[shown].notna().any(axis=None) else []
+    notes += ["Busy: the share of the cores that another load took"] if taken else []
     notes += [f"In every run: {', '.join(said)}"] if said else []
-    last = ["environment.time_utc", "environment.revision", "command", "error", "file"]
-    frame = runs[["run", *SETTINGS, *METRICS, *ends, *last]]
+    last = ["environment.time_utc", "environment.revision", f"{ENVIRONMENT}{TAKEN}"]
+    frame = runs[["run", *SETTINGS, *METRICS, *ends, *last, "command", "error", "file"]]
     frame = frame.rename(columns=lambda name: name.removeprefix(ENVIRONMENT))
     note = _note(notes, len(runs))
     return PageTable(columns, rows, "Runs", name="runs", note=note, frame=frame)
@@ -207,10 +212,6 @@ def commands_table(every: pd.DataFrame) -> PageTable:
         frame=frame,
         anchors=anchors[:MOST_ROWS],
     )
-
-
-def _without_draft(key: str) -> str | None:
-    return BASELINE if key == "drafter" else None
 
 
 def metric_cell(run: FrameRow, name: str, described: Recorded) -> Shown:

@@ -121,6 +121,7 @@ class Form:
             f"Everywhere: {common}" if common else "",
             *rest,
             self.intervals if any(has_intervals(of, looks) for of in tables) else "",
+            busy_of(pd.concat(shown)),
             shown_of(len(looks), num_series, "series"),
             shown_of(len(panels), len(groups), self.what),
         )
@@ -230,6 +231,19 @@ def sentences(*parts: str) -> str:
 
 def shown_of(shown: int, total: int, what: str) -> str:
     return f"Shown are {shown} of {total} {what}" if shown < total else ""
+
+
+def quiet(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs during which no other load took cores, or all if there is no such run."""
+    is_quiet = ~runs["is_busy"].astype(bool)
+    return runs[is_quiet] if is_quiet.any() else runs
+
+
+def busy_of(shown: pd.DataFrame) -> str:
+    """A sentence about the drawn records during which another load took cores, if any."""
+    busy = shown[shown["is_busy"].astype(bool)]["run"].nunique()
+    of = f"{busy} of the {shown['run'].nunique()} records shown here"
+    return f"Another load took cores while {of} were measured" if busy else ""
 
 
 def make_axes(

@@ -24,6 +24,7 @@ from magicdec.bench.report.figures.panels import (
     draw_marks,
     num_different,
     plain_ticks,
+    quiet,
     said,
     summarize,
     values_of,
@@ -51,7 +52,8 @@ HELD = [
     *MACHINE,
     "reselect_every",
 ]
-KINDS = ["speedup", "net_speedup"]
+NET = "net_speedup"
+KINDS = [NET, "speedup"]
 PLACE = ["B", "prefix_len"]
 MOST = 4.0  # speedup with the darkest colour; 1 / MOST has the darkest of the other side
 MOST_CELLS = 5  # of a row or a column of a map, with text inside
@@ -61,7 +63,7 @@ DARK = 2.5  # from this speedup on, or from 1 / DARK, text is white
 def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="speedup_map",
-        title="Speedup over batch size and prefix length",
+        title="Net speedup over batch size and prefix length",
         reason="no method was measured at two batch sizes or two prefix lengths",
         held=HELD,
         places=PLACE,
@@ -71,49 +73,62 @@ def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
         series="",
         what="methods",
         caption=(
-            "Of each batch size and prefix length the best budget and gamma (K and g in the "
-            "cells). Above 1 speculation is faster than autoregressive decoding of the same "
-            "prompts. The colour and the first number are of decode steps alone, without stalls; "
-            "the net speedup counts all time after prefill",
-            "A cell has no colour where the 95 % interval of its speedup over batches, which it "
-            "shows, is wider than the difference from 1 that the colour would claim",
+            "Of each batch size and prefix length the budget and gamma (K and g in the cells) "
+            "with the best net speedup, which counts all time after prefill: the colour and the "
+            "first number. Above 1 speculation is faster than autoregressive decoding of the same "
+            "prompts. The second number is the speedup of decode steps alone, without stalls",
+            "A cell has no colour where the 95 % interval of its net speedup over batches, which "
+            "it shows, is wider than the difference from 1 that the colour would claim, or where "
+            "another load took cores during each run of its place",
         ),
-        axes={"height": 3.2},
+        axes={"height": max(3.2, 1.4 + 0.6 * min(MOST_CELLS, runs["prefix_len"].nunique()))},
     )
     kinds = runs[(runs[KINDS].fillna(0) != 0).all(axis=1)]
     return form.of(kinds[[count > 1 for count in num_different(kinds, HELD, PLACE)]])
 
 
 SPEEDUP_ENDS = ("speedup_interval_low", "speedup_interval_high")
-CLAIM = "claim"  # the column that says what the interval of a cell lets its colour claim
+NET_ENDS = (f"{NET}_interval_low", f"{NET}_interval_high")
+CLAIM = "claim"  # the column that says what its run lets the colour of a cell claim
 HOLDS = "holds"
+BUSY = "busy host"
 DOUBTFUL = "interval wider than the difference"
 UNKNOWN = "no interval"
 # What marks cells whose colour may claim nothing, and those of which that is not known.
 CELL_MARKS: dict[str, dict[str, Any]] = {
+    BUSY: {"hatch": "....", "edgecolor": "#c4c4c4", "linewidth": 0},
     DOUBTFUL: {"hatch": "////", "edgecolor": "#d4d4d4", "linewidth": 0},
     UNKNOWN: {"linestyle": (0, (1, 1.5)), "edgecolor": "#444444", "linewidth": 1.2},
 }
+COLOURED = (HOLDS, UNKNOWN)
 INSET = 0.05  # of a mark, within its cell
 
 
 def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
-    """The run with the fastest steps at each place of the map, and the number of runs there. The
-    lower ends of intervals decide, if any: the highest of many noisy speedups is often the most
-    disturbed."""
-    speedups, lows = (runs[name].astype(float) for name in ("speedup", SPEEDUP_ENDS[0]))
-    order = pd.DataFrame({"has": lows.notna(), "low": lows.fillna(speedups)})
-    ordered = runs.loc[order.sort_values(["has", "low"], kind="stable").index]
-    columns = [*PLACE, "gamma", "budget", *KINDS, *SPEEDUP_ENDS]
-    best = ordered[columns].groupby(PLACE).tail(1).sort_values(PLACE)
+    """The run with the best net speedup at each place of the map, and the number of runs there."""
+    columns = [*PLACE, "run", "gamma", "budget", *KINDS, *NET_ENDS, "is_busy"]
+    best = best_last(runs, NET)[columns].groupby(PLACE).tail(1).sort_values(PLACE)
     counts = runs.groupby(PLACE).size().to_numpy()
-    ends = best[["speedup", *SPEEDUP_ENDS]].itertuples(index=False)
+    ends = best[["is_busy", NET, *NET_ENDS]].itertuples(index=False)
     return best.assign(runs=counts, **{CLAIM: [claim_of(*each) for each in ends]})
 
 
-def claim_of(speedup: float, low: float | None, high: float | None) -> str:
+def best_last(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """The runs by what can be said of a speedup, the best one last. Those of a quiet host are
+    better than others, and the lower ends of intervals decide, if any: the highest of many noisy
+    speedups is often the most disturbed."""
+    values = runs[metric].astype(float)
+    lows = runs[f"{metric}_interval_low"].astype(float)
+    order = {"is_quiet": ~runs["is_busy"].astype(bool), "has": lows.notna()}
+    ranked = pd.DataFrame(order | {"low": lows.fillna(values)})
+    return runs.loc[ranked.sort_values([*ranked], kind="stable").index]
+
+
+def claim_of(is_busy: bool, speedup: float, low: float | None, high: float | None) -> str:
     """Whether a colour may say how far a speedup is from 1: its interval must not be wider than
-    that, on the log scale, nor hold 1."""
+    that, on the log scale, nor hold 1, and the host not busy."""
+    if is_busy:
+        return BUSY
     if low is None or high is None:
         return UNKNOWN
     is_wide = log(high / low) > abs(log(speedup))
@@ -124,7 +139,7 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     from matplotlib.colors import LogNorm
 
     table = cells.pivot(index="prefix_len", columns="B")
-    shades = table["speedup"].astype(float).where(table[CLAIM] != DOUBTFUL)
+    shades = table[NET].astype(float).where(table[CLAIM].isin(COLOURED))
     image = ax.pcolormesh(
         shades.to_numpy(),
         cmap="PuOr_r",
@@ -148,7 +163,7 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     ax.set_yticks(0.5 + step * np.arange(len(rows)), [f"{S:,}" for S in rows])
     ax.grid(False)
     ax.set_facecolor("#f2f2f2")
-    bar = ax.figure.colorbar(image, ax=ax, label="speedup (x)", shrink=0.9, extend="both")
+    bar = ax.figure.colorbar(image, ax=ax, label="net speedup (x)", shrink=0.9, extend="both")
     assert bar.solids is not None, "the map has colours"
     bar.solids.set_rasterized(True)  # viewers of SVG show seams between its colours
     plain_ticks(bar.ax.yaxis, [1 / MOST, 0.5, 1, 2, MOST])
@@ -167,13 +182,13 @@ def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
 
 
 def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
-    has_colour = cell[CLAIM] != DOUBTFUL
-    is_dark = has_colour and not 1 / DARK < cell["speedup"] < DARK
+    has_colour = cell[CLAIM] in COLOURED
+    is_dark = has_colour and not 1 / DARK < cell[NET] < DARK
     more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
-    first = f"{cell['speedup']:.2f}x"
-    if not has_colour:
-        first = "{:.2f} to\n{:.2f}x".format(*(cell[end] for end in SPEEDUP_ENDS))
-    about = f"net {cell['net_speedup']:.2f}x\n" if has_colour else ""
+    first = f"{cell[NET]:.2f}x"
+    if not has_colour and cell[NET_ENDS[0]] is not None:
+        first = "{:.2f} to\n{:.2f}x".format(*(cell[end] for end in NET_ENDS))
+    about = f"steps {cell['speedup']:.2f}x\n" if has_colour else ""
     settings = [f"g {cell['gamma']}"]
     if cell["budget"] is not None:
         settings.append(f"K {cell['budget']}")
@@ -201,7 +216,7 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         of = of.assign(**{X: 1e3 / of[TPOT].astype(float)})
-        fronts = [pareto(of[is_kind], X, Y).index for is_kind in kinds_of(of).values()]
+        fronts = [pareto(quiet(of[is_kind]), X, Y).index for is_kind in kinds_of(of).values()]
         columns = ["series", "run", "B", X, Y, "on_front", f"{Y}_interval_low"]
         return of.assign(on_front=of.index.isin(chain(*fronts)))[[*columns, f"{Y}_interval_high"]]
 
@@ -245,8 +260,9 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
         labels=("one request (tokens/s)", "all rows (tokens/s)"),
         caption=(
             "Each mark is one pass; up and to the right is better. A pass is on a front if no "
-            "other one of its kind has both more tokens/s and a faster request. Numbers are the "
-            "batch sizes on the fronts. The autoregressive marks are the baselines in the same "
+            "other one of its kind has both more tokens/s and a faster request; where some were "
+            "measured on a quiet host, it is of these. Numbers are the batch sizes on the fronts. "
+            "The autoregressive marks are the baselines in the same "
             "runs",
             "One request decodes at 1 / TPOT. All rows together count decode steps in a run; where "
             "requests were served, they count the whole time from the first arrival to the last "
@@ -390,8 +406,8 @@ def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
             places = of.groupby(["series", "prefix_len"])
             return frame_of(
                 {"series": series, "prefix_len": prefix}
-                | summarize(same, metric)
-                | ({also: same[also].astype(float).median()} if also else {})
+                | summarize(quiet(same), metric)
+                | ({also: quiet(same)[also].astype(float).median()} if also else {})
                 for (series, prefix), same in places
             )
 
@@ -410,7 +426,7 @@ def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
                 show=show,
                 draw=partial(draw_along_contexts, y=metric, also=also),
                 labels=("prompt tokens", label),
-                caption=(caption, "Of repeated runs the median is shown"),
+                caption=(caption, "Of repeated runs the median is shown, of those on a quiet host"),
                 intervals="Bars are 95 % intervals, of repeated runs the range",
                 axes={"sharey": True, "height": 3.2, "columns": num_kinds},
                 most_panels=max(4, 2 * num_kinds),

@@ -5,15 +5,25 @@ speculation. Each command is a panel or a series.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import floor, log10
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from magicdec.bench.report.figures.labels import PointLabel, place_labels
-from magicdec.bench.report.figures.panels import Drawn, Form, LeftOut, Series, draw_marks
-from magicdec.bench.report.frame import frame_of
+from magicdec.bench.report.figures.panels import (
+    MOST_SERIES,
+    Drawn,
+    Form,
+    LeftOut,
+    Series,
+    draw_marks,
+)
+from magicdec.bench.report.frame import ENVIRONMENT, frame_of
+from magicdec.bench.report.listing import TAKEN
 from magicdec.bench.report.tables import PageTable
 from magicdec.bench.serving import showing as serving
+from magicdec.hardware.other_load import load_text
 from magicdec.output.figures import styled
 from magicdec.output.tables import Table
 
@@ -145,35 +155,42 @@ def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> 
 
 
 def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """A panel for each speed metric, with a bar for each mode and command."""
+    """A panel for each speed metric beside the others, with a row for each mode, and in it a bar
+    for each command."""
 
-    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
-        names = list(table["pass"].unique())
-        width = 0.8 / len(series)
+    def draw(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
+        from matplotlib.ticker import MaxNLocator
+
+        height = 0.8 / len(series)
         handles = {}
         for index, (name, of, style) in enumerate(series):
-            places = of["pass"].map(names.index) + (index - (len(series) - 1) / 2) * width
-            handles[name] = ax.bar(
+            places = of["pass"].map(modes.index) + (index - (len(series) - 1) / 2) * height
+            handles[name] = ax.barh(
                 places,
                 of["value"].astype(float),
-                0.9 * width,
+                0.9 * height,
                 color=style.colour,
                 hatch=style.hatch,
                 edgecolor="white",
                 linewidth=0.5,
             )
-            ax.bar_label(handles[name], fmt="{:,.1f}", fontsize=6, padding=2)
-        ax.margins(y=0.1)
-        ax.set_xticks(range(len(names)), names, rotation=20)
-        ax.grid(axis="x", visible=False)
+            texts = [three_digits(value) for value in of["value"]]
+            ax.bar_label(handles[name], texts, fontsize=6, padding=2)
+        ax.margins(x=0.2)
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.set_yticks(range(len(modes)), modes)
+        ax.set_ylim(len(modes) - 0.5, -0.5)
+        ax.grid(axis="y", visible=False)
         return handles
 
     values = frame_of(
-        {"about": row["about"], "pass": row["pass"], "run": row["run"], "metric": label}
-        | {"value": row[metric]}
+        {key: row[key] for key in ("about", "pass", "run", "is_busy")}
+        | {"metric": label, "value": row[metric]}
         for row in passes.to_dict("records")
         for metric, label in SPEEDS.items()
     )
+    modes = list(dict.fromkeys(passes["pass"]))
+    row_height = max(0.2, 0.12 * min(MOST_SERIES, passes["about"].nunique()))
     form = Form(
         name="serving_modes",
         title="Speed by mode",
@@ -183,9 +200,18 @@ def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
         series="about",
         draw=draw,
         labels=("", ""),
-        caption=("The modes of each command served the same requests",),
+        axes={"columns": len(SPEEDS), "sharey": True, "height": 0.9 + row_height * len(modes)},
+        caption=(
+            "The modes of each command served the same requests. Of a speed more is better, of a "
+            "time less",
+        ),
     )
     return form.of(values[values["value"].notna()] if len(values) else values)
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits, or with all before its point."""
+    return f"{value:,.{max(0, 2 - floor(log10(value)) if value > 0 else 0)}f}"
 
 
 def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
@@ -211,7 +237,7 @@ def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
         return {}
 
     stages = frame_of(
-        {"about": row["about"], "pass": row["pass"], "run": row["run"], **stage}
+        {key: row[key] for key in ("about", "pass", "run", "is_busy")} | stage
         for row in passes.to_dict("records")
         for stage in stages_of(row["object"], part)
     )
@@ -258,6 +284,12 @@ def lines_above(table: Table) -> list[str]:
     return [line.text for line in replace(table, title="").lead]
 
 
+def load_of(passes: pd.DataFrame) -> list[str]:
+    """A line that names the passes of a command during which another load took cores."""
+    text = load_text(passes[f"{ENVIRONMENT}{TAKEN}"].tolist(), "passes", passes["pass"].tolist())
+    return [text] if text else []
+
+
 def tables_of(passes: pd.DataFrame) -> list[PageTable]:
     """The tables that the commands themselves print, with a column for each pass."""
     return [
@@ -266,7 +298,7 @@ def tables_of(passes: pd.DataFrame) -> list[PageTable]:
             [row for row in table.rows if row],  # a line between rows has no place in their order
             f"Command {number}: {table.title}",
             name=f"serving_{number}_{place}",
-            lines=[*lines_above(table), *table.below],
+            lines=[*load_of(of), *lines_above(table), *table.below],
         )
         for number, (_, of) in enumerate(by_command(passes).groupby("about", sort=False), 1)
         for place, table in enumerate(serving.tables(list(of["object"])), 1)
