@@ -76,7 +76,9 @@ def served(kind: str = STEPS, seed: int = 0) -> ServingRecord:
 def drawn_request(rng: random.Random, number: int) -> Request:
     """The first has one token, and the second all in one step."""
     num_tokens = 1 if number == 0 else rng.randint(4, 12)
-    request = Request(number, tuple(range(PROMPT_LENS[number % len(PROMPT_LENS)])), SamplingParams(num_tokens))
+    request = Request(
+        number, tuple(range(PROMPT_LENS[number % len(PROMPT_LENS)])), SamplingParams(num_tokens)
+    )
     request.arrived_s = BEGIN_S + number * rng.uniform(0.05, 0.1)
     at_s = request.arrived_s + rng.uniform(0.2, 0.6)
     while request.finished_s is None:
