@@ -28,7 +28,7 @@ NUM_REQUESTS = 15
 BEGIN_S = 1000.0
 GAMMA = 3
 # Those of one group by context and of the next begin between them.
-PROMPT_LENS = (5, 2048, 2049, 700, 4096, 4097, 33, 5, 900)
+PROMPT_LENS = (4097, 5, 2048, 2049, 700, 4096, 33, 5, 900)
 GOODPUT = {"ttft": 300.0, "tpot": 40.0, "e2el": 900.0}
 PLAIN, STEPS, AHEAD, TURNS = "plain", "steps", "ahead", "turns"
 OF_SERVERS = ("vllm", "sums", "histogram", "even", COUNTERS, BOTH)
@@ -76,9 +76,8 @@ def served(kind: str = STEPS, seed: int = 0) -> ServingRecord:
 def drawn_request(rng: random.Random, number: int) -> Request:
     """The first has one token, and the second all in one step."""
     num_tokens = 1 if number == 0 else rng.randint(4, 12)
-    request = Request(
-        number, tuple(range(PROMPT_LENS[number % len(PROMPT_LENS)])), SamplingParams(num_tokens)
-    )
+    prompt_len = PROMPT_LENS[number % len(PROMPT_LENS)]
+    request = Request(number, tuple(range(prompt_len)), SamplingParams(num_tokens))
     request.arrived_s = BEGIN_S + number * rng.uniform(0.05, 0.1)
     at_s = request.arrived_s + rng.uniform(0.2, 0.6)
     while request.finished_s is None:

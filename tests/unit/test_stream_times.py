@@ -18,7 +18,7 @@ from magicdec.runner.request import UNKNOWN_ID, Moves, Request, SamplingParams
 from magicdec.systems.endpoint import Endpoint
 from magicdec.systems.http_client import AnswerLimits
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.report import ServerCounts, count_pass
+from magicdec.systems.servers.report import ServerCounts, cached_of, count_pass, is_behind
 from magicdec.systems.system import PassObserver
 
 Event = dict[str, Any]
@@ -250,3 +250,33 @@ def test_counters_of_several_engines_add_up_by_position(order: int) -> None:
     assert found.accepted_by_position() == [2 + 1 + 1, 2 + 0 + 1]
     assert found.histogram == (6 - 4, 4 - 3, 3)
     assert found.find_contradiction(13) is None
+
+
+def test_counters_that_appear_with_the_first_draft_count_from_nothing() -> None:
+    """No verification accepted nothing, or one token alone."""
+    request = Request(0, (1,), SamplingParams(9), [3] * 9)
+    found = count_pass(Counters.read(""), counters((3, 6, 6, 9, 3, 3)), [request]).counts
+    assert (found.verifications, found.drafted, found.accepted) == (3, 6, 6)
+    assert found.histogram == (0, 0, 3) and found.find_contradiction(8) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [(0, 0, True), (100, 103, True), (100, 104, False), (100, 109, False), (100, 90, False)],
+)
+def test_a_server_is_behind_until_all_tokens_are_counted(
+    before: int, after: int, expected: bool
+) -> None:
+    """Of a request with four tokens; a server that has restarted counts no more of them."""
+    readings = [Counters.read(f"vllm:generation_tokens_total {n}") for n in (before, after)]
+    request = Request(0, (1, 2, 3, 4, 5, 6), SamplingParams(4), [3] * 4)
+    assert is_behind(*readings, [request]) == expected
+
+
+def test_a_prompt_of_which_a_server_had_nothing_is_counted() -> None:
+    requests = [Request(number, (1, 2, 3), SamplingParams(4)) for number in range(2)]
+    assert cached_of(ServerCounts(cached={0: 0, 1: 3}), requests) == {0: 0, 1: 3}
+    assert cached_of(ServerCounts(cached={0: 0}), requests) == {}
+    for wrong in (-1, 4, 1.0):
+        with pytest.raises(ValueError, match="cached"):
+            cached_of(ServerCounts(cached={0: 0, 1: wrong}), requests)
