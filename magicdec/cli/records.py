@@ -82,7 +82,8 @@ class RecordTableSection(RecordFilesSection):
 
 @no_collection()
 def show(values: ParsedValues) -> int:
-    """Prints the runs as one table, then the records of each other command as that command did."""
+    """Prints the runs as one table, then the records of each other command as that command did, or
+    did with `--verbose`."""
     args = values[RecordTableSection]
     others: list[Record] = []
     kinds = (args.kind,) if args.kind else tuple(RECORDS)
@@ -140,7 +141,7 @@ def runs_of(
 table = LoneCommand(
     show,
     "Print records as tables: runs in one, with a line for each, and those of each other command "
-    "as the command itself did.",
+    "as the command itself did, of serve as with its --verbose.",
     {"table": RecordTableSection},
 )
 

@@ -84,7 +84,7 @@ ONLY = {
     "decoding": (*WITHOUT_EOS, "ignore_eos"),
     "workload": ("dataset", "prompt_format", "skip_tokens", "seed"),
     "speculation": ("pa", "pr", "pd", "max_in_flight", "lanes"),
-    "output": ("results",),
+    "output": ("results", "verbose"),
 }
 
 
@@ -372,9 +372,7 @@ class ServeCommand:
             measured = self.measure(prepared, record_file)
         except BaseException as error:
             if record_file.records:  # of the modes before
-                from magicdec.bench.serving.showing import tables
-
-                print_tables(tables(record_file.records))
+                self.print_tables(record_file.records)
             if not isinstance(error, KeyboardInterrupt):
                 raise
             count = record_file.count
@@ -383,7 +381,7 @@ class ServeCommand:
         if launch.rank != 0:
             return 0
         self.show(measured)
-        code = conclude(record_file, measured.records)
+        code = conclude(record_file, measured.records, self.config.output.verbose)
         return FAILED if self.failures else code
 
     def measure(self, prepared: PreparedServing, record_file: RecordFile) -> MeasuredPasses:
@@ -391,10 +389,15 @@ class ServeCommand:
 
         return measure(prepared, record_file.append)
 
-    def show(self, measured: MeasuredPasses) -> None:
-        from magicdec.bench.serving.showing import draw_timeline, tables, trace_events
+    def print_tables(self, records: Sequence[ServingRecord]) -> None:
+        from magicdec.bench.serving.showing import brief_tables, tables
 
-        print_tables(tables(measured.records))
+        print_tables((tables if self.config.output.verbose else brief_tables)(records))
+
+    def show(self, measured: MeasuredPasses) -> None:
+        from magicdec.bench.serving.showing import draw_timeline, trace_events
+
+        self.print_tables(measured.records)
         records = measured.records
         traces = measured.traces
         plot = self.files.plot
@@ -424,12 +427,16 @@ def announce(prepared: PreparedServing) -> None:
     print(labelled("memory", prepared.memory, START), flush=True)
 
 
-def conclude(record_file: RecordFile, records: Sequence[ServingRecord]) -> int:
+def conclude(
+    record_file: RecordFile, records: Sequence[ServingRecord], is_verbose: bool = True
+) -> int:
     """Says where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
     tokens."""
     warn_of_load([record.environment for record in records], "modes")
     noun = "record" if record_file.count == 1 else "records"
-    print(f"{record_file.count} {noun} appended to {record_file.path}", file=sys.stderr)
+    path = record_file.path
+    more = "" if is_verbose else f"; all metrics: magicdec table {path}"
+    print(f"{record_file.count} {noun} appended to {path}{more}", file=sys.stderr)
     is_wrong = any(record.status == "diverged" for record in records)
     return FAILED if is_wrong or record_file.count < len(records) else 0
 

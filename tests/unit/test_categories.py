@@ -191,7 +191,7 @@ def test_each_drafting_mode_has_a_table_of_categories() -> None:
     plain = replace(
         drafting, name="inflight", metrics=replace(drafting.metrics, acceptance_by_category=None)
     )
-    first, *others = tables([plain, drafting])
+    _, first, *others = tables([plain, drafting])
     assert "metric" in {column.key for column in first.headings}
     assert [table.title.partition(":")[0] for table in others] == ["inflight+draft"]
     assert [table.rows[0][0] for table in others] == ["coding"]

@@ -274,7 +274,7 @@ def test_a_server_is_measured_and_compared_like_a_mode(
     assert body["model"] == "tiny" and body["max_tokens"] == body["min_tokens"] == 4
     assert body["temperature"] == 0 and body["stream"] and body["ignore_eos"]
     out = capsys.readouterr().out
-    assert "endpoint: all 3 requests have the tokens of sequential" in out
+    assert "in every mode all requests have the tokens of sequential" in out
     assert "endpoint: does not say whether it drafts; see --endpoint_metrics" in out
     assert theirs["server"]["source"] is None and len(theirs["server"]["missing"]) == 9
     assert "endpoint" in command("table", tmp_path / "out.jsonl").out
@@ -411,7 +411,8 @@ def test_acceptance_is_a_column_beside_our_modes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     server.report = report
-    assert run([*words, "--modes", "sequential", "endpoint", "--endpoint_api", api]) == 0
+    modes = ["--modes", "sequential", "endpoint", "--endpoint_api", api, "--verbose"]
+    assert run([*words, *modes]) == 0
     _, record = records_of(tmp_path)
     assert (record["status"], record["num_differing"]) == ("ok", 0)
     metrics, said = record["metrics"], record["server"]
@@ -530,7 +531,7 @@ def test_several_servers_have_a_column_each(
     ]
     assert [body["model"] for body in server.bodies] == ["tiny"] * 6 + ["other"] * 6
     out = capsys.readouterr().out
-    assert "endpoint2: all 3 requests have the tokens of sequential" in out
+    assert "in every mode all requests have the tokens of sequential" in out
     exported = tmp_path / "vllm.jsonl"
     words = [str(tmp_path / "out.jsonl"), "--format", "vllm", "--out", str(exported)]
     assert command("export", *words).code == 0 and len(exported.read_text().splitlines()) == 3

@@ -20,7 +20,7 @@ from serving_command import prepare_as
 
 from magicdec.bench.serving import measure
 from magicdec.bench.serving.record import ServingRecord
-from magicdec.bench.serving.showing import tables
+from magicdec.bench.serving.showing import brief_tables, tables, verdict
 from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
@@ -220,7 +220,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert (ring["num_draft_tokens"] < 24) == (pa > 0), "of four requests, three in a step"
         assert by_name["sync"]["metrics"]["draft_acceptance_rate"] == 1
     said = capsys.readouterr()
-    assert "async: all 4 requests have the tokens of sequential" in said.out
+    assert "in every mode all requests have the tokens of sequential" in said.out
     assert "10 records appended" in said.err
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
     check_events(json.loads(files["--trace"].read_text())["traceEvents"])
@@ -270,7 +270,7 @@ def test_a_lost_record_still_prints_the_table(
     ]
     code, out = COMMANDS["recurrent"].parse(words, ALONE).run(words, ALONE), tmp_path / "out.jsonl"
     said = capsys.readouterr()
-    assert code == 1 and "output tokens/s" in said.out
+    assert code == 1 and "has the most output tokens/s" in said.out
     lost = [line for line in said.err.splitlines() if line.endswith("the record is lost")]
     assert len(lost) == 2 and lost[0].startswith(f"--out {out}: No space left on device")
     assert f"0 records appended to {out}" in said.err
@@ -304,7 +304,7 @@ def test_the_modes_before_a_failure_are_recorded_and_printed(
     with pytest.raises((SystemExit, RuntimeError)) as ended:
         serve.inflight()
     said = capsys.readouterr()
-    assert "sequential" in said.out and "output tokens/s" in said.out
+    assert "│ sequential │" in said.out and "tokens/s" in said.out
     if error is KeyboardInterrupt:
         assert isinstance(ended.value, SystemExit) and ended.value.code == 130
         assert f"interrupted; 1 record is in {out}" in said.err
@@ -319,8 +319,9 @@ def test_the_driver_prints_one_table(launch: Launch, tiny_checkpoint: Path, tmp_
         "static", "--dtype", "float32", "--out", tmp_path / "out.jsonl",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "static: all 3 requests have the tokens of inflight" in done.stdout
-    assert "makespan, s" in done.stdout and "2 records appended" in done.stderr
+    assert "in every mode all requests have the tokens of inflight" in done.stdout
+    assert len([line for line in done.stdout.splitlines() if line.startswith("│")]) == 2
+    assert "2 records appended" in done.stderr
     assert len(read(tmp_path / "out.jsonl")) == 2
 
 
@@ -460,20 +461,20 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     assert first.metrics is not None and second.metrics is not None
     fast = replace(second.metrics, output_throughput=5 / 16, mean_ttft_ms=750.0)
     records = [first, replace(second, metrics=fast)]
-    table, *_ = tables(records)
+    summary, table, *_ = tables(records)
     labels = [text_of(row[0]) for row in table.rows]
     assert labels[:5] == [
         "Throughput", "makespan, s", "requests/s", "output tokens/s", "  times sequential"
     ]  # fmt: skip
     assert list(map(text_of, table.rows[4][1:])) == ["1.00x", "2.00x"]
     assert "TTFT p50, ms" in labels and not [label for label in labels if "p9" in label]
-    (said,) = table.below
+    (said,) = summary.below
     assert said.startswith("inflight has the most output tokens/s, 0.3: 2.00 times those of sequ")
     assert "0.50 times its mean TTFT" in said
     keys = [line.split(",")[0] for line in table.csv().splitlines()]
     assert keys[:4] == ["metric", "makespan_s", "request_throughput", "output_throughput"]
     many = [replace(each, requests=list(each.requests) * 34) for each in records]
-    assert "TTFT p99, ms" in [text_of(row[0]) for row in tables(many)[0].rows]
+    assert "TTFT p99, ms" in [text_of(row[0]) for row in tables(many)[1].rows]
 
 
 def closed_loop(record: ServingRecord, concurrency: int) -> ServingRecord:
@@ -497,12 +498,12 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
     grid[6] = replace(grid[6], status="diverged", metrics=None, num_differing=1)
     capsys.readouterr()
     monkeypatch.setattr(output_tables, "make_console", lambda: Console(width=80, highlight=False))
-    *parts, summary = tables(grid)
+    summary, *parts = tables(grid)
     assert [part.title for part in parts] == ["sequential", "inflight", "static"]
     headings = [(column.label, column.key) for column in parts[1].headings[1:]]
     assert headings == [(f"{n} at once", f"inflight, {n} at once") for n in (1, 2, 4, 64)]
     for place, part in enumerate(parts):
-        (of_mode,) = tables([modes[place]])
+        _, of_mode = tables([modes[place]])
         assert {"  times sequential, 1 at once"} == labels_of(part) - labels_of(of_mode)
         assert labels_of(of_mode) <= labels_of(part)
         assert part.rows[1][1].value == 4 * place, "the makespan of its own first pass"
@@ -515,7 +516,10 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
     ]
     keys = [column.key for column in summary.headings[2:-1]]
     assert keys == ["output_throughput", "mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms"]
-    assert [line.style for line in summary.lead[:-1]] == ["bold red"], "what has diverged, again"
+    styles = ["bold"] * 6 + ["bold red"] + ["bold"] * 5
+    assert [line.style for line in summary.lead[:-1]] == styles
+    (brief,) = brief_tables(grid)
+    assert brief.body == summary.body and brief.lead[0].style == "bold red"
     summary.print()
     lines = [line for line in capsys.readouterr().out.splitlines() if line[0] in "┃│"]
     assert " 1,234,567.8 " in "".join(lines) and max(map(len, lines)) <= 80
@@ -525,8 +529,8 @@ def test_a_table_has_at_most_so_many_modes(toy: Toy) -> None:
     _, raw = toy("sequential", "inflight")
     records = [parse_line(json.dumps(each), ServingRecord) for each in raw]
     many = [replace(records[0], name=f"endpoint{number}") for number in range(2, 9)]
-    assert [len(table.columns) for table in tables(many[:6])] == [7]
-    assert [len(table.columns) for table in tables(many)] == [7, 2, 6], "and a summary"
+    assert [len(table.columns) for table in tables(many[:6])] == [6, 7], "a summary first"
+    assert [len(table.columns) for table in tables(many)] == [6, 7, 2]
 
 
 def labels_of(table: Table) -> set[str]:
@@ -537,8 +541,27 @@ def test_a_mode_with_wrong_tokens_wins_nothing(toy: Toy) -> None:
     _, raw = toy("sequential", "inflight")
     records = [parse_line(json.dumps(each), ServingRecord) for each in raw]
     wrong = replace(records[1], status="diverged", metrics=None, num_differing=1)
-    (table, *_) = tables([records[0], wrong])
-    assert table.below == [] and table.rows[4][2] is None
+    (summary, table, *_) = tables([records[0], wrong])
+    assert summary.below == table.below == [] and table.rows[4][2] is None
+    (brief,) = brief_tables([records[0], wrong])
+    assert [line.text for line in brief.lead[:-1]] == [verdict(wrong)], "one that is wrong says all"
+
+
+def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All else is for `--verbose`, and what is emulated is said in any case."""
+    _, raw = toy("sequential", "inflight")
+    records = [parse_line(json.dumps(each), ServingRecord) for each in raw]
+    (brief,) = brief_tables(records)
+    assert [row[0] for row in brief.rows] == ["sequential", "inflight"]
+    assert brief.lead[0].text == "in every mode all requests have the tokens of sequential"
+    monkeypatch.undo()  # which systems serve
+    workload = records[1].config["workload"] | {"emulate_acceptance": [0.5]}
+    config = records[1].config | {"workload": workload}
+    emulated = replace(records[1], name="async", config=config)
+    (brief,) = brief_tables([records[0], emulated])
+    assert "of EMULATED drafts" in brief.lead[0].text
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,5 +1,5 @@
-"""What `magicdec serve` shows: a line for each mode, which says whether its tokens are right, a
-table with a column for each mode and one of the stages of each ring; and pictures of requests and
+"""What `magicdec serve` shows: first a summary with a row for each mode; then, if all is asked for,
+tables with a column for each mode and one of the stages of each ring; and pictures of requests and
 stages over time. Imports no torch, and matplotlib only to draw.
 
 Must not know how a metric is computed.
@@ -34,23 +34,28 @@ if TYPE_CHECKING:
 
 
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
-    """What all passes of one command show. More passes than a table has room for are in several
-    tables, with a summary at the end, where a terminal shows it."""
+    """All that the passes of one command have to show, the summary first. More passes than a table
+    has room for are in several tables."""
     rows = rows_of(records)
     parts = parts_of(records)
     shown = [[records[place] for place in places] for places in parts]
     return [
+        summary_table(records, rows, is_brief=False),
         *(modes_table(records, rows, places) for places in parts),
         *turn_tables(records),
         *(table for part in shown for table in context_tables(part)),
         *(table for record in records for table in category_tables(record.name, record.metrics)),
         *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
-        *([summary_table(records, rows)] if len(parts) > 1 else []),
     ]
 
 
+def brief_tables(records: Sequence[ServingRecord]) -> list[Table]:
+    """A few rows for each pass of one command."""
+    return [summary_table(records, rows_of(records), is_brief=True), *turn_tables(records)]
+
+
 MOST_COLUMNS = 6  # passes beside each other, for which 80 characters have room
-# What the summary says of each pass; the tables above it have all metrics.
+# What the summary says of each pass; the tables below it have all metrics.
 SUMMARY = (
     *("output_throughput", "request_goodput", "mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms"),
     "mean_acceptance_length",
@@ -322,29 +327,22 @@ def title_of(records: Sequence[ServingRecord]) -> str:
 def modes_table(
     records: Sequence[ServingRecord], rows: Sequence[Sequence[object]], places: Sequence[int]
 ) -> Table:
-    """A table with a column for each pass at `places`, below whether its tokens are right."""
+    """A table with a column for each pass at `places`."""
     shown = [records[place] for place in places]
-    is_all = len(shown) == len(records)
-    mode = mode_of(shown)
-    about = [title_of(records)] if is_all or not mode else []
     return Table(
         [Column("", is_text=True, key="metric"), *columns_of(shown)],
         rows_in(rows, places),
-        title="; ".join([*mode, *about]),
-        above=[verdict_line(record) for record in shown],
-        below=[
-            *(winner(records) if is_all else []),
-            *stalls_of(shown),
-            *reported_lines(shown),
-            *(records[-1].workload.left_out_lines if is_all else []),
-            *([RUNS] if any(r.speculation for r in shown) else []),
-        ],
+        title="; ".join(mode_of(shown)),
+        below=[*stalls_of(shown), *([RUNS] if any(r.speculation for r in shown) else [])],
     )
 
 
-def summary_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object]]) -> Table:
-    """A row for each pass, with the metrics of `SUMMARY` that one has, and below which has the most
-    tokens/s."""
+def summary_table(
+    records: Sequence[ServingRecord], rows: Sequence[Sequence[object]], is_brief: bool
+) -> Table:
+    """A row for each pass, with the metrics of `SUMMARY` that one has, above whether its tokens are
+    right, and below which has the most tokens/s. With `is_brief` those that are right say so in
+    their rows alone."""
     by_key = {str(label.value): row for row in rows if isinstance(label := row[0], Shown)}
     chosen = {key: by_key[key] for key in SUMMARY if key in by_key}
     is_closed = records[0].concurrency is not None
@@ -368,9 +366,22 @@ def summary_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[obje
         ],
         lines,
         title=title_of(records),
-        above=[verdict_line(record) for record in records if not record.passed],
-        below=[*winner(records), *records[-1].workload.left_out_lines],
+        above=brief_verdict(records) if is_brief else [verdict_line(record) for record in records],
+        below=[
+            *winner(records),
+            *reported_lines(records),
+            *records[-1].workload.left_out_lines,
+        ],
     )
+
+
+def brief_verdict(records: Sequence[ServingRecord]) -> list[Line]:
+    """One line if all tokens are those of the first pass; otherwise one for each pass of which
+    there is more to say."""
+    odd = [record for record in records if record.status != "ok" or record.emulates_drafts]
+    if odd:
+        return [verdict_line(record) for record in odd]
+    return [Line(f"in every mode all requests have the tokens of {records[0].name}", "bold")]
 
 
 def without_interval(cell: object) -> object:
