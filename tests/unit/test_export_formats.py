@@ -3,6 +3,8 @@ definitions of the program that reads it, and what is refused."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +15,7 @@ import pytest
 from conftest import Command
 from synthetic_records import IDENTICAL
 from synthetic_samples import pass_samples
-from test_compare import diverged, failed, make, write
+from test_compare import diverged, failed, make, with_ties, write
 from test_pass_records import record
 from test_pipeline_command import finished
 
@@ -30,21 +32,25 @@ JUDGED = [(2, 2, 3), (2, 1, 2), (2, 0, 1), (1, 1, 2)]
 
 
 def served(is_drafting: bool = False, **workload: object) -> dict[str, Any]:
-    """A pass of two requests that arrive at 0 s, with tokens at 1, 2 and 3 s and at 2, 4 and 6 s.
-    It is the only one of its command, so that nothing is compared."""
-    times_s = [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]
+    """A pass of two requests that arrive at 0 s, with tokens at 1, 2 and 3 s and at 2, 3.5 and 6 s,
+    and of one that arrives at 1.5 s, with tokens at 6 and 10 s. It is the only one of its command,
+    so that nothing is compared."""
+    times_s = [[1.0, 2.0, 3.0], [2.0, 3.5, 6.0], [6.0, 10.0]]
     requests = [finished(each) for each in times_s]
-    requests[1].request_id = 1
-    counts = StepCounts(num_steps=6, num_in_flight=9, moves={i: Moves([0.0]) for i in range(2)})
+    for number, request in enumerate(requests):
+        request.request_id = number
+    requests[2].arrived_s = 1.5
+    counts = StepCounts(num_steps=6, num_in_flight=9, moves={i: Moves([0.0]) for i in range(3)})
     verifications = Verifications()
     if is_drafting:
         verifications.by_request[0] = [Verification(*each) for each in JUDGED]
     metrics = serving_metrics(requests, counts, {}, None, verifications)
     described = [
-        {"arrival_ms": 0.0, "joined_ms": [0.0], "preempted_ms": [], "prefilled_ms": [1e3 * first],
-         "first_token_ms": 1e3 * first, "finished_ms": 1e3 * last, "prompt_len": prompt_len,
-         "output_len": 3, "output_hash": "0"}
-        for (first, _, last), prompt_len in zip(times_s, (4, 8), strict=True)
+        {"arrival_ms": 1e3 * request.arrived_s, "joined_ms": [0.0], "preempted_ms": [],
+         "prefilled_ms": [1e3 * times[0]], "first_token_ms": 1e3 * times[0],
+         "finished_ms": 1e3 * times[-1], "prompt_len": prompt_len, "output_len": len(times),
+         "output_hash": "0"}
+        for request, times, prompt_len in zip(requests, times_s, (4, 8, 16), strict=True)
     ]  # fmt: skip
     alone = {"status": "unchecked", "reference": None, "num_differing": None}
     parts = {"metrics": asdict(metrics), "requests": described}
@@ -117,19 +123,22 @@ def exports(tmp_path: Path, command: Command) -> Exports:
 
 
 UNCOMPARED = {"status": "unchecked", "reference": None, "num_differing": None, "emulated": False}
-# By hand: TTFT 1 and 2 s, TPOT 1 and 2 s, ITL 1, 1, 2 and 2 s, E2EL 3 and 6 s.
+# By hand: TTFT 1, 2 and 4.5 s, TPOT 1, 2 and 4 s, ITL 1, 1, 1.5, 2.5 and 4 s, E2EL 3, 6 and 8.5 s.
 RESULT = {
     "date": "20261122-050000", "endpoint_type": "magicdec", "backend": "magicdec",
-    "label": "inflight+draft", "model_id": "demo", "tokenizer_id": "demo", "num_prompts": 2,
-    "request_rate": "inf", "duration": 6.0, "completed": 2, "failed": 0, "total_input_tokens": 12,
-    "total_output_tokens": 6, "request_throughput": 1 / 3, "request_goodput": None,
-    "output_throughput": 1.0, "total_token_throughput": 3.0, "input_lens": [4, 8],
-    "output_lens": [3, 3], "ttfts": [1.0, 2.0], "latencies": [3.0, 6.0], "start_times": [0.0, 0.0],
-    "mean_ttft_ms": 1500.0, "median_ttft_ms": 1500.0, "std_ttft_ms": 500.0, "p90_ttft_ms": 1900.0,
-    "p99_ttft_ms": 1990.0, "mean_tpot_ms": 1500.0, "median_tpot_ms": 1500.0, "std_tpot_ms": 500.0,
-    "p90_tpot_ms": 1900.0, "p99_tpot_ms": 1990.0, "mean_itl_ms": 1500.0, "median_itl_ms": 1500.0,
-    "p90_itl_ms": 2000.0, "p99_itl_ms": 2000.0, "mean_e2el_ms": 4500.0, "median_e2el_ms": 4500.0,
-    "std_e2el_ms": 1500.0, "p90_e2el_ms": 5700.0, "p99_e2el_ms": 5970.0,
+    "label": "inflight+draft", "model_id": "demo", "tokenizer_id": "demo", "num_prompts": 3,
+    "request_rate": "inf", "duration": 10.0, "completed": 3, "failed": 0, "total_input_tokens": 28,
+    "total_output_tokens": 8, "request_throughput": 0.3, "request_goodput": None,
+    "output_throughput": 0.8, "total_token_throughput": 3.6, "input_lens": [4, 8, 16],
+    "output_lens": [3, 3, 2], "ttfts": [1.0, 2.0, 4.5], "latencies": [3.0, 6.0, 8.5],
+    "start_times": [0.0, 0.0, 1.5],
+    "mean_ttft_ms": 2500.0, "median_ttft_ms": 2000.0, "std_ttft_ms": 1e3 * (13 / 6) ** 0.5,
+    "p90_ttft_ms": 4000.0, "p99_ttft_ms": 4450.0,
+    "mean_tpot_ms": 7000 / 3, "median_tpot_ms": 2000.0, "std_tpot_ms": 1e3 * (14 / 9) ** 0.5,
+    "p90_tpot_ms": 3600.0, "p99_tpot_ms": 3960.0,
+    "mean_itl_ms": 2000.0, "median_itl_ms": 1500.0, "p90_itl_ms": 3400.0, "p99_itl_ms": 3940.0,
+    "mean_e2el_ms": 17500 / 3, "median_e2el_ms": 6000.0, "std_e2el_ms": 1e3 * (91 / 18) ** 0.5,
+    "p90_e2el_ms": 8000.0, "p99_e2el_ms": 8450.0,
     "correctness": UNCOMPARED, "random_weights": False,
 }  # fmt: skip
 
@@ -137,7 +146,49 @@ TRAFFIC = ("request_rate", "burstiness", "max_concurrency")
 
 
 def test_a_pass_is_the_object_that_vllm_saves(exports: Exports) -> None:
-    assert json.loads(exports.text("vllm", [served()])) == RESULT
+    same(json.loads(exports.text("vllm", [served()])), RESULT)
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Equal keys and values, of which numbers may differ by their rounding."""
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        is_number = isinstance(value, float | list)
+        assert found[key] == (pytest.approx(value) if is_number else value), key
+
+
+def test_ties_are_exported(exports: Exports) -> None:
+    """Of the sequences of a run those that rounding explains, of a pass the requests."""
+    ties = run() | {key: with_ties()[key] for key in ("status", "correctness")}
+    found = json.loads(exports.text("llama-bench", [ties]))
+    said = {"status": "ok_with_ties", "reference": "autoregressive", "num_differing": 2}
+    assert [row["correctness"] for row in found] == [said] * 4
+    assert " | ok_with_ties |" in exports.text("llama-bench", [ties], "md")
+    passed = served() | {"status": "ok_with_ties", "reference": "static", "num_differing": 1}
+    said = {"status": "ok_with_ties", "reference": "static", "num_differing": 1, "emulated": False}
+    assert json.loads(exports.text("vllm", [passed]))["correctness"] == said
+    for each in json.loads(exports.text("pytorch", [passed])):
+        assert each["metric"]["extra_info"]["correctness"] == said
+    lines = list(csv.DictReader(io.StringIO(exports.text("table", [ties, passed], "csv"))))
+    assert [row["status"] for row in lines] == ["ok_with_ties"] * 3
+    assert lines[0]["correctness.num_excused"] == "2" and lines[2]["num_differing"] == "1"
+
+
+def test_two_ranks_compute_with_the_threads_of_both(exports: Exports) -> None:
+    """llama-bench's `n_threads` are all that compute a test; two requests of two ranks are two."""
+    ranks = run()
+    ranks["environment"] |= {"world_size": 2, "threads": 3}
+    rows = json.loads(exports.text("llama-bench", [ranks]))
+    assert {(row["n_threads"], row["world_size"]) for row in rows} == {(6, 2)}
+    assert rows[0]["samples_ns"] == [4_000_000, 8_000_000], "both ranks take part in one prefill"
+    assert (
+        exports.text("llama-bench", [ranks], "md")
+        .splitlines()[2]
+        .startswith("| demo | float32 | CPU | 6 | pp8 | 1500.00")
+    )
+    passed = served()
+    passed["environment"] |= {"world_size": 2, "threads": 3}
+    same(json.loads(exports.text("vllm", [passed])), RESULT)
 
 
 def test_passes_are_lines_and_others_are_named(exports: Exports) -> None:
@@ -190,11 +241,13 @@ def test_the_database_has_an_object_for_each_metric(exports: Exports) -> None:
     ]
     mean = next(each for each in found if each["metric"]["name"] == "mean_ttft_ms")
     left_out = {*METRICS, "ttfts"}
-    assert mean["metric"] == {
-        "name": "mean_ttft_ms",
-        "benchmark_values": [1500.0],
-        "extra_info": {key: value for key, value in RESULT.items() if key not in left_out},
-    }
+    assert mean["metric"]["benchmark_values"] == [2500.0]
+    assert {*mean["metric"]} == {"name", "benchmark_values", "extra_info"}
+    kept = {key: value for key, value in RESULT.items() if key not in left_out}
+    same(mean["metric"]["extra_info"], kept)
+    for each in found:
+        name = each["metric"]["name"]
+        assert each["metric"]["benchmark_values"] == [pytest.approx(RESULT[name])]
     assert mean["model"] == {"name": "demo"} and mean["benchmark"]["name"] == "magicdec benchmark"
     assert mean["benchmark"]["extra_info"]["args"]["gen_len"] == 4
 

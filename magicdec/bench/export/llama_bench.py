@@ -103,7 +103,7 @@ def _head(record: MeasuredRecord) -> Row:
         "gpu_info": at.gpu or "",
         "backends": str(record.config["parallel"]["device"]).upper(),
         "model_filename": model["model"],
-        "n_threads": at.threads,
+        "n_threads": at.world_size * at.threads,  # all that compute a test, as llama-bench counts
         "test_time": start.strftime(TIME),
         "dtype": model["dtype"],
         "target_dtype": model["target_dtype"],
