@@ -201,7 +201,7 @@ def test_what_the_readme_says_was_measured(name: str) -> None:
 def test_the_printed_run_is_that_of_the_record() -> None:
     (demo,) = records("readme/demo.jsonl")
     table = table_of(demo)
-    rows = {label: cells for label, cells in table_rows(demo)}
+    rows = dict(table_rows(demo))
     lines = PRINTED.splitlines()
     assert lines[0] == table.lead[0].text
     shown = [re.split(r"\s*│\s*", line)[1:-1] for line in lines if line.startswith("│")]
