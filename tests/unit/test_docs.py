@@ -3,6 +3,7 @@ are given, and the README stays short."""
 
 import dataclasses
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -179,6 +180,17 @@ def test_filling_a_page_leaves_its_blocks_alone(wrap_pages: ModuleType) -> None:
 def test_the_readme_shows_every_command() -> None:
     shown = {name for name, _ in commands("README.md")}
     assert {name.split()[0] for name in COMMANDS} - shown == set()
+
+
+def test_commands_of_the_readme_write_what_git_ignores() -> None:
+    """Whoever tries them keeps a clean checkout."""
+    commands = "\n".join(re.findall(r"^    .*$", (ROOT / "README.md").read_text(), re.M))
+    paths = re.findall(r"(?:--out|--plot|--junit|--summary|--save_tokens| >)\s+(\S+)", commands)
+    assert len(paths) >= 8
+    ignored = subprocess.run(
+        ["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    assert ignored == paths
 
 
 def test_the_page_of_flags_is_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
