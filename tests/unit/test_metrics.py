@@ -247,6 +247,13 @@ def test_the_net_speedup_counts_what_comes_before_the_first_step() -> None:
     )
 
 
+def test_calibration_without_a_warm_up_is_that_of_the_batches() -> None:
+    ours = timed([0, 0], [[5.0], [5.0]], [[1], [1]], [20.0, 3.0])
+    assert decode_metrics(ours, 1e9, True).calibration_ms == 23.0
+    ours.warmup_calibration_ms = 0.0
+    assert decode_metrics(ours, 1e9, True).calibration_ms == 23.0
+
+
 def test_steps_that_are_not_faster_never_break_even() -> None:
     baseline, same = timed([0], [[10.0]], [[4]]), timed([1], [[10.0]], [[4]])
     assert break_even_gen_len(baseline, same) is None

@@ -201,6 +201,23 @@ def test_counts_that_do_not_add_up_are_not_taken(changes: dict[str, Any], messag
     assert problem.startswith("request 1: ") and message in problem
 
 
+@pytest.mark.parametrize(
+    ("steps", "num_tokens"),
+    [
+        (((3, 3), (3, 3)), 8),  # all drafts are right
+        (((1, 0), (1, 0)), 2),  # none is, and no step is without one
+        (((2, 2),), 1),  # past the end
+    ],
+)
+def test_counts_at_their_bounds_are_taken(
+    steps: tuple[tuple[int, int], ...], num_tokens: int
+) -> None:
+    counts = ReportedCounts.of([Verification(*each, 1) for each in steps])
+    requests = [ended(0, 1 + num_tokens)]
+    verifications, report = conclude(said(counts), requests, lambda: None)
+    assert verifications.reported == {0: counts} and report.problems == []
+
+
 def test_an_answer_that_lacks_what_others_have_is_named() -> None:
     _, report = conclude(said(COUNTS), [ended(0), ended(1)], lambda: None)
     assert report.problems == ["request 1 does not say what was drafted, as others do"]
