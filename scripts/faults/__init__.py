@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from faults import (
     choices,
+    figures,
     gate,
     gguf_families,
     heads,
@@ -27,6 +28,7 @@ from faults import (
 PROPERTIES = (
     *runs.PROPERTIES,
     *records.PROPERTIES,
+    *figures.PROPERTIES,
     *serving.PROPERTIES,
     *rings.PROPERTIES,
     *speculation.PROPERTIES,

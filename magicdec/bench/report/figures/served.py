@@ -190,7 +190,7 @@ def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
         for metric, label in SPEEDS.items()
     )
     modes = list(dict.fromkeys(passes["pass"]))
-    row_height = max(0.2, 0.12 * min(MOST_SERIES, passes["about"].nunique()))
+    row_height = max(0.2, 0.13 * min(MOST_SERIES, passes["about"].nunique()))
     form = Form(
         name="serving_modes",
         title="Speed by mode",
