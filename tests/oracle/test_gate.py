@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, served_pairs
 
 from magicdec.bench.gate.cases import Case, case_of
+from magicdec.bench.gate.files import to_compare_with
 from magicdec.bench.gate.measuring import run_cases, with_threads
 from magicdec.config.run_config import RunConfig
 from magicdec.records.comparison.compare import compare, exit_code
@@ -16,7 +17,8 @@ from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
-BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
+COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
+BASELINES = load_records(to_compare_with(COMMITTED))
 
 
 def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> RunRecord:
