@@ -183,7 +183,7 @@ class LLM:
                 stream.verifications = self._verifications.take(number)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        bos = self.model.bos_token_id
+        bos = self.tokenizer.bos_of(self.model.bos_token_id)
         return (*(() if bos is None else (bos,)), *self.tokenizer.encode(text))
 
 

@@ -202,7 +202,8 @@ def own(run: Run, name: str, count: int) -> list[Sample]:
     """Prompts of a dataset, which the model continues by itself."""
     source, w = run.prepared.source.config, run.config.workload
     wanted = Wanted(w.prefix_len, count, w.seed, w.gen_len)
-    workload = build_workload(name, run.prepared.tokenizer, source.bos_token_id, wanted)
+    tokenizer = run.prepared.tokenizer
+    workload = build_workload(name, tokenizer, tokenizer.bos_of(source.bos_token_id), wanted)
     return [(prompt, ()) for prompt in workload.prompts]
 
 

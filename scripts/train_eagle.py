@@ -35,7 +35,7 @@ from magicdec.distributed.groups import read_launch
 from magicdec.hardware.environment import probe_machine
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.config import ModelConfig
-from magicdec.model.tokenizer import load_tokenizer
+from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.output.writing import append_line
 
 SEED = 1
@@ -414,13 +414,16 @@ def export(
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def read_books(path: Path, source: ModelSource) -> list[np.ndarray]:
-    """The token ids of each text of a file of JSON lines."""
+def tokenizer_of(source: ModelSource) -> Tokenizer:
     if source.tokenizer_path is None:
         raise ValueError(
             f"--target {source.name}: random weights have no tokenizer; name a checkpoint"
         )
-    tokenizer = load_tokenizer(source.tokenizer_path)
+    return load_tokenizer(source.tokenizer_path)
+
+
+def read_books(path: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The token ids of each text of a file of JSON lines."""
     lines = path.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines if line.strip()]
     return [np.array(tokenizer.encode(text), dtype=np.int64) for text in texts]
@@ -566,16 +569,18 @@ def train(args: argparse.Namespace) -> None:
     is_fast = args.device == "cuda" or probe_machine(read_launch()).has_bfloat16_products
     args.dtype = args.dtype or ("bfloat16" if is_fast else "float32")
     device = torch.device(args.device)
-    books = read_books(args.train, source)
+    tokenizer = tokenizer_of(source)
+    bos = tokenizer.bos_of(config.bos_token_id)
+    books = read_books(args.train, tokenizer)
     if args.validation is None:
         books, held_out = split_books(books)
     else:
-        held_out = read_books(args.validation, source)
+        held_out = read_books(args.validation, tokenizer)
     chosen = choose_draft_ids(books, args.count_tokens, args.vocab, config.vocab_size)
     draft_ids = torch.from_numpy(chosen).to(device)
-    windows = BookWindows(books, config.bos_token_id)
+    windows = BookWindows(books, bos)
     windows.check("--train", window_length)
-    others = BookWindows(held_out, config.bos_token_id)
+    others = BookWindows(held_out, bos)
     others.check("--train" if args.validation is None else "--validation", args.length + 1)
     rng = np.random.default_rng(SEED)
     evaluation = [

@@ -1,5 +1,6 @@
 """Tokenizers for the file formats of a checkpoint. Text is encoded as plain text, without special
-tokens. A library is imported only for a file of its format.
+tokens, and a prompt begins with what the files say. A library is imported only for a file of its
+format.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.gguf.named import is_gguf
@@ -28,26 +30,47 @@ from magicdec.model.rank_file import (
     parse_ranks,
     pieces_of,
 )
-from magicdec.output.files import exists, read_bytes
+from magicdec.output.files import AGAIN, exists, load_object, read_bytes
 
+CONFIG_FILE = "tokenizer_config.json"
+NAMES_FILE = "special_tokens_map.json"
+Around = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids before a text, and after it."""
 MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """A vocabulary, and functions that encode and decode by it. No text encodes to special
-    tokens, except by `encode_with_special`, which is for a chat template's own words."""
+    tokens, except by `encode_with_special`, which is for a chat template's own words. `around`:
+    what a call of transformers' tokenizer puts around a text, None if the files do not say."""
 
     path: Path
     pieces: dict[int, str]
     encode_plain: Callable[[str], list[int]]
     encode_special: Callable[[str], list[int]]
     decode_known: Callable[[list[int]], str]
+    around: Around | None = None
 
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id (a model may pad beyond it)."""
         return max(self.pieces, default=-1) + 1
+
+    def bos_of(self, stated: int | None) -> int | None:
+        """The token that a prompt begins with, if any. `stated` is that of the model's config,
+        which decides where no file of the tokenizer says. Raises ValueError if there is more."""
+        if self.around is None:
+            return stated
+        before, after = self.around
+        if len(before) > 1 or after:
+            shown = [" ".join(self.pieces.get(i, f"<id {i}>") for i in ids) for ids in self.around]
+            raise ValueError(
+                f"{self.path}: puts {shown[0]!r} before a text and {shown[1]!r} behind it (by the "
+                "post_processor of tokenizer.json, or add_eos_token); a prompt begins with one "
+                "token at most and ends with its text; change that, or use --prompt_format chat"
+            )
+        return before[0] if before else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of the whole text, without BOS or EOS; special tokens' names are plain text."""
@@ -145,7 +168,24 @@ def load_json(path: Path, data: bytes) -> Tokenizer:
             backend.encode_special_tokens = True
 
     pieces = {i: piece for piece, i in backend.get_vocab(with_added_tokens=True).items()}
-    return Tokenizer(path, pieces, encode, encode_special, backend.decode)
+    around = _around(path, backend)
+    for i in (each for end in around for each in end):
+        if i not in pieces:
+            raise ValueError(
+                f"{path}: its post_processor adds the id {i}, which is no token; {AGAIN}"
+            )
+    return Tokenizer(path, pieces, encode, encode_special, backend.decode, around)
+
+
+def _around(path: Path, backend: Any) -> Around:
+    """What the post-processor puts around a text. It decides, whatever the configs beside the file
+    say."""
+    with _refusing(path, "its post_processor cannot be used"):
+        whole = backend.encode("a")
+    is_added = [bool(each) for each in whole.special_tokens_mask]
+    first = is_added.index(False) if False in is_added else len(is_added)
+    last = len(is_added) - is_added[::-1].index(False) if False in is_added else len(is_added)
+    return tuple(whole.ids[:first]), tuple(whole.ids[last:])
 
 
 def load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
@@ -206,15 +246,55 @@ def load_rank_file(path: Path, data: bytes) -> Tokenizer:
 
 
 def load_model(path: Path, data: bytes) -> Tokenizer:
-    """A `tokenizer.model`, whose content tells the format."""
-    return load_rank_file(path, data) if is_rank_file(data) else load_sentencepiece(path, data)
+    """A `tokenizer.model`, whose content tells the format. The configs beside it may say what is
+    put around a text."""
+    loaded = load_rank_file(path, data) if is_rank_file(data) else load_sentencepiece(path, data)
+    return replace(loaded, around=_stated_around(loaded))
+
+
+def _stated_around(tokenizer: Tokenizer) -> Around | None:
+    directory = tokenizer.path.parent
+    config = _load_settings(directory / CONFIG_FILE)
+    if config.get("add_bos_token") is None and not config.get("add_eos_token"):
+        return None
+    # As transformers reads them: the older file comes first, unless the newer one has all tokens.
+    is_whole = "added_tokens_decoder" in config
+    names = config if is_whole else config | _load_settings(directory / NAMES_FILE)
+    ids = {piece: i for i, piece in tokenizer.pieces.items()}
+    around = list[tuple[int, ...]]()
+    for end in ("bos", "eos"):
+        key = f"{end}_token"
+        value = names.get(key)
+        name = value.get("content") if isinstance(value, dict) else value
+        if not config.get(f"add_{key}") or (key in names and not name):
+            around.append(())
+        elif name in ids:
+            around.append((ids[name],))
+        else:
+            said = f"{key} {name!r} is no token of {tokenizer.path.name}" if name else f"no {key}"
+            raise ValueError(
+                f"{directory / CONFIG_FILE}: add_{key} is true, and {said}; name the token of the "
+                f"vocabulary there, or set add_{key} to false"
+            )
+    before, after = around
+    return before, after
+
+
+def _load_settings(path: Path) -> dict[str, Any]:
+    """The fields of a file that a directory may lack."""
+    try:
+        return load_object(path) if exists(path) else {}
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error).split("\n")[0]
+        raise ValueError(f"{path}: cannot be read ({reason})") from error
 
 
 def load_gguf(path: Path) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describe."""
     vocabulary = read_vocabulary(read_gguf(path))
     if vocabulary.model == SENTENCEPIECE:
-        return load_sentencepiece(path, sentencepiece_model(vocabulary))
+        loaded = load_sentencepiece(path, sentencepiece_model(vocabulary))
+        return replace(loaded, around=(vocabulary.before, vocabulary.after))
     return load_json(path, json.dumps(tokenizers_file(vocabulary)).encode())
 
 

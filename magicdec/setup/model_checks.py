@@ -222,8 +222,9 @@ def check_interpreter(config: ResolvedConfig) -> None:
 
 
 def check_bos(label: str, source: ModelSource, tokenizer: Tokenizer) -> None:
-    """Raises ValueError if the model's BOS token is no id of its tokenizer."""
-    bos = source.config.bos_token_id
+    """Raises ValueError if the model's BOS token is no id of its tokenizer, whose files do not say
+    what a prompt begins with."""
+    bos = source.config.bos_token_id if tokenizer.around is None else None
     size = source.config.vocab_size
     if source.tokenizer_path is not None:
         size = min(size, tokenizer.vocab_size)

@@ -257,7 +257,8 @@ def _workload_of(
     """The prompts, made once for equal ones. `num_prompts` as in `complete`, `batch` as in
     `build_workload`."""
     w = run.config.workload
-    bos = run.source.config.bos_token_id
+    is_chat = w.prompt_format == CHAT  # a template has its own words before a text
+    bos = None if is_chat else tokenizer.bos_of(run.source.config.bos_token_id)
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
     most_new = w.num_new_tokens + w.extra_new_tokens
     wanted = Wanted(
@@ -271,7 +272,7 @@ def _workload_of(
         turns=w.turns,
     )
     chat: ChatTemplate | None = None
-    if w.prompt_format == CHAT:
+    if is_chat:
         chat = cache.get(("chat", tokenizer.path), lambda: ChatTemplate(tokenizer))
     made: Workload = cache.get(
         ("workload", tokenizer_name, w.dataset, w.skip_tokens, bos, wanted, chat),

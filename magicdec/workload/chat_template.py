@@ -22,13 +22,12 @@ from typing import Any, NoReturn, Protocol
 from magicdec.config.sections import CHAT, PLAIN
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.gguf.named import is_gguf
-from magicdec.model.tokenizer import Tokenizer
+from magicdec.model.gguf.vocabulary import tokenizer_config
+from magicdec.model.tokenizer import CONFIG_FILE, Tokenizer
 from magicdec.output.files import exists, load_object, read_text
 from magicdec.workload.prompt_sets import USER, Roles
 
-CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 DEFAULT = "default"  # the name of a template among several
 FLAG = f"--prompt_format {CHAT}"
 WAY_OUT = f"use --prompt_format {PLAIN}"
@@ -114,7 +113,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         path = tokenizer.path
         is_of_gguf = is_gguf(path)
-        self.config = _gguf_config(tokenizer) if is_of_gguf else _load_config(path.parent)
+        self.config = tokenizer_config(read_gguf(path)) if is_of_gguf else _load_config(path.parent)
         self.path, self.template = _find_template(path if is_of_gguf else path.parent, self.config)
         self.tokens = _named_tokens(self.config)
         self._known = dict[Roles, Frame | Refusal]()
@@ -179,16 +178,6 @@ def _load_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error).split("\n")[0]
         raise ValueError(f"{FLAG}: {path} cannot be read ({reason}); {WAY_OUT}") from error
-
-
-def _gguf_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a GGUF file says of its template, by the names of a tokenizer_config.json."""
-    metadata = read_gguf(tokenizer.path).metadata
-    config: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
-    for ours, theirs in GGUF_TOKENS.items():
-        i = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        config[f"{ours}_token"] = tokenizer.pieces.get(i) if isinstance(i, int) else None
-    return config
 
 
 def _find_template(directory: Path, config: Mapping[str, Any]) -> tuple[Path, str]:

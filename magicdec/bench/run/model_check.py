@@ -143,6 +143,7 @@ def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
     norm = {"rms": "RMS norm", "layer": "layer norm"}[c.norm]
     word = "How to check a model."
     ids = tokenizer.encode(word)
+    ends = " ".join(map(str, c.eos_token_ids)) or None
     lines = {
         "model": f"{c.architecture}, {num_parameters:,} numbers in {len(tensors)} tensors, "
         f"{' and '.join(dtypes)}, {len(files)} file{'s' * (len(files) != 1)}",
@@ -157,7 +158,7 @@ def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
         "positions": describe_positions(c),
         "window": describe_windows(c),
         "vocabulary": f"{c.vocab_size}, {'tied head' if c.tie_word_embeddings else 'own head'}, "
-        f"BOS {c.bos_token_id}, EOS {' '.join(map(str, c.eos_token_ids)) or None}",
+        f"BOS {tokenizer.bos_of(c.bos_token_id)}, EOS {ends}",
         "tokenizer": f"{tokenizer.path.name}, {tokenizer.vocab_size} ids; {word!r} is {ids}",
     }
     return [f"{label:<10} {text}" for label, text in lines.items()]
@@ -360,7 +361,8 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 
 def text_of(tokenizer: Tokenizer, config: ModelConfig, length: int) -> tuple[int, ...]:
-    start = [] if config.bos_token_id is None else [config.bos_token_id]
+    bos = tokenizer.bos_of(config.bos_token_id)
+    start = [] if bos is None else [bos]
     words = tokenizer.encode(next(iter(read_books("demo", 1)))[: 16 * length])
     return tuple(islice(chain(start, chain.from_iterable(repeat(words))), length))
 

@@ -39,12 +39,7 @@ from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.gguf.named import is_gguf
-from magicdec.model.gguf.vocabulary import (
-    SENTENCEPIECE,
-    read_vocabulary,
-    sentencepiece_model,
-    tokenizers_file,
-)
+from magicdec.model.gguf.vocabulary import tokenizer_files
 from magicdec.model.linear.quantizers import Quantizer
 from magicdec.names import QUANTIZERS, load_named
 from magicdec.output.files import complete_file, hash_file, load_json, load_object, make_new
@@ -54,7 +49,8 @@ from magicdec.output.writing import to_json, write_text
 CONFIG = "config.json"
 COMPANIONS = (
     *(CONFIG, "generation_config.json"),
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja"),
 )
 SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
 MANIFEST_VERSION = 1
@@ -286,12 +282,8 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
 def write_gguf_companions(source: ModelSource, directory: Path) -> None:
     """The config and the tokenizer of a GGUF file in the file formats of a directory."""
     assert source.tokenizer_path is not None, "a GGUF file has its tokenizer"
-    vocabulary = read_vocabulary(read_gguf(source.tokenizer_path))
-    contents = {"config.json": to_json(to_hf_config(source.config), indent=1).encode()}
-    if vocabulary.model == SENTENCEPIECE:
-        contents["tokenizer.model"] = sentencepiece_model(vocabulary)
-    else:
-        contents["tokenizer.json"] = json.dumps(tokenizers_file(vocabulary)).encode()
+    contents = {CONFIG: to_json(to_hf_config(source.config), indent=1).encode()}
+    contents |= tokenizer_files(read_gguf(source.tokenizer_path))
     for name, data in contents.items():
         if not (directory / name).exists():
             with complete_file(FLAG, directory / name) as partial:

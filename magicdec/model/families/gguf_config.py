@@ -15,6 +15,7 @@ from magicdec.model.families.gguf_architectures import architecture_of
 from magicdec.model.families.hf_config import MOST_LAYERS, parse_hf_config
 from magicdec.model.gguf.file import GgufFile, read_gguf
 from magicdec.model.gguf.named import OTHERWISE
+from magicdec.model.gguf.vocabulary import end_ids, named_id
 from magicdec.output.files import AGAIN
 
 EMBEDDING = "token_embd.weight"
@@ -89,8 +90,6 @@ def hf_fields(file: GgufFile) -> dict[str, Any]:
             raise ValueError(f"{prefix}{key} {own[key]} is not the size {head_dim} of a head")
     raw["rope_theta"] = rounded(raw.get("rope_theta", 10000.0))
     raw["rms_norm_eps"] = rounded(raw["rms_norm_eps"])
-    metadata = file.metadata
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     fields = {
         **raw,
         "architectures": [architecture.name],
@@ -101,8 +100,8 @@ def hf_fields(file: GgufFile) -> dict[str, Any]:
         "vocab_size": vocabulary(file, own),
         "tie_word_embeddings": HEAD not in file.tensors,
         "rope_scaling": rope_scaling(file, own, head_dim, raw["rope_theta"]),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id") if begins(file) else None,
-        "eos_token_id": [each for each in ids if each is not None],
+        "bos_token_id": named_id(file, "bos"),
+        "eos_token_id": end_ids(file),
     }
     return fields | architecture.fields(file, own, fields)
 
@@ -110,12 +109,6 @@ def hf_fields(file: GgufFile) -> dict[str, Any]:
 def rounded(value: float) -> float:
     """The shortest decimal with the bits of a float32: files hold 1e-05 as 9.99999974e-06."""
     return float(str(np.float32(value)))
-
-
-def begins(file: GgufFile) -> bool:
-    """Whether prompts begin with BOS. A SentencePiece vocabulary that says nothing has it."""
-    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
-    return bool(file.metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece))
 
 
 def vocabulary(file: GgufFile, own: dict[str, Any]) -> int:

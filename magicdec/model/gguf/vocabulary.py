@@ -4,6 +4,7 @@ byte-level BPE as a `tokenizers` file, Llama's as a SentencePiece model. Imports
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -65,13 +66,36 @@ SPLITS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais"), (GPT2,)),
 }
-# Tokens that are whole words of a split text are taken before any merge.
-WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+# Of these, tokens that are whole words of a split text are taken before any merge, and prompts
+# begin with BOS in files that do not say (llama.cpp's src/llama-vocab.cpp, as what follows).
+LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
+# SentencePiece's ids in files that do not say.
+DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+# The keys of a tokenizer_config.json, and what stands for them in those of a file.
+TOKEN_KEYS = {
+    **{"bos_token": "bos", "eos_token": "eos"},
+    **{"unk_token": "unknown", "pad_token": "padding"},
+}
+# The keys of tokens that end a text, and the names of tokens that do, whatever a file says of them.
+ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+END_NAMES = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}
+# The names of those that only end a text where no token has their key.
+NAMES_BY_KEY = {
+    "fim_pad": {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
+    "fim_rep": {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"},
+    "fim_sep": {"<|file_sep|>"},
+}
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`types` and `scores` are by token; `scores` of SentencePiece, `merges` of BPE alone."""
+    """`types` and `scores` are by token; `scores` of SentencePiece, `merges` of BPE alone. `before`
+    and `after` are the ids around a text."""
 
     path: Path
     model: str
@@ -82,6 +106,8 @@ class Vocabulary:
     merges: Sequence[str]
     has_space_prefix: bool
     unknown_id: int | None
+    before: tuple[int, ...]
+    after: tuple[int, ...]
 
     @property
     def pieces(self) -> list[str]:
@@ -119,6 +145,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
         get("merges", []),
         bool(get("add_space_prefix", model == SENTENCEPIECE)),
         get("unknown_token_id"),
+        *(ids_around(file, end, count) for end in ("bos", "eos")),
     )
     if not tokens or len(found.types) != count or len(found.scores) != count:
         raise ValueError(
@@ -137,6 +164,101 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
     return found
 
 
+def named_id(file: GgufFile, name: str) -> int | None:
+    """The id of a special token by its name in the keys, as "bos"."""
+    default = DEFAULT_IDS.get(name) if model_of(file) == SENTENCEPIECE else None
+    found: int | None = file.metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+    return found
+
+
+def model_of(file: GgufFile) -> Any:
+    return file.metadata.get("tokenizer.ggml.model")
+
+
+def ids_around(file: GgufFile, end: str, count: int) -> tuple[int, ...]:
+    """BOS before a text, or EOS behind it, if the file or llama.cpp's default for its tokenizer
+    puts it there. Raises ValueError if that is none of the `count` tokens."""
+    splits = file.metadata.get("tokenizer.ggml.pre")
+    has_bos = model_of(file) == SENTENCEPIECE or splits in LLAMA3_LIKE
+    key = f"tokenizer.ggml.add_{end}_token"
+    if not file.metadata.get(key, end == "bos" and has_bos):
+        return ()
+    found = named_id(file, end)
+    if not isinstance(found, int) or not 0 <= found < count:
+        is_stated = key in file.metadata
+        why = f"{key} is true" if is_stated else f"prompts of {splits or SENTENCEPIECE} begin so"
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.{end}_token_id {found} is none of its {count} tokens, "
+            f"and {why}; {OTHERWISE}"
+        )
+    return (found,)
+
+
+def tokenizer_config(file: GgufFile) -> dict[str, Any]:
+    """What a file says of special tokens and its chat template, as a tokenizer_config.json."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    config: dict[str, Any] = {"chat_template": file.metadata.get("tokenizer.chat_template")}
+    for ours, theirs in TOKEN_KEYS.items():
+        i = named_id(file, theirs)
+        is_token = isinstance(i, int) and 0 <= i < len(tokens)
+        config[ours] = tokens[i] if is_token else None
+    return config
+
+
+def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
+    """The files of a directory that has the tokenizer, by name."""
+    vocabulary = read_vocabulary(file)
+    config = tokenizer_config(file)
+    if vocabulary.model == SENTENCEPIECE:
+        # The class of transformers that puts a space in front of a text, or none.
+        has_prefix = vocabulary.has_space_prefix
+        config |= {
+            "tokenizer_class": "LlamaTokenizer" if has_prefix else "GemmaTokenizer",
+            "add_bos_token": bool(vocabulary.before),
+            "add_eos_token": bool(vocabulary.after),
+            "added_tokens_decoder": {str(t.pop("id")): t for t in added_tokens(vocabulary)},
+            "legacy": False,
+        }
+        contents = {"tokenizer.model": sentencepiece_model(vocabulary)}
+    else:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        contents = {"tokenizer.json": json.dumps(tokenizers_file(vocabulary)).encode()}
+    return contents | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
+
+
+def end_ids(file: GgufFile) -> list[int]:
+    """The tokens that end a text, those that are stated first."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    stated = {key: found for key in ENDS if (found := named_id(file, key)) is not None}
+    names = END_NAMES.union(*(NAMES_BY_KEY[key] for key in NAMES_BY_KEY if key not in stated))
+    named = {token: i for i, token in enumerate(tokens) if token in names}
+    no_ends = set[str]()
+    # Of gpt-oss and Solar it ends a message, after which a text goes on; of Gemma 4 it is a word.
+    if named.keys() & {"<|return|>", "<|flush|>"} and named.keys() & {"<|call|>", "<|calls|>"}:
+        no_ends.add("<|end|>")
+    if "<|tool_response>" in named:
+        no_ends.add("</s>")
+    without = {named[name] for name in no_ends & named.keys()}
+    ids = dict.fromkeys((*stated.values(), *named.values()))
+    return [i for i in ids if i not in without]
+
+
+def added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """The tokens that are looked for in a text before all others, as a `tokenizer.json` has them;
+    SentencePiece's user-defined ones where spaces have been replaced."""
+    return [
+        {
+            "id": i,
+            "content": piece,
+            "special": kind == CONTROL,
+            "normalized": kind == USER_DEFINED and vocabulary.model == SENTENCEPIECE,
+            **dict.fromkeys(("single_word", "lstrip", "rstrip"), False),
+        }
+        for i, (piece, kind) in enumerate(zip(vocabulary.pieces, vocabulary.types, strict=True))
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+
+
 def tokenizers_file(vocabulary: Vocabulary) -> dict[str, Any]:
     """The content of a `tokenizer.json` of byte-level BPE."""
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
@@ -144,30 +266,35 @@ def tokenizers_file(vocabulary: Vocabulary) -> dict[str, Any]:
     wrong = next((m for m in merges if len(m) != 2 or "".join(m) not in ids), None)
     if wrong is not None:
         raise ValueError(f"{vocabulary.path}: its tokenizer merges {wrong} to no token; {AGAIN}")
-    added = [
-        {
-            "id": i,
-            "content": vocabulary.tokens[i],
-            "special": kind == CONTROL,
-            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-        }
-        for i, kind in enumerate(vocabulary.types)
-        if kind in (CONTROL, USER_DEFINED)
-    ]
     splits = [
         {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
         for each in SPLITS[vocabulary.splits]
     ]
     byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": False}
     byte_level["add_prefix_space"] = vocabulary.has_space_prefix
+    added_ids = (*vocabulary.before, *vocabulary.after)
+    parts = [{"SpecialToken": {"id": vocabulary.tokens[i], "type_id": 0}} for i in added_ids]
+    parts.insert(len(vocabulary.before), {"Sequence": {"id": "A", "type_id": 0}})
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
+        "added_tokens": added_tokens(vocabulary),
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "post_processor": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": parts,
+            "pair": [*parts, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {
+                vocabulary.tokens[i]: {
+                    "id": vocabulary.tokens[i],
+                    "ids": [i],
+                    "tokens": [vocabulary.tokens[i]],
+                }
+                for i in added_ids
+            },
+        },
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -175,7 +302,7 @@ def tokenizers_file(vocabulary: Vocabulary) -> dict[str, Any]:
             **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix"), None),
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": vocabulary.splits in WORDS_FIRST,
+            "ignore_merges": vocabulary.splits in LLAMA3_LIKE,
             "vocab": ids,
             "merges": merges,
         },
