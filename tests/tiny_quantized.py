@@ -120,11 +120,15 @@ def plain_integers(numbers: Integers, is_symmetric: bool) -> Layer:
 
 
 def fp8(shape: tuple[int, int], block: tuple[int, int], leaf: str, seed: int, form: str) -> Layer:
-    """`form` of the scales: blocks, channels, one ([1]) or a scalar."""
+    """`form` of the scales: blocks, channels, one ([1]), a scalar, or exponents (E8M0, in which a
+    byte stands for 2 ** (byte - 127))."""
     generator = torch.Generator().manual_seed(seed)
     stored = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
     counts = [-(-size // part) for size, part in zip(shape, block, strict=True)]
     scale = 0.02 + 0.1 * torch.rand(counts, generator=generator)
+    exponents = scale.log2().round()
+    if form == "exponents":
+        scale = 2**exponents
     weights = torch.empty(shape)
     for i in range(counts[0]):
         for j in range(counts[1]):
@@ -132,6 +136,8 @@ def fp8(shape: tuple[int, int], block: tuple[int, int], leaf: str, seed: int, fo
             columns = slice(j * block[1], (j + 1) * block[1])
             weights[rows, columns] = stored[rows, columns].float() * scale[i, j]
     kept = {"one": scale.reshape(-1), "scalar": scale.squeeze()}.get(form, scale)
+    if form == "exponents":
+        kept = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     return {"weight": stored, leaf: kept}, weights
 
 

@@ -193,6 +193,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Making, tuple[int, str, bool] | None]] 
         of_fp8("weight_scale_inv", "blocks", (96, 160)),
         None,
     ),
+    "fp8, exponents": (
+        fp8_table([128, 128], scale_fmt="ue8m0"),
+        of_fp8("weight_scale_inv", "exponents", (128, 128)),
+        None,
+    ),
     "fp8, one scale": (fp8_table(None), of_fp8("weight_scale_inv", "scalar"), None),
     "floats, channel": (
         compressed_table(FLOAT, CHANNEL | {"type": "float"}, input_activations=DYNAMIC),
@@ -469,7 +474,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return load_file(path / "model.safetensors")
 
 
-WAYS_OUT = "fetch or convert|choose|correct|name it there"
+WAYS_OUT = "fetch or convert|choose|correct|name it there|set attention_bias or mlp_bias"
 
 
 def refused(path: Path, message: str) -> None:
@@ -483,7 +488,7 @@ def refused(path: Path, message: str) -> None:
 GPTQ_SAVED = "gptq, zero points"
 WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 32}
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "bitsandbytes"}, "quantization_config: bitsandbytes weights are not"),
+    ({"quant_method": "bitsandbytes"}, "quantization_config: quant_method bitsandbytes is not"),
     (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.1.mlp.experts"]},
         "modules_to_not_convert leaves out 'model.layers.1.mlp.experts'",
@@ -628,6 +633,115 @@ def test_tensors_of_other_formats_that_do_not_fit_are_refused(
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     refused(tmp_path, rf"model\.safetensors: .*layers\.0\.self_attn\..*{message}")
+
+
+def with_biases(path: Path, value: float) -> None:
+    tensors = tensors_of(path)
+    marks = (".scales", ".weight_scale", ".weight_scale_inv")
+    for module in {name.rpartition(".")[0] for name in tensors if name.endswith(marks)}:
+        tensors[f"{module}.bias"] = torch.full((1,), value, dtype=torch.float16).expand(8).clone()
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["gptq, zero points", "awq", "packed, group", "fp8, blocks"])
+def test_biases_of_zeros_are_none(name: str, tmp_path: Path) -> None:
+    """Programs for GPTQ have stored one for each matrix."""
+    model = saved(tmp_path, name)
+    with_biases(tmp_path, 0.0)
+    check_values(find_model("--model", str(tmp_path)), model, FORMATS[name][2])
+    check_logits(tmp_path, model)
+    with_biases(tmp_path, 0.5)
+    refused(
+        tmp_path, r"proj\.bias of shape \(8,\) is not part of the model; .* and \d+ more; set at"
+    )
+
+
+def test_zero_points_of_zeros_are_none(tmp_path: Path) -> None:
+    """As the first versions of compressed-tensors stored them for symmetric weights."""
+    model = saved(tmp_path, "integers, channel")
+    tensors = tensors_of(tmp_path)
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        tensors[name.replace("scale", "zero_point")] = torch.zeros(tensors[name].shape).to(
+            torch.int8
+        )
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_values(find_model("--model", str(tmp_path)), model, FORMATS["integers, channel"][2])
+    tensors[f"{Q0}.weight_zero_point"][3] = 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    refused(tmp_path, "q_proj.weight_zero_point is not read, and might change the result")
+
+
+BESIDE = "quantize_config.json"
+OLD_AWQ = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+
+
+def without(table: dict[str, Any], *fields: str) -> dict[str, Any]:
+    return {field: value for field, value in table.items() if field not in fields}
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+@pytest.mark.parametrize(
+    ("name", "file", "changes"),
+    [
+        ("gptq, zero points", BESIDE, {"model_file_base_name": "model"}),
+        ("gptq, second version", BESIDE, {"quant_method": "gptq"}),
+        ("awq", "quant_config.json", OLD_AWQ),
+        ("awq", BESIDE, awq_table()),
+    ],
+)
+def test_settings_in_a_file_of_their_own(
+    name: str, file: str, changes: dict[str, Any], has_config: bool, tmp_path: Path
+) -> None:
+    """Alone, as older programs wrote them, and beside the same ones in config.json."""
+    model = saved(tmp_path, name)
+    table = FORMATS[name][0]
+    own = changes if table["quant_method"] == "awq" else without(table, "quant_method") | changes
+    (tmp_path / file).write_text(json.dumps(own))
+    if not has_config:
+        write_table(tmp_path, {})
+    check_values(find_model("--model", str(tmp_path)), model, FORMATS[name][2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (gptq_table(8, 32, sym=False), "bits 8 contradicts the quantization_config of .*says 4"),
+        (gptq_table(group=64, sym=False), "group_size 64 contradicts .*says 32; correct"),
+        (gptq_table(group=32), "sym True contradicts .*which says False; correct the one"),
+        (gptq_table(group=32, sym=False, lm_head=True), "lm_head True contradicts .*config.json;"),
+        (gptq_table(group=32, sym=False, bits=2), "bits 2 contradicts .*which says 4; correct"),
+        (awq_table(), "quant_method 'awq' contradicts .*which says 'gptq'; correct"),
+        (gptq_table(group=32, sym=False, whatever=1), "whatever 1 is not known, and might ch"),
+        ({"sym": False, "checkpoint_format": "gptq_v2"}, "checkpoint_format 'gptq_v2' contradicts"),
+    ],
+)
+def test_settings_that_two_files_state_differently_are_refused(
+    settings: dict[str, Any], message: str, gptq_directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(gptq_directory / "model.safetensors")
+    (tmp_path / "config.json").write_text((gptq_directory / "config.json").read_text())
+    (tmp_path / BESIDE).write_text(json.dumps(settings))
+    refused(tmp_path, rf"quantize_config\.json: {message}")
+
+
+def test_settings_of_modelopt_beside_a_plain_config_are_refused(
+    gptq_directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(gptq_directory / "model.safetensors")
+    (tmp_path / "config.json").write_text((gptq_directory / "config.json").read_text())
+    write_table(tmp_path, {})
+    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    refused(tmp_path, r"hf_quant_config\.json: quant_method 'modelopt' is not read; choose a check")
+
+
+def test_nothing_is_written_beside_such_a_file(gptq_directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((gptq_directory / "config.json").read_text())
+    write_table(tmp_path, {})
+    (tmp_path / BESIDE).write_text(json.dumps(gptq_table()))
+    source = find_model("--model", str(gptq_directory))
+    with pytest.raises(ValueError, match=r"the quantize_config\.json there says how weights are"):
+        convert(source, tmp_path / "model.safetensors", None)
 
 
 def test_a_module_of_two_groups_of_settings_is_refused(tmp_path: Path) -> None:

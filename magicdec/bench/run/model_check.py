@@ -308,7 +308,7 @@ def load_dequantised(kind: Any, source: ModelSource) -> tuple[Any, str | None]:
     fields = to_hf_config(source.config) if is_gguf(path) else load_object(path / "config.json")
     fields.pop(FOREIGN, None)
     try:
-        weights = {name: source.weights.read(name).float() for name in source.weights.tensors}
+        weights = {name: source.weights.read(name).float() for name in source.tensors}
         if find_family(source.config.architecture).names(source.config).stacked_experts:
             weights = stacked(weights)
         model, found = kind.from_pretrained(  # it stacks the experts of a mixture

@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.families.config_keys import QUANTIZATION_FILES
 from magicdec.model.presets.presets import DEMO_DIRECTORIES
 
 VARIABLE = "MAGICDEC_CHECKED"  # another folder, as for the tests of this project
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", *QUANTIZATION_FILES)
 # How a comparison has ended. TOLD: the user knows how to compare, and no more.
 EQUAL = "equal"
 DIFFERS = "differs"

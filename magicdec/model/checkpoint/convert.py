@@ -27,6 +27,7 @@ from magicdec.model.checkpoint.quantized.converted import (
     values_of_matrix,
     values_of_outputs,
 )
+from magicdec.model.checkpoint.quantized.stated import stated_tables
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_files import (
     TORCH_NAMES,
@@ -114,11 +115,13 @@ def convert(
             else tensor._replace(dtype=dtype, numbers=None)
             for name, tensor in tensors.items()
         }
-    beside = out.parent / CONFIG
-    if beside.exists() and load_object(beside).get(FOREIGN):
+    has_config = (out.parent / CONFIG).exists()
+    beside = next(iter(stated_tables(out.parent)), None) if has_config else None
+    if beside is not None:
+        what = f"has a {FOREIGN}" if beside.name == CONFIG else "says how weights are quantised"
         raise ValueError(
-            f"{FLAG} {out}: the {CONFIG} there has a {FOREIGN}, which does not fit what is "
-            "written; name a file in another directory"
+            f"{FLAG} {out}: the {beside.name} there {what}, which does not fit what is written; "
+            "name a file in another directory"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     pieces = find_pieces(source.config)

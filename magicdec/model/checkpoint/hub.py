@@ -23,6 +23,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.ranks import is_launched
 from magicdec.model.checkpoint.weight_map import read_index
+from magicdec.model.families.config_keys import QUANTIZATION_FILES
 from magicdec.model.families.family import check_computed
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.presets.presets import WEIGHT_SUFFIXES
@@ -82,7 +83,7 @@ def _reason(error: BaseException, revision: str, token: str | None) -> str:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 OTHER_FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "chat_template.jinja"),
+    *("special_tokens_map.json", "chat_template.jinja", *QUANTIZATION_FILES),
 )
 # A single file, or the index of the shards. Pickles are never fetched: those of strangers need not
 # be trusted to be weights alone.
@@ -129,7 +130,7 @@ def download(
     fetch(info, repo_id, small, directory, token)
     check_computed(what, load_model_config(directory), str(directory))
     # Here, because this file is imported by commands that need no torch.
-    from magicdec.model.checkpoint.quantized.weights import read_method
+    from magicdec.model.checkpoint.quantized.stated import read_method
 
     read_method(directory)
     names = sorted(set(read_index(directory / weights).values())) if is_index else [weights]

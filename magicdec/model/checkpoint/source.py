@@ -20,7 +20,8 @@ from magicdec.model.checkpoint.finite import WeightsRefused, check_finite
 from magicdec.model.checkpoint.gguf_weights import GgufWeights
 from magicdec.model.checkpoint.quantization import QuantizedWeights, with_head
 from magicdec.model.checkpoint.quantized.converted import converted
-from magicdec.model.checkpoint.quantized.weights import dequantized, read_method
+from magicdec.model.checkpoint.quantized.stated import read_method
+from magicdec.model.checkpoint.quantized.weights import dequantized
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.stacked_experts import UnstackedExperts
 from magicdec.model.checkpoint.tying import as_stored
@@ -41,7 +42,6 @@ from magicdec.model.checkpoint.weight_map import (
 )
 from magicdec.model.config import ModelConfig
 from magicdec.model.eagle import EagleHead
-from magicdec.model.families.config_keys import FOREIGN
 from magicdec.model.families.family import check_computed, find_family
 from magicdec.model.gguf.named import is_gguf
 from magicdec.model.linear.grouped import (
@@ -65,6 +65,10 @@ from magicdec.names import QUANTIZERS, STORED, load_named
 from magicdec.output.files import AGAIN
 
 PROBLEMS_SHOWN = 3
+OTHER_BIASES = (
+    "set attention_bias or mlp_bias in config.json if the model was trained with these biases, or "
+    "take the checkpoint of a model without them"
+)
 GPT_FAST_NAME = "tok_embeddings.weight"  # in the files of the original suite's converter
 
 
@@ -80,19 +84,23 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
             f"{source.where('') or config.name}: the weights do not fit the config: "
             f"{num_tensors} tensors cannot make {config.num_layers} layers; {AGAIN}"
         )
-    problems = _problems(config, source, expected_shapes(config))
+    expected = expected_shapes(config)
+    problems = _problems(config, source, expected)
     if problems:
         file = source.where(next(iter(problems))) or config.name
         listing = "; ".join([f"{name} {what}" for name, what in problems.items()][:PROBLEMS_SHOWN])
         more = len(problems) - PROBLEMS_SHOWN
         rest = f"; and {more} more" if more > 0 else ""
-        raise ValueError(f"{file}: the weights do not fit the config: {listing}{rest}; {AGAIN}")
+        has_other_biases = all(_is_bias(name, expected) for name in problems)
+        way_out = OTHER_BIASES if has_other_biases else AGAIN
+        raise ValueError(f"{file}: the weights do not fit the config: {listing}{rest}; {way_out}")
 
 
 def _problems(
     config: ModelConfig, source: WeightSource, expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """Faults by tensor, missing ones first. Integer weights are faulty."""
+    """Faults by tensor, missing ones first. Integer weights are faulty. A bias of zeros is none:
+    programs for GPTQ store one for each matrix."""
     # Rotary frequencies and masks that old checkpoints store, and a stored copy of a tied head.
     family = find_family(config.architecture)
     tied_head = f"{family.names(config).head}.weight" if config.tie_word_embeddings else None
@@ -110,9 +118,18 @@ def _problems(
         if not stored.dtype.startswith(("float", "bfloat")):
             mistyped[name] = f"is stored as {stored.dtype}, expected floating-point"
     for name, stored in source.tensors.items():
-        if name not in expected and name != tied_head and not name.endswith(family.buffers):
-            unexpected[name] = f"of shape {stored.shape} is not part of the model"
+        if name in expected or name == tied_head or name.endswith(family.buffers):
+            continue
+        if _is_bias(name, expected) and not source.read(name).any():
+            continue
+        unexpected[name] = f"of shape {stored.shape} is not part of the model"
     return mistyped | missing | misshapen | unexpected
+
+
+def _is_bias(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor is the bias of a layer that has none in the model."""
+    module, _, leaf = name.rpartition(".")
+    return leaf == "bias" and name not in expected and f"{module}.weight" in expected
 
 
 CHOICES = (
@@ -181,10 +198,11 @@ def find_stored_config(flag: str, name: str) -> ModelConfig:
     path = Path(name).expanduser()
     is_file = path.is_file() and path.suffix in WEIGHT_SUFFIXES
     has_weights = is_file or any((path / f).exists() for f in WEIGHT_FILES)
-    if path.is_dir() and not has_weights and read_method(path) is not None:
+    stated = read_method(path) if path.is_dir() and not has_weights else None
+    if stated is not None:
         raise ValueError(
-            f"{flag} {name}: its {FOREIGN} does not say how large the weights are, and there are "
-            "no weights; fetch them, or name a preset"
+            f"{flag} {name}: {stated.by} does not say how large the weights are, and there are no "
+            "weights; fetch them, or name a preset"
         )
     if name in DEMO_DIRECTORIES or not has_weights:
         return config
@@ -373,11 +391,10 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
         return whole
     if family.names(config).stacked_experts:
         whole = UnstackedExperts(whole)
-    directory = path if path.is_dir() else path.parent
-    method = read_method(directory)
-    if method is None:
+    stated = read_method(path if path.is_dir() else path.parent)
+    if stated is None:
         return converted(whole, config)
-    return dequantized(whole, method, config, directory / "config.json")
+    return dequantized(whole, stated, config)
 
 
 def fingerprint(source: ModelSource) -> str:

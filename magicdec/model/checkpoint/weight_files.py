@@ -26,6 +26,7 @@ WEIGHT_FILES = (
 TORCH_NAMES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"},
+    **{"F8_E8M0": "float8_e8m0fnu"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
 }
 

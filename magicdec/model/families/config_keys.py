@@ -44,6 +44,13 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 FOREIGN = "quantization_config"
 QUANTIZATION = (FOREIGN, "compression_config", "quantization")
+# Files beside config.json that say what FOREIGN says, or say it alone, and the program of those
+# that name none.
+QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 WAY_OUT = (
     "choose a checkpoint in bfloat16, float16 or float32 (--target_dtype int8 quantises one), or "
     f"quantised by {', '.join(QUANTIZATIONS)} as "

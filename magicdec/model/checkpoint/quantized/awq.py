@@ -49,8 +49,11 @@ class Awq(QuantizationMethod):
         choose(table, "sym", (False,), False)
         choose(table, "desc_act", (False,), False)
         absent(table, "dynamic", "adapter", "rotation", "lm_head")
-        field = "q_group_size" if table.get("group_size") is None else "group_size"
-        self.group_size = group_size_of(table, field, 128)
+        given = [field for field in ("group_size", "q_group_size") if table.get(field) is not None]
+        sizes = {group_size_of(table, field, None) for field in given} or {128}
+        if len(sizes) > 1:
+            raise ValueError("group_size and q_group_size contradict each other")
+        self.group_size = sizes.pop()
         self.plain = listed_modules(table, "modules_to_not_convert")
         check_rest(table, IRRELEVANT)
 

@@ -31,6 +31,7 @@ from magicdec.model.families.fields import ConfigFields, shown, switch
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 PATTERN = "re:"
 CORRECT = "correct config.json, so that it belongs to one of them"
+ZERO_POINT = "weight_zero_point"
 EVERY = "Linear"  # the target that all linear layers are
 # What it was made by; observers chose the scales that are stored.
 IRRELEVANT = frozenset(("global_compression_ratio", "version"))
@@ -78,11 +79,15 @@ class CompressedTensors(QuantizationMethod):
             names = " and ".join(each.name for each in found)
             raise parts.refusal("weight", f"belongs to {names} of config_groups alike", CORRECT)
         scheme = found[0]
-        if scheme.form == "float-quantized":
-            return ScaledMatrix(parts, "weight_scale", scheme.block(parts))
+        if scheme.form == "pack-quantized":
+            return PackedIntegers(parts, scheme)
         if scheme.form == "int-quantized":
-            return PlainIntegers(parts, scheme)
-        return PackedIntegers(parts, scheme)
+            matrix: QuantizedMatrix = PlainIntegers(parts, scheme)
+        else:
+            matrix = ScaledMatrix(parts, "weight_scale", scheme.block(parts))
+        if scheme.is_symmetric and has_zeros_alone(parts):
+            matrix.leaves += (ZERO_POINT,)
+        return matrix
 
 
 class Scheme:
@@ -154,7 +159,6 @@ class CompressedIntegers(IntegerMatrix):
     they are packed."""
 
     scale_leaf = "weight_scale"
-    zero_leaf = "weight_zero_point"
 
     def __init__(self, parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> None:
         outputs, inputs = shape
@@ -165,8 +169,8 @@ class CompressedIntegers(IntegerMatrix):
         parts.expect("weight_scale", (outputs, groups), SCALE_DTYPES)
         self.leaves += ("weight_scale",)
         if not scheme.is_symmetric:
-            parts.expect("weight_zero_point", *self.zero_tensor(outputs, groups))
-            self.leaves += ("weight_zero_point",)
+            parts.expect(ZERO_POINT, *self.zero_tensor(outputs, groups))
+            self.leaves += (ZERO_POINT,)
         group_of = None
         if "weight_g_idx" in parts:
             parts.expect("weight_g_idx", (inputs,), ("int32", "int64"))
@@ -210,7 +214,7 @@ class PackedIntegers(CompressedIntegers):
 
     def stored_zeros(self, rows: slice) -> Tensor:
         groups = slice(0, self.num_groups)
-        stored = self.parts.read_packed("weight_zero_point", self.scheme.bits, rows, groups, 0)
+        stored = self.parts.read_packed(ZERO_POINT, self.scheme.bits, rows, groups, 0)
         return stored.T.to(torch.int16)
 
     def codes(self, rows: slice, columns: slice) -> Tensor:
@@ -232,11 +236,16 @@ class PlainIntegers(CompressedIntegers):
         return (outputs, groups), ("int8",)
 
     def stored_zeros(self, rows: slice) -> Tensor:
-        return self.parts.read("weight_zero_point", rows).to(torch.int16) + self.middle
+        return self.parts.read(ZERO_POINT, rows).to(torch.int16) + self.middle
 
     def codes(self, rows: slice, columns: slice) -> Tensor:
         stored = self.parts.read("weight", rows, columns)
         return (stored.to(torch.int16) + self.middle).to(torch.uint8)
+
+
+def has_zeros_alone(parts: Parts) -> bool:
+    """Whether zero points are stored that are none, as first versions did for symmetric weights."""
+    return ZERO_POINT in parts and not parts.read(ZERO_POINT).float().any()
 
 
 def inside(name: str, raw: Any, form: object) -> Scheme:

@@ -18,6 +18,7 @@ WORD = 32  # bits of an element of a packed tensor
 # Weights that are made at a time, which bounds the extra memory of up to 13 bytes for each.
 MADE = 1 << 22
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
+EXPONENTS = "float8_e8m0fnu"  # E8M0: a power of two, which float32 has
 
 
 class Parts:
@@ -264,7 +265,7 @@ class ScaledMatrix(QuantizedMatrix):
         found = parts.shape(scale_leaf)
         is_scalar = counts == [1, 1] and found in ((), (1,))
         expected = found if is_scalar else (counts[0], counts[1])
-        parts.expect(scale_leaf, expected, SCALE_DTYPES)
+        parts.expect(scale_leaf, expected, (*SCALE_DTYPES, EXPONENTS))
 
     def dense(self, rows: slice, columns: slice) -> Tensor:
         stored = self.parts.read(self.scale_leaf).float()

@@ -4,21 +4,17 @@ module."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 from torch import Tensor
 
 from magicdec.model.checkpoint.quantized.matrix import Parts, QuantizedMatrix
-from magicdec.model.checkpoint.quantized.method import QuantizationMethod
+from magicdec.model.checkpoint.quantized.stated import StatedMethod
 from magicdec.model.checkpoint.weight_files import Index, StoredTensor, WeightSource
 from magicdec.model.checkpoint.weight_map import matrix_pieces, untie_head
 from magicdec.model.config import ModelConfig
-from magicdec.model.families.config_keys import FOREIGN, WAY_OUT
+from magicdec.model.families.config_keys import WAY_OUT
 from magicdec.model.families.family import find_family
-from magicdec.model.families.fields import ConfigFields
 from magicdec.model.linear.grouped import GroupedNumbers
-from magicdec.names import QUANTIZATIONS, load_named
-from magicdec.output.files import load_object
 
 PLAIN = ("float16", "bfloat16", "float32", "float64")
 
@@ -60,33 +56,15 @@ def _bounded(index: Index, shape: tuple[int, ...]) -> tuple[slice, slice]:
     return slice(*rows.indices(shape[0])[:2]), slice(*columns.indices(shape[1])[:2])
 
 
-def read_method(directory: Path) -> QuantizationMethod | None:
-    """What `quantization_config` says, None without one. Raises ValueError, which names the file
-    and the key, for anything that would be computed otherwise."""
-    path = directory / "config.json"
-    table = load_object(path).get(FOREIGN)
-    if not table:
-        return None
-    read = ConfigFields(table)
-    try:
-        method: QuantizationMethod = load_named(QUANTIZATIONS, table["quant_method"])(read)
-    except KeyError as error:
-        raise ValueError(f"{path}: {FOREIGN}: field {error} is missing; {WAY_OUT}") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {FOREIGN}: {error}; {WAY_OUT}") from None
-    return method
-
-
-def dequantized(
-    source: WeightSource, method: QuantizationMethod, config: ModelConfig, config_path: Path
-) -> WeightSource:
+def dequantized(source: WeightSource, stated: StatedMethod, config: ModelConfig) -> WeightSource:
     """The source with the weights of its quantised modules. Raises ValueError if its tensors are
-    not what the config says."""
+    not what is stated."""
     names = find_family(config.architecture).names(config)
+    method = stated.method
     if names.transposed:
         raise ValueError(
-            f"{config_path}: {FOREIGN}: {config.architecture} stores its matrices transposed, "
-            f"which is not read quantised; {WAY_OUT}"
+            f"{stated.path}: {config.architecture} stores its matrices transposed, which is not "
+            f"read quantised; {WAY_OUT}"
         )
     matrices = {}
     for module in linear_modules(config):
@@ -98,17 +76,17 @@ def dequantized(
         if not is_quantized and not method.leaves_out(module, is_head):
             raise parts.refusal(
                 "weight",
-                f"is stored as {parts.dtype('weight')}, though the {FOREIGN} of {config_path} says "
-                "that it is quantised",
-                "name it there among the modules that are not, or remove the "
-                f"{FOREIGN} if no module is",
+                f"is stored as {parts.dtype('weight')}, though {stated.by} says that it is "
+                "quantised",
+                f"name it there among the modules that are not, or remove {stated.by} if no module "
+                "is",
             )
         if not is_quantized:
             continue
         if not method.quantizes(module, is_head):
             raise ValueError(
-                f"{source.path}: {module} is quantised, though the {FOREIGN} of {config_path} "
-                "leaves it out; correct the one or the other"
+                f"{source.path}: {module} is quantised, though {stated.by} leaves it out; correct "
+                "the one or the other"
             )
         matrices[module] = method.matrix(parts, module)
         _check_leaves(parts, matrices[module].leaves)
