@@ -35,7 +35,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.hardware.other_load import warn_of_load
-from magicdec.output.writing import check_files, check_writable, write_text
+from magicdec.output.writing import check_files, check_record_file, check_writable, write_text
 from magicdec.records.comparison.compare import case_failed, compare
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.reading import read_records
@@ -84,7 +84,9 @@ def run_gate(values: ParsedValues) -> int:
     places = values[Places]
     is_packaged = args.baseline == COMMITTED and not COMMITTED.exists()
     baselines = _read(PACKAGED if is_packaged else args.baseline)
-    check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
+    check_files({"--junit": rule.junit, "--summary": rule.summary})
+    if args.out is not None:
+        check_record_file("--out", args.out)
     cases = quick(baselines) if args.quick else baselines
     configs = [places.moved(case_of(baseline)) for baseline in cases]
     for config in configs:

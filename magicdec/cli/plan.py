@@ -40,7 +40,7 @@ from magicdec.names import (
     STORED,
 )
 from magicdec.output.tables import print_tables
-from magicdec.output.writing import check_writable, write_text
+from magicdec.output.writing import check_record_file, check_writable, write_text
 from magicdec.predict.curves import (
     AcceptanceSection,
     find_conditional,
@@ -180,6 +180,8 @@ def predict(values: ParsedValues) -> int:
     args = values[PlanSection]
     refuse_idle(args, values)
     exports = args.exports
+    if args.out is not None:
+        check_record_file("--out", args.out)
     plan = make_plan(args)
     record = make_record(plan)
     record = replace(record, config=record.config | {"flags": given_flags(values)})

@@ -18,7 +18,7 @@ from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
-from magicdec.output.writing import check_writable
+from magicdec.output.writing import check_record_file, check_writable
 from magicdec.predict.published_table import TABLES
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def reproduce(values: ParsedValues) -> int:
     if args.demo:
         table.make_demo()
     if not args.predict:
-        check_writable("--out", args.out)
+        check_record_file("--out", args.out)
         num_failed = table.measure(args.demo, args.out)
     table.save()
     table.print()
