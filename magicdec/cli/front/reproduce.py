@@ -1,6 +1,6 @@
 """`magicdec reproduce`: a published table beside predictions and measurements.
 
-    magicdec reproduce                                  # lists the tables
+    magicdec reproduce                                  # shows the tables
     magicdec reproduce magicdec_speedups_a100           # runs it at the published size
     magicdec reproduce magicdec_speedups_a100 --demo    # with the packaged models, on this machine
 
@@ -62,6 +62,7 @@ def reproduce(values: ParsedValues) -> int:
 
     if args.table is None:
         print_tables(args.tables)
+        print("with the name of a table, --demo runs it on this machine, and --predict predicts it")
         return 0
     table = PublishedTable(args.table, args.tables)
     num_failed = 0
@@ -101,6 +102,6 @@ main = LoneCommand(
     reproduce,
     "Compare a published table with predictions and with runs, and write the comparison to its CSV "
     "file. Without --demo, --predict or --commands it runs at the published size, which needs GPUs "
-    "like the published ones. Without a table it lists the tables.",
+    "like the published ones. Without a table it shows all tables.",
     {"table": PublishedTableSection()},
 )
