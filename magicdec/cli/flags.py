@@ -38,7 +38,7 @@ from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.output.console import printable, spinner
-from magicdec.output.writing import check_files
+from magicdec.output.writing import check_record_file, check_writable
 from magicdec.runner.request import NotFinite
 
 if TYPE_CHECKING:
@@ -176,8 +176,9 @@ def run_on_ranks(
 
 
 def check_outputs(output: OutputSection) -> None:
-    tokens = None if output.save_tokens is None else Path(output.save_tokens)
-    check_files({"--out": Path(output.results), "--save_tokens": tokens})
+    check_record_file("--out", Path(output.results))
+    if output.save_tokens is not None:
+        check_writable("--save_tokens", Path(output.save_tokens))
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:

@@ -42,7 +42,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.hardware.other_load import warn_of_load
-from magicdec.output.writing import check_files, check_writable, write_text
+from magicdec.output.writing import check_files, check_record_file, check_writable, write_text
 from magicdec.records.comparison.compare import CHANGED, case_failed, compare
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.record import append_records
@@ -98,7 +98,9 @@ def run_gate(values: ParsedValues) -> int:
         if (problem := unfounded(baseline)) is not None:
             renew = f"renew it with `magicdec gate save --baseline {path}`"
             raise ValueError(f"{path}: {describe(baseline)}: {problem}; {renew}")
-    check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
+    check_files({"--junit": rule.junit, "--summary": rule.summary})
+    if args.out is not None:
+        check_record_file("--out", args.out)
     cases = quick(baselines) if args.quick else baselines
     configs = [places.moved(case_of(baseline)) for baseline in cases]
     for config in configs:

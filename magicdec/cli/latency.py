@@ -52,7 +52,7 @@ from magicdec.hardware.other_load import warn_of_load
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, SAME
 from magicdec.output.console import START, labelled, spinner
 from magicdec.output.tables import print_tables
-from magicdec.output.writing import check_writable
+from magicdec.output.writing import check_record_file
 from magicdec.records.record import append_records
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
             f"--T {max(args.T)} is too large for --kv_policy {watching}; "
             f"it must be at most {MOST_WATCHED}"
         )
-    check_writable("--out", args.out)
+    check_record_file("--out", args.out)
     new_tokens = tuple(sorted({1, *args.T}))
     copies = [each for each in args.draft_weights or () if each != SAME]
     times = args.repeats, args.warmup, (None, *copies)

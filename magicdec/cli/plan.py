@@ -4,6 +4,7 @@ and an acceptance (`predict/`). It runs no model and imports no torch.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -40,7 +41,7 @@ from magicdec.names import (
     STORED,
 )
 from magicdec.output.tables import print_tables
-from magicdec.output.writing import check_writable, write_text
+from magicdec.output.writing import check_record_file, check_writable, write_text
 from magicdec.predict.curves import (
     AcceptanceSection,
     find_conditional,
@@ -180,7 +181,10 @@ def predict(values: ParsedValues) -> int:
     args = values[PlanSection]
     refuse_idle(args, values)
     exports = args.exports
+    if args.out is not None:
+        check_record_file("--out", args.out)
     plan = make_plan(args)
+    say_busy(args)
     record = make_record(plan)
     record = replace(record, config=record.config | {"flags": given_flags(values)})
     if args.out is not None:
@@ -191,6 +195,13 @@ def predict(values: ParsedValues) -> int:
             write_text(f"--export {name}", path, FORMATS[name](table))
     print_tables(tables([record]))
     return 0
+
+
+def say_busy(args: PlanSection) -> None:
+    """Says what `--allow_busy_machine` has let pass, if anything."""
+    busy = "" if args.machine is None else load_machine(args.machine).busy
+    if busy:
+        print(f"--allow_busy_machine takes --machine {args.machine}: {busy}", file=sys.stderr)
 
 
 def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:

@@ -50,7 +50,7 @@ from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.output.console import START, labelled, spinner
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
-from magicdec.output.writing import append_line, check_files, to_json, write_text
+from magicdec.output.writing import append_line, check_files, check_record_file, to_json, write_text
 from magicdec.systems.modes import (
     BATCHING,
     ENDPOINT,
@@ -103,8 +103,8 @@ class ServeFilesSection(PictureSection):
         if self.plot is not None:
             check_picture("--plot", self.plot)
         if is_writer:
-            files = {"--plot": self.plot, "--trace": self.trace}
-            check_files({"--out": out} | files)
+            check_record_file("--out", out)
+            check_files({"--plot": self.plot, "--trace": self.trace})
 
 
 @dataclass(frozen=True)

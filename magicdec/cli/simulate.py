@@ -20,7 +20,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import same, setting
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
-from magicdec.output.writing import check_files
+from magicdec.output.writing import check_files, check_record_file
 from magicdec.predict.curves import AcceptanceSection, conditional_rate, parse_acceptance
 from magicdec.predict.simulator.run import (
     MODES,
@@ -119,7 +119,9 @@ def check(args: SimulationSection, values: ParsedValues) -> None:
         values.refuse_given(["simulation.plot_ms"], "it is for --plot")
     else:
         check_picture("--plot", args.plot)
-    check_files({"--plot": args.plot, "--out": args.out})
+    check_files({"--plot": args.plot})
+    if args.out is not None:
+        check_record_file("--out", args.out)
 
 
 def simulate(values: ParsedValues) -> int:

@@ -27,7 +27,7 @@ from magicdec.distributed.ranks import find_world_size, is_launched
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import EXECUTORS, IN_PROCESS, load_named, most_like
-from magicdec.output.writing import check_writable
+from magicdec.output.writing import check_record_file
 
 NAMES = tuple(DRIVERS)
 # Flags that are for one run, or for all ranks of the command.
@@ -95,7 +95,7 @@ def main() -> NoReturn:
         world_size = find_world_size(flags.nproc, launch) * nodes
         configs = choose(list(make_configs(study, world_size)), flags.only)
         if launch.rank == 0:
-            check_writable("--out", Path(study.settings.out))
+            check_record_file("--out", Path(study.settings.out))
         if has_jobs:
             sys.exit(run_jobs(flags, study, configs))
         kept = f"the same command goes on with the runs that are not in {study.settings.out}"

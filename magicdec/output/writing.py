@@ -1,5 +1,5 @@
 """Writes results: appended JSON lines and whole files, without NaN and infinity. Imports no torch,
-and knows no record's content."""
+and knows no record's content but the key by which one is told."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def to_json(content: Any, indent: int | None = None) -> str:
     return json.dumps(_without_halves(values), allow_nan=False, indent=indent)
 
 
+OF_RECORDS = "schema_version"  # a key of every record
+MOST_OTHER_LINES = 1000  # torn or damaged, before the first record of a file
 NO_SEAL = ', "seal": null}'  # how the line of a record ends
 SEAL = re.compile(r', "seal": "([^"]*)"\}\s*$')
 
@@ -87,6 +90,27 @@ def check_writable(flag: str, path: Path) -> None:
     except OSError as error:
         reason = "nobody reads this pipe" if error.errno == errno.ENXIO else error.strerror
         raise ValueError(f"{flag} {path}: {reason}; name a file to write to") from None
+
+
+def check_record_file(flag: str, path: Path) -> None:
+    """Raises ValueError, naming the flag, if records cannot be appended to `path`, or if it is a
+    file of something else, which they would spoil."""
+    check_writable(flag, path)
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        if not any(_is_of_record(line) for line in islice(file, MOST_OTHER_LINES)):
+            raise ValueError(
+                f"{flag} {path} exists and has no records, to which these could be appended; name "
+                "another file"
+            )
+
+
+def _is_of_record(line: bytes) -> bool:
+    try:
+        return OF_RECORDS in json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def append_line(path: Path, line: str) -> None:

@@ -277,11 +277,7 @@ class PublishedTable:
 
 
 def print_tables(folder: Path) -> None:
-    """Prints what each table shows, and counts of its numbers. Raises ValueError if one cannot be
-    read."""
+    """Prints every table. Raises ValueError if one cannot be read."""
     for name in TABLES:
-        table = PublishedTable(name, folder)
-        published = table.part(is_demo=False)
-        counts = [f"{sum(bool(row[number]) for row in published)} {number}" for number in NUMBERS]
-        num_demo = sum(bool(row["measured"]) for row in table.part(is_demo=True))
-        print(f"{name}: {table.about}\n    {', '.join(counts)}; {num_demo} at demo size")
+        PublishedTable(name, folder).print()
+        print()

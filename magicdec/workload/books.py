@@ -147,6 +147,10 @@ def _values(
         raise ValueError(f"{flag} {dataset}: is empty")
 
 
+# The prompt set of items with a key that texts do not have.
+CHATS = {"conversations": "sharegpt", "messages": "messages", "turns": "mt_bench"}
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read ({error.strerror})"
@@ -208,4 +212,10 @@ FILE_READERS: dict[str, Callable[[Path], Records]] = {
 
 
 def _text_of(record: object, place: str) -> str:
+    if isinstance(record, dict) and "text" not in record and (found := CHATS.keys() & record):
+        named = ", ".join(f"{CHATS[key]}:FILE (items with {key!r})" for key in CHATS)
+        raise ValueError(
+            f"{place} has no 'text', but {' and '.join(map(repr, sorted(found)))}; a file of chats "
+            f"is named {named}"
+        )
     return string_at(record, "text", place)

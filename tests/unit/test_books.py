@@ -72,6 +72,13 @@ def test_lines_after_the_last_book_are_not_read(tmp_path: Path) -> None:
         ("b.json", b'\n[{"text": "a"},\n]', ": line 3 is not JSON ("),
         ("b.jsonl", b'{"text": "a"}\n{"body": "b"}', ": line 2 has no 'text' that is a string"),
         ("b.json", b'[{"text": "a"}, 7]', ": item 1 has no 'text'"),
+        (
+            "b.json",
+            b'[{"conversations": []}]',
+            ": item 0 has no 'text', but 'conversations'; a file "
+            "of chats is named sharegpt:FILE (items with 'conversations'), messages:FILE (",
+        ),
+        ("b.jsonl", b'{"messages": []}', ": line 1 has no 'text', but 'messages'; a file of chats"),
         ("b.jsonl", b'{"text": "\\ud800"}', ": line 1: 'text' is not valid Unicode ("),
         ("b.txt", b"caf\xe9", ": 'utf-8' codec can't decode byte 0xe9"),
         ("b.parquet", b"", ": Parquet file size is 0 bytes"),

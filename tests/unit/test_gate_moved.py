@@ -3,6 +3,7 @@ before any case runs. No case runs here: the processes that run them are replace
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -116,6 +117,17 @@ def test_another_model_and_another_text_are_refused(flag: str, value: str, gate:
     told = "choose model:NAME" if value == "self" else "that the baseline was measured with"
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert f"--{flag} {value}" in err and told in err
+
+
+def test_another_model_is_refused_before_its_limits(
+    gate: Gate, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """One that could not run the baseline's prompts is another model in the first place."""
+    short = shutil.copytree(tiny_checkpoint, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    code, _, err = gate(model=str(short))
+    assert code == 2 and f"--model {short}: its weights are not those that the baseline" in err
 
 
 def test_fewer_than_four_prompts_are_refused(there: Path, tmp_path: Path, command: Command) -> None:

@@ -18,7 +18,12 @@ from magicdec.cli import report
 from magicdec.config.sections import OutputSection
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
-from magicdec.output.writing import append_line, check_writable, write_text
+from magicdec.output.writing import (
+    append_line,
+    check_record_file,
+    check_writable,
+    write_text,
+)
 from magicdec.records.reading import load_records
 from magicdec.setup.prepare import Prepared
 
@@ -40,6 +45,45 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: Path) -
     check_writable("--out", tmp_path / "new" / "runs.jsonl")
     check_writable("--out", tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run",),
+        ("serve",),
+        ("inflight",),
+        ("latency",),
+        ("plan", "--bandwidth", 9, "--flops", 1, "--conditional_acceptance", 0.8),
+        ("simulate",),
+        ("gate", "--quick"),
+        ("sweep", "run", "--gamma", 1, 2),
+        ("reproduce", "magicdec_speedups_a100", "--demo"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_file_of_something_else_is_no_file_for_records(
+    words: tuple[object, ...], command: Command, tmp_path: Path
+) -> None:
+    """Refused before anything runs, and left as it is."""
+    path = tmp_path / "books.jsonl"
+    path.write_text(content := '{"text": "of a data set"}\n')
+    tables = ("--tables", tmp_path / "tables") if words[0] == "reproduce" else ()
+    code, out, err = command(*words, *tables, "--out", path)
+    assert (code, out) == (2, "")
+    assert f"--out {path} exists and has no records, to which these could be appended" in err
+    assert path.read_text() == content
+
+
+def test_records_may_follow_others_and_torn_lines(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    for content in ("", '{"torn"\n{"schema_version": 3}\n', '\n{"schema_version": 2}\ntext\n'):
+        path.write_text(content)
+        check_record_file("--out", path)
+    for content in ("text\n", "\x1f\x8b", "[1]\n2\n", "null"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"--out .*runs.jsonl exists and has no records"):
+            check_record_file("--out", path)
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(

@@ -15,7 +15,7 @@ from magicdec.config.sections import MODEL_PREFIX, ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.workload import WorkloadRecord
-from magicdec.setup.prepare import SetupCache, complete, find
+from magicdec.setup.prepare import ResolvedRun, SetupCache, complete, describe_model, find
 
 
 def with_names_here(cases: Sequence[Case], baselines: Sequence[Baseline]) -> list[Baseline]:
@@ -28,15 +28,17 @@ def with_names_here(cases: Sequence[Case], baselines: Sequence[Baseline]) -> lis
         if isinstance(config, ServedCase) or isinstance(baseline, ServingRecord):
             here.append(baseline)  # `with_names_of` compares when it has been served
             continue
-        # Cases differ in how and on which ranks they draft, from which neither hash follows.
-        run = complete(find(on_one_rank(config), Launch(), cache), cache, lambda launch, check: "")
-        ours = run.describe_workload()
         theirs = baseline.workload
         if theirs is None:  # of a run that failed, which the comparison says
             here.append(baseline)
             continue
-        if (other := _other(config, ours, theirs)) is not None:
-            raise ValueError(f"{other} that the baseline was measured with ({describe(baseline)})")
+        # Cases differ in how and on which ranks they draft, from which neither hash follows.
+        found = find(on_one_rank(config), Launch(), cache)
+        _refuse(_other_model(config, found, theirs), baseline)  # before it is asked for the prompts
+        run = complete(found, cache, lambda launch, check: "")
+        ours = run.describe_workload()
+        if ours.sha256 != theirs.sha256:
+            _refuse(f"--dataset {config.workload.dataset}: its prompts are not those", baseline)
         draft = None
         if ours.draft is not None and theirs.draft is not None:
             draft = replace(theirs.draft, model=ours.draft.model)
@@ -64,13 +66,21 @@ def on_one_rank(config: RunConfig) -> RunConfig:
     return replace(config, draft=draft, parallel=parallel)
 
 
-def _other(config: RunConfig, ours: WorkloadRecord, theirs: WorkloadRecord) -> str | None:
-    """The first thing that is not that of the baseline, with its flag."""
-    if ours.model_sha256 != theirs.model_sha256:
+def _other_model(config: RunConfig, found: ResolvedRun, theirs: WorkloadRecord) -> str | None:
+    """The first model that is not that of the baseline, with its flag."""
+    if describe_model(found.source).model_sha256 != theirs.model_sha256:
         return f"--model {config.model.model}: its weights are not those"
-    drafts = [each.draft and each.draft.model_sha256 for each in (ours, theirs)]
+    draft = None if found.draft_source is None else describe_model(found.draft_source)
+    drafts = [each and each.model_sha256 for each in (draft, theirs.draft)]
     if config.draft is not None and drafts[0] != drafts[1]:
         return f"--draft {MODEL_PREFIX}{config.draft.model}: its weights are not those"
-    if ours.sha256 != theirs.sha256:
-        return f"--dataset {config.workload.dataset}: its prompts are not those"
     return None
+
+
+def _refuse(other: str | None, baseline: Baseline) -> None:
+    """Raises ValueError if something is not that of the baseline."""
+    if other is not None:
+        raise ValueError(
+            f"{other} that the baseline was measured with ({describe(baseline)}); `magicdec gate "
+            "save` makes a baseline file of other models and text"
+        )

@@ -1,6 +1,6 @@
 """`magicdec reproduce`: a published table beside predictions and measurements.
 
-    magicdec reproduce                                  # lists the tables
+    magicdec reproduce                                  # shows the tables
     magicdec reproduce magicdec_speedups_a100           # runs it at the published size
     magicdec reproduce magicdec_speedups_a100 --demo    # with the packaged models, on this machine
 
@@ -18,7 +18,7 @@ from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
-from magicdec.output.writing import check_writable
+from magicdec.output.writing import check_record_file, check_writable
 from magicdec.predict.published_table import TABLES
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def reproduce(values: ParsedValues) -> int:
 
     if args.table is None:
         print_tables(args.tables)
+        print("with the name of a table, --demo runs it on this machine, and --predict predicts it")
         return 0
     table = PublishedTable(args.table, args.tables)
     num_failed = 0
@@ -75,7 +76,7 @@ def reproduce(values: ParsedValues) -> int:
     if args.demo:
         table.make_demo()
     if not args.predict:
-        check_writable("--out", args.out)
+        check_record_file("--out", args.out)
         num_failed = table.measure(args.demo, args.out)
     table.save()
     table.print()
@@ -101,6 +102,6 @@ main = LoneCommand(
     reproduce,
     "Compare a published table with predictions and with runs, and write the comparison to its CSV "
     "file. Without --demo, --predict or --commands it runs at the published size, which needs GPUs "
-    "like the published ones. Without a table it lists the tables.",
+    "like the published ones. Without a table it shows all tables.",
     {"table": PublishedTableSection()},
 )
