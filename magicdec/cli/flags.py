@@ -37,6 +37,7 @@ from magicdec.distributed.ranks import (
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.names import FULL_KV_POLICY
 from magicdec.output.console import printable, spinner
 from magicdec.output.writing import check_record_file, check_writable
 from magicdec.runner.request import NotFinite
@@ -93,6 +94,8 @@ def start(
         except KeyboardInterrupt:
             sys.exit(say_interrupted(launch, NO_RECORD))
         announce_backend(prepared.config, launch)
+        workload = prepared.config.workload
+        announce_limits(prepared.config, workload.prefix_len, workload.num_new_tokens, launch)
         announce_unchecked(prepared)
         from magicdec.cli.report import conclude
         from magicdec.model.checkpoint.finite import WeightsRefused
@@ -198,6 +201,28 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
             print(f"{flag} {choice.why}", file=sys.stderr, flush=True)
         if choice.how is How.INTERPRETED:
             print(f"{flag} {choice}: {choice.why}", file=sys.stderr, flush=True)
+
+
+def announce_limits(
+    config: ResolvedConfig, prompt_len: int, output_len: int, launch: Launch
+) -> None:
+    """Says where a limit of drafts is none for prompts and outputs of these lengths at most."""
+    decoding = config.decoding
+    if launch.rank != 0 or decoding.model_drafter is None:
+        return
+    lines = []
+    if config.kv.policy != FULL_KV_POLICY and config.kv.budget >= prompt_len:
+        lines.append(
+            f"--budget {config.kv.budget} is not smaller than the prompts of {prompt_len} tokens, "
+            "so that drafts read all of them"
+        )
+    if isinstance(decoding.gamma, int) and decoding.gamma > output_len and not decoding.looks_up:
+        lines.append(
+            f"--gamma {decoding.gamma} is larger than the output of {output_len} tokens, so that "
+            "the last drafts of every step are for nothing"
+        )
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def announce_unchecked(prepared: Prepared) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from magicdec.cli.flags import (
     FAILED,
     announce_backend,
+    announce_limits,
     config_of,
     ended_at_once,
     preparing,
@@ -424,6 +425,11 @@ def announce(prepared: PreparedServing) -> None:
     for transport in dict.fromkeys(messages):
         print(labelled("messages", transport))
     announce_backend(prepared.run.config, prepared.launch)
+    options = prepared.options
+    output_len = max(shape.output_len for shape in options.shapes)
+    drafting = [each for each in options.passes if each.is_drafting]
+    for system in [prepared.system_of(drafting[0])] if drafting else ():
+        announce_limits(system.run.config, options.longest_prompt, output_len, prepared.launch)
     print(labelled("memory", prepared.memory, START), flush=True)
 
 

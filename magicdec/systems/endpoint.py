@@ -55,6 +55,14 @@ EVERY_S = 0.05
 OF_OPENAI = "/v1"  # the end of the URL of OpenAI's interface
 
 
+NOT_FOUND = 404
+OF_CONTENT = (400, 415, 422, 500, 501)  # the statuses of servers that cannot take a prompt
+
+
+class Refused(ValueError):
+    """What a server says that does not do what it was asked for."""
+
+
 class Endpoint(System):
     """A system that sends every request at its arrival, from a thread of the first rank. The server
     decides how many it serves together, of those that `--concurrency` lets be in flight."""
@@ -85,6 +93,7 @@ class Endpoint(System):
         if self.launch.rank == 0:
             self._find_model()
             self._check_metrics()
+            self._check_prompts()
 
     def _find_model(self) -> None:
         """Raises ValueError if the server lacks the model."""
@@ -105,6 +114,20 @@ class Endpoint(System):
                 form_of(counters)
             except ValueError as error:
                 raise ValueError(f"--endpoint_metrics {self.metrics} {error}") from None
+
+    def _check_prompts(self) -> None:
+        """Raises ValueError if the server refuses a prompt of one token id, before any mode is
+        measured. More of a prompt would be in the server's prefix cache."""
+        if self.sends_text:
+            return
+        body = self._body(self.run.workload.prompts[0][:1], 1)
+        try:
+            for _ in self._events(self._limits(STREAM_BYTES), body):
+                pass
+        except Refused as error:
+            raise ValueError(
+                f"{error}; if it takes no token ids, give --endpoint_prompts text"
+            ) from None
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         return []
@@ -196,7 +219,7 @@ class Endpoint(System):
         ignores_eos = self.run.config.decoding.ignore_eos
         size = PROMPT_BYTES * len(request.prompt_ids) + TOKEN_BYTES * most
         limits = self._limits(STREAM_BYTES + size)
-        for sent in self._events(limits, self._body(request)):
+        for sent in self._events(limits, self._body(request.prompt_ids, most)):
             event = self.api.event(sent, len(request.output_ids))
             self.said.observe(request.request_id, event)
             if isinstance(usage := event.get("usage"), dict):
@@ -259,10 +282,9 @@ class Endpoint(System):
             f"{asked}{request.sampling.max_new_tokens} as it was asked for"
         )
 
-    def _body(self, request: Request) -> dict[str, Any]:
-        ids = list(request.prompt_ids)
+    def _body(self, prompt_ids: Sequence[int], most: int) -> dict[str, Any]:
+        ids = list(prompt_ids)
         prompt = self.run.tokenizer.decode(ids) if self.sends_text else ids
-        most = request.sampling.max_new_tokens
         return self.api.body(
             AskedText(
                 self.model,
@@ -314,7 +336,7 @@ class Endpoint(System):
                     event = self._object(path, sent)
                     if event.get("error"):
                         said = self._shown(event["error"])
-                        raise ValueError(f"{self._flag} ends an answer with: {said}")
+                        raise Refused(f"{self._flag} ends an answer with: {said}")
                     yield event
                     if self.api.is_last(event):
                         return
@@ -342,7 +364,12 @@ class Endpoint(System):
                 if response.status != 200:
                     text = server.shown(response.read(TOKEN_BYTES).decode(errors="replace"))
                     place = f" {path}" if path else ""
-                    raise ValueError(f"{flag} answers{place} with {response.status}: {text}")
+                    line = f"{flag} answers{place} with {response.status}: {text}"
+                    is_elsewhere = server is self.server and lacks_openai(server.url)
+                    if response.status == NOT_FOUND and is_elsewhere:
+                        line += f"; the URL of OpenAI's interface ends in {OF_OPENAI}"
+                    refuses = response.status in OF_CONTENT
+                    raise Refused(line) if refuses else ValueError(line)
                 yield response
         except LimitReached as error:
             raise ValueError(f"{flag} {error}") from None
@@ -351,6 +378,10 @@ class Endpoint(System):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def lacks_openai(url: str) -> bool:
+    return not urlsplit(url).path.rstrip("/").endswith(OF_OPENAI)
 
 
 def without_openai(url: str) -> str:

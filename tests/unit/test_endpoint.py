@@ -48,6 +48,7 @@ class Server:
     report: dict[str, Any] = field(default_factory=dict)  # fields of the last event of an answer
     counters: list[str] = field(default_factory=list)  # sent by /metrics in turn, the last again
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    trials: list[dict[str, Any]] = field(default_factory=list)  # of prompts of a single token
     keys: list[str | None] = field(default_factory=list)  # the Authorization of each request
     address: str = ""
     released: threading.Event = field(default_factory=threading.Event)
@@ -146,8 +147,11 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             self.answer_counters()
             return
-        assert path == "/v1/models" and query in ("", "token=q1")
-        self.answer_models()
+        assert query in ("", "token=q1")
+        if path == "/v1/models":
+            self.answer_models()
+        else:
+            self.answer(404, "no such page")
 
     def answer_counters(self) -> None:
         counters = self.ours.counters
@@ -173,9 +177,15 @@ class Handler(BaseHTTPRequestHandler):
         key = self.headers["Authorization"]
         ours.keys.append(key)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        ours.bodies.append(body)
-        ours.begin()
-        if ours.fault == "refuses":
+        prompt = body.get("prompt", body.get("input_ids"))
+        if len(prompt) == 1:  # whether the server takes token ids
+            ours.trials.append(body)
+        else:
+            ours.bodies.append(body)
+            ours.begin()
+        if ours.fault == "takes text alone" and not isinstance(prompt, str):
+            self.answer(400, '{"error": "invalid prompt type"}')
+        elif ours.fault == "refuses" and len(prompt) > 1:
             self.answer(400, '{"error": "prompt is\\n too long"}')
         elif ours.fault == "repeats the key":
             self.answer(401, f"\x1b[31mno such key: {key}")
@@ -196,7 +206,8 @@ class Handler(BaseHTTPRequestHandler):
                 return
             self.wfile.write(f": ping\n\nevent: new\ndata: {json.dumps(event)}\n\n".encode())
             self.wfile.flush()
-        ours.end()
+        if body in ours.bodies:
+            ours.end()
         if path != "/completion":  # whose last event says that it is
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -669,6 +680,28 @@ def test_odd_models_are_one_line(
     assert code == 2 and message in err.splitlines()[-1], err
 
 
+@pytest.mark.parametrize("api", ["openai", "sglang", "llama.cpp"])
+def test_a_server_that_takes_no_ids_is_named_before_others_are_measured(
+    api: str, words: list[str], server: Server, tmp_path: Path, command: Command
+) -> None:
+    server.fault = "takes text alone"
+    flags = ["--modes", "sequential", "endpoint", "--endpoint_api", api]
+    code, _, err = command("serve", *words, *flags)
+    line = err.splitlines()[-1]
+    assert code == 2 and "invalid prompt type" in line and "give --endpoint_prompts text" in line
+    assert not (tmp_path / "out.jsonl").exists() and not server.bodies
+    if api == "openai":
+        assert command("serve", *words, *flags, "--endpoint_prompts", "text").code == 0
+
+
+def test_a_url_without_v1_is_said(words: list[str], server: Server, command: Command) -> None:
+    bare = server.address.removesuffix("/v1")
+    code, _, err = command("serve", *words[:-1], bare, "--modes", "endpoint")
+    line = err.splitlines()[-1]
+    assert code == 2 and "answers /models with 404" in line
+    assert line.endswith("the URL of OpenAI's interface ends in /v1")
+
+
 def test_what_no_server_can_serve_is_refused(
     words: list[str], server: Server, tmp_path: Path, command: Command
 ) -> None:
@@ -739,8 +772,10 @@ def test_a_key_is_sent_and_never_said(
     code, out, err = command("serve", *words, *flags)
     assert set(server.keys) == {f"Bearer {SECRET}"} and len(server.keys) > 1
     assert code == (2 if fault else 0), err
-    assert SECRET not in out + err + (tmp_path / "out.jsonl").read_text()
-    if fault:
+    assert SECRET not in out + err
+    if not fault:
+        assert SECRET not in (tmp_path / "out.jsonl").read_text()
+    else:
         assert "no such key: Bearer ***" in err and "\x1b" not in err
 
 

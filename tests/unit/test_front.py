@@ -26,7 +26,7 @@ from magicdec.cli.report import announce
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import OutputSection
+from magicdec.config.sections import DecodingSection, KVSection, OutputSection
 from magicdec.distributed import ranks
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching import processes
@@ -226,7 +226,8 @@ def test_a_run_on_two_ranks_is_one_command(tmp_path: Path) -> None:
     assert record["environment"]["world_size"] == 2 and record["status"] == "ok"
     assert record["environment"]["argv"][:2] == ["magicdec run", "--B"]
     said = [line for line in done.stderr.splitlines() if "another load" not in line]
-    assert said == ["record appended to results/runs.jsonl"]
+    budget = "--budget 257 is not smaller than the prompts of 64 tokens, so that drafts read all"
+    assert said == [f"{budget} of them", "record appended to results/runs.jsonl"]
     model, memory, verdict, *_ = done.stdout.splitlines()
     assert model == f"model  demo, {record['config']['model']['dtype']}, ranks 2 x threads 1, cpu"
     assert memory.startswith("memory ") and verdict.startswith("identical: ")
@@ -413,3 +414,33 @@ def test_a_model_is_got(hub: Hub, tmp_path: Path) -> None:
     env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home")}
     done = magicdec("model", "get", "org/model", cwd=tmp_path, **env)
     assert done.returncode == 0 and "checkpoints/org/model runs them" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kv", "gamma", "said"),
+    [
+        ("self", KVSection(budget=100), 4, ["--budget 100 is not smaller than the prompts of 100"]),
+        ("self", KVSection(budget=99), 8, []),
+        ("self", KVSection(budget=99), 9, ["--gamma 9 is larger than the output of 8 tokens"]),
+        ("self", KVSection("full"), 4, []),
+        ("self", KVSection(budget=99), "auto", []),
+        ("ngram", KVSection(budget=257), 31, []),  # reads no cache, and looks up what is there
+        ("ngram+self", KVSection(budget=257), 31, ["--budget 257 is not smaller"]),
+    ],
+)
+def test_limits_that_limit_nothing_are_said(
+    drafter: str,
+    kv: KVSection,
+    gamma: int | str,
+    said: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = resolve(
+        RunConfig(kv=kv, decoding=DecodingSection("speculative", drafter, gamma)), Machine(2)
+    )
+    flags.announce_limits(config, 100, 8, Launch())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(said)
+    assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+    flags.announce_limits(config, 100, 8, Launch(1, 2, 1, 2))
+    assert capsys.readouterr().err == "", "on the first rank alone"
