@@ -23,7 +23,7 @@ from magicdec.bench.study.drafts import BaselineTimes
 from magicdec.cli.drivers import RUN
 from magicdec.cli.front import advice, config_of, doctor
 from magicdec.cli.front import advise as module
-from magicdec.cli.front.advice import MeasuredDraft, describe_advice
+from magicdec.cli.front.advice import Finding, MeasuredDraft, describe_advice
 from magicdec.cli.front.advise import AdviceSection, StopRequests
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -33,6 +33,7 @@ from magicdec.model.checkpoint import checked
 from magicdec.names import DTYPES, KV_POLICIES
 from magicdec.records.intervals import ratio_interval
 from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord
 
 
 def read(*words: str) -> AdviceSection:
@@ -57,8 +58,8 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
     [
         (
             MeasuredDraft("--draft self", 1.35, (1.28, 1.41), 1.3),
-            ("Speculation pays here", "1.35 times", "(95 % interval: 1.28 to 1.41)",
-             "; sure, because the plan expected 1.30 times here too."),
+            ("Speculation pays here", "net speedup of 1.35x [1.28, 1.41] (95 % interval) over",
+             "; sure, because the plan expected 1.30x here too."),
         ),
         (
             MeasuredDraft("--draft ngram", 1.35, (1.28, 1.41)),
@@ -76,10 +77,78 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
     ],
 )  # fmt: skip
 def test_the_advice_is_one_sentence(best: MeasuredDraft, said: tuple[str, ...]) -> None:
-    sentence = describe_advice(best, PLACE, "the plan expects; ")
+    sentence = describe_advice(Finding(best), PLACE, "the plan expects; ")
     assert all(words in sentence for words in said), sentence
     assert PLACE in sentence and "\n" not in sentence and sentence.endswith(".")
     assert "; the plan expects; " in sentence
+    busy = describe_advice(Finding(best, cores_taken=0.48), PLACE, "")
+    assert "; unsure, because another load took up to 48% of the cores meanwhile" in busy
+
+
+def with_ratios(record: RunRecord, *ratios: float) -> RunRecord:
+    """The run with these net speedups of its batches."""
+    assert record.metrics is not None
+    ends = ratio_interval(ratios)
+    metrics = dataclasses.replace(
+        record.metrics,
+        net_speedup=float(np.median(ratios)),
+        net_speedup_per_batch=[*ratios],
+        net_speedup_interval=ends,
+        speedup=2 * float(np.median(ratios)),
+        speedup_per_batch=[2 * each for each in ratios],
+    )
+    quiet = dataclasses.replace(record.environment, cores_taken=None)
+    return dataclasses.replace(record, metrics=metrics, environment=quiet)
+
+
+STEADY = (1.02, 1.03, 1.04, 1.03, 1.03)
+NOISY = (0.8, 1.11, 1.6, 1.2, 0.9)
+FASTER = (1.12, 1.13, 1.14, 1.13, 1.13)  # in each batch by a tenth
+SLOW = (0.5, 0.51, 0.52, 0.5, 0.51)
+
+
+@pytest.fixture(scope="module")
+def any_run() -> RunRecord:
+    return next(r for r in load_records(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "advised", "equals"),
+    [
+        ({"a": STEADY, "b": NOISY, "c": SLOW}, "a", ["b"]),  # 1.03x over 1.11x, and it is said
+        ({"a": STEADY, "b": FASTER, "c": SLOW}, "b", []),
+        ({"a": STEADY[:2], "b": NOISY[:2]}, "a", []),  # too few batches to tell
+    ],
+)
+def test_equal_drafts_are_called_equal(
+    any_run: RunRecord, drafts: dict[str, tuple[float, ...]], advised: str, equals: list[str]
+) -> None:
+    records = {f"--draft {name}": with_ratios(any_run, *of) for name, of in drafts.items()}
+    sentence, _, command = advice.find_advice(read(), records, None).split("\n")
+    assert f"`--draft {advised}` has a net speedup of" in sentence
+    assert command.split()[2:4] == ["--draft", advised]
+    named = [name for name in drafts if f"`--draft {name}`" in sentence]
+    assert named == sorted([advised, *equals])
+    said = "its interval begins highest of those that 5 batches cannot tell apart from it"
+    assert (said in sentence) == bool(equals)
+
+
+def test_the_lines_have_the_intervals_of_the_sentence(any_run: RunRecord) -> None:
+    """The best one comes first. All intervals hold together, and are wider than of one alone."""
+    records = {
+        "--draft b": with_ratios(any_run, *NOISY),
+        "--draft a": with_ratios(any_run, *STEADY),
+    }
+    first, second, note = advice.describe_runs(records)
+    low, high = ratio_interval(STEADY, 0.975)
+    net = f"1.03x [{low:.2f}, {high:.2f}]"
+    assert first.endswith(f"speedup 2.06x [{2 * low:.2f}, {2 * high:.2f}], net {net}")
+    assert net in advice.find_advice(read(), records, None) and "net 1.11x [" in second
+    assert note.strip() == "in brackets: 95 % intervals of all 2 drafts together"
+    alone = ratio_interval(STEADY)
+    assert alone is not None and low < alone[0]
+    few = {name: with_ratios(any_run, 1.5, 1.6) for name in records}
+    assert [line for line in advice.describe_runs(few) if "[" in line or "brackets" in line] == []
 
 
 def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
@@ -104,18 +173,18 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
         plan = advice.make_plan(args, records, BASELINES)
         sentence, blank, line = advice.find_advice(args, records, plan).split("\n")
         assert sentence.endswith(".") and blank == ""
-        best = max(records.values(), key=advice.least_speedup)
-        return advice.net_speedup(best), sentence, line
+        best, _ = advice.find_best(advice.measured_drafts(records))
+        return best.speedup, sentence, line
 
     for policy in ("streaming_llm", "snapkv"):
         speedup, sentence, line = advice_of({policy})
-        assert f"{speedup:.2f} times" in sentence
-        expected = r"pay from \d+ tokens on, and \d[.]\d\d times at \d+ with "
+        assert f"net speedup of {speedup:.2f}x" in sentence
+        expected = r"pay from \d+ tokens on, and \d[.]\d\dx at \d+ with "
         expected += rf"`--kv_policy {policy} --budget \d+ --gamma \d`"
         assert re.search(f"; the plan expects self-speculation to {expected}; ", sentence)
         config = RUN.read(command_words(line))
         assert (config.kv.policy, config.workload.prefix_len) == (policy, 4096)
-    best = max(runs.values(), key=advice.least_speedup)
+    best = max(runs.values(), key=advice.net_speedup)  # of so few batches, which have no interval
     _, sentence, line = advice_of({policy for policy, _ in runs})
     config = RUN.read(command_words(line))
     assert (config.kv.policy, config.kv.budget) == tuple(
@@ -271,15 +340,30 @@ def test_advice_is_one_run_of_all_drafts(
 def test_a_machine_that_is_busy_gives_no_prediction(
     small: list[str], probe: Callable[..., list[str]], tmp_path: Path, command: Command
 ) -> None:
-    """Its file is not written, and the runs are reported."""
-    probe(world_size=1, cores_taken=0.5)
+    """Its file is not written, and the runs are reported. It is probed again after them, and what
+    would give the prediction is said."""
+    probed = probe(world_size=1, cores_taken=0.5)
     few = [*small, "--num_batches", "1"]
     code, out, _ = command("advise", *few)
     assert code == 0 and "the plan expects" not in out and "Speculation" in out
     said = "left out   the prediction for other contexts: another load took 50% of the cores"
-    assert said in out and not (tmp_path / "machine.json").exists()
+    assert said in out and not (tmp_path / "machine.json").exists() and len(probed) == 2
+    assert f"`magicdec probe --nproc 1 --out {tmp_path / 'machine.json'}`" in out
     code, out, _ = command("advise", *few, "--allow_busy_machine")
     assert code == 0 and said not in out and (tmp_path / "machine.json").exists()
+
+
+def test_a_machine_that_is_quiet_after_the_runs_gives_a_prediction(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command
+) -> None:
+    loads = iter((0.5, 0.0))
+    monkeypatch.setattr(
+        module.Advice, "probe", lambda *_: machine_file(world_size=1, cores_taken=next(loads))
+    )
+    code, out, _ = command("advise", *small, "--num_batches", "1", "--draft", "self")
+    assert code == 0 and "the plan expects" in out and "left out   the prediction" not in out
+    assert "so it is probed again when the drafts are measured" in out
+    assert load_machine(tmp_path / "machine.json").description["cores_taken"] == 0.0
 
 
 def test_with_little_time_the_answer_has_no_prediction(
@@ -462,21 +546,15 @@ def test_the_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> No
     assert not old.works and "does not know this CPU's bfloat16 instructions" in old.detail
 
 
-def test_drafts_are_ranked_by_what_their_intervals_leave_sure() -> None:
+def test_drafts_are_ranked_by_what_their_intervals_leave_sure(any_run: RunRecord) -> None:
     """A disturbed run has a high speedup and a wide interval; the steady one is advised."""
-    steady = next(r for r in load_records(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
-    metrics = steady.metrics
-    assert metrics is not None
+    ratios = {65: (0.4, 3.5, 16.0, 0.5, 12.0), 257: (1.4, 1.5, 1.6, 1.5, 1.45)}
     records = {
-        f"--draft self --budget {budget}": dataclasses.replace(
-            steady,
-            metrics=dataclasses.replace(
-                metrics, net_speedup=speedup, net_speedup_interval=interval
-            ),
-        )
-        for budget, speedup, interval in ((65, 3.5, [0.3, 16.0]), (257, 1.5, [1.4, 1.6]))
+        f"--draft self --budget {budget}": with_ratios(any_run, *of)
+        for budget, of in ratios.items()
     }
-    assert "`--draft self --budget 257`" in advice.find_advice(read(), records, None)
+    text = advice.find_advice(read(), records, None)
+    assert "`--draft self --budget 257` has" in text and "(`--draft self --budget 65` 3.50x" in text
 
 
 def test_the_best_of_many_drafts_without_a_gain_is_not_sure() -> None:

@@ -106,6 +106,45 @@ def test_the_readme_is_short() -> None:
     assert not any(is_wide)
 
 
+def test_the_first_block_of_the_readme_sets_everything_up() -> None:
+    """With the commands of the Makefile that install, and how long they take."""
+    first = re.search(r"(?:^    .*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert first is not None
+    made = [line for line in first[0].splitlines() if line.startswith("    make ")]
+    assert [line.split()[1] for line in made] == ["demo", "test"]
+    assert all(re.search(r"\d+ minutes$", line) for line in made)
+    targets = re.findall(r"^(\w+)(?= test-all:|:)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"demo", "test"} <= {*targets}
+
+
+OUTPUT = re.compile(r"[\w./-]+\.(?:jsonl?|csv|toml|sh|png|xml|md|html|parquet)\b")
+
+
+def test_the_commands_of_the_readme_leave_no_files_behind() -> None:
+    """Each file that they name is committed, ignored by git, or the reader's own text; so is each
+    file that a command writes by itself."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^    (.*)$", prose(text), flags=re.MULTILINE)
+    named = {name for line in lines for name in OUTPUT.findall(line.partition("  #")[0])}
+    assert len(named) > 8
+    named |= {"machine.json", "machine-nproc2.json", "results/demo.jsonl", "checkpoints/a/b.json"}
+    committed = set(git("ls-files"))
+    if not committed:
+        pytest.skip("this is no checkout of git")
+    paths = [
+        name
+        for name in sorted(named - {"books.jsonl"})
+        if str((ROOT / name).resolve().relative_to(ROOT)) not in committed
+    ]
+    assert git("check-ignore", "--no-index", *paths) == paths
+
+
+def git(*words: str) -> list[str]:
+    command = ("git", "-C", str(ROOT), *words)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_their_flags(page: str) -> None:
     parsers = {name: parser_of(name) for name in KNOWN}
@@ -180,17 +219,6 @@ def test_filling_a_page_leaves_its_blocks_alone(wrap_pages: ModuleType) -> None:
 def test_the_readme_shows_every_command() -> None:
     shown = {name for name, _ in commands("README.md")}
     assert {name.split()[0] for name in COMMANDS} - shown == set()
-
-
-def test_commands_of_the_readme_write_what_git_ignores() -> None:
-    """Whoever tries them keeps a clean checkout."""
-    commands = "\n".join(re.findall(r"^    .*$", (ROOT / "README.md").read_text(), re.M))
-    paths = re.findall(r"(?:--out|--plot|--junit|--summary|--save_tokens| >)\s+(\S+)", commands)
-    assert len(paths) >= 8
-    ignored = subprocess.run(
-        ["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True
-    ).stdout.split()
-    assert ignored == paths
 
 
 def test_the_page_of_flags_is_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:

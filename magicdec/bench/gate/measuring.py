@@ -38,7 +38,7 @@ NO_RESULT = "no result came back: its process has skipped it, or ended before it
 APART = "not run: the ranks of its group may differ since the failure of an earlier case"
 DECODED = 5  # a decoded token takes as long as so many prefilled ones
 WITH_MODEL = 2  # a draft model, with a prefill of its own, takes as long as so many other drafts
-ENDS_S = 5.0  # until a process that has closed its connection has ended
+ENDS_S = 60.0  # until a process that has closed its connection has ended, also on a busy host
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ PER_RUN = (
     *("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz"),
     *("gpu_most_sm_mhz", "gpu_slowed_by", "cores_others", "cores_stolen", "cores_waited"),
     "cores_taken",
-    "instructions",  # too many for a cell; the file has them
+    *("instructions", "kernels"),  # too many for a cell; the file has them
 )
 MISSING = Shown("", -1e300)  # a metric without a value is sorted before all others
 COMMANDS = {

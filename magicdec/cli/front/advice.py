@@ -6,66 +6,115 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.config.sections import NONE, SELF
+from magicdec.hardware.other_load import busy_share, is_busy
 from magicdec.records.intervals import LEVEL, ratio_interval
 from magicdec.records.record import RunRecord
+from magicdec.records.table import method
 
 if TYPE_CHECKING:
     from magicdec.cli.front.advise import AdviceSection
     from magicdec.predict.plan import SpeculationPlan
 
 CLOSE = 0.15  # a plan within this share of the measurement is said to agree with it
+MOST_EQUALS = 3  # drafts that are named beside the best one
 LONGEST = 16  # the plan looks at contexts of up to so many times the measured one
 
 
 @dataclass(frozen=True)
 class MeasuredDraft:
-    """The best short run: its draft's flags and net speedup. `interval` holds with 95 % for all
-    `num_candidates` together; None with too few batches. `predicted` is the plan's net speedup at
-    the same place, if any."""
+    """A short run: its draft's flags, and its net speedup, of all batches and of each. `interval`
+    holds with 95 % for all drafts together; None with too few batches. `predicted` is the plan's
+    net speedup at the same place, if any."""
 
     draft: str
     speedup: float
     interval: Sequence[float] | None = None
     predicted: float | None = None
-    num_candidates: int = 1
+    per_batch: Sequence[float] = ()
+
+    @property
+    def least(self) -> float:
+        """The lower end of the interval, or the speedup. It ranks drafts, because the highest of
+        many noisy speedups is often the most disturbed."""
+        return self.interval[0] if self.interval else self.speedup
+
+    def __str__(self) -> str:
+        return with_interval(self.speedup, self.interval)
 
 
-def describe_advice(best: MeasuredDraft, place: str, expectation: str) -> str:
+@dataclass(frozen=True)
+class Finding:
+    """What the runs say: the draft to take, those that cannot be told apart from it, how many were
+    measured, and the largest share of the cores that another load took meanwhile."""
+
+    best: MeasuredDraft
+    equals: Sequence[MeasuredDraft] = ()
+    num_drafts: int = 1
+    cores_taken: float | None = None
+
+
+def with_interval(value: float, interval: Sequence[float] | None) -> str:
+    return f"{value:.2f}x{'' if interval is None else ' [{:.2f}, {:.2f}]'.format(*interval)}"
+
+
+def joint_level(num_drafts: int) -> float:
+    """The level of each interval with which all of them hold with `LEVEL` together: the best of
+    many drafts without a gain has a gain by chance, so that each has a share of what is left."""
+    return 1 - (1 - LEVEL) / max(1, num_drafts)
+
+
+def describe_advice(found: Finding, place: str, expectation: str) -> str:
     """The sentence. `place` says where it was measured, such as `B 4 and 2048 tokens of
     context`."""
+    best = found.best
     verdict = "pays here"
     draft = f"`{best.draft}`"
     if best.speedup <= 1:
         verdict = "does not pay here"
         draft = f"the best draft, {draft},"
-    between = ""
-    if best.interval is not None:
-        of_all = (
-            f" for all {best.num_candidates} drafts together" if best.num_candidates > 1 else ""
-        )
-        low, high = best.interval
-        between = f" (95 % interval{of_all}: {low:.2f} to {high:.2f})"
-        if best.interval[0] <= 1 <= best.interval[1]:
-            verdict = "may or may not pay here"
+    if best.interval is not None and best.interval[0] <= 1 <= best.interval[1]:
+        verdict = "may or may not pay here"
+    of_all = f" for all {found.num_drafts} drafts together" if found.num_drafts > 1 else ""
+    between = f" (95 % interval{of_all})" if best.interval else ""
     return (
-        f"Speculation {verdict}: at {place}, {draft} was {best.speedup:.2f} times as fast as "
-        f"decoding without drafts{between}; {expectation}{_how_sure(best)}."
+        f"Speculation {verdict}: at {place}, {draft} has a net speedup of {best}{between} over "
+        f"decoding without drafts{_equals_of(found)}; {expectation}{_how_sure(found)}."
     )
 
 
-def _how_sure(best: MeasuredDraft) -> str:
+def _equals_of(found: Finding) -> str:
+    """The drafts that are equal to the best one as far as the batches tell, the fastest first."""
+    if not found.equals or found.best.interval is None:
+        return ""
+    ordered = sorted(found.equals, key=lambda each: -each.speedup)
+    named = [f"`{each.draft}` {each}" for each in ordered[:MOST_EQUALS]]
+    more = len(ordered) - len(named)
+    drafts = ", ".join(named) + (f" and {more} more" if more else "")
+    return (
+        f", and its interval begins highest of those that {len(found.best.per_batch)} batches "
+        f"cannot tell apart from it ({drafts})"
+    )
+
+
+def _how_sure(found: Finding) -> str:
+    best = found.best
+    if is_busy(found.cores_taken):
+        return (
+            f"unsure, because another load took up to {busy_share(found.cores_taken)} of the cores "
+            "meanwhile: measure again when nothing else runs"
+        )
     if best.interval is None:
         return "unsure, because so few batches have no interval: give --num_batches 3 or more"
     if best.interval[0] <= 1 <= best.interval[1]:
         return "unsure, because the interval includes 1: give more --num_batches"
     if best.predicted is None:
         return "sure of this place, which says nothing of other contexts for this draft"
-    expectation = f"because the plan expected {best.predicted:.2f} times here"
+    expectation = f"because the plan expected {best.predicted:.2f}x here"
     if abs(best.predicted / best.speedup - 1) <= CLOSE:
         return f"sure, {expectation} too"
     return f"sure of this place but not of other contexts, {expectation}"
@@ -75,11 +124,60 @@ def net_speedup(record: RunRecord) -> float:
     return (record.metrics.net_speedup if record.metrics else None) or 0.0
 
 
-def least_speedup(record: RunRecord) -> float:
-    """The lower end of the net speedup's interval, or the speedup. It ranks drafts, because the
-    highest of many noisy speedups is often the most disturbed."""
-    interval = record.metrics.net_speedup_interval if record.metrics else None
-    return interval[0] if interval else net_speedup(record)
+def describe_runs(records: Mapping[str, RunRecord]) -> list[str]:
+    """A line for each run, the best first, with intervals that hold for all of them together."""
+    level = joint_level(len(records))
+    drafts = {each.draft: each for each in measured_drafts(records)}
+    unmeasured = MeasuredDraft("", 0.0)
+    ordered = sorted(records, key=lambda flags: -drafts.get(flags, unmeasured).least)
+    lines = list[str]()
+    for flags in ordered:
+        record = records[flags]
+        metrics = record.metrics
+        parts = [record.status if record.error is None else f"{record.status}: {record.error}"]
+        if metrics is not None and metrics.decode_tokens_per_s is not None:
+            parts.append(f"{metrics.decode_tokens_per_s:.1f} tokens/s")
+        if metrics is not None and metrics.speedup is not None:
+            interval = ratio_interval(metrics.speedup_per_batch or (), level)
+            parts.append(f"speedup {with_interval(metrics.speedup, interval)}")
+        if flags in drafts:
+            parts.append(f"net {drafts[flags]}")
+        lines.append(f"{'run':<10} {method(record)}: {', '.join(parts)}")
+    if any(each.interval for each in drafts.values()):
+        of_all = f"of all {len(records)} drafts together" if len(records) > 1 else "of the draft"
+        lines.append(f"{'':<10} in brackets: 95 % intervals {of_all}")
+    return lines
+
+
+def measured_drafts(records: Mapping[str, RunRecord]) -> list[MeasuredDraft]:
+    """The drafts whose runs have a net speedup."""
+    level = joint_level(len(records))
+    found = []
+    for flags, record in records.items():
+        if net_speedup(record) and record.metrics is not None:
+            ratios = record.metrics.net_speedup_per_batch or ()
+            interval = ratio_interval(ratios, level)
+            found.append(MeasuredDraft(flags, net_speedup(record), interval, None, ratios))
+    return found
+
+
+def find_best(drafts: Sequence[MeasuredDraft]) -> tuple[MeasuredDraft, list[MeasuredDraft]]:
+    """The draft whose interval begins highest, and those that cannot be told apart from it. None is
+    surely faster: the spread of a ratio is at least the difference of the spreads of both."""
+    level = joint_level(len(drafts))
+    best = max(drafts, key=lambda each: each.least)
+    others = [each for each in drafts if each is not best]
+    return best, [each for each in others if not is_surely_faster(best, each, level)]
+
+
+def is_surely_faster(one: MeasuredDraft, other: MeasuredDraft, level: float) -> bool:
+    """Whether the interval of the ratio of their speedups lies above 1. All drafts decode the same
+    batches, each beside the same baseline."""
+    if len(one.per_batch) != len(other.per_batch):  # they are not of the same batches
+        return False
+    ratios = [a / b for a, b in zip(one.per_batch, other.per_batch, strict=True)]
+    interval = ratio_interval(ratios, level)
+    return interval is not None and interval[0] > 1
 
 
 def find_advice(
@@ -87,24 +185,23 @@ def find_advice(
 ) -> str:
     """The sentence, and in a line of its own the command. Raises ValueError if no run has a
     speedup."""
-    flags, record = max(records.items(), key=lambda item: least_speedup(item[1]))
-    if not net_speedup(record) or record.metrics is None:
+    drafts = measured_drafts(records)
+    if not drafts:
         raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
-    predicted = None
-    kv = record.config["kv"]
-    if plan is not None and record.config["decoding"]["drafter"] == SELF:
-        candidate = next(each for each in plan.candidates() if each.budget == kv["budget"])
+    best, equals = find_best(drafts)
+    config = records[best.draft].config
+    if plan is not None and config["decoding"]["drafter"] == SELF:
+        candidate = next(
+            each for each in plan.candidates() if each.budget == config["kv"]["budget"]
+        )
         here = candidate.predict(args.B, args.prefix_len, args.gamma)
-        predicted = here.net_speedup(args.num_new_tokens)
-    # The best of many drafts without a gain has a gain by chance: each has a share of the 5 %.
-    ratios = record.metrics.net_speedup_per_batch or ()
-    num_candidates = len(records)
-    interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_candidates)
-    best = MeasuredDraft(flags, net_speedup(record), interval, predicted, num_candidates)
+        best = replace(best, predicted=here.net_speedup(args.num_new_tokens))
+    taken = [record.environment.cores_taken or 0.0 for record in records.values()]
+    found = Finding(best, equals, len(records), max(taken))
     place = f"B {args.B} and {args.prefix_len} tokens of context"
-    sentence = describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
-    drafts = shlex.split(flags) if best.speedup > 1 else ["--draft", NONE]
-    return f"{sentence}\n\n    {shlex.join(['magicdec', 'run', *drafts, *args.workload])}"
+    sentence = describe_advice(found, place, "" if plan is None else expectation_of(plan, args))
+    flags = shlex.split(best.draft) if best.speedup > 1 else ["--draft", NONE]
+    return f"{sentence}\n\n    {shlex.join(['magicdec', 'run', *flags, *args.workload])}"
 
 
 def expectation_of(plan: SpeculationPlan, args: AdviceSection) -> str:
@@ -117,7 +214,7 @@ def expectation_of(plan: SpeculationPlan, args: AdviceSection) -> str:
         expected = f"to pay from {pays_from} tokens on"
         if far.gamma:
             expected += (
-                f", and {far.net_speedup(args.num_new_tokens):.2f} times at {context} with "
+                f", and {far.net_speedup(args.num_new_tokens):.2f}x at {context} with "
                 f"`--kv_policy {plan.kv_policy} --budget {far.budget} --gamma {far.gamma}`"
             )
     return f"the plan expects self-speculation {expected}; "
@@ -131,16 +228,17 @@ def make_plan(
     from magicdec.cli import plan
     from magicdec.model.presets.presets import find_config
 
-    own = [
-        record
-        for record in records.values()
+    own = {
+        flags: record
+        for flags, record in records.items()
         if record.config["decoding"]["drafter"] == SELF
         and record.metrics
         and record.metrics.acceptance_per_position
-    ]
-    if not own:
+    }
+    drafts = [each for each in measured_drafts(records) if each.draft in own]
+    if not drafts:
         return None
-    config = max(own, key=least_speedup).config
+    config = own[find_best(drafts)[0].draft].config
     name = config["model"]["model"]
     # As long as a run allows.
     longest = max(args.prefix_len, find_config("--model", name).max_length - args.num_new_tokens)

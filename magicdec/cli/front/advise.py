@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from magicdec.cli.drivers import RUN
 from magicdec.cli.flags import run_on_ranks, run_ranks
-from magicdec.cli.front.advice import find_advice, make_plan, net_speedup
+from magicdec.cli.front.advice import describe_runs, find_advice, make_plan
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.cli.plan import PlanSection
@@ -54,7 +54,6 @@ from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_B
 from magicdec.output.console import make_progress
 from magicdec.output.writing import check_writable
 from magicdec.records.record import RunRecord, append_records
-from magicdec.records.table import method
 from magicdec.systems.pipeinfer.options import Options
 
 if TYPE_CHECKING:
@@ -242,14 +241,17 @@ class Advice:
         from magicdec.distributed.start import close_groups
 
         watch_ranks(self.launch)
-        has_rates = self.find_rates(next(iter(configs.values())))
+        first = next(iter(configs.values()))
+        has_rates = self.find_rates(first)
         progress = make_progress(self.is_leader)
         is_there = self.stop.is_there
         pace = PassProgress(progress, self.launch, self.deadline_s, is_there)
         drafts = DraftTrials(self.launch, pace)
         if self.deadline_s is not None:
-            configs = self.cut_down(configs, drafts.trial(next(iter(configs.values()))))
+            configs = self.cut_down(configs, drafts.trial(first))
         found = drafts.measure(configs)
+        if not (has_rates or found.is_broken or found.is_interrupted or self.args.time):
+            has_rates = self.find_rates(first, is_last=True)
         if found.is_broken:
             stop_watching()
         else:
@@ -262,9 +264,10 @@ class Advice:
             return self.stop.code
         return int(not all(record.passed for record in found.records.values()))
 
-    def find_rates(self, config: RunConfig) -> bool:
-        """Probes the machine unless its file exists. Returns whether there are rates to plan
-        with."""
+    def find_rates(self, config: RunConfig, is_last: bool = False) -> bool:
+        """Probes the machine unless its file exists. Returns whether there are rates to plan with.
+        On a busy host it is asked once more when the drafts are measured (`is_last`), since the
+        other load may have ended; with `--time` there is no time for that."""
         args = self.args
         prediction = "the prediction for other contexts"
         if args.machine.exists():
@@ -273,12 +276,23 @@ class Advice:
             self.leave_out(f"{prediction}: a probe needs --time {PROBED_S:.0f}s, or --machine")
             return False
         machine = self.probe(config)
-        if machine.busy and not args.allow_busy_machine:
-            why = f"{machine.busy} when the machine was probed (or give --allow_busy_machine)"
-            self.leave_out(f"{prediction}: {why}")
+        if not machine.busy or args.allow_busy_machine:
+            if self.is_leader:
+                machine.save(args.machine, "--machine")
+            return True
+        if is_last or args.time is not None:
+            words = ["magicdec", "probe", "--nproc", str(args.num_ranks), "--out", args.machine]
+            command = shlex.join(map(str, words))
+            self.leave_out(
+                f"{prediction}: {machine.busy} when the machine was probed. When nothing else "
+                f"runs: `{command}`, then this command again; or with --allow_busy_machine"
+            )
         elif self.is_leader:
-            machine.save(args.machine, "--machine")
-        return not machine.busy or args.allow_busy_machine
+            print(
+                f"machine    {machine.busy}, so it is probed again when the drafts are measured",
+                flush=True,
+            )
+        return False
 
     def probe(self, config: RunConfig) -> MachineFile:
         from magicdec.config.resolve import resolve
@@ -322,21 +336,20 @@ class Advice:
 
     def report(self, found: Found, has_rates: bool) -> None:
         """Keeps the records, and prints the advice. Raises ValueError if there is none."""
-        from magicdec.bench.study.progress import shown
-
         args = self.args
         records = found.records
         if not records and found.is_interrupted:
             raise KeyboardInterrupt
-        if not records and found.error is None and args.time is not None:
+        if not records and found.error is not None:
+            return
+        if not records and args.time is not None:
             raise ValueError(f"--time {args.time:.0f}s is too short for a pass; give more")
         append_records("--out", args.out, records.values())
         self.kept = f"{len(records)} records are in {args.out}"
         for what in found.left_out:
             self.leave_out(what)
-        for record in records.values():
-            ending = f", net {net_speedup(record):.2f}x" if net_speedup(record) else ""
-            print(f"{'run':<10} {method(record)}: {shown(record)}{ending}", flush=True)
+        for line in describe_runs(records):
+            print(line, flush=True)
         if found.is_interrupted:
             print(f"interrupted; {self.kept}, and this is what they say:", file=sys.stderr)
         warn_of_load([record.environment for record in records.values()], "runs")
