@@ -10,6 +10,7 @@ from faults import (
     heads,
     mixtures,
     planned,
+    prompts,
     records,
     rings,
     runs,
@@ -38,5 +39,6 @@ PROPERTIES = (
     *planned.PROPERTIES,
     *sinks.PROPERTIES,
     *gguf_families.PROPERTIES,
+    *prompts.PROPERTIES,
     *windows.PROPERTIES,
 )
