@@ -11,6 +11,7 @@ from faults import (
     heads,
     mixtures,
     planned,
+    prompts,
     recomputed,
     records,
     rings,
@@ -43,6 +44,7 @@ PROPERTIES = (
     *sinks.PROPERTIES,
     *sizes.PROPERTIES,
     *gguf_families.PROPERTIES,
+    *prompts.PROPERTIES,
     *windows.PROPERTIES,
     *recomputed.PROPERTIES,
 )

@@ -330,7 +330,8 @@ def test_byte_level_bpe_is_that_of_the_library(pre: str, tmp_path: Path) -> None
     expected = trained_bpe(pre)
     expected.encode_special_tokens = True
     path = tmp_path / "tokenizer.gguf"
-    write_gguf(path, "llama", {}, {}, vocabulary_of(expected, pre))
+    strings = vocabulary_of(expected, pre) | {"tokenizer.ggml.bos_token_id": 0}
+    write_gguf(path, "llama", {}, {}, strings)
     found = load_tokenizer(path)
     for text in TEXTS:
         ids = found.encode(text)

@@ -28,6 +28,7 @@ from test_gguf import (
 )
 from tiny_gguf import random_blocks, write_gguf
 
+from magicdec.bench.run.gguf_reference import values_of
 from magicdec.bench.run.model_check import check_model
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import weight_bytes
@@ -147,16 +148,19 @@ def test_a_model_computes_as_transformers_on_the_dequantised_weights(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    """By the names that transformers saves: of norms those less 1, of experts each one's."""
+    """By the names that transformers saves: of norms those less 1, of experts each one's. So are
+    those of the reader with which `magicdec model check` compares ours."""
     path = tmp_path / "model.gguf"
     model = MODELS[name].saved(path)
     model.save_pretrained(tmp_path)
     theirs = find_model("--model", str(tmp_path))
     ours = find_model("--model", str(path))
     assert ours.tensors.keys() == theirs.tensors.keys()
+    by_gguf = values_of([path], ours.tensors)
     for tensor in ours.tensors:
         expected = theirs.weights.read(tensor)
         assert torch.equal(ours.weights.read(tensor).float(), expected), tensor
+        assert torch.equal(by_gguf[tensor], expected), tensor
         if ours.tensors[tensor].numbers is not None:
             part = slice(5, 40), slice(64, 192)
             found = ours.weights.read_numbers(tensor, part).dense()
@@ -213,7 +217,7 @@ def test_a_file_of_gemma_is_compared_with_transformers(
     MODELS["gemma3, all keys"].saved(path, strings=strings, vocab_size=420)
     check = check_model(str(path), 1e-9)
     assert check.outcome == checked.EQUAL, check.lines
-    assert "on the dequantised weights, float32, CPU:" in check.lines[10]
+    assert "on the dequantised weights as gguf 0." in check.lines[10]
 
 
 def test_experts_are_held_in_groups_on_every_rank(tmp_path: Path) -> None:

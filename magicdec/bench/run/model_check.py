@@ -1,6 +1,6 @@
 """Checks a checkpoint: what the loader made of it, and a comparison of logits and greedy tokens
-with `transformers`, in float32 on the CPU, the prompt in chunks and then token by token.
-`model/checkpoint/checked.py` remembers the outcome.
+with `transformers`, in float32 on the CPU, the prompt in chunks and then token by token; of a GGUF
+file also with llama.cpp, if it is installed. `model/checkpoint/checked.py` remembers the outcome.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from importlib.metadata import version
+from itertools import chain, islice, repeat, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from magicdec.bench.run.gguf_reference import LlamaCpp, values_of
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
@@ -64,7 +66,14 @@ KEPT = 16  # last positions of a text whose logits are compared
 CHUNK = 512
 # Of the largest logit, how much two implementations may differ by the rounding of float32.
 TOLERANCE = 2e-4
+# The same of llama.cpp, which computes GELU by a table; and where it rounds what it multiplies with
+# to the bits of the weights.
+LLAMA_TOLERANCE = 1e-3
+ROUNDED_TOLERANCE = 0.3
+TRIED_TEXT = "\n\n    if x:\n\t  They'LL don't, 12345.  Gr\u00f6\u00dfe \u4f60\u597d  "
 SIDES = 2  # this project computes each text too, in about the same time
+Text = tuple[int, ...]
+"""Token ids."""
 READ_BY_OTHERS = tuple(name for name in WEIGHT_FILES if not name.endswith(".pth"))
 
 
@@ -109,11 +118,21 @@ def check_model(
     _, tokenizer = find_tokenizer(source, cache)
     for line in describe(source, tokenizer):
         check.tell(line)
+    texts = [text_of(tokenizer, source.config, n) for n in text_lengths(source.config)]
+    runner: ModelRunner | None = None
     why = obstacle(source)
-    if why is None:
-        compare(check, source, name, tokenizer, most_s)
-    else:
+    if why is not None:
         check.tell(f"not compared with transformers: {why}")
+    elif expected := by_transformers(check, source, texts, most_s):
+        texts = list(expected)
+        runner = make_checked_runner(name, max(map(len, texts)) + NUM_NEW)
+        judge(check, runner, name, expected, TOLERANCE, "transformers")
+    if is_gguf_file(source) and importlib.util.find_spec("llama_cpp") is not None:
+        expected = by_llama_cpp(check, source, name, tokenizer, texts, most_s)
+        tolerance = llama_tolerance(source)
+        if expected and tolerance is not None:
+            runner = runner or make_checked_runner(name, max(map(len, expected)) + NUM_NEW)
+            judge(check, runner, name, expected, tolerance, "llama.cpp")
     if not is_exempt(source):
         remember(source, check.outcome)
     return check
@@ -209,6 +228,8 @@ def switch_of(c: ModelConfig) -> int | None:
 def obstacle(source: ModelSource) -> str | None:
     if importlib.util.find_spec("transformers") is None:
         return "it is not installed (pip install transformers)"
+    if is_gguf_file(source) and importlib.util.find_spec("gguf") is None:
+        return "gguf is not installed (pip install gguf)"
     import transformers
 
     path = source.weights.path
@@ -229,9 +250,8 @@ def obstacle(source: ModelSource) -> str | None:
 
 
 def is_dequantised(source: ModelSource) -> bool:
-    """Whether transformers gets the weights that this project reads, in its own model: it computes
-    others with the kernels of the program that quantised them, or reads them only with more
-    packages."""
+    """Whether transformers gets dequantised weights, in its own model: it computes others with the
+    kernels of the program that quantised them, or reads them only with more packages."""
     return isinstance(source.weights, PrequantizedWeights | GgufWeights)
 
 
@@ -248,27 +268,91 @@ def text_lengths(c: ModelConfig) -> list[int]:
     return list(dict.fromkeys(min(length, most) for length in lengths))
 
 
-def compare(
-    check: ModelCheck, source: ModelSource, name: str, tokenizer: Tokenizer, most_s: float
-) -> None:
-    """Tells how far the logits of each text differ, and sets the outcome. The models are in memory
-    one after the other."""
+def is_gguf_file(source: ModelSource) -> bool:
+    return source.tokenizer_path is not None and is_gguf(source.tokenizer_path)
+
+
+def by_transformers(
+    check: ModelCheck, source: ModelSource, texts: Sequence[Text], most_s: float
+) -> dict[Text, Continued]:
+    """The texts with the results of transformers; none if it cannot load the model, which is told.
+    The models are in memory one after the other."""
     import transformers
 
-    weights = " on the dequantised weights" if is_dequantised(source) else ""
+    weights = ""
+    if is_dequantised(source):
+        reader = f" as gguf {version('gguf')} reads them" if is_gguf_file(source) else ""
+        weights = f" on the dequantised weights{reader}"
     check.tell(f"compared with transformers {transformers.__version__}{weights}, float32, CPU:")
     with quiet(transformers):
         model, why = load_reference(transformers, source)
         if why is not None:
             check.tell(f"not compared: {why}")
-            return
-        expected = continue_texts(check, model, source, tokenizer, most_s)
-        del model
-    runner = make_checked_runner(name, max(map(len, expected)) + NUM_NEW)
+            return {}
+        return continue_texts(check, lambda ids: continued_by_others(model, ids), texts, most_s)
+
+
+def by_llama_cpp(
+    check: ModelCheck,
+    source: ModelSource,
+    name: str,
+    tokenizer: Tokenizer,
+    texts: Sequence[Text],
+    most_s: float,
+) -> dict[Text, Continued]:
+    """The same of llama.cpp, after a comparison of the ids of a text and of the tokens that end an
+    answer."""
+    path = source.tokenizer_path
+    assert path is not None, "a GGUF file has its tokenizer"
+    try:
+        model = LlamaCpp(path, max(map(len, texts)) + NUM_NEW, torch.get_num_threads())
+    except Exception as error:  # of a library that may raise anything
+        check.tell(f"not compared with llama.cpp: {' '.join(str(error).split())[:200]}")
+        return {}
+    check.tell(f"compared with llama.cpp (llama-cpp-python {model.version}), float32 cache, CPU:")
+    text = next(iter(read_books("demo", 1)))[:2000] + TRIED_TEXT
+    for what, ours, theirs in (
+        ("ids of a text", prompt_of(tokenizer, source.config, text), model.encode(text)),
+        ("end tokens", sorted(source.config.eos_token_ids), sorted(model.end_ids())),
+    ):
+        at = next((i for i, pair in enumerate(zip_longest(ours, theirs)) if len({*pair}) > 1), None)
+        if at is None:
+            check.tell(f"{len(ours)} {what} are equal")
+        else:
+            check.outcome = DIFFERS
+            shown = f"{ours[at : at + 4]} here and {theirs[at : at + 4]} there"
+            check.tell(f"{what} are NOT llama.cpp's: from number {at} on {shown}")
+    if llama_tolerance(source) is None:
+        check.tell("its logits are not compared: it rounds what chooses experts, or YaRN's bounds")
+        return {}
+    found = continue_texts(check, lambda ids: continued_by_llama_cpp(model, ids), texts, most_s)
+    model.close()
+    return found
+
+
+def llama_tolerance(source: ModelSource) -> float | None:
+    """Of the largest logit, by how much llama.cpp may differ; None: another expert, or another
+    rotation, may change it as a whole."""
+    if not source.config.rope.truncate:
+        return None
+    if all(tensor.dtype == "float32" and not tensor.numbers for tensor in source.tensors.values()):
+        return LLAMA_TOLERANCE
+    return ROUNDED_TOLERANCE if source.config.experts is None else None
+
+
+def judge(
+    check: ModelCheck,
+    runner: ModelRunner,
+    name: str,
+    expected: Mapping[Text, Continued],
+    tolerance: float,
+    by: str,
+) -> None:
+    """Tells how far the logits of each text differ, and sets the outcome."""
     worst = 0.0
     for ids, theirs in expected.items():
         ours = continued(runner, ids, theirs.tokens)
-        error, limit = difference(ours, theirs)
+        error, limit = difference(ours, theirs, tolerance)
         if not math.isfinite(error):
             worst = math.inf
             check.tell(f"text of {len(ids)} tokens: the logits are not finite numbers")
@@ -279,9 +363,10 @@ def compare(
             f"text of {len(ids)} tokens: {num_equal} of {NUM_NEW} greedy tokens are equal, logits "
             f"differ by {error:.2g} at most (rounding: less than {limit:.2g})"
         )
-    check.outcome = EQUAL if worst <= 1 else DIFFERS
-    is_equal = check.outcome == EQUAL
-    check.tell(f"{name} {'is' if is_equal else 'is NOT'} computed as transformers computes it")
+    is_equal = worst <= 1
+    if not is_equal or check.outcome == NOT_COMPARED:
+        check.outcome = EQUAL if is_equal else DIFFERS
+    check.tell(f"{name} {'is' if is_equal else 'is NOT'} computed as {by} computes it")
 
 
 def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | None]:
@@ -301,14 +386,20 @@ def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | N
 
 
 def load_dequantised(kind: Any, source: ModelSource) -> tuple[Any, str | None]:
-    """A model of the class `kind` with the weights as this project reads them, in float32. Its
-    config is the checkpoint's, without the settings of quantisation; a GGUF file has none."""
+    """A model of the class `kind` with the dequantised weights in float32: those of a GGUF file as
+    the `gguf` package reads them, others as this project does. Its config is the checkpoint's,
+    without the settings of quantisation; a GGUF file has none."""
     path = source.tokenizer_path
     assert path is not None, "it is a file or a directory"
     fields = to_hf_config(source.config) if is_gguf(path) else load_object(path / "config.json")
     fields.pop(FOREIGN, None)
     try:
-        weights = {name: source.weights.read(name).float() for name in source.tensors}
+        stored = source.tensors
+        if is_gguf(path):
+            parts = {tensor.file for tensor in stored.values() if tensor.file is not None}
+            weights = values_of([path, *(parts - {path})], stored)
+        else:
+            weights = {name: source.weights.read(name).float() for name in stored}
         if find_family(source.config.architecture).names(source.config).stacked_experts:
             weights = stacked(weights)
         model, found = kind.from_pretrained(  # it stacks the experts of a mixture
@@ -328,22 +419,24 @@ def load_dequantised(kind: Any, source: ModelSource) -> tuple[Any, str | None]:
 
 
 def continue_texts(
-    check: ModelCheck, model: Any, source: ModelSource, tokenizer: Tokenizer, most_s: float
-) -> dict[tuple[int, ...], Continued]:
-    """Texts with the results of transformers, as far as the time allows, at least one."""
-    texts = dict[tuple[int, ...], Continued]()
+    check: ModelCheck,
+    continue_by: Callable[[Text], Continued],
+    texts: Sequence[Text],
+    most_s: float,
+) -> dict[Text, Continued]:
+    """Texts with the results of another program, as far as the time allows, at least one."""
+    found = dict[Text, Continued]()
     left_s = most_s
     rate = 0.0
-    for length in text_lengths(source.config):
-        needed_s = SIDES * rate * length
+    for ids in texts:
+        needed_s = SIDES * rate * len(ids)
         if needed_s > left_s:
-            check.tell(f"text of {length} tokens: left out, it would take {needed_s:.0f} s")
+            check.tell(f"text of {len(ids)} tokens: left out, it would take {needed_s:.0f} s")
             continue
-        ids = text_of(tokenizer, source.config, length)
-        texts[ids] = theirs = continued_by_others(model, ids)
+        found[ids] = theirs = continue_by(ids)
         left_s -= SIDES * theirs.seconds
-        rate = max(rate, theirs.seconds / length)
-    return texts
+        rate = max(rate, theirs.seconds / len(ids))
+    return found
 
 
 @contextmanager
@@ -360,9 +453,13 @@ def quiet(transformers: Any) -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def text_of(tokenizer: Tokenizer, config: ModelConfig, length: int) -> tuple[int, ...]:
+def prompt_of(tokenizer: Tokenizer, config: ModelConfig, text: str) -> list[int]:
     bos = tokenizer.bos_of(config.bos_token_id)
-    start = [] if bos is None else [bos]
+    return [*([] if bos is None else [bos]), *tokenizer.encode(text)]
+
+
+def text_of(tokenizer: Tokenizer, config: ModelConfig, length: int) -> Text:
+    start = prompt_of(tokenizer, config, "")
     words = tokenizer.encode(next(iter(read_books("demo", 1)))[: 16 * length])
     return tuple(islice(chain(start, chain.from_iterable(repeat(words))), length))
 
@@ -381,6 +478,20 @@ def continued_by_others(model: Any, ids: Sequence[int]) -> Continued:
         past = out.past_key_values
         out = model(torch.tensor([new[-1:]]), past_key_values=past, use_cache=True)
         parts.append(out.logits[0].float())
+
+
+def continued_by_llama_cpp(model: LlamaCpp, ids: Sequence[int]) -> Continued:
+    started = time.perf_counter()
+    model.restart()
+    first = max(len(ids) - KEPT, 0)
+    if first:
+        model.forward(ids[:first])
+    parts = [model.forward([token]) for token in ids[first:]]
+    new = [int(parts[-1].argmax())]
+    while len(new) < NUM_NEW:
+        parts.append(model.forward(new[-1:]))
+        new.append(int(parts[-1].argmax()))
+    return Continued(torch.cat(parts), new, time.perf_counter() - started)
 
 
 def make_checked_runner(name: str, longest: int) -> ModelRunner:
@@ -416,6 +527,6 @@ def continued(runner: ModelRunner, ids: Sequence[int], following: Sequence[int])
     return Continued(logits, tokens, time.perf_counter() - started)
 
 
-def difference(found: Continued, expected: Continued) -> tuple[float, float]:
-    limit = TOLERANCE * float(expected.logits.abs().max())
+def difference(found: Continued, expected: Continued, tolerance: float) -> tuple[float, float]:
+    limit = tolerance * float(expected.logits.abs().max())
     return float((found.logits - expected.logits).abs().max()), limit

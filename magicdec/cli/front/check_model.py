@@ -3,7 +3,7 @@
     magicdec model check checkpoints/Llama-3.2-1B
 
 Prints what the loader made of config and tokenizer, and compares logits and greedy tokens with
-`transformers`, if installed. Exits with 1 if they differ.
+`transformers`, and those of a GGUF file with llama.cpp, if installed. Exits with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from magicdec.config.setting import setting
 
 ABOUT = (
     "Print what the loader makes of a model's config and tokenizer, and compare its float32 logits "
-    "and greedy tokens on the CPU with those of transformers, if that is installed. Exits with 1 "
-    "if they differ."
+    "and greedy tokens on the CPU with those of transformers, if that is installed, and of a GGUF "
+    "file with those of llama.cpp, if llama-cpp-python is. Exits with 1 if they differ."
 )
 
 

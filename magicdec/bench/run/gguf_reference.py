@@ -1,0 +1,121 @@
+"""What others make of a GGUF file, for `magicdec model check`: its values by the `gguf` package, in
+the order of Hugging Face, and llama.cpp's token ids, end tokens and logits, by `llama-cpp-python`.
+Nothing here reads the file by this project's own loader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")
+# By architecture: the tensors in whose outputs the converter has put the two that RoPE rotates
+# together beside each other, and the key of the number of heads. Hugging Face has them half a head
+# apart.
+PAIRS = {"llama": {"attn_q": "head_count", "attn_k": "head_count_kv"}}
+# Norms to whose weights the converter has added 1.
+PLUS_ONE = {"gemma3"}
+
+
+def values_of(files: Sequence[Path], names: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of these Hugging Face names, one of each expert, in float32. `files` are all
+    parts of a split file, the first one first. Raises ValueError for a name that the `gguf`
+    package does not know or the files do not have."""
+    import gguf
+
+    readers = [gguf.GGUFReader(file) for file in files]
+    stored = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    fields = readers[0].fields
+    architecture = str(fields["general.architecture"].contents())
+    kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    num_layers = int(fields[f"{architecture}.block_count"].contents())
+    table = gguf.get_tensor_name_map(kinds[architecture], num_layers)
+    found = {}
+    whole = dict[str, NDArray[np.float32]]()  # of experts, dequantised once
+    for name in names:
+        expert = EXPERT.fullmatch(name)
+        merged = name if expert is None else f"{expert['before']}.{expert['after']}"
+        known = [
+            table.get_name(each, try_suffixes=(".weight", ".bias"))
+            for each in (merged, f"{merged}.weight")
+        ]
+        theirs = next((each for each in known if each in stored), None)
+        if theirs is None:
+            raise ValueError(f"the gguf package finds no tensor {name}")
+        if expert is None:
+            values = dequantised(stored[theirs])
+        else:
+            if theirs not in whole:
+                whole[theirs] = dequantised(stored[theirs])
+            values = whole[theirs][int(expert["number"])]
+        part = theirs.split(".")[-2]
+        key = PAIRS.get(architecture, {}).get(part)
+        if key is not None:
+            heads = int(fields[f"{architecture}.attention.{key}"].contents())
+            pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        if architecture in PLUS_ONE and part.endswith("norm"):
+            values = values - np.float32(1)
+        found[name] = torch.from_numpy(np.require(values, requirements=["C", "W"]))
+    return found
+
+
+def dequantised(tensor: Any) -> NDArray[np.float32]:
+    from gguf.quants import dequantize
+
+    if tensor.data.dtype == np.float64:
+        return np.asarray(tensor.data, np.float32)
+    return dequantize(tensor.data, tensor.tensor_type)
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp, on the CPU, with its KV cache in float32 and whole caches of
+    windows."""
+
+    def __init__(self, path: Path, longest: int, threads: int) -> None:
+        import llama_cpp
+
+        self._lib: Any = llama_cpp
+        self.version: str = llama_cpp.__version__
+        self._model: Any = llama_cpp.Llama(
+            str(path),
+            n_ctx=longest,
+            n_threads=threads,
+            n_threads_batch=threads,
+            type_k=llama_cpp.GGML_TYPE_F32,
+            type_v=llama_cpp.GGML_TYPE_F32,
+            flash_attn=False,
+            swa_full=True,
+            n_gpu_layers=0,
+            verbose=False,
+        )
+        self._vocabulary = llama_cpp.llama_model_get_vocab(self._model.model)
+        self._size: int = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, special tokens' names as plain text."""
+        ids: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=False)
+        return ids
+
+    def end_ids(self) -> set[int]:
+        is_end = self._lib.llama_vocab_is_eog
+        return {i for i in range(self._size) if is_end(self._vocabulary, i)}
+
+    def forward(self, ids: Sequence[int]) -> Tensor:
+        """Append tokens; the logits [1, V] after the last one."""
+        self._model.eval(list(ids))
+        logits = self._lib.llama_get_logits_ith(self._model.ctx, -1)
+        return torch.from_numpy(np.ctypeslib.as_array(logits, (1, self._size)).copy())
+
+    def restart(self) -> None:
+        self._model.reset()
+
+    def close(self) -> None:
+        self._model.close()
