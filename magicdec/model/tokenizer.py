@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.gguf.named import is_gguf
+from magicdec.model.gguf.special_tokens import check_special_tokens
 from magicdec.model.gguf.vocabulary import (
     SENTENCEPIECE,
     read_vocabulary,
@@ -28,7 +30,7 @@ from magicdec.model.rank_file import (
     parse_ranks,
     pieces_of,
 )
-from magicdec.output.files import exists, read_bytes
+from magicdec.output.files import AGAIN, exists, read_bytes
 
 MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
 
@@ -48,6 +50,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id (a model may pad beyond it)."""
         return max(self.pieces, default=-1) + 1
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The id of each piece."""
+        return {piece: i for i, piece in self.pieces.items()}
 
     def encode(self, text: str) -> list[int]:
         """Ids of the whole text, without BOS or EOS; special tokens' names are plain text."""
@@ -126,6 +133,7 @@ def load_json(path: Path, data: bytes) -> Tokenizer:
 
     with _refusing(path, "is not a `tokenizers` file"):
         backend = tokenizers.Tokenizer.from_buffer(data)
+    _check_ids(path, json.loads(data), backend.token_to_id)
     # The file may ask for truncation or padding, and by default the name of a special token in the
     # text is encoded as that token. A book must be encoded whole and as plain text.
     backend.no_truncation()
@@ -146,6 +154,25 @@ def load_json(path: Path, data: bytes) -> Tokenizer:
 
     pieces = {i: piece for piece, i in backend.get_vocab(with_added_tokens=True).items()}
     return Tokenizer(path, pieces, encode, encode_special, backend.decode)
+
+
+def _check_ids(path: Path, content: Any, id_of: Callable[[str], int | None]) -> None:
+    """Raise ValueError for a token that the file gives another id than the library does, which
+    numbers added tokens anew where ids are taken or left out; or for an id that two words have."""
+    words = content["model"].get("vocab")
+    if isinstance(words, dict):
+        by_id = {i: word for word, i in words.items()}
+        twice = next((word for word, i in words.items() if by_id[i] != word), None)
+        if twice is not None:
+            i = words[twice]
+            raise ValueError(f"{path}: {twice!r} and {by_id[i]!r} both have the id {i}; {AGAIN}")
+    for token in content.get("added_tokens") or ():
+        found = id_of(token["content"])
+        if found != token["id"]:
+            raise ValueError(
+                f"{path}: added_tokens gives {token['content']!r} the id {token['id']}, but the "
+                f"words before it make that {found}; {AGAIN}"
+            )
 
 
 def load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
@@ -212,6 +239,7 @@ def load_model(path: Path, data: bytes) -> Tokenizer:
 
 def load_gguf(path: Path) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describe."""
+    check_special_tokens(read_gguf(path))
     vocabulary = read_vocabulary(read_gguf(path))
     if vocabulary.model == SENTENCEPIECE:
         return load_sentencepiece(path, sentencepiece_model(vocabulary))
