@@ -97,6 +97,7 @@ def start(
         workload = prepared.config.workload
         announce_limits(prepared.config, workload.prefix_len, workload.num_new_tokens, launch)
         announce_unchecked(prepared)
+        announce_plain_words(prepared)
         from magicdec.cli.report import conclude
         from magicdec.model.checkpoint.finite import WeightsRefused
 
@@ -245,6 +246,16 @@ def announce_unchecked(prepared: Prepared) -> None:
             remember(source, TOLD)
         else:
             continue
+        print(line, file=sys.stderr, flush=True)
+
+
+def announce_plain_words(prepared: Prepared) -> None:
+    """Says which words of a chat template look like special tokens and are none."""
+    if prepared.launch.rank == 0 and prepared.plain_words:
+        line = (
+            f"--prompt_format chat: {', '.join(prepared.plain_words)} of the template are no "
+            f"tokens of {prepared.tokenizer.path.name}, and stand in prompts as plain text"
+        )
         print(line, file=sys.stderr, flush=True)
 
 

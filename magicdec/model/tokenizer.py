@@ -17,6 +17,7 @@ from typing import Any
 
 from magicdec.model.gguf.file import read_gguf
 from magicdec.model.gguf.named import is_gguf
+from magicdec.model.gguf.special_tokens import check_special_tokens
 from magicdec.model.gguf.vocabulary import (
     SENTENCEPIECE,
     read_vocabulary,
@@ -71,6 +72,11 @@ class Tokenizer:
                 "token at most and ends with its text; change that, or use --prompt_format chat"
             )
         return before[0] if before else None
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The id of each piece."""
+        return {piece: i for i, piece in self.pieces.items()}
 
     def encode(self, text: str) -> list[int]:
         """Ids of the whole text, without BOS or EOS; special tokens' names are plain text."""
@@ -149,6 +155,7 @@ def load_json(path: Path, data: bytes) -> Tokenizer:
 
     with _refusing(path, "is not a `tokenizers` file"):
         backend = tokenizers.Tokenizer.from_buffer(data)
+    _check_ids(path, json.loads(data), backend.token_to_id)
     # The file may ask for truncation or padding, and by default the name of a special token in the
     # text is encoded as that token. A book must be encoded whole and as plain text.
     backend.no_truncation()
@@ -186,6 +193,25 @@ def _around(path: Path, backend: Any) -> Around:
     first = is_added.index(False) if False in is_added else len(is_added)
     last = len(is_added) - is_added[::-1].index(False) if False in is_added else len(is_added)
     return tuple(whole.ids[:first]), tuple(whole.ids[last:])
+
+
+def _check_ids(path: Path, content: Any, id_of: Callable[[str], int | None]) -> None:
+    """Raise ValueError for a token that the file gives another id than the library does, which
+    numbers added tokens anew where ids are taken or left out; or for an id that two words have."""
+    words = content["model"].get("vocab")
+    if isinstance(words, dict):
+        by_id = {i: word for word, i in words.items()}
+        twice = next((word for word, i in words.items() if by_id[i] != word), None)
+        if twice is not None:
+            i = words[twice]
+            raise ValueError(f"{path}: {twice!r} and {by_id[i]!r} both have the id {i}; {AGAIN}")
+    for token in content.get("added_tokens") or ():
+        found = id_of(token["content"])
+        if found != token["id"]:
+            raise ValueError(
+                f"{path}: added_tokens gives {token['content']!r} the id {token['id']}, but the "
+                f"words before it make that {found}; {AGAIN}"
+            )
 
 
 def load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
@@ -291,6 +317,7 @@ def _load_settings(path: Path) -> dict[str, Any]:
 
 def load_gguf(path: Path) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describe."""
+    check_special_tokens(read_gguf(path))
     vocabulary = read_vocabulary(read_gguf(path))
     if vocabulary.model == SENTENCEPIECE:
         loaded = load_sentencepiece(path, sentencepiece_model(vocabulary))

@@ -63,6 +63,7 @@ class Prepared(ResolvedRun):
     plan: MemoryPlan = MemoryPlan(0, 0)  # the plan of all ranks together
     free: int | None = None  # bytes of free memory that this rank read
     corpus: tuple[int, ...] = ()  # in which prompt lookup searches beside the text
+    plain_words: tuple[str, ...] = ()  # of the chat template: `ChatTemplate.plain_words`
 
     def first_batches(self, num_batches: int) -> Prepared:
         w = replace(self.config.workload, num_batches=num_batches)
@@ -230,6 +231,10 @@ def complete(
         corpus = cache.get(
             ("corpus", name, path, vocab_size), lambda: encode_corpus(path, tokenizer, vocab_size)
         )
+    plain_words = tuple[str, ...]()
+    if w.prompt_format == CHAT:
+        chat = cache.get(("chat", tokenizer.path), lambda: ChatTemplate(tokenizer))
+        plain_words = chat.plain_words
     device = config.parallel.device
     models = run.models
     free = cache.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
@@ -243,6 +248,7 @@ def complete(
         plan=planned(config, models),
         free=free,
         corpus=corpus,
+        plain_words=plain_words,
     )
 
 

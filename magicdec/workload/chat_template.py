@@ -26,6 +26,13 @@ from magicdec.model.gguf.vocabulary import tokenizer_config
 from magicdec.model.tokenizer import CONFIG_FILE, Tokenizer
 from magicdec.output.files import exists, load_object, read_text
 from magicdec.workload.prompt_sets import USER, Roles
+from magicdec.workload.template_words import (
+    ADDED_FILE,
+    NAMES_FILE,
+    check_words,
+    named_tokens,
+    stated_tokens,
+)
 
 TEMPLATE_FILE = "chat_template.jinja"
 DEFAULT = "default"  # the name of a template among several
@@ -115,13 +122,23 @@ class ChatTemplate:
         is_of_gguf = is_gguf(path)
         self.config = tokenizer_config(read_gguf(path)) if is_of_gguf else _load_config(path.parent)
         self.path, self.template = _find_template(path if is_of_gguf else path.parent, self.config)
-        self.tokens = _named_tokens(self.config)
+        self.tokens = named_tokens(self.config)
+        self.names = {} if is_of_gguf else _load_config(path.parent, NAMES_FILE)
+        added = {} if is_of_gguf else _load_config(path.parent, ADDED_FILE)
+        self._stated = stated_tokens(self.config, self.names, added)
+        self._plain = dict[str, None]()
         self._known = dict[Roles, Frame | Refusal]()
         self._encoded = dict[str, tuple[int, ...]]()
         found = self.of([ONE_MESSAGE])[ONE_MESSAGE]
         if isinstance(found, Refusal):
             _refuse(self.path, found.reason)
         self.frame = found
+
+    @property
+    def plain_words(self) -> tuple[str, ...]:
+        """Words of a special token's form that are plain text for this tokenizer, as they are for
+        transformers."""
+        return tuple(self._plain)
 
     def of(self, conversations: Collection[Roles]) -> dict[Roles, Frame | Refusal]:
         """The frame of each conversation, by the roles of its messages, or why the template makes
@@ -142,6 +159,13 @@ class ChatTemplate:
         for name in sorted(used):
             if name.endswith("_token") and name not in self.tokens:
                 _refuse(self.path, f"uses {name}, which {CONFIG_FILE} does not name (null: none)")
+            other = named_tokens(self.names).get(name)
+            if None not in (other, self.tokens.get(name)) and other != self.tokens[name]:
+                _refuse(
+                    self.path,
+                    f"uses {name}, which is {self.tokens[name]} in {CONFIG_FILE} and {other} in "
+                    f"{NAMES_FILE}",
+                )
 
     def _frame_of(self, roles: Roles, rendered: Rendered) -> Frame | Refusal:
         if rendered.error is not None:
@@ -160,7 +184,10 @@ class ChatTemplate:
     def _encode(self, words: str) -> tuple[int, ...]:
         """The ids of words of the template, which come again in conversations of any length."""
         if words not in self._encoded:
-            _check_special(self.tokenizer, self.path, self.config, self.tokens, words)
+            try:
+                self._plain |= dict.fromkeys(check_words(self.tokenizer, self._stated, words))
+            except ValueError as error:
+                _refuse(self.path, str(error))
             self._encoded[words] = tuple(self.tokenizer.encode_with_special(words))
         return self._encoded[words]
 
@@ -169,8 +196,8 @@ def _refuse(path: Path, what: str) -> NoReturn:
     raise ValueError(f"{FLAG}: the chat template in {path} {what}; {WAY_OUT}")
 
 
-def _load_config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
+def _load_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
+    path = directory / name
     if not exists(path):
         return {}
     try:
@@ -209,16 +236,6 @@ def _find_template(directory: Path, config: Mapping[str, Any]) -> tuple[Path, st
     if not isinstance(template, str):
         _refuse(path, "is not a text")
     return path, template
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """The special tokens by the names that templates have for them, such as `bos_token`."""
-    tokens = dict[str, str | None]()
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and (content is None or isinstance(content, str)):
-            tokens[name] = content
-    return tokens
 
 
 @dataclass(frozen=True)
@@ -272,28 +289,3 @@ def render(
 def _messages(roles: Roles) -> Iterator[dict[str, str]]:
     for number, role in enumerate(roles):
         yield {"role": role, "content": STAND_IN.format(number)}
-
-
-def _check_special(
-    tokenizer: Tokenizer,
-    path: Path,
-    config: Mapping[str, Any],
-    tokens: Mapping[str, str | None],
-    text: str,
-) -> None:
-    """Raises ValueError unless each special token in the text is one token of the tokenizer, with
-    the id of the config if it says one."""
-    added = config.get("added_tokens_decoder")
-    expected: dict[str, str | None] = {token: None for token in tokens.values() if token}
-    for number, entry in (added if isinstance(added, dict) else {}).items():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
-            expected[entry["content"]] = str(number)
-    for name, number in expected.items():
-        if not name or name not in text:
-            continue
-        ids = tokenizer.encode_with_special(name)
-        if len(ids) != 1 or (number is not None and str(ids[0]) != number):
-            as_id = "" if number is None else f" of id {number}"
-            _refuse(
-                path, f"names the token {name}, but {tokenizer.path.name} has no such one{as_id}"
-            )

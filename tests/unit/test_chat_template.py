@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from conftest import Command
 from serving_command import parse_as, prepare_as
 from synthetic_records import drawn, with_fields
 from test_workload import BOS, build, write_lines
@@ -202,6 +203,69 @@ def test_unknown_special_tokens_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         frame_of(tmp_path, "{{ bos_token }}<s>" + CONTENT + "<|im|>", **config)
+
+
+BESIDE = {
+    "special_tokens_map.json": [
+        ({"additional_special_tokens": ["<|im|>"]}, "names the token <|im|>, but tokenizer.json"),
+        ({"extra_special_tokens": {"im": "<|im|>"}}, "names the token <|im|>, but tokenizer.json"),
+        ({"sep_token": {"content": "<|im|>"}}, "names the token <|im|>, but tokenizer.json has no"),
+        (
+            {"bos_token": {"content": "<|user|>"}},
+            "uses bos_token, which is <s> in tokenizer_config.json and <|user|> in special_",
+        ),
+    ],
+    "added_tokens.json": [
+        ({"<|im|>": 260}, "names the token <|im|>, but tokenizer.json has no such one of id 260"),
+        ({"<s>": 7}, "names the token <s>, but tokenizer.json has no such one of id 7"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [(file, content, message) for file, cases in BESIDE.items() for content, message in cases],
+)
+def test_tokens_that_files_beside_the_tokenizer_state_are_its_own(
+    tmp_path: Path, file: str, content: dict[str, Any], message: str
+) -> None:
+    template = "{{ bos_token }}" + CONTENT + "<|im|>"
+    tokenizer = write(tmp_path, template)
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ChatTemplate(tokenizer)
+    other = {"additional_special_tokens": ["<|user|>"], "bos_token": "<s>"}
+    (tmp_path / file).write_text(json.dumps(other if "map" in file else {"<s>": 260, "<|y|>": 9}))
+    assert ChatTemplate(tokenizer).frame.num_tokens > 2
+
+
+def test_words_that_are_no_tokens_are_plain_text_as_for_transformers(tmp_path: Path) -> None:
+    """As TinyLlama's and Zephyr's `<|user|>`, which were trained so."""
+    template = "<s><|human|>\n" + CONTENT + "</s>\n<|human|><|assistant|> <<SYS>> [INST]\n"
+    tokenizer = write(tmp_path, template)
+    chat = ChatTemplate(tokenizer)
+    expected = reference(template).apply_chat_template(
+        [{"role": "user", "content": "x"}], add_generation_prompt=True, return_dict=False
+    )
+    assert list(chat.frame.around(tokenizer.encode("x"))) == expected
+    assert chat.plain_words == ("<|human|>", "<SYS>", "[INST]")
+    assert ChatTemplate(write(tmp_path / "b", CHATML)).plain_words == ()
+
+
+def test_a_token_of_the_vocabulary_that_no_text_becomes_is_refused(tmp_path: Path) -> None:
+    """The word has an id, but not among the added tokens."""
+    tokenizer = write(tmp_path, "<s><|im|>" + CONTENT)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    words["<|im|>"] = len(words)
+    for token in content["added_tokens"]:
+        token["id"] += 1
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    message = "has the word <|im|>, which is the token 260 of tokenizer.json, but is encoded as 6"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ChatTemplate(tokenizer)
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
@@ -441,6 +505,22 @@ def test_a_run_has_the_template_around_its_prompts(chat_model: Path) -> None:
     plain = prepare(run_config(str(chat_model), **sizes), Launch())
     assert plain.workload.sha256 != prepared.workload.sha256
     assert plain.config.to_dict()["workload"]["prompt_format"] == "plain"
+
+
+def test_a_run_says_which_words_are_plain_text(
+    chat_model: Path, tmp_path: Path, command: Command
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(chat_model, model)
+    flags = ("--prefix_len", 64, "--gen_len", 4, "--B", 1, "--out", tmp_path / "runs")
+    words = ("run", "--model", model, "--prompt_format", "chat", *flags)
+    said = "--prompt_format chat: <|human|> of the template are no tokens of tokenizer."
+    assert said not in command(*words).err
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] += "<|human|>"
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    ended = command(*words)
+    assert ended.code == 0 and said in ended.err, ended.err
 
 
 def test_tables_tell_the_formats_apart() -> None:

@@ -318,6 +318,41 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "added", "message"),
+    [
+        ({"a": 0, "b": 1}, {"<s>": 2, "<t>": 3}, None),
+        ({"a": 0, "b": 1, "<s>": 2}, {"<s>": 2}, None),
+        ({"a": 0, "b": 1}, {"<s>": 5}, "gives '<s>' the id 5, but the words before it make that 2"),
+        ({"a": 0, "b": 1}, {"<s>": 0}, "gives '<s>' the id 0, but the words before it make that 2"),
+        ({"a": 0, "b": 1, "<s>": 2}, {"<s>": 7}, "gives '<s>' the id 7, but the words before it"),
+        ({"a": 0, "b": 1}, {"<s>": 2, "<t>": 2}, "gives '<t>' the id 2, but the words before it"),
+        ({"a": 0, "b": 0}, {}, "'a' and 'b' both have the id 0"),
+    ],
+)
+def test_ids_that_a_file_states_twice_agree(
+    words: dict[str, int], added: dict[str, int], message: str | None, tmp_path: Path
+) -> None:
+    """The library numbers tokens anew without a word, and encodes a text by its own numbers."""
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(models.BPE(words, [])).save(str(path))
+    content = json.loads(path.read_text())
+    content["model"]["vocab"] = words
+    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [
+        {"id": i, "content": token, "special": True, **options} for token, i in added.items()
+    ]
+    path.write_text(json.dumps(content))
+    theirs = tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    if message is None:
+        assert theirs == words | added
+        assert module.load_tokenizer(tmp_path).ids == theirs
+        return
+    assert theirs != words | added or len(set(theirs.values())) < len(theirs)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        module.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "data", "message"),
     [
         ("tokenizer.json", b"{", "is not a `tokenizers` file"),
