@@ -18,7 +18,7 @@ from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.console import START, labelled
 from magicdec.output.writing import write_text
 from magicdec.records.record import RunRecord, append_record
-from magicdec.records.table import print_record
+from magicdec.records.table import dtypes_of, print_record
 from magicdec.setup.prepare import Prepared
 
 
@@ -57,7 +57,8 @@ def announce(prepared: Prepared) -> None:
     if config.output.verbose:
         print(describe_config(config))
     ranks = f"ranks {launch.world_size} x threads {config.parallel.threads}"
-    about = [config.model.model, str(config.model.dtype), ranks, str(config.parallel.device)]
+    dtypes = dtypes_of({"dtype": config.model.dtype, "target_dtype": config.model.target_dtype})
+    about = [config.model.model, dtypes, ranks, str(config.parallel.device)]
     print(labelled("model", ", ".join(about), START))
     print(labelled("memory", prepared.memory, START), flush=True)
 

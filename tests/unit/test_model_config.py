@@ -255,3 +255,20 @@ def test_the_page_of_models_has_the_presets_as_they_are(monkeypatch: pytest.Monk
     assert preset_table.written(text) == text, "run scripts/preset_table.py --write"
     for name, preset in PRESETS.items():
         assert f"| `{name}` | {preset.config.num_layers} | " in text
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("SmolLM2-135M.Q4_K_M.gguf", "SmolLM2-135M.Q4_K_M"),
+        ("model.gguf", "folder"),
+        ("ggml-model-q4_0.gguf", "folder"),
+        ("Model-F16-00001-of-00003.gguf", "folder"),
+        ("large-00001-of-00002.gguf", "large"),
+        ("model-organism.gguf", "model-organism"),
+    ],
+)
+def test_a_gguf_is_called_by_its_name_or_its_folder(file: str, name: str, tmp_path: Path) -> None:
+    from magicdec.model.families.gguf_config import called
+
+    assert called(tmp_path / "folder" / file) == name

@@ -24,7 +24,14 @@ from magicdec.records.metric_tables import (
     has_enough,
     metric_rows,
 )
-from magicdec.records.table import judged_text, limits_text, measured_text, place_text, stalls_in
+from magicdec.records.table import (
+    dtypes_of,
+    judged_text,
+    limits_text,
+    measured_text,
+    place_text,
+    stalls_in,
+)
 from magicdec.systems.modes import AT_ONCE, Pass
 from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
 from magicdec.systems.ring.metrics import RingMetrics
@@ -318,7 +325,7 @@ def title_of(records: Sequence[ServingRecord]) -> str:
     noun = "request" if newest.turns == 1 else "conversation"
     output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
     return (
-        f"{model['model']} ({model['dtype']}), {newest.workload.text}: "
+        f"{model['model']} ({dtypes_of(model)}), {newest.workload.text}: "
         f"{count} {noun}{'s' * (count != 1)}, arrival {newest.arrival}{output}, "
         f"--B {workload['batch_size']}"
     )

@@ -5,6 +5,7 @@ are read and checked as those of any checkpoint. Imports no torch.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+# The name of a file that could be any model, or any in this format.
+ANY_MODEL = re.compile(r"(ggml-)?model([-._](b?f\d+|i?q\d\w*))?", re.IGNORECASE)
+
+
 def load_gguf_config(path: Path) -> ModelConfig:
     """Raises ValueError, one line with the file, for a model that is not certainly computed."""
     file = read_gguf(path)
     try:
-        config = parse_hf_config(hf_fields(file), name=path.stem)
+        config = parse_hf_config(hf_fields(file), name=called(path))
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing; {AGAIN}") from None
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
@@ -66,6 +71,13 @@ def load_gguf_config(path: Path) -> ModelConfig:
     if config.num_layers > MOST_LAYERS:  # for each of which tables have an entry
         raise ValueError(f"{path}: block_count {config.num_layers} is over {MOST_LAYERS}; {AGAIN}")
     return config
+
+
+def called(path: Path) -> str:
+    """The name of a model in a file: the file's own, or its folder's where that says nothing."""
+    name, part, _ = path.stem.partition("-00001-of-")
+    name = name if part else path.stem
+    return path.resolve().parent.name if ANY_MODEL.fullmatch(name) else name
 
 
 def hf_fields(file: GgufFile) -> dict[str, Any]:
