@@ -24,8 +24,11 @@ from magicdec.bench.report.gallery_rows import (
     GalleryRow,
     GalleryTable,
     gallery_tables,
+    reach_of,
     text_cell,
 )
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.records.reading import parse_line
 
 Record = dict[str, Any]
 SETS = ("results/cpu", "results/contexts")  # that are committed, before those of others
@@ -177,6 +180,13 @@ def test_a_tie_is_said_and_a_pass_has_a_table_of_its_own(tmp_path: Path) -> None
     )
     assert len(tables["doubted_passes"].rows) == len(served) - len(right)
     assert {*column(tables["doubted_passes"], "why")} == {"not compared with another mode"}
+
+
+def test_a_pass_is_ranked_by_its_output_tokens() -> None:
+    for raw in passes():
+        metrics = parse_line(json.dumps(raw), ServingRecord).metrics
+        assert reach_of(metrics) == [raw["metrics"]["output_throughput"]] * 2
+    assert reach_of(None) is None
 
 
 def test_emulated_stages_and_wrong_tokens_are_not_ranked(tmp_path: Path) -> None:

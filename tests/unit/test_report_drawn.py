@@ -217,6 +217,26 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
     assert len(table) == len(rows)
 
 
+@pytest.mark.parametrize("name", [*MARKED, "serving_modes", "ring_stages"])
+def test_a_caption_says_how_many_records_are_of_a_busy_host(name: str) -> None:
+    every = [each for at, record in enumerate(EVERY) for each in rows_of(at, record)]
+    _, rows, _ = MARKED.get(name, (None, every, ""))
+    shown = [each for each in rows if name != "ring_stages" or each["pass"] == "ring"]
+    busy = shown[0]["run"]
+    changed = [each | {"is_busy": each["run"] == busy} for each in rows]
+    makers: dict[bool, Callable[[Any], Any]] = {True: draw_served, False: passes.draw_by_context}
+    alone = {
+        "pareto_front": passes.draw_pareto,
+        "bandwidth": passes.draw_roofline,
+        "speedup_by_acceptance": passes.draw_by_acceptance,
+        "acceptance_by_budget": passes.draw_by_budget,
+    }
+    make = alone.get(name, makers["mode" in rows[0]])
+    said = "Another load took cores while 1 of the "
+    assert said in draw(lambda: make(frame_of(changed)), name).caption
+    assert said not in draw(lambda: make(frame_of(rows)), name).caption
+
+
 def test_a_front_goes_through_its_passes_and_says_their_batch_size() -> None:
     """Of one kind the front is that of what nothing beats; here all but the first and third."""
     speeds = {1: (2.0, 5.0), 2: (2.5, 6.0), 3: (3.0, 1.0), 4: (8.0, 2.0)}

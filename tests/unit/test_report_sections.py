@@ -120,6 +120,22 @@ def test_a_mode_of_a_closed_loop_is_a_line_of_its_own(tmp_path: Path, command: C
         assert not (tmp_path / "out" / f"{name}.csv").exists()
 
 
+def test_passes_of_a_busy_host_are_named(tmp_path: Path, command: Command) -> None:
+    """On top of the page, above the tables of their command, and by `magicdec table`."""
+    shares = (0.48, 0.02)
+    made = [served(name, 1.0) for name in ("static", "inflight")]
+    for each, taken in zip(made, shares, strict=True):
+        each["environment"] = each["environment"] | {"cores_taken": taken}
+    write(tmp_path / "passes.jsonl", made)
+    command("report", tmp_path / "passes.jsonl", "--out", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    load = "another load took 48% of the cores meanwhile, so times and speedups may be off"
+    assert f"<p>1 of 2 passes: {load}" in page
+    assert f"<li>1 of 2 passes (static 48%): {load}" in page
+    out = command("table", tmp_path / "passes.jsonl").out
+    assert out.startswith(f"1 of 2 passes (static 48%): {load}")
+
+
 @pytest.mark.parametrize("part", ["ring", "speculation"])
 def test_stages_are_shown_over_time(out: Path, part: str) -> None:
     """In the parts of the time that the record has, or as one where it has none."""

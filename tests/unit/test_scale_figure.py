@@ -1,10 +1,14 @@
 """scripts/scale_figure.py: two cells by hand, as docs/scale.md has them, a ring beside the
 simulator, and what has room."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import ROOT
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from magicdec.predict.simulator.run import Work, run_mode
 from magicdec.predict.simulator.simulation import SimulatedMachine
@@ -92,3 +96,65 @@ def test_drafts_take_gpus_of_a_pipeline(scale: Any, cluster: Any) -> None:
         fitting = [scale.Division(1, 2, 8)]
         best = scale.best_pipeline(cluster, "llama-3.1-70b", 4096, gpus, 1, 0.7, fitting, 1.0)
         assert (best is None) == (gpus == 16)
+
+
+def test_a_cell_of_the_map_is_that_of_its_gpus_and_requests(
+    scale: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its colour is the winner's, its number the gain; a plus is a gain at acceptance 0.8 alone."""
+
+    def answer(*place: Any) -> Any:
+        _, _, _, gpus, requests, acceptance = place
+        if requests > 16 * gpus:
+            return None
+        gain = gpus / 8 if gpus > 8 else 1.0 + (acceptance == 0.8) * (requests == 4)
+        return SimpleNamespace(kind=scale.KINDS[(gpus // 8 + requests) % 4], gain=gain)
+
+    monkeypatch.setattr(scale, "answer", answer)
+    ax = Figure().subplots()
+    scale.draw_map(ax, cluster, "llama-3.1-8b", 4096)
+    names = [[text.get_text() for text in axis.get_ticklabels()] for axis in (ax.xaxis, ax.yaxis)]
+    gpus, requests = (list(map(int, each)) for each in names)
+    assert (tuple(gpus), tuple(requests)) == (scale.GPUS, scale.REQUESTS)
+    cells = {
+        (gpus[round(each.get_x())], requests[round(each.get_y())]): to_hex(each.get_facecolor())
+        for each in ax.patches
+    }
+    assert len(cells) == len(gpus) * len(requests)
+    for (count, asked), colour in cells.items():
+        way = answer(None, None, None, count, asked, 0.7)
+        wanted = scale.NO_ROOM if way is None else scale.COLOUR_OF[way.kind]
+        assert colour == to_hex(wanted)
+    said = {
+        (gpus[int(text.get_position()[0])], requests[int(text.get_position()[1])]): text.get_text()
+        for text in ax.texts
+    }
+    assert said[64, 16] == "8.0" and said[8, 4] == "+" and said[8, 1] == "" and (8, 256) not in said
+
+
+def test_a_line_of_gains_is_at_its_requests(
+    scale: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def gain(*place: Any) -> float | None:
+        _, model, S, _, requests, acceptance = place
+        base = scale.CONTEXTS.index(S) + 1 / requests + len(model)
+        return None if requests > 256 else base + 10 * acceptance
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(scale, "gain_of", gain)
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, **_: (figures.append(figure), Path(path).touch())
+    )
+    scale.draw_gain(tmp_path / "a.png", cluster, "h100")
+    counts = [2**k for k in range(9)]
+    for ax, S in zip(figures[0].axes, scale.CONTEXTS, strict=True):
+        assert ax.get_title(loc="left") == f"{S // 1024} k tokens of context"
+        for line in ax.lines[:-1]:
+            model = str(line.get_label())
+            middle = [gain(0, model, S, 64, count, 0.7) for count in counts]
+            assert [*line.get_xdata()] == counts and [*line.get_ydata()] == middle
+        assert {str(line.get_label()) for line in ax.lines[:-1]} == {*scale.DRAFT_OF}
+        for band, model in zip(ax.collections, scale.DRAFT_OF, strict=True):
+            heights = band.get_paths()[0].vertices[:, 1]
+            ends = [gain(0, model, S, 64, at, a) for at, a in ((256, 0.6), (1, 0.8))]
+            assert [heights.min(), heights.max()] == pytest.approx(ends)

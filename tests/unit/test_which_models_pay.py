@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 READ, COMPUTE = 0.8 * 4.8e12, 0.6 * 989e12  # of an H200
 LAYER_S = 5e-6
@@ -166,3 +168,29 @@ def test_what_is_said_of_contexts(pays: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert said(*asked) == "always" and said() == "never"
     assert said(*asked[3:]) == "from 8k" and said(2048, 4096) == "2k to 4k"
     assert place.pays(way, 4096) == "no room"
+
+
+def test_a_cell_of_the_map_is_that_of_its_context_and_requests(pays: Any) -> None:
+    """Its colour says what pays, and its number is the faster one of both."""
+
+    class Cell:
+        longest = pays.CONTEXTS[-2]
+
+        def fits(self, B: int, S: int) -> bool:
+            return pays.BATCHES.index(B) < len(pays.BATCHES) - 1
+
+        def speedup(self, way: Any, B: int, S: int) -> tuple[float, int]:
+            of = pays.CONTEXTS.index(S) if way.budget is not None else pays.BATCHES.index(B)
+            return 1.0 + 0.3 * of, 2
+
+    ax = Figure().subplots()
+    pays.draw_map(ax, Cell())
+    texts = [[text.get_text() for text in axis.get_ticklabels()] for axis in (ax.xaxis, ax.yaxis)]
+    assert texts == [[pays.thousands(S) for S in pays.CONTEXTS], list(map(str, pays.BATCHES))]
+    cells = {(round(c.get_x()), round(c.get_y())): to_hex(c.get_facecolor()) for c in ax.patches}
+    assert {*cells} == {(x, y) for x in range(len(texts[0]) - 1) for y in range(len(texts[1]) - 1)}
+    said = {tuple(int(end) for end in text.get_position()): text.get_text() for text in ax.texts}
+    for (x, y), colour in cells.items():
+        pay = x > 0, y > 0
+        assert colour == to_hex(pays.KINDS[(*pay, any(pay) and x > y)][1])
+        assert said[x, y] == (f"{1 + 0.3 * max(x, y):.1f}" if any(pay) else "")

@@ -54,7 +54,7 @@ class Finding:
 
     best: MeasuredDraft
     equals: Sequence[MeasuredDraft] = ()
-    num_drafts: int = 1
+    num_candidates: int = 1
     cores_taken: float | None = None
 
 
@@ -62,10 +62,10 @@ def with_interval(value: float, interval: Sequence[float] | None) -> str:
     return f"{value:.2f}x{'' if interval is None else ' [{:.2f}, {:.2f}]'.format(*interval)}"
 
 
-def joint_level(num_drafts: int) -> float:
+def joint_level(num_candidates: int) -> float:
     """The level of each interval with which all of them hold with `LEVEL` together: the best of
     many drafts without a gain has a gain by chance, so that each has a share of what is left."""
-    return 1 - (1 - LEVEL) / max(1, num_drafts)
+    return 1 - (1 - LEVEL) / max(1, num_candidates)
 
 
 def describe_advice(found: Finding, place: str, expectation: str) -> str:
@@ -79,7 +79,7 @@ def describe_advice(found: Finding, place: str, expectation: str) -> str:
         draft = f"the best draft, {draft},"
     if best.interval is not None and best.interval[0] <= 1 <= best.interval[1]:
         verdict = "may or may not pay here"
-    of_all = f" for all {found.num_drafts} drafts together" if found.num_drafts > 1 else ""
+    of_all = f" for all {found.num_candidates} drafts together" if found.num_candidates > 1 else ""
     between = f" (95 % interval{of_all})" if best.interval else ""
     return (
         f"Speculation {verdict}: at {place}, {draft} has a net speedup of {best}{between} over "
