@@ -147,8 +147,8 @@ PROPERTIES = (
             Fault(
                 "looked-up tokens in place of found ones",
                 RECORD,
-                "return moves.num_found if",
-                "return moves.num_looked_up if",
+                '"num_prefix_tokens": own.num_found,',
+                '"num_prefix_tokens": own.num_looked_up,',
             ),
         ),
     ),
