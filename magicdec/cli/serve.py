@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from magicdec.cli.flags import (
     FAILED,
     announce_backend,
+    announce_plain_words,
     config_of,
     ended_at_once,
     preparing,
@@ -421,6 +422,7 @@ def announce(prepared: PreparedServing) -> None:
     for transport in dict.fromkeys(messages):
         print(labelled("messages", transport))
     announce_backend(prepared.run.config, prepared.launch)
+    announce_plain_words(prepared.run)
     print(labelled("memory", prepared.memory, START), flush=True)
 
 
