@@ -21,6 +21,7 @@ from magicdec.cli.flags import (
     FAILED,
     announce_backend,
     announce_limits,
+    announce_plain_words,
     config_of,
     ended_at_once,
     preparing,
@@ -430,6 +431,7 @@ def announce(prepared: PreparedServing) -> None:
     drafting = [each for each in options.passes if each.is_drafting]
     for system in [prepared.system_of(drafting[0])] if drafting else ():
         announce_limits(system.run.config, options.longest_prompt, output_len, prepared.launch)
+    announce_plain_words(prepared.run)
     print(labelled("memory", prepared.memory, START), flush=True)
 
 

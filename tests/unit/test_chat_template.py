@@ -512,14 +512,16 @@ def test_a_run_says_which_words_are_plain_text(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(chat_model, model)
-    flags = ("--prefix_len", 64, "--gen_len", 4, "--B", 1, "--out", tmp_path / "runs")
-    words = ("run", "--model", model, "--prompt_format", "chat", *flags)
+    flags = ("--prefix_len", 64, "--gen_len", 4, "--out", tmp_path / "runs")
+    words = ("run", "--model", model, "--prompt_format", "chat", "--B", 1, *flags)
     said = "--prompt_format chat: <|human|> of the template are no tokens of tokenizer."
     assert said not in command(*words).err
     config = json.loads((model / "tokenizer_config.json").read_text())
     config["chat_template"] += "<|human|>"
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     ended = command(*words)
+    assert ended.code == 0 and said in ended.err, ended.err
+    ended = command("serve", *words[1:5], *flags, "--num_requests", 2, "--modes", "sequential")
     assert ended.code == 0 and said in ended.err, ended.err
 
 
