@@ -188,9 +188,9 @@ class Correctness(RecordPart):
     )
     forwards: ForwardErrors | None = recorded(
         "how far the logits of both passes are from the wider model's",
-        null=f"{UNCOMPARED}; of the first mode of `magicdec serve`, of modes without `judged_again`, "
-        "and where the first has none; in records of the gate and of earlier versions; if the last "
-        "batch was interrupted",
+        null=f"{UNCOMPARED}; of the first mode of `magicdec serve`, of modes without "
+        "`judged_again`, and where the first has none; in records of the gate and of earlier "
+        "versions; if the last batch was interrupted",
     )
 
     @property
