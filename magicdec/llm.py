@@ -3,8 +3,11 @@ and go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import operator
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, get_args, get_type_hints
 
 import torch
 
@@ -30,13 +33,25 @@ from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits, StepPlan
 from magicdec.setup.eagle_checks import check_prefixes
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
+from magicdec.setup.memory_check import (
+    MemoryBudget,
+    describe_place,
+    free_device_memory,
+    largest,
+)
+from magicdec.setup.memory_plan import model_plans_of, plan_of
+from magicdec.setup.model_checks import is_rolling
 from magicdec.setup.model_plan import ModelPlan, rewound_by_step
 from magicdec.setup.prepare import ResolvedRun, SetupCache, check_models, find
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.strategy import DecodingStrategy
 
+FEWEST = 2  # tokens of a request: one of its prompt, and one new one
+# The share of the free memory that is taken where nobody asks for an amount: a host has others.
+MOST_OF_FREE = {"cpu": 0.5, "cuda": 0.9}
 MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory
 ENDED = (Status.FINISHED, Status.CANCELLED)
+W = TypeVar("W", bound=WorkloadSection)
 
 
 class LLM:
@@ -51,7 +66,8 @@ class LLM:
             drafts as many as pay.
         kv: the entries of the KV cache that a drafting model reads.
         dtype: the dtype of activations and of the KV cache, as `--dtype`.
-        max_tokens: most tokens of a request.
+        max_tokens: most tokens of a request. Default: as many as the models have positions, or as
+            memory has room for.
         max_concurrency: most requests that are decoded together.
         cache_tokens: tokens in the KV cache. Default: all requests at full length.
         block_tokens: tokens of a block of the cache.
@@ -73,7 +89,7 @@ class LLM:
         gamma: int | str | None = None,
         kv: KVSection = KVSection(),
         dtype: str = "auto",
-        max_tokens: int = 2048,
+        max_tokens: int | None = None,
         max_concurrency: int = 8,
         cache_tokens: int | None = None,
         block_tokens: int = 256,
@@ -83,38 +99,38 @@ class LLM:
         draft_weights: str | None = None,
         prefix_cache: bool = False,
     ) -> None:
+        check_types(LLM.__init__, locals())
         check_positive(
-            max_tokens=max_tokens - 1,
+            max_tokens=None if max_tokens is None else max_tokens - 1,
+            max_concurrency=max_concurrency,
             block_tokens=block_tokens,
             prefill_tokens=prefill_tokens,
+            threads=threads,
             cache_tokens=cache_tokens,
             max_new_tokens=max_new_tokens,
         )
-        self.max_new_tokens = min(max_new_tokens or max_tokens, max_tokens)
         asked = RunConfig(
             model=ModelSection(model, dtype),
             attention=AttentionSection(prefill_chunk=min(prefill_tokens, MOST_CHUNK)),
             parallel=ParallelSection(threads=threads),
             kv=kv,
             decoding=DecodingSection(gamma=gamma, draft_weights=draft_weights),
-            workload=WorkloadSection(
-                batch_size=max_concurrency,
-                prefix_len=max_tokens - 1,
-                gen_len=1,
-                extra_new_tokens=self.max_new_tokens - 1,
-            ),
+            workload=WorkloadSection(batch_size=max_concurrency, prefix_len=FEWEST - 1, gen_len=1),
         ).with_draft(draft)
         check_used(asked, draft)
         cache = SetupCache()
+        sizes = CacheSizes(block_tokens, cache_tokens, prefix_cache)
         run = find(asked, Launch(), cache)
+        self.max_tokens = choose_max_tokens(run, max_tokens, max_new_tokens, sizes)
+        self.max_new_tokens = min(max_new_tokens or self.max_tokens, self.max_tokens)
+        workload = of_length(asked.workload, self.max_tokens, max_new_tokens)
+        run = find(replace(asked, workload=workload), Launch(), cache)
         _, self.tokenizer = check_models(run, cache)
         self.model = run.source.config
         self.is_random = run.is_random  # random weights have no acceptance
         if prefix_cache:
             check_prefixes("prefix_cache", run.config)
-        self._engine, self._decoder = make_engine(
-            run, max_tokens, prefill_tokens, block_tokens, cache_tokens, prefix_cache
-        )
+        self._engine, self._decoder = make_engine(run, self.max_tokens, prefill_tokens, sizes)
         self._num_requests = 0
         self._error: NotFinite | None = None
         self._streams: dict[int, Stream] = {}  # of the requests that have not ended
@@ -130,7 +146,9 @@ class LLM:
     ) -> Stream:
         """Queue a request. Returns the stream of its tokens. Raises ValueError if it can never be
         served."""
-        ids = self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        own = {"max_new_tokens": max_new_tokens, "sampling": sampling, "ignore_eos": ignore_eos}
+        check_types(LLM.submit, own)
+        ids = self._encode(prompt) if isinstance(prompt, str) else ids_of(prompt)
         wrong = next((i for i in ids if not 0 <= i < self.model.vocab_size), None)
         if wrong is not None or not ids:
             what = "is empty" if wrong is None else f"has the token id {wrong}"
@@ -187,6 +205,31 @@ class LLM:
         return (*(() if bos is None else (bos,)), *self.tokenizer.encode(text))
 
 
+def check_types(function: Callable[..., object], values: Mapping[str, object]) -> None:
+    """Raises ValueError for a value of another type than its argument of `function` has."""
+    hints = get_type_hints(function)
+    for name in hints.keys() & values:
+        kinds = get_args(hints[name]) or (hints[name],)
+        value = values[name]
+        # A truth value is no number, although it is an int to Python.
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            names = [kind.__name__.replace("NoneType", "None") for kind in kinds]
+            raise ValueError(
+                f"{name} is {reprlib.repr(value)}, of type {type(value).__name__}; give "
+                f"{' or '.join(names)}"
+            )
+
+
+def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Raises ValueError for a prompt that is neither a text nor token ids."""
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError:
+        raise ValueError(
+            f"the prompt is {reprlib.repr(prompt)}; give a text, or a sequence of token ids"
+        ) from None
+
+
 def check_positive(**numbers: int | None) -> None:
     """Raises ValueError for a number below 1; None is allowed."""
     for name, number in numbers.items():
@@ -216,13 +259,76 @@ def check_used(asked: RunConfig, draft: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class CacheSizes:
+    """The arguments of the KV cache."""
+
+    block_tokens: int
+    cache_tokens: int | None
+    prefix_cache: bool
+
+
+def of_length(w: W, max_tokens: int, max_new_tokens: int | None) -> W:
+    """The workload with requests of so many tokens at most, and new tokens."""
+    extra = min(max_new_tokens or max_tokens, max_tokens) - 1
+    return replace(w, prefix_len=max_tokens - 1, extra_new_tokens=extra)
+
+
+def plans_of(run: ResolvedRun, sizes: CacheSizes) -> list[ModelPlan]:
+    """What is held of the target, and of a draft model if there is one."""
+    config = run.config
+    target, *drafts = model_plans_of(config, run.models, 0)
+    target = replace(
+        target,
+        block_tokens=sizes.block_tokens,
+        cache_tokens=sizes.cache_tokens,
+        rewound=rewound_by_step(config),
+        shares_prefixes=sizes.prefix_cache,
+    )
+    return [target, *(draft.beside(target) for draft in drafts)]
+
+
+def choose_max_tokens(
+    run: ResolvedRun, asked: int | None, max_new_tokens: int | None, sizes: CacheSizes
+) -> int:
+    """The most tokens of a request: those asked for, or as many as the models have positions and
+    memory has room for. Raises ValueError for more than that."""
+    sources = [run.source]
+    draft = run.draft_source
+    # A head, or a draft whose cache forgets, drafts beyond its own positions.
+    if draft is not None and draft.config.eagle is None and not is_rolling(run.config):
+        sources.append(draft)
+    shortest = min(sources, key=lambda source: source.config.max_length)
+    longest = shortest.config.max_length
+    if asked is not None and asked > longest:
+        raise ValueError(
+            f"max_tokens {asked} exceeds the {longest} positions of {shortest.name}; give at most "
+            f"{longest}"
+        )
+    device = run.config.parallel.device
+    free = free_device_memory(device, 0)
+    room = MemoryBudget((0,), describe_place(run.config, run.launch), free)
+    if asked is None and free is not None:
+        room = replace(room, free=int(MOST_OF_FREE[device] * free))
+
+    def refusal(max_tokens: int) -> str | None:
+        workload = of_length(run.config.workload, max_tokens, max_new_tokens)
+        config = replace(run.config, workload=workload)
+        return room.refusal(plan_of(plans_of(replace(run, config=config), sizes)))
+
+    wanted = longest if asked is None else asked
+    if (needed := refusal(wanted)) is None:
+        return wanted
+    most = largest(lambda number: number >= FEWEST and refusal(number) is None, wanted)
+    if asked is None and most:
+        return most
+    rows = run.config.workload.batch_size
+    fitting = f"max_tokens {most} would fit, or give fewer" if most else "give fewer"
+    raise ValueError(f"max_tokens {wanted} x max_concurrency {rows} needs {needed}; {fitting}")
+
+
 def make_engine(
-    run: ResolvedRun,
-    max_tokens: int,
-    prefill_tokens: int,
-    block_tokens: int,
-    cache_tokens: int | None,
-    prefix_cache: bool,
+    run: ResolvedRun, max_tokens: int, prefill_tokens: int, sizes: CacheSizes
 ) -> tuple[Engine, DecodingStrategy]:
     """The engine and decoder of requests of at most `max_tokens` tokens, with loaded models and
     caches."""
@@ -231,16 +337,7 @@ def make_engine(
     alone = Group((0,), 0)
     groups = ParallelGroups(0, 1, alone, None if config.draft is None else alone)
     models = LoadedModels(torch.device(config.parallel.device), make_progress(False))
-    plan = ModelPlan(
-        config,
-        run.source.config,
-        alone.ranks,
-        rank=0,
-        block_tokens=block_tokens,
-        cache_tokens=cache_tokens,
-        rewound=rewound_by_step(config),
-        shares_prefixes=prefix_cache,
-    )
+    plan, *_ = plans_of(run, sizes)
     runner = make_runner(plan, run.source, alone, models)
     draft = make_draft(run, groups, models, target=plan)
     decoder = build_decoder(runner, config.decoding, config.kv, draft=draft, is_in_flight=True)

@@ -1,19 +1,27 @@
 """The Python interface: requests are submitted, read, cancelled and refused."""
 
 import itertools
+import json
 import re
+import shutil
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, random_prompts
+import torch
+from conftest import ROOT, TINY, random_prompts
 
+import magicdec.llm
 from magicdec import LLM
-from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import KVSection, ModelSection, SamplingSection
+from magicdec.distributed.groups import Launch
 from magicdec.kv.layer_caches import LayerCaches
+from magicdec.llm import CacheSizes, choose_max_tokens
 from magicdec.runner.request import Request, SamplingParams, Status
-from magicdec.setup.prepare import ResolvedRun
+from magicdec.setup.prepare import ResolvedRun, SetupCache, find
 
 PROMPTS = random_prompts([5, 70, 1, 33], 97)
 
@@ -227,6 +235,13 @@ def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
             llm.submit(prompt)
     with pytest.raises(ValueError, match="max_new_tokens is too small"):
         llm.submit([5], 0)
+    for wrong in (5, None, ["a"], [1.5], [None]):
+        with pytest.raises(ValueError, match=r"the prompt is .*; give a text, or a sequence of to"):
+            llm.submit(wrong)  # type: ignore[arg-type]
+    for name, value in (("max_new_tokens", "3"), ("sampling", 0.5), ("ignore_eos", 1)):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, of type "):
+            llm.submit([5], **{name: value})  # type: ignore[arg-type]
+    assert llm.submit(torch.tensor([5, 6]), 1).result().prompt_ids == (5, 6)  # type: ignore[arg-type]
     for options, message in (
         ({"draft": "model"}, "--draft model is not known; choose from self, model:NAME, eagle:DIR"),
         ({"draft": "model:nowhere"}, "--draft 'nowhere' is not known; choose from demo, "),
@@ -236,12 +251,71 @@ def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
         ({"draft": "ngram", "kv": KVSection("full")}, "kv full does nothing with draft ngram"),
         ({"draft": "ngram", "draft_weights": "int8"}, "--draft_weights int8: no model drafts"),
         ({"max_tokens": 1}, "max_tokens is too small"),
-        ({"max_tokens": 9999}, "9999"),
+        (
+            {"max_tokens": 9999},
+            "max_tokens 9999 exceeds the 1024 positions of .*; give at most 1024",
+        ),
+        ({"max_tokens": "9"}, "max_tokens is '9', of type str; give int or None"),
+        ({"max_tokens": 9.0}, "max_tokens is 9.0, of type float; give int or None"),
+        ({"max_concurrency": True}, "max_concurrency is True, of type bool; give int"),
+        ({"gamma": 1.5}, "gamma is 1.5, of type float; give int or str or None"),
+        ({"kv": "snapkv"}, "kv is 'snapkv', of type str; give KVSection"),
+        ({"prefix_cache": "no"}, "prefix_cache is 'no', of type str; give bool"),
+        ({"draft": None}, "draft is None, of type NoneType; give str"),
+        ({"threads": 0}, "threads is too small"),
         ({"max_new_tokens": 0}, "max_new_tokens is too small"),
         ({"cache_tokens": 0}, "cache_tokens is too small"),
     ):
         with pytest.raises(ValueError, match=message):
             make_llm(tiny_checkpoint, **options)
+
+
+def test_requests_are_as_long_as_the_models_and_memory_let_them_be(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_llm(tiny_checkpoint, max_tokens=None)
+    assert (whole.max_tokens, whole.max_new_tokens) == (1024, 1024)
+    short = shutil.copytree(tiny_checkpoint, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    drafting = {"draft": f"model:{short}", "kv": KVSection("full")}
+    assert make_llm(tiny_checkpoint, max_tokens=None, **drafting).max_tokens == 512
+    rolling = drafting | {"kv": KVSection("streaming_llm", 20, 4), "prefill_tokens": 64}
+    assert make_llm(tiny_checkpoint, max_tokens=None, **rolling).max_tokens == 1024
+    with pytest.raises(ValueError, match="max_tokens 513 exceeds the 512 positions of short"):
+        make_llm(tiny_checkpoint, max_tokens=513, **drafting)
+
+
+def test_memory_bounds_the_length_that_nobody_asked_for(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a host's. A length that was asked for may take all of it, and is refused beyond."""
+    free = [0]
+    monkeypatch.setattr(magicdec.llm, "free_device_memory", lambda kind, rank: free[0])
+    asked = RunConfig(ModelSection(str(tiny_checkpoint), "float32"))
+    run = find(asked, Launch(), SetupCache())
+    rows = run.config.workload.batch_size
+    sizes = CacheSizes(16, None, prefix_cache=False)
+
+    def most(num_bytes: int, asked: int | None = None) -> int:
+        free[0] = num_bytes
+        return choose_max_tokens(run, asked, None, sizes)
+
+    def fits(num_bytes: int) -> bool:
+        try:
+            return most(num_bytes, 1024) == 1024
+        except ValueError as error:
+            assert re.match(rf"max_tokens 1024 x max_concurrency {rows} needs .*give ", str(error))
+            return False
+
+    needed = bisect_left(range(1 << 32), True, key=fits)
+    assert most(2 * needed) == 1024 > most(2 * needed - 2)
+    with pytest.raises(ValueError, match="max_tokens 1023 would fit"):
+        most(needed - 1, 1024)
+    half = rows * 512 * 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
+    assert 512 <= most(2 * (needed - half)) < 1024
+    with pytest.raises(ValueError, match="give fewer"):
+        most(1000)
 
 
 @pytest.mark.parametrize(("most", "row_tokens"), [(30, 20 + 30 + 4), (None, 200 + 4)])
