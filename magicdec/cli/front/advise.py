@@ -52,7 +52,7 @@ from magicdec.hardware.other_load import warn_of_load
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, NGRAM_AND
 from magicdec.output.console import make_progress
-from magicdec.output.writing import check_writable
+from magicdec.output.writing import check_record_file, check_writable
 from magicdec.records.record import RunRecord, append_records
 from magicdec.systems.pipeinfer.options import Options
 
@@ -147,7 +147,7 @@ def run(words: Sequence[str], launch: Launch) -> int:
     args = replace(args, nproc=find_world_size(args.nproc, launch))
     configs, notes = make_configs(args)
     if launch.rank == 0:
-        check_writable("--out", args.out)
+        check_record_file("--out", args.out)
     machine, note = find_machine(args)
     configs = {name: with_local_models(config) for name, config in configs.items()}
     compare_model(next(iter(configs.values())).model.model, args, launch)
