@@ -175,6 +175,6 @@ def test_what_rounding_explains_by_hand(share: float, is_within: bool) -> None:
     theirs = model_check.Continued(torch.tensor([[1.0, -8.0, 2.0], [0.5, 0.25, 4.0]]), [2], 0.0)
     ours = replace(theirs, logits=theirs.logits.clone())
     ours.logits[1, 0] += 8 * share
-    error, limit = model_check.difference(ours, theirs)
+    error, limit = model_check.difference(ours, theirs, model_check.TOLERANCE)
     assert limit == pytest.approx(1.6e-3) and error == pytest.approx(8 * share, rel=1e-3)
     assert (error <= limit) == is_within

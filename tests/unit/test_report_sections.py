@@ -114,7 +114,8 @@ def test_a_mode_of_a_closed_loop_is_a_line_of_its_own(tmp_path: Path, command: C
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert 'id="serving_concurrency"' in page and "closed loop" in page
     headings = re.findall("<h3>(Command 1: .*)</h3>", page)
-    assert headings[:2] == ["Command 1: inflight", "Command 1: inflight+draft"]
+    assert headings[0].startswith("Command 1: demo"), "the summary first"
+    assert headings[1:] == ["Command 1: inflight", "Command 1: inflight+draft"]
     assert len(headings) == 3 and "<tr></tr>" not in page, "every row can be sorted"
     for name in ("serving_throughput", "serving_modes"):  # of an open loop
         assert not (tmp_path / "out" / f"{name}.csv").exists()
