@@ -205,7 +205,6 @@ PIECES: dict[str, tuple[dict[str, Any], dict[str, Any], int | None]] = {
 def test_a_directory_with_a_sentencepiece_model_says_in_its_configs(
     name: str, tmp_path: Path
 ) -> None:
-    """Compared with transformers where it can read such a file, which takes `protobuf`."""
     config, names, bos = PIECES[name]
     shutil.copy(DEMO, tmp_path)
     edit(tmp_path / "special_tokens_map.json", **names)
@@ -213,7 +212,6 @@ def test_a_directory_with_a_sentencepiece_model_says_in_its_configs(
     (tmp_path / "config.json").write_text('{"model_type": "llama", "bos_token_id": 9}')
     found = load_tokenizer(tmp_path)
     assert found.bos_of(9) == bos
-    pytest.importorskip("google.protobuf", reason="transformers reads the file by protobuf")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "Once upon a time, 1984."
     assert theirs(text).input_ids == [*([] if bos is None else [bos]), *found.encode(text)]
@@ -266,7 +264,6 @@ def test_a_sentencepiece_gguf_and_its_copy_make_the_ids_of_transformers(
     for text in texts:
         assert prompt_of(directory, text) == prompt_of(path, text)
     assert prompt_of(path, texts[0]) == [1, 260, 263, 261]
-    pytest.importorskip("google.protobuf", reason="transformers reads the file by protobuf")
     check_directory(directory, texts)
 
 
