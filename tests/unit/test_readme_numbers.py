@@ -1,6 +1,6 @@
-"""Every number of the README follows from a committed record, from a section of the log that names
-its command, or from a constant of the code. `CLAIMS` has each sentence with numbers and where they
-come from; a number in no claim fails."""
+"""Every number of the README follows from a committed record, from a row of the log that names its
+command, or from a constant of the code. `CLAIMS` has each sentence with numbers and where they come
+from; a number in no claim fails."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def of_drafts(name: str, **wanted: object) -> RunRecord:
     return record
 
 
-def in_log(page: str, heading: str) -> str:
-    """A section of the log, which must name the command that measured it."""
-    text = (ROOT / "docs" / "log" / page).read_text()
-    _, found, rest = text.partition(f"\n## {heading}")
-    assert found, f"docs/log/{page} has no section {heading}"
-    section = rest.partition("\n## ")[0]
-    assert re.search(r"`[^`]*(?:python |magicdec |scripts/)", section), "it names no command"
-    return section
+def in_log(page: str, words: str) -> str:
+    """The one row of the log whose claim has these words, and the command that measured it."""
+    lines = (ROOT / "docs" / "log" / page).read_text().splitlines()
+    found = [line for line in lines if line.startswith("|") and words in line.split("|")[1]]
+    assert len(found) == 1, f"docs/log/{page} has {len(found)} rows whose claim has: {words}"
+    (row,) = found
+    claim = row.split("|")[1]
+    assert re.search(r"`(?:magicdec |\w+\.(?:py|sh) )[^`]*`", claim), f"it names no command: {row}"
+    return row
 
 
 def smollm2(**wanted: object) -> tuple[str, str]:
@@ -101,19 +102,9 @@ def gpu() -> str:
     return gpu_results.section(folder, gpu_results.read_parts(folder))
 
 
-def peers() -> str:
-    section = in_log("peers.md", "2026-11-25 Six KV heads at 16,384 tokens, once more")
-    (line,) = [line for line in section.splitlines() if line.startswith("| decode |")]
-    ours, openvino, _, llama, _, torch = re.findall(r"(\d+(?:\.\d+)?)\*{0,2} \(", line)
-    return (
-        f"took {ours} ms; llama.cpp took {float(llama):.0f} ms, OpenVINO GenAI "
-        f"{float(openvino):.0f} ms and transformers {torch} ms"
-    )
-
-
-def rounded_from(section: str, words: str) -> str:
-    """`words`, if each of its numbers is one of the section, rounded; else what is missing."""
-    known = [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", section)]
+def rounded_from(row: str, words: str) -> str:
+    """`words`, if each of its numbers is one of the row, rounded; else what is missing."""
+    known = [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", row)]
     missing = []
     for text in NUMBER.findall(words):
         digits = len(text.partition(".")[2])
@@ -129,8 +120,7 @@ def of_peers() -> str:
         "tokens took 14.9 ms; llama.cpp took 26 ms, OpenVINO GenAI 31 ms and transformers 275 ms "
         "with the same weights."
     )
-    heading = "2026-11-25 Six KV heads at 16,384 tokens, once more"
-    return rounded_from(f"2 {in_log('peers.md', heading)}", words)
+    return rounded_from(in_log("peers.md", "6 KV heads, 16,384 cached tokens"), words)
 
 
 def of_batching() -> str:
@@ -138,8 +128,7 @@ def of_batching() -> str:
         "There, 32 requests in flight took 4.4 s (2026-11-25, before a mend by which they wait "
         "less), OpenVINO GenAI's batching 5.8 s."
     )
-    heading = "2026-11-25 Continuous batching beside other programs, once more"
-    return rounded_from(f"2026 11 25 {in_log('serving.md', heading)}", words)
+    return rounded_from(in_log("serving.md", "the 32 requests in a burst"), words)
 
 
 def contexts() -> str:
