@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import HANG, ROOT
 
 from magicdec.hardware.ceiling_file import Link, MachineFile
@@ -12,6 +13,7 @@ from magicdec.names import DTYPES
 from magicdec.records.reading import load_records
 
 
+@pytest.mark.wide
 def test_two_ranks_measure_all_drafts_and_one_of_them_says_what_follows(
     tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:

@@ -120,16 +120,24 @@ def test_under_torchrun_it_is_said_once_and_last(
     assert expected in lines[-2] and set(lines[-1]) == {"="}, "torchrun's summary ends with it"
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("rank", "torchrun"),
+    [("0", False), ("1", False), pytest.param("0", True, marks=pytest.mark.wide)],
+)
 def test_one_broken_rank_ends_all(
-    rank: str, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path,
+    rank: str,
+    torchrun: bool,
+    launch: Launch,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Under torchrun, and with the processes of tests/rank_server.py."""
     monkeypatch.setenv("BROKEN_RANK", rank)
     done = launch(
         "distributed/broken_rank.py", "--model", tiny_checkpoint, "--dataset", text_file, *SMALL,
-        num_ranks=2, torchrun=rank == "0",
+        num_ranks=2, torchrun=torchrun,
     )  # fmt: skip
     assert done.returncode != 0 and "this rank broke" in done.stderr
     path = tmp_path / "results" / "runs.jsonl"

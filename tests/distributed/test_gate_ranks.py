@@ -15,7 +15,9 @@ from magicdec.records.samples import PassSamples
 
 SUBJECT = Subject(prefix_len=DRAFT_BUDGET + 63, batch_size=4, num_batches=1, gen_len=12)
 RUNS = [case for case in standard_cases(SUBJECT) if isinstance(case, RunConfig)]
+# One whose draft is the target itself, and one whose draft is on the last rank.
 ON_RANKS = [with_threads(c, 1) for c in RUNS if c.parallel.nproc]
+ON_RANKS = [ON_RANKS[0], ON_RANKS[-1]]
 ABSENT = replace(ON_RANKS[0], model=ModelSection("no/such_model", "float32"))
 ALONE = with_threads(SUBJECT.config("self", KVSection("streaming_llm", DRAFT_BUDGET), GAMMA), 1)
 

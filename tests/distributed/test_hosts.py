@@ -26,7 +26,10 @@ def why_not() -> str | None:
 
 
 WHY_NOT = why_not()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}"),
+]
 
 
 def run_on_hosts(

@@ -109,6 +109,7 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
     assert float.fromhex("0x1p-1070") * 0.5 == float.fromhex("0x1p-1071") > 0.0
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
     ("num_new", "dtype", "flags"),
     [
@@ -139,6 +140,7 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
         assert (out.double() - exact.out).abs().max() < TOLERANCE[dtype] / 10
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
     ("flags", "window", "heads", "dtype"),
     [
@@ -235,6 +237,7 @@ def exact_heads(case: Case, window: int | None = None) -> list[tuple[int, int, s
     return found
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(("name", "heads", "dtype"), cases(HEADS, DTYPES, interpreted=0), ids=str)
 def test_every_head_reads_its_own_ranges(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
@@ -248,6 +251,7 @@ def test_every_head_reads_its_own_ranges(
             assert (out[i, :, own].double() - exact.out).abs().max() < TOLERANCE[dtype], (i, g)
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize(
     ("name", "heads", "dtype"),
     cases(HEADS, DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
@@ -279,6 +283,7 @@ def check_mass(mass: Tensor, exact: Exact, total: float, dtype: torch.dtype) -> 
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize(
     ("name", "window", "dtype"),
     cases([2, 21], DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),

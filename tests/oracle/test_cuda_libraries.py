@@ -34,6 +34,8 @@ from magicdec.kv.view import KVView, Visible, make_view
 from magicdec.speculation.policies.policy import FullKV
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
+pytestmark = pytest.mark.wide
+
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
 LIBRARIES = ["flash_attn 2", "flash_attn 3"]
 

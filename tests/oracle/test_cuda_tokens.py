@@ -23,6 +23,8 @@ from magicdec.speculation.rolling_runner import BLOCK_SIZE
 from magicdec.speculation.steps.recorder import CudaGraphs
 from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
 
+pytestmark = pytest.mark.wide
+
 PAIRS = sorted(served_pairs(), key=str)
 FLOAT32_BACKENDS = sorted(list_backends(lambda c: "cuda" in c.devices and "float32" in c.dtypes))
 PROMPTS = [300, 70, 1, 190]

@@ -157,6 +157,7 @@ def run_schedules(
     return seen
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", KV_POLICIES)
@@ -170,6 +171,7 @@ def test_self_speculation_reads_what_its_policy_says(
     assert (seen["by score"] > 0) == (policy in ("snapkv", "retrieval", "verified")), seen
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native"])
 @pytest.mark.parametrize("name", MODELS)
 def test_snapkv_chooses_anew_when_that_is_due(name: str, is_native: bool) -> None:

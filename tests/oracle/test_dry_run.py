@@ -95,6 +95,14 @@ OF_STAGES = {
 }
 
 
+FEW_PAIRS = [
+    pair
+    if pair in (("self", "streaming_llm"), ("model", "snapkv"))
+    else pytest.param(*pair, marks=pytest.mark.wide)
+    for pair in [(None, None), *PAIRS, *MIXED]
+]
+
+
 def check(waits: Counter[str], listed: set[str] = LISTED) -> None:
     assert set(waits) <= listed, sorted(set(waits) - listed)
 
@@ -102,7 +110,7 @@ def check(waits: Counter[str], listed: set[str] = LISTED) -> None:
 @pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS, *MIXED], ids=str)
+@pytest.mark.parametrize(("drafter", "policy"), FEW_PAIRS, ids=str)
 @pytest.mark.usefixtures("trusted_lookups")
 def test_a_step_waits_once(
     drafter: str | None, policy: str | None, captures: bool, kind: str, waits: Counter[str],
@@ -123,6 +131,7 @@ def test_a_step_waits_once(
     assert waits[STEP] == len(found[1]) and waits["runner/prefill.prefill: tolist"] == 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(("drafter", "policy"), [("self", "snapkv"), ("model", "full")])
 def test_steps_of_any_draft_lengths_wait_once(
@@ -139,6 +148,7 @@ def test_steps_of_any_draft_lengths_wait_once(
     check(waits, LISTED | OF_MEASUREMENT)
 
 
+@pytest.mark.wide
 @interprets
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
@@ -187,6 +197,7 @@ IN_COPY = {  # the lengths in SnapKV's copies
 }
 
 
+@pytest.mark.wide
 @interprets
 @pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv", "verified"])
 def test_a_forward_launches_few_kernels_beside_its_layers(
@@ -238,6 +249,7 @@ def test_a_forward_launches_few_kernels_beside_its_layers(
     assert tuple(totals) == A_STEP[policy]
 
 
+@pytest.mark.wide
 @interprets
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -266,6 +278,7 @@ def test_low_bit_drafts_by_triton(
     assert waits[STEP] == len(found[1])
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     ("drafter", "policy"), [("self", "streaming_llm"), ("model", "full"), *MIXED[:1]], ids=str
@@ -290,6 +303,7 @@ def test_graphs_of_stages_and_of_chains_that_stop_are_refused() -> None:
             choose_graphs("on", "cuda", sdpa, **arguments)
 
 
+@pytest.mark.wide
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(
@@ -312,6 +326,7 @@ def test_requests_in_flight(
     assert waits[STEP] > 0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_a_ring_of_stages(drafter: str, waits: Counter[str]) -> None:
     def served(device: str | torch.device) -> list[list[int]]:
@@ -326,6 +341,7 @@ def test_a_ring_of_stages(drafter: str, waits: Counter[str]) -> None:
     check(waits, LISTED | OF_STAGES)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
 def test_a_pipeline_of_stages(mode: str, waits: Counter[str]) -> None:
     model = tiny_transformer(replace(TINY, num_layers=3))
@@ -358,6 +374,7 @@ MIXTURES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("what", TOUCHES)
 def test_a_wait_is_noted(what: str, waits: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """This test stands in for the package."""
@@ -368,6 +385,7 @@ def test_a_wait_is_noted(what: str, waits: Counter[str], monkeypatch: pytest.Mon
     assert [place.rpartition(": ")[2] for place in waits] == [what]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("what", MIXTURES)
 def test_a_mixture_of_devices_is_refused(what: str, waits: Counter[str]) -> None:
     with pytest.raises(MixedDevices):

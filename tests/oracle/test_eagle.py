@@ -78,6 +78,7 @@ def transformers_states(model: Transformer, token_ids: list[int]) -> list[Tensor
     return [*(each[0] for each in found[:-1]), last[0].reshape(len(token_ids), -1)]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native"])
 @pytest.mark.parametrize(
     ("name", "sinks_and_newest"),
@@ -235,6 +236,7 @@ def reference_texts(model: Transformer, prompts: list[tuple[int, ...]]) -> list[
     ]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "kv", [KVSection("full"), KVSection("streaming_llm", 40, 4)], ids=["full", "window"]

@@ -21,12 +21,13 @@ BF16, F32 = torch.bfloat16, torch.float32
 # float32, what attention may.
 BOUND, FLOOR = {BF16: 2.0**-8 * 1.01, F32: 2e-6}, {BF16: 1e-3, F32: 0.1}
 WITHOUT_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+INTERPRETED = (WITHOUT_TRITON, pytest.mark.wide)
 every_kind = pytest.mark.parametrize(
     ("name", "dtype"),
     [
         ("torch", F32),
         ("native", BF16),
-        *(pytest.param("triton", dtype, marks=WITHOUT_TRITON) for dtype in (BF16, F32)),
+        *(pytest.param("triton", dtype, marks=INTERPRETED) for dtype in (BF16, F32)),
     ],
     ids=str,
 )

@@ -19,6 +19,8 @@ from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise, choose_tile
 from magicdec.model.transformer import Transformer
 
+pytestmark = pytest.mark.wide
+
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, F32 = torch.bfloat16, torch.float32

@@ -31,7 +31,7 @@ from magicdec.hardware import timing
 from magicdec.speculation.steps.recorder import CudaGraphs
 
 __all__ = ["all_launches", "waits"]  # fixtures
-pytestmark = interprets
+pytestmark = [interprets, pytest.mark.wide]
 
 GIB = 1 << 30
 CARD = SimpleNamespace(

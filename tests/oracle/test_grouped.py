@@ -2,13 +2,14 @@
 weights that the numbers mean; with rounded activations, sums of integers. On every set of
 instructions, in torch and in Triton."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from test_linear import AVX2, AVX512, BF16, F32
+from tiers import covering
 from torch import Tensor
 
 from magicdec.model.linear import grouped, packed, triton
@@ -27,12 +28,14 @@ PORTABLE = ("-march=x86-64",)
 # CPUs that multiply and add with one rounding, which compute the same bits.
 FUSED = {"any": (), "AVX2": AVX2, "AVX-512": AVX512}
 CPUS = FUSED | {"portable": PORTABLE}
-FORMATS = [
+ALL_FORMATS = [
     NumberFormat(bits, group, scale, has_minimum, least)
     for (bits, least), group, scale, has_minimum in product(
         ((4, 0), (4, -8), (8, -128)), (16, 32, 64, 128), SCALES, (False, True)
     )
 ]
+FORMATS = [ALL_FORMATS[index] for index in sorted(covering([*map(asdict, ALL_FORMATS)], 2))]
+FEW_FORMATS = [ALL_FORMATS[index] for index in sorted(covering([*map(asdict, ALL_FORMATS)], 1))]
 ROWS = (1, 2, 3, 4, 7, 13, 40)
 
 
@@ -77,6 +80,7 @@ def rounded(x: Tensor, group: int) -> Tensor:
     return (numbers.double() * (most / 127).double()).flatten(-2)
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_exact_weights_have_the_bits_of_the_float32_layer(
@@ -101,6 +105,7 @@ def test_exact_weights_have_the_bits_of_the_float32_layer(
             assert torch.equal(in_bfloat16, wide.bfloat16()), (shape, rows)
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_rounded_activations_give_sums_of_integers(
@@ -131,9 +136,10 @@ def test_rounded_activations_give_sums_of_integers(
         torch.testing.assert_close(layer(x), out, rtol=2**-7 if dtype == BF16 else 1e-4, atol=1e-4)
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("rounds", [False, True], ids=["exact", "rounded"])
 @pytest.mark.parametrize("cpu", FUSED)
-@pytest.mark.parametrize("kind", FORMATS[::9], ids=str)
+@pytest.mark.parametrize("kind", FEW_FORMATS, ids=str)
 def test_columns_in_an_order_have_the_bits_of_inputs_in_that_order(
     kind: NumberFormat, cpu: str, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +195,7 @@ def test_layers_in_torch_and_in_triton_compute_the_same_weights(
 
 
 @pytest.mark.parametrize("is_triton", [False, True], ids=["torch", "triton"])
-@pytest.mark.parametrize("kind", FORMATS[::9], ids=str)
+@pytest.mark.parametrize("kind", FEW_FORMATS, ids=str)
 def test_layers_in_torch_and_in_triton_take_inputs_in_an_order(
     kind: NumberFormat, is_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +227,7 @@ def test_many_tiles_are_split_and_added_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert not triton.counters_on(torch.device("cpu"), 1).any()
 
 
-@pytest.mark.parametrize("kind", FORMATS[::5], ids=str)
+@pytest.mark.parametrize("kind", FEW_FORMATS, ids=str)
 def test_packed_numbers_are_found_again(kind: NumberFormat) -> None:
     numbers = make_numbers((97, 256), kind)
     layer = PackedLinear(numbers)

@@ -22,6 +22,8 @@ from magicdec.speculation.block_kv import BlockRanges
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 from magicdec.speculation.policies.verified import VerifiedKV
 
+pytestmark = pytest.mark.wide
+
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MOST = 100  # tokens of a row

@@ -83,6 +83,7 @@ def test_a_packed_layer_multiplies_and_a_row_keeps_its_bits(
     assert torch.equal(make(bias, partial=True)(x), make(None)(x))
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("flags", [(), NO_AMX, AVX2, AVX512], ids=["any", "dots", "AVX2", "512"])
 @pytest.mark.parametrize("shape", [(64, 32), (97, 96), (130, 66), (256, 704)])
 def test_a_prefill_equals_torch_too(
@@ -161,7 +162,7 @@ def test_a_packed_model_is_the_same_model(tied: bool) -> None:
     assert packeds < 1.2 * torchs < 0.02 * logits[0].abs().max()
 
 
-@pytest.mark.narrow("pairs", "triples")
+@pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("heads", [6, 3, 1])
 @pytest.mark.parametrize("policy", ["streaming_llm", "verified"])

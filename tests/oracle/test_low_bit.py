@@ -156,6 +156,7 @@ def test_a_packed_weight_is_found_again(shape: tuple[int, int], dtype: torch.dty
     assert torch.equal(PackedLinear(weight).dense(), weight)
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -218,6 +219,7 @@ CASES = [
 ]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize(("weights", "dtype", "is_native"), CASES)
 @pytest.mark.parametrize(
     "kv",
@@ -278,6 +280,7 @@ def test_requests_in_flight_emit_the_tokens_of_their_lone_runs(weights: str) -> 
     assert len(list(sampled)) == 9
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     "flags",

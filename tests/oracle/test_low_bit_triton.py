@@ -17,6 +17,8 @@ from magicdec.model.linear.grouped import GroupedLinear, NumberFormat
 from magicdec.model.linear.quantizers import INT4, INT8, Quantizer
 from magicdec.names import QUANTIZERS, load_named
 
+pytestmark = pytest.mark.wide
+
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, F32 = torch.bfloat16, torch.float32

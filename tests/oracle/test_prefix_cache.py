@@ -325,6 +325,7 @@ def check(seeds: range, drafter: str | None, kv: KVSection, is_native: bool) -> 
     return seen
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
 @pytest.mark.parametrize(("drafter", "kv"), DRAFTS, ids=IDS)
 def test_turns_emit_what_they_emit_alone(
@@ -336,6 +337,7 @@ def test_turns_emit_what_they_emit_alone(
     assert is_native or drafter is not None or seen["preempted"] > 0, seen
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
 @pytest.mark.parametrize("kv", [FULL, DRAFTS[6][1]], ids=["full", "snapkv"])
 def test_a_draft_model_that_shares_drafts_what_it_drafts_alone(
@@ -422,6 +424,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native steps"])
 @pytest.mark.parametrize(("drafter", "kv"), [DRAFTS[0], DRAFTS[2]], ids=["none", "snapkv"])
 def test_caches_of_all_windows_give_the_same_blocks(

@@ -44,6 +44,8 @@ from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 from magicdec.speculation.policies.policy import FullKV
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
+pytestmark = pytest.mark.wide
+
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -38,6 +38,8 @@ from gpu_stages.scale import FULL, TINY
 from magicdec.model.presets.presets import PRESETS
 from magicdec.runner.sampling.verification import Judgement
 
+pytestmark = pytest.mark.wide
+
 MADE = {"device": "cpu", "gpu": None, "torch": "2", "triton": "3", "tiny": True}
 
 

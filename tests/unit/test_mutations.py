@@ -9,6 +9,8 @@ import pytest
 from checkpoint_files import make_tensors, write, write_pth, write_sharded
 from conftest import HANG
 
+pytestmark = pytest.mark.wide
+
 MUTATIONS = Path(__file__).with_name("mutations.py")
 
 

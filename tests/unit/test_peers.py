@@ -43,6 +43,8 @@ from peers.vllm_engine import VLLM
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
+pytestmark = pytest.mark.wide
+
 HERE = sys.executable
 DTYPES = dict.fromkeys(PEERS, "float32")
 

@@ -18,6 +18,8 @@ from test_report import FIGURES, RAW, study
 
 from magicdec.cli.records import report
 
+pytestmark = pytest.mark.wide
+
 WIDTH, HEIGHT = 1200, 12000
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

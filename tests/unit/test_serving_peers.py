@@ -27,6 +27,8 @@ from rich.console import Console
 from serving_runs import WAYS, Way, check_tokens, measure, metrics, sizes_of
 from serving_trace import describe_trace, make_trace
 
+pytestmark = pytest.mark.wide
+
 NAMES = (
     "magicdec, magicdec-1024, openvino, openvino-2048, openvino-u8, openvino-2048-u8, "
     "transformers-256x2, transformers"

@@ -20,6 +20,8 @@ from torch import Tensor
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.transformer import Transformer
 
+pytestmark = pytest.mark.wide
+
 OPTIONS = ("norm_before_residual", "norm_output", "fc_norm")
 COMBINATIONS = [dict(zip(OPTIONS, values, strict=True)) for values in product((0, 1), repeat=3)]
 CAPTURE = [0, 1, 2]
