@@ -35,6 +35,7 @@ from magicdec.speculation.steps.strategy import Setup
 LENGTHS = [5, 70, 1, 33]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("native_steps", [False, True], ids=["layers", "native_steps"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kernels_fit_gpus_that_are_not_here(size: int, compiled: Path) -> None:
     """What a forward launches is compiled to machine code: nothing is spilled, the shared memory is
     there, and the next tile of keys and of values is loaded while one is computed with. The cases
-    have every value of SIZES together; in `make test-all` every pair of them."""
+    have every value of SIZES together; in `make test-wide` every pair of them."""
     compile_apart(COMPILE.replace("SIZE)", f"{size})"), compiled)
 
 
