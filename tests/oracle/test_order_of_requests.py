@@ -1,5 +1,5 @@
 """The order in which requests are admitted, grow, are preempted and decode where blocks are scarce,
-against a scheduler that is written out from the rules of `docs/serving.md` and keeps no plan."""
+against a scheduler that is written out from the rules of `docs/flover.md` and keeps no plan."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -47,6 +47,7 @@ from magicdec.workload.answers import Answer, Continuation
 from magicdec.workload.workload import Workload
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"
+OTHERS = "## Records of other commands"  # the heading behind which the page has no run's tables
 PASSED = Correctness("autoregressive", True, 12, None, 0, 0, 1e-4)
 WORST = Divergence(1, 3, 5, 9, 0.5)
 DIVERGED = Correctness("autoregressive", False, 12, WORST, 0, 1, 1e-4)
@@ -158,10 +159,12 @@ RECORDS = {
 
 
 def documented() -> dict[str, dict[str, str]]:
-    """Section path -> key -> when it is null, from the tables; the top level is ''."""
+    """Section path -> key -> when it is null, from a run's tables; the top level is ''."""
+    of_runs, _, others = DOCUMENT.read_text(encoding="utf-8").partition(OTHERS)
+    assert others, f"{DOCUMENT.name} has the heading {OTHERS}"
     sections: dict[str, dict[str, str]] = {}
     names: list[str] = []
-    for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
+    for line in of_runs.splitlines():
         if line.startswith("#"):
             names = re.findall(r"`([^`]+)`", line) or [""]
         elif row := re.match(r"\| `([^`]+)` \|", line):

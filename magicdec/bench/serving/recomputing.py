@@ -1,8 +1,8 @@
 """Whether the metrics of a pass, of its turns and of its groups follow from its requests, as those
 of every record do that was not edited by hand.
 
-It computes each metric once more, from the definitions of docs/serving.md and docs/record.md, and
-shares nothing with `metrics.py`, whose faults it would have otherwise. Imports no torch.
+It computes each metric once more, from the definitions of docs/record.md, and shares nothing with
+`metrics.py`, whose faults it would have otherwise. Imports no torch.
 """
 
 from __future__ import annotations

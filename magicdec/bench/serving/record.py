@@ -1,6 +1,6 @@
 """ServingRecord: the requests of one command, served in one of its modes, one JSON line that is
-appended and never rewritten. Imports no torch. docs/serving.md documents the schema and is made
-from these classes.
+appended and never rewritten. Imports no torch. The tables of docs/record.md are made from these
+classes.
 
 A run's record (`records/record.py`) has two passes over whole batches, and this one requests with
 their arrivals. Like that one, it has metrics only if its tokens are not known to be wrong.
@@ -185,7 +185,7 @@ class ServingRecord(MeasuredRecord):
         "`ok`: every request has the tokens that it has in `reference`; `ok_with_ties`: some have "
         "others, and the rounding of the command explains it; `diverged`: it does not explain it, "
         "or steps or forwards are wrong; `differs`: some have others, and nothing could judge that "
-        f"(see *Check of the tokens*), in a dtype other than {EXACT_DTYPE} or in another program; "
+        f"(docs/serving.md says when), in a dtype other than {EXACT_DTYPE} or in another program; "
         f"`{UNCHECKED}`: there is no other mode, a server sent no token ids, drafts were sampled, "
         f"which keeps only the distribution, or accepted by chance; `{FAILED}`: the logits of a "
         "request were not finite numbers, so that no token followed from them",

@@ -1,5 +1,5 @@
-"""One simulated run with its metrics, record, tables and chart. docs/pipelined_speculation.md is
-made from these classes. Imports no torch; matplotlib only to draw.
+"""One simulated run with its metrics, record, tables and chart. Tables of docs/record.md
+are made from these classes. Imports no torch; matplotlib only to draw.
 
 All modes share one scheduler and one simulated machine:
 

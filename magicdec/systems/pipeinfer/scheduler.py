@@ -1,6 +1,6 @@
 """PipelinedScheduler: decides what a pipeline of stages computes and skips, by asynchronous
-pipelined speculation (PipeInfer, arXiv 2407.11798; docs/pipelined_speculation.md), synchronous
-speculation or plain decoding.
+pipelined speculation (PipeInfer, arXiv 2407.11798; docs/pipeinfer.md), synchronous speculation or
+plain decoding.
 
 Pure Python without torch, clock or channels: events go in, ordered actions come out, and equal
 calls give equal actions. Three rules make it lossless:
