@@ -23,9 +23,8 @@ import flags_page
 PARSERS = flags_page.parsers()
 DRIVER_PARSERS = {name: driver.build_parser() for name, driver in DRIVERS.items()}
 SETTINGS = {
-    f"{command} {each.flag}": each
+    command: list(parser.settings.values())
     for command, parser in (PARSERS | DRIVER_PARSERS).items()
-    for each in parser.settings.values()
 }
 # `--out` names the file of records in some commands, and what a command writes in others;
 # `--modes` what is served, or what is simulated; `--attention` the backend of a run, or that probe
@@ -55,12 +54,16 @@ def is_equal(default: Any, other: Any) -> bool:
 FLAGS = sorted({flag for flag, _ in flags_page.concepts()})
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_has_one_meaning_and_one_default(flag: str) -> None:
+def test_a_flag_has_one_meaning_and_one_default() -> None:
+    for flag in FLAGS:
+        check_meanings(flag)
+
+
+def check_meanings(flag: str) -> None:
     meanings: dict[str, list[tuple[str, Declared]]] = {}
     for command, each in uses_of(flag):
         meanings.setdefault(each.setting.help, []).append((command, each))
-    assert len(meanings) == 1 or (flag in TWO_MEANINGS and len(meanings) == 2)
+    assert len(meanings) == 1 or (flag in TWO_MEANINGS and len(meanings) == 2), flag
     for uses in meanings.values():
         _, first = uses[0]
         for command, each in uses:
@@ -120,9 +123,13 @@ def bad_values(each: Declared) -> list[tuple[str, str]]:
     return bad
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_a_setting_cannot_be_is_refused_in_one_line(name: str) -> None:
-    each = SETTINGS[name]
+@pytest.mark.parametrize("command", SETTINGS)
+def test_what_a_setting_cannot_be_is_refused_in_one_line(command: str) -> None:
+    for each in SETTINGS[command]:
+        check_refusals(each)
+
+
+def check_refusals(each: Declared) -> None:
     for text, reason in bad_values(each):
         with pytest.raises(ValueError) as refused:
             each.read([text] if each.is_list else text)
@@ -141,7 +148,8 @@ def test_what_a_setting_cannot_be_is_refused_in_one_line(name: str) -> None:
 
 
 def test_many_settings_have_bounds() -> None:
-    assert sum(bool(bad_values(each)) for each in SETTINGS.values()) > 150
+    settings = [each for of_command in SETTINGS.values() for each in of_command]
+    assert sum(bool(bad_values(each)) for each in settings) > 150
 
 
 @pytest.mark.parametrize("command", PARSERS)
