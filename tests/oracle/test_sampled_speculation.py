@@ -130,12 +130,12 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
     ("drafter", "kv", "gamma"),
     [
         ("self", KVSection("streaming_llm", 3, 1), 5),
-        ("self in int8", KVSection("streaming_llm", 6, 2), 3),
+        pytest.param("self in int8", KVSection("streaming_llm", 6, 2), 3, marks=pytest.mark.wide),
         pytest.param("ngram", KVSection("full"), 4, marks=pytest.mark.wide),
         pytest.param("model", KVSection("streaming_llm", 5, 2), 2, marks=pytest.mark.wide),
         ("ngram+self", KVSection("streaming_llm", 3, 1), 2),
         pytest.param("ngram+model", KVSection("full"), 3, marks=pytest.mark.wide),
-        ("eagle", KVSection("full"), 2),
+        pytest.param("eagle", KVSection("full"), 2, marks=pytest.mark.wide),
         pytest.param("ngram+eagle", KVSection("full"), 2, marks=pytest.mark.wide),
     ],
     ids=str,
@@ -197,6 +197,7 @@ def dropping(kv: DraftKV, *arguments: Any) -> Proposal:
     return proposal.first(count)
 
 
+@pytest.mark.wide
 def test_chains_that_stop_sample_from_the_targets_distribution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

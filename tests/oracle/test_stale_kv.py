@@ -19,7 +19,7 @@ from conftest import (
     tiny_transformer,
 )
 from lossless import RAGGED
-from test_in_flight import CASES, check_seeds, learn_lone_outputs
+from test_in_flight import EACH_CASE, check_seeds, learn_lone_outputs
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.triton import TritonBackend
@@ -119,10 +119,10 @@ def test_triton_loads_no_masked_slot() -> None:
     assert torch.equal(case.run(backend), clean)
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("values")
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize("is_native", [False, True])
-@pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
+@pytest.mark.parametrize(("drafter", "kv"), EACH_CASE, ids=str)
 def test_requests_in_flight_emit_what_they_emit_in_a_clean_cache(
     drafter: str | None, kv: KVSection, is_native: bool
 ) -> None:
