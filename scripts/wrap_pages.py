@@ -29,7 +29,7 @@ BEGINS_A_BLOCK = re.compile(r"[-*+#=]+|\d+[.)]|[>|].*|<!--.*")
 
 def pages() -> list[Path]:
     """The pages that people write."""
-    found = [p for of in ("*.md", "docs/**/*.md", "results/*.md") for p in sorted(ROOT.glob(of))]
+    found = [p for of in ("*.md", "docs/**/*.md", "results/**/*.md") for p in sorted(ROOT.glob(of))]
     return [page for page in found if str(page.relative_to(ROOT)) not in GENERATED]
 
 
