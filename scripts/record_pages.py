@@ -22,7 +22,9 @@ from magicdec.records.record import RunRecord
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
-    *("record.md", "latency.md", "plan.md", "serving.md", "pipeline.md"),
+    "record.md",
+    "serving.md",
+    "pipeline.md",
     "pipelined_speculation.md",
 )
 SCHEMA = "record.schema.json"
