@@ -15,10 +15,9 @@ from magicdec.config import resolved, sections
 from magicdec.runner import request
 from magicdec.systems import options
 
+FOLDERS = ("docs/**/*.md", "results/**/*.md", "magicdec/**/*.md", "scripts/**/README.md")
 PAGES = sorted(
-    str(page.relative_to(ROOT))
-    for pattern in ("*.md", "docs/**/*.md", "results/**/*.md", "magicdec/**/*.md")
-    for page in ROOT.glob(pattern)
+    str(page.relative_to(ROOT)) for pattern in ("*.md", *FOLDERS) for page in ROOT.glob(pattern)
 )
 # The log names files and flags that were there when something was measured.
 TODAY = [page for page in PAGES if not page.startswith("docs/log/")]
