@@ -21,7 +21,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from magicdec.records.record import RunRecord
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("record.md", "latency.md", "plan.md")
+PAGES = ("record.md",)
 SCHEMA = "record.schema.json"
 END = "<!-- end of fields -->"
 TABLE = re.compile(rf"(<!-- fields: ([\w.]+):(\w+) -->\n).*?({END})", re.DOTALL)

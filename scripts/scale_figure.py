@@ -1,9 +1,10 @@
 """Which way of decoding is predicted to win on 8 to 512 GPUs: a map for each model and context,
-for nodes of 8 GPUs joined by InfiniBand and by two kinds of slow links. Nothing runs; docs/scale.md
-explains.
+for nodes of 8 GPUs joined by InfiniBand and by two kinds of slow links. Nothing runs;
+results/predictions/scale.md explains.
 
     python scripts/scale_figure.py                # the tables of the page
-    python scripts/scale_figure.py --plot docs/scale.png --gain docs/scale_gain.png
+    python scripts/scale_figure.py --plot results/predictions/scale.png \\
+        --gain results/predictions/scale_gain.png
     python scripts/scale_figure.py --gpu h200     # another GPU
 
 So many requests are in flight all the time, their prompts are in the cache, and every cell asks

@@ -1,9 +1,10 @@
 """From which batch and context on drafts are predicted to pay, by model: drafts of the model itself
-with a sparse cache, an EAGLE-3 head, and nothing. Nothing runs; docs/which_models_pay.md explains.
+with a sparse cache, an EAGLE-3 head, and nothing. Nothing runs; the page
+results/predictions/which_models_pay.md explains.
 
     python scripts/which_models_pay.py              # the tables of the page
     python scripts/which_models_pay.py --write      # renews the tables in the page
-    python scripts/which_models_pay.py --plot docs/which_models_pay.svg
+    python scripts/which_models_pay.py --plot results/predictions/which_models_pay.svg
     python scripts/which_models_pay.py --gpu h100   # another GPU
 
 Forwards cost what `magicdec plan` says (`hardware/costs.py`), and a cell has the best draft length.
@@ -40,7 +41,8 @@ from magicdec.names import STORED
 from magicdec.output.figures import COLOURS, check_picture, saved_figure
 from magicdec.predict.speculation import SpeculationCost
 
-PAGE = Path(__file__).parents[1] / "docs" / "which_models_pay.md"
+PREDICTIONS = Path(__file__).parents[1] / "results" / "predictions"
+PAGE = PREDICTIONS / "which_models_pay.md"
 BEGIN, END = "<!-- {}: scripts/which_models_pay.py --write -->", "<!-- end of {} -->"
 # GPUs that share each model, and the longest context that is asked for where a release of the same
 # shape has more positions than the preset.

@@ -29,7 +29,8 @@ BEGINS_A_BLOCK = re.compile(r"[-*+#=]+|\d+[.)]|[>|].*|<!--.*")
 
 def pages() -> list[Path]:
     """The pages that people write."""
-    found = [p for of in ("*.md", "docs/**/*.md", "results/*.md") for p in sorted(ROOT.glob(of))]
+    folders = ("*.md", "docs/**/*.md", "results/**/*.md", "scripts/**/README.md")
+    found = [page for pattern in folders for page in sorted(ROOT.glob(pattern))]
     return [page for page in found if str(page.relative_to(ROOT)) not in GENERATED]
 
 

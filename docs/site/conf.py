@@ -7,6 +7,7 @@ the pages is that of the index, docs/README.md."""
 import importlib.metadata
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from sphinx.application import Sphinx
 
 from magicdec.config.setting import declared
 
+sys.path.insert(0, str(Path(__file__).parent))
+import properties_page
+
 ROOT = Path(__file__).parents[2]
 FRONT, INDEX, LOG = "README", "docs/README", "docs/log/README"
+PROPERTIES = "docs/site/properties"
 # Pages with their files, which the site has as they are; the second links to records, too.
 STUDY, GALLERY = "results/cpu/report", "results/gallery"
 
@@ -29,8 +34,7 @@ include_patterns = [
     "*.md",
     "docs/**.md",
     "docs/site/*.rst",
-    "results/*.md",
-    "results/gpu/*.md",
+    "results/**.md",
     "magicdec/**/*.md",
 ]
 exclude_patterns = [".*"]
@@ -53,12 +57,14 @@ def linked_pages(page: str) -> list[str]:
 
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """Append the entries of the sidebar to the pages that are indices."""
+    """Append the entries of the sidebar to the pages that are indices, and the properties."""
     log = linked_pages(LOG)
     pages = {LOG: log, FRONT: [p for p in linked_pages(INDEX) if p not in (FRONT, *log)]}
     if page == FRONT:
-        site = [f"docs/site/{name}" for name in ("api", "gallery", "report")]
+        site = [f"docs/site/{name}" for name in ("api", "gallery", "report", "properties")]
         pages[FRONT] = [INDEX, *site, *pages[FRONT]]
+    if page == PROPERTIES:
+        source[0] += properties_page.table()
     if page in pages:
         lines = "\n".join(f"/{each}" for each in pages[page])
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n\n{lines}\n```\n"

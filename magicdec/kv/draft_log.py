@@ -1,5 +1,5 @@
 """DraftLog: a short digest by row of the tokens that a step's drafts read and proposed, to compare
-runs step by step (docs/statistics.md). Only runs made for their counts keep one, because it costs
+runs step by step (docs/results.md). Only runs made for their counts keep one, because it costs
 time.
 
 It hashes the views that kernels get: a set of positions has one hash, however cut into ranges and

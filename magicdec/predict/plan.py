@@ -1,5 +1,5 @@
 """SpeculationPlan: the checked arguments of `magicdec plan` and their predictions from shapes and
-rates; and PlanRecord with its tables. docs/plan.md is made from these classes. Imports no torch.
+rates; and PlanRecord with its tables, from which docs/record.md is made. Imports no torch.
 """
 
 from __future__ import annotations

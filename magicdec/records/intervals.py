@@ -2,7 +2,7 @@
 batch) gives the standard error.
 
 An interval is symmetric on a scale without bounds: logit between two bounds, log above one. Its
-width comes from Student's t with one degree of freedom fewer than prompts. docs/statistics.md gives
+width comes from Student's t with one degree of freedom fewer than prompts. docs/results.md gives
 reasons and compares the coverage of other methods.
 """
 

@@ -4,7 +4,7 @@ something else.
 Steps of a kind have equal numbers of forwards, draft tokens and rows. A step is judged by the
 median of the nearest steps of its kind in its batch, so that growing contexts and a slowing machine
 are no stalls. It stalled if it took more than `FACTOR` times that median, and more than `SPREADS`
-times the spread of the pass's steps above it on the log scale. docs/statistics.md says what these
+times the spread of the pass's steps above it on the log scale. docs/results.md says what these
 bounds find on a quiet machine.
 """
 

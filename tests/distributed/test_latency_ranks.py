@@ -58,9 +58,9 @@ def expected_bytes(row: dict[str, Any], num_ranks: int) -> int:
 
 
 def documented_keys() -> list[str]:
-    """The keys of a row in the order of docs/latency.md."""
-    text = (ROOT / "docs" / "latency.md").read_text(encoding="utf-8")
-    section = text.split("## Rows\n")[1].split("\n## ")[0]
+    """The keys of a row in the order of docs/record.md."""
+    text = (ROOT / "docs" / "record.md").read_text(encoding="utf-8")
+    section = re.split(r"^#+ ", text.split("### `rows`\n")[1], flags=re.MULTILINE)[0]
     return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
 

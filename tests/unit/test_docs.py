@@ -15,12 +15,12 @@ from magicdec.config import resolved, sections
 from magicdec.runner import request
 from magicdec.systems import options
 
+FOLDERS = ("docs/**/*.md", "results/**/*.md", "magicdec/**/*.md", "scripts/**/README.md")
 PAGES = sorted(
-    str(page.relative_to(ROOT))
-    for pattern in ("*.md", "docs/**/*.md", "results/*.md", "magicdec/**/*.md")
-    for page in ROOT.glob(pattern)
+    str(page.relative_to(ROOT)) for pattern in ("*.md", *FOLDERS) for page in ROOT.glob(pattern)
 )
-DATED = re.compile(r"^## \d{4}-\d{2}-\d{2} ", re.MULTILINE)  # the heading of an entry of the log
+# The log names files and flags that were there when something was measured.
+TODAY = [page for page in PAGES if not page.startswith("docs/log/")]
 # Written with a folder and as source or text, or within what is committed of the repository.
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/[\w-]+\.(py|md|sh|cpp|h)|results/(baselines|paper)/\S*")
 DRIVERS = {f"tests/{name}_benchmark.py": name for name in KNOWN} | {"tests/probe.py": "probe"}
@@ -31,11 +31,6 @@ TERM = re.compile(r"^\| \*\*(.+)\*\* \|.*\|(.*)\|(.*)\|$", re.MULTILINE)  # of t
 def prose(text: str) -> str:
     """The text without its fenced blocks, which hold output and commands."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def text_of_today(page: str) -> str:
-    """The page before its dated entries. What an entry names was there on its day."""
-    return DATED.split((ROOT / page).read_text())[0]
 
 
 def anchors(path: Path) -> set[str]:
@@ -60,7 +55,7 @@ def missing_links(page: str) -> list[str]:
 def missing_paths(page: str) -> list[str]:
     """Repository paths in backticks that are not there; `kv/cache.py` is one within magicdec."""
     missing = []
-    for word in " ".join(re.findall(r"`([^`\n]+)`", prose(text_of_today(page)))).split():
+    for word in " ".join(re.findall(r"`([^`\n]+)`", prose((ROOT / page).read_text()))).split():
         path = word.split(":")[0]
         if PATH.fullmatch(path) and not any((ROOT / p / path).exists() for p in ("", "magicdec")):
             missing.append(word)
@@ -69,7 +64,7 @@ def missing_paths(page: str) -> list[str]:
 
 def commands(page: str) -> list[tuple[str, list[str]]]:
     """What the page's indented blocks start of `magicdec` and its drivers: command and flags."""
-    text = text_of_today(page).replace("\\\n", " ")
+    text = (ROOT / page).read_text().replace("\\\n", " ")
     found = []
     for line in re.findall(r"^    (.*)$", text, flags=re.MULTILINE):
         for words in re.split(r"[;&]", line.partition("  #")[0]):
@@ -88,15 +83,26 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing_links(page)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", TODAY)
 def test_paths_are_there(page: str) -> None:
     assert not missing_paths(page)
 
 
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
-    assert [page for page in sorted(pages - {"README.md"}) if f"({page})" not in index] == []
+    of_docs = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    of_results = {f"../{page}" for page in PAGES if page.startswith("results/")}
+    pages = of_docs - {"README.md"} | of_results
+    assert [page for page in sorted(pages) if f"({page})" not in index] == []
+
+
+def test_the_index_says_where_the_text_of_former_pages_is() -> None:
+    """Of none that is there, so that its name leads nowhere else."""
+    index = (ROOT / "docs" / "README.md").read_text()
+    table = re.findall(r"^\| (`.*) \| (.*) \|$", index.partition("## Pages that were\n")[2], re.M)
+    assert len(table) > 5 and all("](" in place for _, place in table)
+    former = [name for names, _ in table for name in re.findall(r"`([\w.]+)`", names)]
+    assert [name for name in former if (ROOT / "docs" / name).exists()] == []
 
 
 def test_the_readme_is_short() -> None:
@@ -145,7 +151,7 @@ def git(*words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", TODAY)
 def test_commands_have_their_flags(page: str) -> None:
     parsers = {name: parser_of(name) for name in KNOWN}
     for name, flags in commands(page):
@@ -177,7 +183,7 @@ def test_the_glossary_has_words_flags_and_keys_that_are_there() -> None:
     text = re.sub(r"[\s#\"_-]+", " ", sources.lower())
     flags = {flag for n in KNOWN for s in parser_of(n).settings.values() for flag in s.flags}
     terms = TERM.findall((ROOT / "docs" / "glossary.md").read_text())
-    assert len(terms) > 80
+    assert len(terms) > 60
     words = [word for word, _, _ in terms]
     assert [w for w in words if not re.search(rf"\b{re.sub('[ _-]', ' ', w.lower())}", text)] == []
     assert {flag.strip("` ") for _, flag, _ in terms} - flags - {""} == set()

@@ -116,7 +116,7 @@ def test_an_environment_whose_library_cannot_be_imported_is_refused_with_the_cau
 
 
 def test_the_documentation_installs_what_is_checked() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    page = (ROOT / "results" / "performance.md").read_text(encoding="utf-8").replace("\\\n", " ")
     page = " ".join(page.split())
     for name, folder in (("openvino", "openvino"), ("llama_cpp", "llama"), ("vllm", "vllm")):
         python = f"{folder}/bin/python"

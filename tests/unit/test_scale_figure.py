@@ -1,5 +1,5 @@
-"""scripts/scale_figure.py: two cells by hand, as docs/scale.md has them, a ring beside the
-simulator, and what has room."""
+"""scripts/scale_figure.py: two cells by hand, as results/predictions/scale.md has them, a
+ring beside the simulator, and what has room."""
 
 from pathlib import Path
 from types import SimpleNamespace

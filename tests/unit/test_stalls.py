@@ -150,7 +150,7 @@ def test_noise_is_no_stall(spread: float) -> None:
 
 
 def test_hardly_any_step_of_a_quiet_machine_stalled() -> None:
-    """The share that docs/statistics.md names."""
+    """The share that docs/results.md names."""
     found = [
         step_metrics(samples.restored())
         for record in load_records(CPU)

@@ -46,7 +46,7 @@ from magicdec.systems.modes import Pass, Ranks
 from magicdec.systems.options import ServeOptions, check_passes
 from magicdec.systems.pipeinfer.options import Options
 
-LEAST_PROMPTS = 4  # fewer show no loss (docs/statistics.md)
+LEAST_PROMPTS = 4  # fewer show no loss (docs/results.md)
 RANKS_PER_CORE = 2  # more of them would wait for each other for most of the time
 GAMMA = 4
 GAMMAS = (2, 4)  # of the default policy and of the full KV cache

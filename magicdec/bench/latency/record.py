@@ -1,5 +1,5 @@
 """The grid of `magicdec latency`, a row for each of its forwards from the timings of all ranks, the
-record and its table. docs/latency.md is made from these classes. Imports no torch.
+record and its table, from which docs/record.md is made. Imports no torch.
 """
 
 from __future__ import annotations

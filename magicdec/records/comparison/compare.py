@@ -1,4 +1,4 @@
-"""Compares new records with a baseline's under one rule, which docs/statistics.md states: what is
+"""Compares new records with a baseline's under one rule, which docs/results.md states: what is
 the same, a change, a gain, a regression, or cannot be compared. Shows the comparisons as JUnit XML,
 which CI servers show as tests, and as Markdown.
 

@@ -2,7 +2,7 @@
 each step. Owns where it applies, and which difference is named first. Imports no torch.
 
 In float32, on kernels that sum in a fixed order, unchanged code on one machine repeats every step,
-so that any difference is one of the code (docs/statistics.md).
+so that any difference is one of the code (docs/results.md).
 """
 
 from __future__ import annotations
