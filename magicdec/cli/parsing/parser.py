@@ -173,9 +173,9 @@ class Parser(argparse.ArgumentParser):
         return ParsedValues(sections, frozenset(typed), given, self.settings)
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
-        parsed, unknown = self.parse_known_args(words)
-        for word in unknown:
+        for word in words:
             self.refuse_gone(word)
+        parsed, unknown = self.parse_known_args(words)
         if unknown:
             raise ValueError(f"unknown argument {unknown[0]}; {self._meant(unknown[0])}")
         names = {each.flag: name for name, each in self.settings.items() if "." in name}
