@@ -210,8 +210,8 @@ def prepare(
     runs: list[tuple[ResolvedRun, str]] = []
     names = dict[str, str]()
     for backend in backends:
-        attention = replace(asked.attention, backend=backend)
-        run = find(largest_run(replace(asked, attention=attention), grid), launch, cache)
+        with_backend = replace(asked, attention=AttentionSection(backend))
+        run = find(largest_run(with_backend, grid), launch, cache)
         name = str(run.config.attention.backend)
         if name in names:
             raise ValueError(

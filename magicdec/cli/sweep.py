@@ -53,6 +53,8 @@ class Flags:
     def name_of(self, where: str, key: str) -> str:
         if key in OF_ONE_RUN:
             raise ValueError(f"{where}: {key} is for one run, not for the runs of a study")
+        if (place := self.parser.gone.get(f"--{key}")) is not None:
+            raise ValueError(f"{where}: {key} is gone: {place}")
         if key not in self.names:
             hint = most_like(key, sorted(self.names.keys() - set(OF_ONE_RUN)))
             raise ValueError(f"{where}: unknown flag {key}; {hint}")

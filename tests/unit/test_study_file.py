@@ -138,6 +138,10 @@ BAD_FILES = {
         "[[grid]]\ndriver = 'baseline'\ngama = 1",
         "study.toml, line 3: grid 1: unknown flag gama; did you mean gamma?",
     ),
+    "flag of before": (
+        "[[grid]]\ndriver = 'run'\nmax_len = 99",
+        "study.toml, line 3: grid 1: max_len is gone: give --gen_len",
+    ),
     "flag of one run": (
         "[[grid]]\ndriver = 'selfspec'\nsave_tokens = 'x'",
         "study.toml, line 3: grid 1: save_tokens is for one run",
