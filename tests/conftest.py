@@ -32,6 +32,7 @@ from rank_server import NOTICE_S, Job, RankServer
 from roomy import call_with_room
 from safetensors.torch import save_file
 from tiers import choose, ordered
+from torch.utils._device import _device_constructors
 from triton_interpreter import patch_once
 
 from magicdec.attention.backend import AttentionBackend
@@ -170,8 +171,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Without this, tests of a suite whose MAGICDEC_MARCH is wrong would all be skipped."""
+    """Without `check_cpu`, tests of a suite whose MAGICDEC_MARCH is wrong would all be skipped. The
+    functions that `torch.device("meta")` takes for makers of tensors are listed once in a process:
+    were `torch.tensor` replaced then, transformers would leave rotary tables of later tests as they
+    are in memory."""
     check_cpu()
+    _device_constructors()
 
 
 @pytest.hookimpl(tryfirst=True)
