@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import describe_machine, interleaved
+from peers.measuring import describe_machine, interleaved
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from measuring import run_command, run_selfspec
+from peers.measuring import run_command, run_selfspec
 from rich.console import Console
 from rich.table import Table
 

@@ -32,6 +32,7 @@ include_patterns = [
     "results/*.md",
     "results/gpu/*.md",
     "magicdec/**/*.md",
+    "scripts/dev/*.md",
 ]
 exclude_patterns = [".*"]
 myst_heading_anchors = 4

@@ -4,12 +4,10 @@ import random
 import statistics
 
 import pytest
-from conftest import ROOT
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import acceptance_table
 
     return acceptance_table

@@ -1,7 +1,7 @@
-"""The peers of `scripts/bench_peers.py`: wrong flags are refused before a peer starts, this project
-and transformers pass the script's check and undo their verifications, and the GGUF export agrees
-with an independent reader and rotation. llama.cpp itself is checked by the script, which measures
-only after all peers emit the same tokens."""
+"""The peers of `scripts/dev/bench_peers.py`: wrong flags are refused before a peer starts, this
+project and transformers pass the script's check and undo their verifications, and the GGUF export
+agrees with an independent reader and rotation. llama.cpp itself is checked by the script, which
+measures only after all peers emit the same tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import peer_runs
 from bench_peers import WIDTH, decode_table, generation_table, read_options
-from peer_process import Sizes, Start, Worker, started_here
-from peer_runs import (
+from conftest import ROOT
+from peer_worker import answer_of, what_is_ready
+from peers import ENVIRONMENTS, PEERS, Entry, Environment, runs, timed_dtypes
+from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
+from peers.peer import CHUNK, Peer
+from peers.process import Sizes, Start, Worker, started_here
+from peers.runs import (
     Case,
     check_tokens,
     log_prob_differences,
@@ -35,12 +35,9 @@ from peer_runs import (
     measure_generations,
     perplexities,
 )
-from peer_worker import answer_of, what_is_ready
-from peers import ENVIRONMENTS, PEERS, Entry, Environment, timed_dtypes
-from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
-from peers.peer import CHUNK, Peer
 from peers.vllm_engine import VLLM
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 HERE = sys.executable
@@ -137,8 +134,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("peers") / "hf"
     patch = pytest.MonkeyPatch()
     for name, value in {"LAYERS": 2, "FFN": 128, "POSITIONS": 1024}.items():
-        patch.setattr(peer_runs, name, value)
-    peer_runs.save_model(2, directory)
+        patch.setattr(runs, name, value)
+    runs.save_model(2, directory)
     patch.undo()
     return directory
 
@@ -166,7 +163,7 @@ class Here(Worker):
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_runs, "Worker", Here)
+    monkeypatch.setattr(runs, "Worker", Here)
 
 
 @pytest.mark.wide
@@ -206,7 +203,7 @@ def test_scores_are_those_of_one_forward_of_the_whole_text(
     expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     found = perplexities(starts, DTYPES, texts, threads=1)
     assert found == pytest.approx(dict.fromkeys(found, float((-expected).mean().exp())), rel=1e-5)
-    monkeypatch.setattr(peer_runs, "SCORED_TOKENS", CHUNK + 30)
+    monkeypatch.setattr(runs, "SCORED_TOKENS", CHUNK + 30)
     assert all(value < 1e-5 for value in log_prob_differences(starts, DTYPES, 1).values())
     narrow = log_prob_differences(starts, DTYPES | {"magicdec": "bfloat16"}, 1)
     assert narrow["transformers"] < 1e-5 < 1e-3 < narrow["magicdec"] < 0.5
@@ -249,7 +246,7 @@ def test_vllm_scores_prompts_whatever_the_order_of_its_outputs(
 def test_a_row_of_the_table_has_every_number(
     starts: list[Start], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_runs, "ROUNDS", 2)
+    monkeypatch.setattr(runs, "ROUNDS", 2)
     rows = measure(Case(2, 40), starts[:1], {"magicdec": "float32"}, 1)
     numbers = ("ms", "ms_p10", "ms_p90", "verify_ms", "verify_ms_p10", "verify_ms_p90")
     assert [row["peer"] for row in rows] == ["magicdec"]
@@ -278,13 +275,13 @@ def test_generations_of_every_text_and_peer_are_measured(
     def export(start: Start, source: Path) -> None:
         exported.append((start.name, start.python, source.resolve()))
 
-    monkeypatch.setattr(peer_runs, "Worker", Generates)
-    monkeypatch.setattr(peer_runs, "export_model", export)
+    monkeypatch.setattr(runs, "Worker", Generates)
+    monkeypatch.setattr(runs, "export_model", export)
     texts = ["demo", "ruler:niah_multikey"]
     rows = measure_generations(texts, 512, {"vllm": "python", "openvino": "python"}, DTYPES, 1)
     ways = [name for name, entry in PEERS.items() if entry.generates]
     assert [(row["text"], row["way"]) for row in rows] == list(product(texts, ways))
-    assert exported == [("vllm", "python", peer_runs.DEMO)], "OpenVINO is not in this table"
+    assert exported == [("vllm", "python", runs.DEMO)], "OpenVINO is not in this table"
     assert {row["seconds"] for row in rows} == {98.0}
     assert {row["decode_seconds"] for row in rows} == {95.0}
     found = {row["way"]: row["perplexity"] for row in rows}
@@ -317,8 +314,8 @@ class FakeWorker:
 
     def ask(self, do: str, **command: Any) -> dict[str, Any]:
         if do == "verify":
-            return {"verified": [[self.odd] * peer_runs.VERIFIED]}
-        return {"tokens": [[self.odd and not self.verifies_odd] * peer_runs.CHECKED_TOKENS]}
+            return {"verified": [[self.odd] * runs.VERIFIED]}
+        return {"tokens": [[self.odd and not self.verifies_odd] * runs.CHECKED_TOKENS]}
 
 
 @pytest.mark.parametrize(
@@ -328,7 +325,7 @@ def test_nothing_is_measured_after_other_tokens(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the peer is not exact, which the table then says."""
-    monkeypatch.setattr(peer_runs, "Worker", FakeWorker)
+    monkeypatch.setattr(runs, "Worker", FakeWorker)
     starts = [started_here(peer, Path()) for peer in ("magicdec", name)]
     monkeypatch.setitem(PEERS, name, Entry("nowhere"))
     with pytest.raises(RuntimeError, match=f"{name} and magicdec emit different {what}"):

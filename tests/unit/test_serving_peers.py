@@ -1,5 +1,5 @@
-"""The peers of `scripts/bench_serving_peers.py`: wrong flags are refused before a peer starts, the
-traces follow from their seed, requests are submitted when they arrive, and nothing is measured
+"""The peers of `scripts/dev/bench_serving_peers.py`: wrong flags are refused before a peer starts,
+the traces follow from their seed, requests are submitted when they arrive, and nothing is measured
 after other tokens. This project and transformers serve alike; OpenVINO GenAI is checked by the
 script, which measures only after all peers emit the same tokens."""
 
@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import pytest
-from conftest import ROOT, random_prompts
-
-sys.path.insert(0, str(ROOT / "scripts"))
 import bench_serving_peers
-import serving_runs
+import pytest
 from bench_serving_peers import make_table, read_options
-from peer_process import Start, started_here
-from peers import ENVIRONMENTS, PEERS, Entry
+from conftest import random_prompts
+from peers import ENVIRONMENTS, PEERS, Entry, serving_runs
+from peers.process import Start, started_here
 from peers.serving_peer import Served, ServingPeer, ServingSizes, TimedRequest, serve_requests
+from peers.serving_runs import WAYS, Way, check_tokens, measure, metrics, sizes_of
+from peers.serving_trace import describe_trace, make_trace
 from rich.console import Console
-from serving_runs import WAYS, Way, check_tokens, measure, metrics, sizes_of
-from serving_trace import describe_trace, make_trace
 
 NAMES = (
     "magicdec, magicdec-1024, openvino, openvino-2048, openvino-u8, openvino-2048-u8, "

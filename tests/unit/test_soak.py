@@ -1,18 +1,14 @@
 """scripts/soak_pipeline.py: what counts as a leak, and that its cases are commands which can be."""
 
 import random
-import sys
 
 import pytest
-from conftest import ROOT
+from soak.choices import draw
+from soak.leaks import BOUNDS, COUNTS, WARM_UP, Sample, find_leaks
 
 from magicdec.cli.serve import COMMANDS
 from magicdec.distributed.groups import Launch
 from magicdec.systems.modes import SPECULATIVE
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from soak.choices import draw
-from soak.leaks import BOUNDS, COUNTS, WARM_UP, Sample, find_leaks
 
 PASSES = WARM_UP + 24
 
