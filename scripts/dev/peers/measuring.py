@@ -1,11 +1,8 @@
-"""Helpers of the benchmark scripts: interleaved timing, the ceilings of this machine, and runs of
-`magicdec` in separate processes."""
+"""Helpers of the benchmark scripts: interleaved timing, and the ceilings of this machine."""
 
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,29 +12,11 @@ from typing import Any
 import torch
 
 from magicdec.distributed.groups import Group, read_launch
-from magicdec.distributed.ranks import package_command
 from magicdec.hardware.environment import probe_machine
 from magicdec.hardware.timing import read_bandwidth
 from magicdec.predict.probe import gemm_rates
 from magicdec.records.metrics import percentile
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
 from peers import timed_dtypes
-
-
-def run_command(ranks: int, *flags: object) -> None:
-    """Run `magicdec <flags>` on `ranks` ranks. If it fails, print its output and exit."""
-    command = [*package_command(), *map(str, flags), "--nproc", str(ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout, done.stderr, file=sys.stderr)
-        sys.exit(f"{Path(sys.argv[0]).name}: {flags[0]} ended with {done.returncode}")
-
-
-def run_selfspec(path: Path, ranks: int, *flags: object) -> RunRecord:
-    """Run `magicdec selfspec` and return its record, which is appended to `path`."""
-    run_command(ranks, "selfspec", *flags, "--out", path)
-    return load_records(path)[-1]
 
 
 def dtypes_here() -> dict[str, str]:
