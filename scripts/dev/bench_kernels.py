@@ -136,7 +136,8 @@ def attention_cell(cell: Cell, seconds: float) -> list[dict[str, Any]]:
 def filled_view(backend: AttentionBackend, cell: Cell, layers: int, dtype: torch.dtype) -> KVView:
     block = backend.block_size(cell.seq_len + cell.T)
     per_row = -(-(cell.seq_len + cell.T) // block)
-    blocks, layout = cell.batch * per_row, backend.layout(dtype)
+    blocks = cell.batch * per_row
+    layout = backend.layout(dtype)
     shape = CacheShape(layers, cell.kv_heads, cell.head_size, block, blocks, layout)
     cache = KVCache(shape, cell.batch, per_row, dtype, torch.device("cpu"))
     rows = range(cell.batch)
@@ -163,11 +164,13 @@ def call_backend(
 def call_sdpa(
     cache: KVCache, total: int, layers: int, q: Tensor, mask: Tensor | None
 ) -> Callable[[], Tensor]:
-    order, heads_first = cycle(range(layers)), q.transpose(1, 2)
+    order = cycle(range(layers))
+    heads_first = q.transpose(1, 2)
 
     def call() -> Tensor:
         layer = next(order)
-        k, v = cache.k[layer][:, :, :total], cache.v[layer][:, :, :total]
+        k = cache.k[layer][:, :, :total]
+        v = cache.v[layer][:, :, :total]
         out = F.scaled_dot_product_attention(heads_first, k, v, attn_mask=mask, enable_gqa=True)
         return out.transpose(1, 2)
 
@@ -224,7 +227,8 @@ def collective_rows(seconds: float) -> list[dict[str, Any]]:
 def collective_rank(path: Path, seconds: float) -> None:
     """One rank of `collective_rows`. Rank 0 writes its measurements to `path`."""
     torch.set_num_threads(1)
-    launch, rows = read_launch(), []
+    launch = read_launch()
+    rows = []
     rounds = max(20, int(400 * seconds))
     for name in ("gloo", "shared_memory"):
         everyone = tuple(range(launch.world_size))
@@ -247,7 +251,8 @@ def collective_rank(path: Path, seconds: float) -> None:
 
 
 def print_tables(measured: dict[str, Any]) -> None:
-    console, machine = Console(width=128), measured["machine"]
+    console = Console(width=128)
+    machine = measured["machine"]
     console.print(
         f"{machine['cpu']}, {machine['threads']} threads: reads "
         f"{machine['read_bytes_per_s'] / 1e9:.1f} GB/s, multiplies "

@@ -166,11 +166,16 @@ def decode_table(measured: dict[str, Any]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for row in measured["decode"]:
         table.add_row(
-            marked(row["peer"], row["is_exact"]), row["dtype"],
-            str(row["kv_heads"]), str(row["prefix"]), *spread(row, ""),
-            f"{row['bytes'] / bandwidth / (row['ms'] / 1e3):.0%}", *spread(row, "verify_"),
-            f"{row['prefill_tokens_per_s']:.0f}", written(row["log_prob_difference"], ".1e"),
-        )  # fmt: skip
+            marked(row["peer"], row["is_exact"]),
+            row["dtype"],
+            str(row["kv_heads"]),
+            str(row["prefix"]),
+            *spread(row, ""),
+            f"{row['bytes'] / bandwidth / (row['ms'] / 1e3):.0%}",
+            *spread(row, "verify_"),
+            f"{row['prefill_tokens_per_s']:.0f}",
+            written(row["log_prob_difference"], ".1e"),
+        )
     return table
 
 
@@ -193,9 +198,12 @@ def generation_table(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row["text"], row["way"], *range_of(row["all_seconds"]),
-            *range_of(row["all_decode_seconds"]), written(row["perplexity"], ".4f"),
-        )  # fmt: skip
+            row["text"],
+            row["way"],
+            *range_of(row["all_seconds"]),
+            *range_of(row["all_decode_seconds"]),
+            written(row["perplexity"], ".4f"),
+        )
     return table
 
 
@@ -218,9 +226,12 @@ def run(options: argparse.Namespace) -> None:
             console.print(version, soft_wrap=True)
     if options.generated_prefix:
         measured["generate"] = measure_generations(
-            options.generated_texts, options.generated_prefix,
-            options.pythons, dtypes, options.threads,
-        )  # fmt: skip
+            options.generated_texts,
+            options.generated_prefix,
+            options.pythons,
+            dtypes,
+            options.threads,
+        )
         console.print(generation_table(measured["generate"]))
     if options.json:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")

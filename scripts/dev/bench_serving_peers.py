@@ -187,12 +187,17 @@ def make_table(arrival: str, rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         makespans = row["all_makespan_s"]
         table.add_row(
-            marked(row["way"], row["is_exact"]), row["dtype"],
-            f"{row['makespan_s']:.2f}", f"{min(makespans):.2f}-{max(makespans):.2f}",
-            f"{row['makespan_s'] / rows[0]['makespan_s']:.2f}", f"{row['output_throughput']:.0f}",
-            f"{row['p50_ttft_ms'] / 1e3:.2f}", f"{row['p90_ttft_ms'] / 1e3:.2f}",
-            f"{row['mean_tpot_ms']:.1f}", str(row["num_differing"]),
-        )  # fmt: skip
+            marked(row["way"], row["is_exact"]),
+            row["dtype"],
+            f"{row['makespan_s']:.2f}",
+            f"{min(makespans):.2f}-{max(makespans):.2f}",
+            f"{row['makespan_s'] / rows[0]['makespan_s']:.2f}",
+            f"{row['output_throughput']:.0f}",
+            f"{row['p50_ttft_ms'] / 1e3:.2f}",
+            f"{row['p90_ttft_ms'] / 1e3:.2f}",
+            f"{row['mean_tpot_ms']:.1f}",
+            str(row["num_differing"]),
+        )
     return table
 
 

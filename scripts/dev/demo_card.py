@@ -32,8 +32,11 @@ from magicdec.runner.model_runner import ModelRunner
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 DISTANCES = (512, 1024, 2048, 4096, 8192, 16000)
 SCORED = 256  # tokens whose loss is measured after each context
-PASSAGE, CUE = 64, 16  # tokens of a repeated passage; those after the cue are scored
-BOOKS, CHAPTERS, CHAPTER_TOKENS = 8, 4, 4700  # a book must have 16384 tokens when tokenised again
+PASSAGE = 64  # tokens that are repeated
+CUE = 16  # of these, after which the others are scored
+BOOKS = 8
+CHAPTERS = 4
+CHAPTER_TOKENS = 4700  # a book must have 16384 tokens when tokenised again
 CHUNK = 1024
 
 
@@ -174,7 +177,8 @@ def main() -> None:
     encoded = [np.array(tokenizer.encode(text), dtype=np.int64) for text in books]
     measured = {f"{n}_training": trained_on(n, args.longer) for n in ("target", "draft")}
     measured |= {"num_windows": str(args.num_windows), "num_trials": str(args.num_trials)}
-    losses, recalls = {}, {}
+    losses = {}
+    recalls = {}
     for label in ("target", "draft"):
         runner = load_runner(args.out / label, 1, max(CONTEXTS) + SCORED + 2 * PASSAGE)
         losses[label] = loss_by_context(runner, encoded, args.num_windows)

@@ -85,10 +85,12 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the suite")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), metavar="DIRECTORY")
     parser.add_argument(
-        "--seconds", type=int, metavar="N",
+        "--seconds",
+        type=int,
+        metavar="N",
         help="time limit in seconds: no cell is begun after it, and a running process is stopped "
         f"[attention 150, llama31 400, else {OTHERS}]",
-    )  # fmt: skip
+    )
     options = parser.parse_args(arguments)
     if options.seconds is None:
         options.seconds = SECONDS.get(options.stage, OTHERS)

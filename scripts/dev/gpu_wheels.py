@@ -19,8 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # What the suite imports beside torch, numpy, scipy, Triton, transformers and what these bring.
 NEEDED = (
-    *("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
-    *("rich", "markdown-it-py", "mdurl", "Pygments", "shtab"),
+    "pydantic",
+    "pydantic_core",
+    "annotated-types",
+    "typing-inspection",
+    "typing_extensions",
+    "rich",
+    "markdown-it-py",
+    "mdurl",
+    "Pygments",
+    "shtab",
 )
 PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux1")
 MOST_BYTES = 64 << 20

@@ -84,8 +84,10 @@ def run(name: str, model: str, dtype: str, *sizes: str) -> None:
 def what_is_ready(peer: Peer) -> dict[str, Any]:
     """What the first answer says."""
     return {
-        "version": peer.version(), "can_verify": peer.can_verify, "can_score": peer.can_score,
-    }  # fmt: skip
+        "version": peer.version(),
+        "can_verify": peer.can_verify,
+        "can_score": peer.can_score,
+    }
 
 
 def run_serving(name: str, model: str, dtype: str, sizes: str) -> None:

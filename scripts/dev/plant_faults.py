@@ -31,21 +31,37 @@ from faults import PROPERTIES
 from faults.fault import Fault, Property
 
 ROOT = Path(__file__).parents[2]
-PACKAGE, TESTS = ROOT / "magicdec", ROOT / "tests"
+PACKAGE = ROOT / "magicdec"
+TESTS = ROOT / "tests"
 IMPORTED = (
-    *("hypothesis", "numpy", "pandas", "pydantic.dataclasses", "safetensors.torch"),
-    *("scipy.stats", "torch.distributed", "gguf", "transformers.models.llama.modeling_llama"),
+    "hypothesis",
+    "numpy",
+    "pandas",
+    "pydantic.dataclasses",
+    "safetensors.torch",
+    "scipy.stats",
+    "torch.distributed",
+    "gguf",
+    "transformers.models.llama.modeling_llama",
 )
 PROCESSES = 2
 # A test takes a second, but a fault may make it wait for ever.
 FLAGS = (
-    "--timeout=120", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio",
-    "-p", "no:unraisableexception", "-p", "no:threadexception",
-)  # fmt: skip
+    "--timeout=120",
+    "-pno:cacheprovider",
+    "-pno:xdist",
+    "-pno:anyio",
+    "-pno:unraisableexception",
+    "-pno:threadexception",
+)
 # A test that fails with its fault need not say how, nor what else would fail.
 BRIEF = "--assert=plain", "--tb=line", "-x", "--hypothesis-profile=planted"
-SEEN, UNSEEN, PASSED, FAILED = "seen", "NOT SEEN", "passed", "FAILED"
-MISPLACED, NOT_RUN = "MISPLACED", "NOT RUN"
+SEEN = "seen"
+UNSEEN = "NOT SEEN"
+PASSED = "passed"
+FAILED = "FAILED"
+MISPLACED = "MISPLACED"
+NOT_RUN = "NOT RUN"
 
 
 @dataclass(frozen=True)
@@ -131,7 +147,8 @@ def run_all(cases: Sequence[Case], copies: Sequence[Path]) -> list[int]:
     compileall.compile_dir(PACKAGE, quiet=1)  # once, and not in every copy
     gc.freeze()
     gc.disable()  # a child ends before its garbage matters
-    running, codes = dict[int, int](), [0] * len(cases)
+    running = dict[int, int]()
+    codes = [0] * len(cases)
     for number, (case, copy) in enumerate(zip(cases, copies, strict=True)):
         if len(running) == PROCESSES:
             wait_for_one(running, codes)
@@ -153,7 +170,8 @@ def run(case: Case, copy: Path) -> None:
             os.dup2(out.fileno(), 2)
         os.chdir(copy)
         # Compiled code would be written through a link into the package itself.
-        sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         sys.path.insert(0, str(copy))
         flags = [*FLAGS, *(BRIEF if case.fault else ())]
         code = int(pytest.main([*flags, *map(place_of, case.tests)]))

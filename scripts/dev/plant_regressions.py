@@ -28,13 +28,17 @@ from faults.acceptance import REGRESSIONS, Regression
 from plant_faults import IMPORTED, PACKAGE, Case, occurrences
 
 SMALL = ("--model", "demo", "--B", "8", "--num_batches", "1", "--prefix_len", "1024")
-PASSED, NAMED, BROKEN = 0, 1, 2  # exit codes of a run
+# Exit codes of a run.
+PASSED = 0
+NAMED = 1
+BROKEN = 2
 
 
 def main(words: Sequence[str]) -> int:
     """Plant all, or those with one of the texts, and print a line for each. Returns the exit
     code."""
-    baseline, texts = None, list(words)
+    baseline = None
+    texts = list(words)
     if "--baseline" in texts:
         place = texts.index("--baseline")
         baseline = Path(texts[place + 1]).absolute()
@@ -44,7 +48,8 @@ def main(words: Sequence[str]) -> int:
         import_module(name)
     assert "magicdec" not in sys.modules
     with TemporaryDirectory() as directory:
-        folder, count = Path(directory), 0
+        folder = Path(directory)
+        count = 0
         if baseline is None:
             baseline = folder / "baseline.jsonl"
             save(baseline)
@@ -114,7 +119,8 @@ def compared(each: Regression, baseline: Path) -> int:
         print("the baseline file has no case of it")
         return BROKEN
     configs = [with_threads(case_of(case), 1) for case in cases]
-    of_one, of_several = list[tuple[int, GateCase]](), list[int]()
+    of_one = list[tuple[int, GateCase]]()
+    of_several = list[int]()
     for number, config in enumerate(configs):
         if num_ranks(config) == 1:
             of_one.append((number, config))

@@ -15,10 +15,21 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, Preset
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- presets: scripts/dev/preset_table.py --write -->", "<!-- end of presets -->"
+BEGIN = "<!-- presets: scripts/dev/preset_table.py --write -->"
+END = "<!-- end of presets -->"
 LABELS = (
-    *("preset", "layers", "width", "heads: KV x size", "FFN", "vocabulary", "context"),
-    *("positions", "parameters", "source", "checked", "runs"),
+    "preset",
+    "layers",
+    "width",
+    "heads: KV x size",
+    "FFN",
+    "vocabulary",
+    "context",
+    "positions",
+    "parameters",
+    "source",
+    "checked",
+    "runs",
 )
 
 

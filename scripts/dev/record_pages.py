@@ -22,7 +22,11 @@ from magicdec.records.record import RunRecord
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
-    *("record.md", "latency.md", "plan.md", "serving.md", "pipeline.md"),
+    "record.md",
+    "latency.md",
+    "plan.md",
+    "serving.md",
+    "pipeline.md",
     "pipelined_speculation.md",
 )
 SCHEMA = "record.schema.json"

@@ -41,21 +41,33 @@ from magicdec.predict.simulator.simulation import SimulatedMachine
 from magicdec.systems.pipeinfer.emulated_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
 
-DRAFT_OF = {"llama-3.1-8b": "llama-3.2-1b", "llama-3.1-70b": "llama-3.1-8b",
-            "llama-3.1-405b": "llama-3.1-8b"}  # of pipelined speculation  # fmt: skip
+DRAFT_OF = {
+    "llama-3.1-8b": "llama-3.2-1b",
+    "llama-3.1-70b": "llama-3.1-8b",
+    "llama-3.1-405b": "llama-3.1-8b",
+}  # of pipelined speculation
 CONTEXTS = (4096, 32768, 131072)
 GPUS = (8, 16, 32, 64, 128, 256, 512)
 REQUESTS = (1, 4, 16, 64, 256, 1024, 4096)
 ACCEPTANCES = (0.6, 0.7, 0.8)  # conditional
-NODE, BYTES, BUDGET, MAX_GAMMA = 8, 2, 512, 8
+NODE = 8
+BYTES = 2
+BUDGET = 512
+MAX_GAMMA = 8
 ROOM = 0.9  # share of a GPU's memory for weights and KV cache
-READ, COMPUTE = 0.8, 0.6  # shares of the published peaks that kernels are taken to reach
+# Shares of the published peaks that kernels are taken to reach.
+READ = 0.8
+COMPUTE = 0.6
 LAYER_S = 5e-6  # fixed time of a layer: gaps between kernels in a CUDA graph
-PIPELINED_REQUESTS, PIPELINED_STAGES, PIPELINED_TOKENS = 4, 32, 64  # at most, what is simulated
+# The most that is simulated.
+PIPELINED_REQUESTS = 4
+PIPELINED_STAGES = 32
+PIPELINED_TOKENS = 64
 NO_GAIN = 1.02  # a drafting way that is less better than plain decoding does not count
-TENSOR, REPLICAS, RING, PIPELINED = (
-    "tensor parallelism", "replicas, in-flight batches", "ring of stages", "asynchronous pipeline"
-)  # fmt: skip
+TENSOR = "tensor parallelism"
+REPLICAS = "replicas, in-flight batches"
+RING = "ring of stages"
+PIPELINED = "asynchronous pipeline"
 KINDS = (TENSOR, REPLICAS, RING, PIPELINED)
 COLOUR_OF = {kind: COLOURS[index] for index, kind in enumerate(KINDS)}
 NO_ROOM = "#E4E4E4"
@@ -63,11 +75,15 @@ DRAFT_RANKS = (1, 2, 4, 8)  # that share a small draft model
 MOST_GAIN = 4  # drafts are tried where plain decoding is not further behind the best than this
 SHOWN = 1.05  # the least gain that the maps show
 EXAMPLES = (
-    ("llama-3.1-8b", 4096, 8, 1), ("llama-3.1-8b", 32768, 64, 1024),
-    ("llama-3.1-70b", 4096, 8, 64), ("llama-3.1-70b", 32768, 64, 256),
-    ("llama-3.1-70b", 131072, 64, 64), ("llama-3.1-405b", 4096, 64, 1),
-    ("llama-3.1-405b", 32768, 64, 64), ("llama-3.1-405b", 131072, 512, 64),
-)  # fmt: skip
+    ("llama-3.1-8b", 4096, 8, 1),
+    ("llama-3.1-8b", 32768, 64, 1024),
+    ("llama-3.1-70b", 4096, 8, 64),
+    ("llama-3.1-70b", 32768, 64, 256),
+    ("llama-3.1-70b", 131072, 64, 64),
+    ("llama-3.1-405b", 4096, 64, 1),
+    ("llama-3.1-405b", 32768, 64, 64),
+    ("llama-3.1-405b", 131072, 512, 64),
+)
 
 
 @dataclass(frozen=True)
@@ -179,7 +195,8 @@ class Cluster:
     ) -> float:
         """A step of all `rows` of a replica: `passes` of (new tokens, visible tokens) one after the
         other. In a ring, groups of rows circulate, as many as stages or twice as many."""
-        p, best = division.stages, math.inf
+        p = division.stages
+        best = math.inf
         for groups in {min(p, rows), min(2 * p, rows)}:
             each = math.ceil(rows / groups)
             stage = hops = 0.0
@@ -190,9 +207,15 @@ class Cluster:
         return best
 
     def speed(
-        self, model: str, division: Division, S: int, requests: int, gamma: int, acceptance: float,
+        self,
+        model: str,
+        division: Division,
+        S: int,
+        requests: int,
+        gamma: int,
+        acceptance: float,
         draft: str | None = None,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Tokens a second. Drafts are of the model itself, or of `draft` on some GPUs of each
         replica, which makes them while its stages wait."""
         rows = math.ceil(requests / division.replicas)
@@ -235,9 +258,11 @@ def divisions(model: str, gpus: int, requests: int) -> Iterator[Division]:
         for stages in powers:
             for replicas in powers:
                 if (
-                    tp * stages * replicas <= gpus and tp <= config.num_heads
-                    and stages <= config.num_layers and replicas <= requests
-                ):  # fmt: skip
+                    tp * stages * replicas <= gpus
+                    and tp <= config.num_heads
+                    and stages <= config.num_layers
+                    and replicas <= requests
+                ):
                     yield Division(replicas, stages, tp)
 
 
@@ -247,9 +272,10 @@ def answer(
 ) -> Answer | None:
     """The way that wins in a cell; None where no division has room."""
     fitting = [
-        d for d in divisions(model, gpus, requests)
+        d
+        for d in divisions(model, gpus, requests)
         if cluster.fits(model, d, math.ceil(requests / d.replicas), S)
-    ]  # fmt: skip
+    ]
     if not fitting:
         return None
     ways = [(cluster.speed(model, d, S, requests, 0, 0.0), d, 0) for d in fitting]
@@ -257,8 +283,9 @@ def answer(
     near = [d for speed, d, _ in ways if speed * MOST_GAIN > plain]
     drafting = [
         (cluster.speed(model, d, S, requests, gamma, acceptance), d, gamma)
-        for d in near for gamma in range(1, MAX_GAMMA + 1)
-    ]  # fmt: skip
+        for d in near
+        for gamma in range(1, MAX_GAMMA + 1)
+    ]
     speed, division, gamma = max(ways, key=lambda way: way[0])
     best = max(drafting, key=lambda way: way[0])
     if best[0] > NO_GAIN * plain:
@@ -267,8 +294,9 @@ def answer(
         # What the same drafts bring if they are made and verified in turns.
         in_turns = max(
             cluster.speed(model, d, S, requests, g, acceptance, DRAFT_OF[model])
-            for d in near for g in range(1, MAX_GAMMA + 1)
-        )  # fmt: skip
+            for d in near
+            for g in range(1, MAX_GAMMA + 1)
+        )
         bound = NO_GAIN * max(speed, in_turns)
         pipeline = best_pipeline(cluster, model, S, gpus, requests, acceptance, fitting, bound)
         if pipeline is not None:
@@ -278,12 +306,19 @@ def answer(
 
 
 def best_pipeline(
-    cluster: Cluster, model: str, S: int, gpus: int, requests: int, acceptance: float,
-    fitting: list[Division], bound: float,
-) -> tuple[float, Division] | None:  # fmt: skip
+    cluster: Cluster,
+    model: str,
+    S: int,
+    gpus: int,
+    requests: int,
+    acceptance: float,
+    fitting: list[Division],
+    bound: float,
+) -> tuple[float, Division] | None:
     """The fastest asynchronous pipeline with more than `bound` tokens a second, if there is one.
     Its draft takes GPUs beside those of the stages."""
-    speeds, draft = [], DRAFT_OF[model]
+    speeds = []
+    draft = DRAFT_OF[model]
     for d in fitting:
         # A chain commits at most 1 / (1 - a) tokens in the time of a pass.
         most = requests / (1 - acceptance) / cluster.seconds(model, d.tp, 1, 1, S)
@@ -346,11 +381,16 @@ def winners(clusters: list[Cluster]) -> Table:
             drafting = [way for way in ways if way.gamma]
             most = max(way.gain for way in drafting)
             leads = [way.lead for way in ways if way.lead is not None]
-            rows.append((
-                cluster.network.name, f"{acceptance:g}", *(str(kinds.count(k)) for k in KINDS),
-                f"{len(drafting)} of {len(ways)}", f"{most:.2f}x",
-                f"{min(leads):.2f}x to {max(leads):.2f}x" if leads else "",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    cluster.network.name,
+                    f"{acceptance:g}",
+                    *(str(kinds.count(k)) for k in KINDS),
+                    f"{len(drafting)} of {len(ways)}",
+                    f"{most:.2f}x",
+                    f"{min(leads):.2f}x to {max(leads):.2f}x" if leads else "",
+                )
+            )
     columns = ["predicted winners, cells", "acceptance", *KINDS, "with self-drafts", "at most"]
     return Table([*columns, "pipeline over the same drafts in turns"], rows)
 
@@ -382,17 +422,39 @@ def examples(clusters: list[Cluster]) -> Table:
             way = answer(cluster, *cell, 0.7)
             assert way is not None, "examples have room"
             model, S, gpus, requests = cell
-            d, ms = way.division, 1e3 * requests / way.tokens_per_s
-            rows.append((
-                cluster.network.name.split(",")[0], model, str(S), str(gpus), str(requests),
-                way.kind, f"{d.replicas} x {d.stages} x {d.tp}", str(way.gamma),
-                f"{way.tokens_per_s:,.0f}", f"{ms:.2f}", f"{way.gain:.2f}x",
-            ))  # fmt: skip
+            d = way.division
+            ms = 1e3 * requests / way.tokens_per_s
+            rows.append(
+                (
+                    cluster.network.name.split(",")[0],
+                    model,
+                    str(S),
+                    str(gpus),
+                    str(requests),
+                    way.kind,
+                    f"{d.replicas} x {d.stages} x {d.tp}",
+                    str(way.gamma),
+                    f"{way.tokens_per_s:,.0f}",
+                    f"{ms:.2f}",
+                    f"{way.gain:.2f}x",
+                )
+            )
     return Table(
-        ["network", "model", "context", "GPUs", "requests", "winner", "replicas x stages x ranks",
-         "gamma", "tokens/s", "ms a token", "over no drafts"],
+        [
+            "network",
+            "model",
+            "context",
+            "GPUs",
+            "requests",
+            "winner",
+            "replicas x stages x ranks",
+            "gamma",
+            "tokens/s",
+            "ms a token",
+            "over no drafts",
+        ],
         rows,
-    )  # fmt: skip
+    )
 
 
 def draw_maps(path: Path, clusters: list[Cluster], gpu: str) -> None:
@@ -446,7 +508,8 @@ def draw_map(ax: Any, cluster: Cluster, model: str, S: int) -> None:
 
 def draw_gain(path: Path, cluster: Cluster, gpu: str) -> None:
     """What self-speculation brings on 64 GPUs by requests in flight, a panel for each context."""
-    gpus, counts = 64, [2**k for k in range(13)]
+    gpus = 64
+    counts = [2**k for k in range(13)]
     with saved_figure("--gain", path, (10.5, 3.6), 1, len(CONTEXTS), sharey=True) as (figure, axes):
         for ax, S in zip(axes, CONTEXTS, strict=True):
             for index, model in enumerate(DRAFT_OF):
@@ -458,8 +521,15 @@ def draw_gain(path: Path, cluster: Cluster, gpu: str) -> None:
                 x, low, middle, high = zip(*bands, strict=True)
                 style = look(index)
                 ax.fill_between(x, low, high, color=style.colour, alpha=0.2)
-                ax.plot(x, middle, style.line, color=style.colour, marker=style.marker,
-                        markersize=4, label=model)  # fmt: skip
+                ax.plot(
+                    x,
+                    middle,
+                    style.line,
+                    color=style.colour,
+                    marker=style.marker,
+                    markersize=4,
+                    label=model,
+                )
             ax.axhline(1, color=GREY, linewidth=0.8)
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter("{x:.0f}")

@@ -36,18 +36,26 @@ from dataclasses import dataclass, field
 from functools import partial
 
 # linux/if_tun.h and linux/prctl.h
-TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
-TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6 = 0x01, 0x02, 0x04
+TUNSETIFF = 0x400454CA
+TUNSETOFFLOAD = 0x400454D0
+IFF_TAP = 0x0002
+IFF_NO_PI = 0x1000
+IFF_VNET_HDR = 0x4000
+TUN_F_CSUM = 0x01
+TUN_F_TSO4 = 0x02
+TUN_F_TSO6 = 0x04
 PR_SET_TIMERSLACK = 29
 VNET_HDR = 10  # bytes of struct virtio_net_hdr before each frame: checksums and segments to come
 LARGEST = VNET_HDR + 14 + 65536
 UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-RATES, DELAYS = tuple(UNITS)[:3], tuple(UNITS)[3:]
+RATES = tuple(UNITS)[:3]
+DELAYS = tuple(UNITS)[3:]
 
 PORT = 29500
-ROUNDS, WARM_ROUNDS = 200, 20
-MEASURED_BYTES, BLOCK = 1 << 25, 1 << 16
+ROUNDS = 200
+WARM_ROUNDS = 20
+MEASURED_BYTES = 1 << 25
+BLOCK = 1 << 16
 
 
 def number_of(text: str, units: Sequence[str]) -> float:
@@ -103,7 +111,8 @@ class Switch:
 
     def pass_on(self, place: int, frame: bytes) -> None:
         """To the host of the frame's address, or to all others if none has sent from there."""
-        to, source = frame[VNET_HDR : VNET_HDR + 6], frame[VNET_HDR + 6 : VNET_HDR + 12]
+        to = frame[VNET_HDR : VNET_HDR + 6]
+        source = frame[VNET_HDR + 6 : VNET_HDR + 12]
         self.hosts[source] = place
         others = [each for each in range(len(self.taps)) if each != place]
         for each in [self.hosts[to]] if to in self.hosts else others:
@@ -112,7 +121,8 @@ class Switch:
 
     def describe(self) -> str:
         cuts = statistics.quantiles([0.0, 0.0, *self.late_s], n=100)
-        median, high = 1e6 * cuts[49], 1e6 * cuts[98]
+        median = 1e6 * cuts[49]
+        high = 1e6 * cuts[98]
         return f"{len(self.late_s)} frames, {median:.0f} us late in the median, {high:.0f} at 99 %"
 
 

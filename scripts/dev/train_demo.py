@@ -35,8 +35,12 @@ from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
 
-VOCAB_SIZE, MAX_POSITIONS, SEED = 2048, 20480, 1
-BOS, EOS, FIRST_WORD = 1, 2, 259
+VOCAB_SIZE = 2048
+MAX_POSITIONS = 20480
+SEED = 1
+BOS = 1
+EOS = 2
+FIRST_WORD = 259
 CIRCUIT_RATE = 0.1  # learning rate of the induction circuit's matrices, relative to the others
 RECALL_GAPS = (0, 1000, 4000, 16000)  # distances at which recall is logged during training
 # With a high base the low-frequency pairs hardly rotate over 16384 tokens, so that content can be
@@ -57,9 +61,20 @@ class Phase:
 
 def llama(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelConfig:
     return ModelConfig(
-        name, VOCAB_SIZE, layers, hidden, ffn, heads, heads, hidden // heads, MAX_POSITIONS,
-        rope=ROPE, tie_word_embeddings=True, bos_token_id=BOS, eos_token_ids=(EOS,),
-    )  # fmt: skip
+        name,
+        VOCAB_SIZE,
+        layers,
+        hidden,
+        ffn,
+        heads,
+        heads,
+        hidden // heads,
+        MAX_POSITIONS,
+        rope=ROPE,
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_ids=(EOS,),
+    )
 
 
 SIZES = {"target": llama("demo", 6, 256, 704, 4), "draft": llama("demo-draft", 2, 128, 352, 2)}
@@ -165,7 +180,9 @@ def train_model(
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     base = [[group["lr"] for group in o.param_groups] for o in optimizers]
-    started, step, tokens = time.monotonic(), 0, 0
+    started = time.monotonic()
+    step = 0
+    tokens = 0
     for phase, lr in schedule(phases):
         for optimizer, rates in zip(optimizers, base, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -187,7 +204,8 @@ def train_model(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        step, tokens = step + 1, tokens + phase.rows * phase.length
+        step = step + 1
+        tokens = tokens + phase.rows * phase.length
         entry: dict[str, Any] = {
             "step": step,
             "tokens": tokens,
@@ -225,7 +243,8 @@ def recall(model: Transformer, gap: int, device: str) -> float:
 
 
 def schedule(phases: list[Phase]) -> Iterator[tuple[Phase, float]]:
-    warmup, step = 40, 0
+    warmup = 40
+    step = 0
     for phase in phases:
         for i in range(phase.steps):
             step += 1
@@ -235,7 +254,9 @@ def schedule(phases: list[Phase]) -> Iterator[tuple[Phase, float]]:
 
 def export(model: Transformer, tokenizer: Path, directory: Path) -> None:
     """Write a Hugging Face directory in bfloat16: the inverse of the loader's weight map."""
-    config, state, tensors = model.config, model.state_dict(), {}
+    config = model.config
+    state = model.state_dict()
+    tensors = {}
     for parameter, pieces in weight_map(config, model.shard, model.layers).items():
         rows = [p.rows[1] - p.rows[0] for p in pieces]
         for piece, part in zip(pieces, state[parameter].split(rows), strict=True):

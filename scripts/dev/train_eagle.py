@@ -504,8 +504,15 @@ def run(
 def kept_settings(args: argparse.Namespace, plan: TrainingPlan) -> dict[str, Any]:
     """What a training that goes on must have in common with the one before."""
     names = (
-        *("target", "vocab", "capture", "count_tokens", "start", "dtype"),
-        *("norm_before_residual", "norm_output", "fc_norm"),
+        "target",
+        "vocab",
+        "capture",
+        "count_tokens",
+        "start",
+        "dtype",
+        "norm_before_residual",
+        "norm_output",
+        "fc_norm",
     )
     return {name: getattr(args, name) for name in names} | asdict(plan)
 

@@ -41,14 +41,24 @@ from magicdec.output.figures import COLOURS, check_picture, saved_figure
 from magicdec.predict.speculation import SpeculationCost
 
 PAGE = Path(__file__).parents[2] / "docs" / "which_models_pay.md"
-BEGIN, END = "<!-- {}: scripts/dev/which_models_pay.py --write -->", "<!-- end of {} -->"
+BEGIN = "<!-- {}: scripts/dev/which_models_pay.py --write -->"
+END = "<!-- end of {} -->"
 # GPUs that share each model, and the longest context that is asked for where a release of the same
 # shape has more positions than the preset.
 MODELS = {
-    "llama-3.1-8b": 1, "qwen3-30b-a3b": 1, "gpt-oss-20b": 1, "gpt-oss-120b": 1,
-    "gemma-3-27b": 1, "gemma-4-31b": 1, "qwen3.5-27b": 1, "qwen3.5-35b-a3b": 1,
-    "llama-3.1-70b": 8, "llama-3.1-405b": 8, "deepseek-v3": 8, "deepseek-v4-flash": 8,
-}  # fmt: skip
+    "llama-3.1-8b": 1,
+    "qwen3-30b-a3b": 1,
+    "gpt-oss-20b": 1,
+    "gpt-oss-120b": 1,
+    "gemma-3-27b": 1,
+    "gemma-4-31b": 1,
+    "qwen3.5-27b": 1,
+    "qwen3.5-35b-a3b": 1,
+    "llama-3.1-70b": 8,
+    "llama-3.1-405b": 8,
+    "deepseek-v3": 8,
+    "deepseek-v4-flash": 8,
+}
 LONGEST = {"qwen3-30b-a3b": 1 << 18}
 CONTEXTS = (4096, 16384, 65536, 131072, 262144)  # of the figure
 BATCHES = (1, 4, 16, 64, 256)
@@ -59,7 +69,8 @@ GAMMA = 8  # the most drafts of a step
 PAYS = 1.05  # the least speedup that counts
 LOW, MID, HIGH = range(3)
 HEAD_VOCABULARY = 32000
-HEAD_SIZE, HEAD_KV_HEADS = 128, 8
+HEAD_SIZE = 128
+HEAD_KV_HEADS = 8
 ALL = 1 << 30  # a budget that leaves out nothing
 GPU = "h200"
 
@@ -79,7 +90,8 @@ WAYS = (
     Way("self-draft, 2048 tokens", 2048, (0.70, 0.85, 0.93)),
     Way("EAGLE-3 head", None, (0.45, 0.65, 0.80)),
 )
-NOTHING, NO_ROOM = "#D0D0D0", "#FFFFFF"
+NOTHING = "#D0D0D0"
+NO_ROOM = "#FFFFFF"
 # Colours by what pays: self-drafts, a head, and whether self-drafts are the faster of both.
 KINDS = {
     (False, True, False): ("a head alone pays", COLOURS[4]),
@@ -302,7 +314,8 @@ def markdown(rows: Iterator[tuple[str, ...]]) -> str:
 def written(text: str, gpu: str = GPU) -> str:
     """The page with its tables as they are now."""
     for name, rows in TABLES.items():
-        begin, end = BEGIN.format(name), END.format(name)
+        begin = BEGIN.format(name)
+        end = END.format(name)
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         text = f"{before}{begin}\n\n{markdown(rows(gpu))}\n\n{end}{after}"

@@ -28,7 +28,9 @@ DTYPE = torch.bfloat16
 
 
 def run(suite: Suite) -> None:
-    scale, device, results = suite.scale, suite.device, suite.results
+    scale = suite.scale
+    device = suite.device
+    results = suite.results
     results.cell(
         "copy_bandwidth",
         lambda: {"bytes_per_s": copy_bandwidth(device, scale.copied_bytes)},
@@ -44,7 +46,8 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
     """For each number of new tokens T: milliseconds of `run` of one layer (replayed from a CUDA
     graph if it can be captured) and of `plan`, and the share of the copy's bandwidth. Raises
     RuntimeError if the backend does not support this problem or it does not fit."""
-    device, tokens = suite.device, suite.scale.attention_tokens
+    device = suite.device
+    tokens = suite.scale.attention_tokens
     capabilities = capabilities_of(name)
     machine = Machine(1, has_compiler=True, missing_backends=missing_backends((name,)))
     obstacle = capabilities.obstacle(machine, device.type, heads.D, "bfloat16")

@@ -34,7 +34,9 @@ from magicdec.speculation.steps.recorder import CudaGraphs
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest difference of attention's outputs
 LOGITS = 1e-3  # the same of a forward's logits in float32, as a share of the largest logit
 GROUP = Group((0,), 0)
-ROWS, LENGTH, NUM_NEW = 2, 300, 5
+ROWS = 2
+LENGTH = 300
+NUM_NEW = 5
 ENTRIES = ("__init__", "__main__")
 
 

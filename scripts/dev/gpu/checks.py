@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu.in_process import words_of
 from gpu.latency import run_recorded
 from gpu.results import Incomplete
 from gpu.scale import Suite, obstacle_of
@@ -36,9 +37,14 @@ def run_pytest(suite: Suite, file: str) -> dict[str, Any]:
     with tempfile.TemporaryFile("w+") as output:
         try:
             subprocess.run(
-                call, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, check=True,
+                call,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=True,
                 timeout=suite.results.seconds_left,
-            )  # fmt: skip
+            )
             problem = None
         except subprocess.TimeoutExpired:
             problem = "stopped at the stage's time limit"
@@ -72,12 +78,20 @@ def run_selfspec(suite: Suite, dtype: str, backend: str) -> dict[str, Any]:
     """The run's record. Raises RuntimeError if the run was refused or failed its check."""
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "record.jsonl"
-        flags = [
-            *("--model", "demo", "--dataset", "demo", "--device", suite.device.type),
-            *("--dtype", dtype, "--attention", backend, "--B", 2, "--num_batches", 1),
-            *("--prefix_len", suite.scale.demo_prefix, "--gen_len", 8 if suite.is_tiny else 64),
-            *("--gamma", 3, "--draft_budget", 65, "--out", path),
-        ]
-        refusal = run_recorded("selfspec", flags, suite)
+        settings = {
+            "--model": "demo",
+            "--dataset": "demo",
+            "--device": suite.device.type,
+            "--dtype": dtype,
+            "--attention": backend,
+            "--B": 2,
+            "--num_batches": 1,
+            "--prefix_len": suite.scale.demo_prefix,
+            "--gen_len": 8 if suite.is_tiny else 64,
+            "--gamma": 3,
+            "--draft_budget": 65,
+            "--out": path,
+        }
+        refusal = run_recorded("selfspec", words_of(settings), suite)
         record = load_records(path)[-1]
     return asdict(record) | refusal

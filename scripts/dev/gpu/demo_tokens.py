@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu.in_process import call_magicdec
+from gpu.in_process import call_magicdec, words_of
 from gpu.scale import Suite
 
 SELF = ("--draft", "self", "--gamma", 3)
@@ -51,12 +51,18 @@ def run(suite: Suite) -> None:
 
 def common(suite: Suite, device: str, out: Path, flags: Sequence[object] = ()) -> list[object]:
     """`flags`, and those of every command."""
-    plain = {flag: word for flag, word in PLAIN.items() if device == "cpu" and flag not in flags}
-    return [
-        *("--model", "demo", "--dataset", "demo", "--device", device, "--dtype", "float32"),
-        *("--prefix_len", 128 if suite.is_tiny else 1024, "--gen_len", 8 if suite.is_tiny else 32),
-        *("--out", out, *flags, *(word for pair in plain.items() for word in pair)),
-    ]
+    settings = {
+        "--model": "demo",
+        "--dataset": "demo",
+        "--device": device,
+        "--dtype": "float32",
+        "--prefix_len": 128 if suite.is_tiny else 1024,
+        "--gen_len": 8 if suite.is_tiny else 32,
+        "--out": out,
+    }
+    if device == "cpu":
+        settings |= {flag: word for flag, word in PLAIN.items() if flag not in flags}
+    return [*words_of(settings), *flags]
 
 
 def decode(suite: Suite, device: str, flags: Sequence[object]) -> dict[str, Any]:
@@ -64,15 +70,8 @@ def decode(suite: Suite, device: str, flags: Sequence[object]) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "runs.jsonl")
         tokens = Path(folder, "tokens.jsonl")
-        words = [
-            *common(suite, device, out, flags),
-            "--B",
-            4,
-            "--num_batches",
-            1,
-            "--warmup_batches",
-            0,
-        ]
+        words = common(suite, device, out, flags)
+        words += ["--B", 4, "--num_batches", 1, "--warmup_batches", 0]
         call_magicdec("run", [*words, "--save_tokens", tokens])
         record = json.loads(out.read_text().splitlines()[-1])
         emitted = [json.loads(line)["output_ids"] for line in tokens.read_text().splitlines()]

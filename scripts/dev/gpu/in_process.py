@@ -8,7 +8,7 @@ import contextlib
 import gc
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,15 @@ from magicdec.cli.commands import console
 
 class CommandFailed(RuntimeError):
     """A command that ended with an error: its exit status and the end of what it printed."""
+
+
+def words_of(settings: Mapping[str, object]) -> list[object]:
+    """The words of a command line: each flag, and its value or the values of its sequence."""
+    words: list[object] = []
+    for flag, value in settings.items():
+        words.append(flag)
+        words += value if isinstance(value, list | tuple) else [value]
+    return words
 
 
 def call_magicdec(command: str, flags: Sequence[object]) -> str:

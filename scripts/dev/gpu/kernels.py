@@ -57,7 +57,8 @@ def run(suite: Suite) -> None:
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of the products of a layer, and of the head."""
-    hidden, size = config.hidden_size, config.head_dim
+    hidden = config.hidden_size
+    size = config.head_dim
     heads = config.num_heads + 2 * config.num_kv_heads
     return {
         "qkv": (heads * size, hidden),

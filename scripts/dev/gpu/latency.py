@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gpu.in_process import call_magicdec
+from gpu.in_process import call_magicdec, words_of
 from gpu.scale import Suite
 from magicdec.distributed.ranks import STARTER, package_command
 from magicdec.distributed.tensor_parallel import Shard
@@ -27,7 +27,8 @@ EVEN = 4  # a reduced batch size is a multiple of this
 
 
 def run(suite: Suite) -> None:
-    scale, name = suite.scale, suite.scale.model
+    scale = suite.scale
+    name = suite.scale.model
     config = find_config("--model", name.removeprefix("random:"))
     contexts = sorted({min(S, config.max_length - ROOM) for S in scale.contexts})
     places = fitting_places(scale.batch_sizes, contexts, config, free_bytes(suite.device))
@@ -74,13 +75,20 @@ def measure(suite: Suite, model: str, B: int, contexts: list[int]) -> dict[str, 
     scale = suite.scale
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "latency.json"
-        flags = [
-            *("--model", model, "--device", suite.device.type, "--dtype", "bfloat16"),
-            *("--B", B, "--prefix_len", *contexts, "--T", *scale.new_tokens),
-            *("--kv_policy", "streaming_llm", "--budget", *scale.budgets),
-            *("--repeats", scale.repeats, "--warmup", min(3, scale.repeats), "--out", path),
-        ]
-        refusal = run_recorded("latency", flags, suite)
+        settings = {
+            "--model": model,
+            "--device": suite.device.type,
+            "--dtype": "bfloat16",
+            "--B": B,
+            "--prefix_len": contexts,
+            "--T": scale.new_tokens,
+            "--kv_policy": "streaming_llm",
+            "--budget": scale.budgets,
+            "--repeats": scale.repeats,
+            "--warmup": min(3, scale.repeats),
+            "--out": path,
+        }
+        refusal = run_recorded("latency", words_of(settings), suite)
         found = json.loads(path.read_text())
     assert isinstance(found, dict), "the file of `magicdec latency`"
     return found | refusal

@@ -25,7 +25,8 @@ from magicdec.records.metrics import percentile
 
 TINY_MODEL = ModelConfig("tiny", 97, 2, 64, 96, 4, 2, 16, 1024)
 CHUNK = 1024  # prefill tokens per row and forward
-WARMUP, STEPS = 5, 20
+WARMUP = 5
+STEPS = 20
 Step = Callable[[Tensor, Tensor], Tensor]
 Start = Callable[[Any, int, int], tuple[Step, Step]]
 
@@ -79,9 +80,12 @@ def start_transformers(model: Any, B: int, room: int) -> tuple[Step, Step]:
 
     def forward(ids: Tensor, positions: Tensor) -> Tensor:
         out = model(
-            ids, past_key_values=cache, position_ids=positions.unsqueeze(0).expand(len(ids), -1),
-            use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
+            ids,
+            past_key_values=cache,
+            position_ids=positions.unsqueeze(0).expand(len(ids), -1),
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return out.logits.argmax(-1)
 
     return forward, compiled(forward, model.device)
@@ -113,7 +117,8 @@ def time_steps(
         prompts.split(CHUNK, dim=1), positions[: prompts.shape[1]].split(CHUNK), strict=True
     ):
         newest = eager(part, at)
-    emitted, seconds = [newest], []
+    emitted = [newest]
+    seconds = []
     for position in positions[prompts.shape[1] :].split(1):
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -33,12 +33,18 @@ class Layer:
 
 class PlainLoop:
     def __init__(self, model: Any, B: int, S: int) -> None:
-        config, inner = model.config, model.model
-        self.H, self.G = config.num_attention_heads, config.num_key_value_heads
-        self.D, self.eps = config.hidden_size // self.H, config.rms_norm_eps
-        self.embedding, self.norm = inner.embed_tokens.weight, inner.norm.weight
-        self.head, self.rotary = model.lm_head.weight, inner.rotary_emb
-        device, dtype = self.head.device, self.head.dtype
+        config = model.config
+        inner = model.model
+        self.H = config.num_attention_heads
+        self.G = config.num_key_value_heads
+        self.D = config.hidden_size // self.H
+        self.eps = config.rms_norm_eps
+        self.embedding = inner.embed_tokens.weight
+        self.norm = inner.norm.weight
+        self.head = model.lm_head.weight
+        self.rotary = inner.rotary_emb
+        device = self.head.device
+        dtype = self.head.dtype
         self.mask = stays(torch.ones(S, S, dtype=torch.bool, device=device).tril_())
 
         def buffer() -> Tensor:
@@ -46,15 +52,22 @@ class PlainLoop:
 
         self.layers = []
         for part in inner.layers:
-            a, mlp = part.self_attn, part.mlp
+            a = part.self_attn
+            mlp = part.mlp
             qkv = stays(torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]))
             self.layers.append(
                 Layer(
-                    part.input_layernorm.weight, qkv, a.o_proj.weight,
-                    part.post_attention_layernorm.weight, mlp.gate_proj.weight,
-                    mlp.up_proj.weight, mlp.down_proj.weight, buffer(), buffer(),
+                    part.input_layernorm.weight,
+                    qkv,
+                    a.o_proj.weight,
+                    part.post_attention_layernorm.weight,
+                    mlp.gate_proj.weight,
+                    mlp.up_proj.weight,
+                    mlp.down_proj.weight,
+                    buffer(),
+                    buffer(),
                 )
-            )  # fmt: skip
+            )
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Greedy ids [B, 1] after ids [B, T] at `positions` [T]."""
@@ -75,7 +88,8 @@ class PlainLoop:
         B, T, _ = h.shape
         heads = F.linear(h, layer.qkv).view(B, T, -1, self.D).transpose(1, 2)
         q, k, v = heads.split([self.H, self.G, self.G], dim=1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         keys = layer.k.index_copy_(2, positions, k)
         values = layer.v.index_copy_(2, positions, v)
         keys, values = (t.repeat_interleave(self.H // self.G, dim=1) for t in (keys, values))

@@ -14,7 +14,8 @@ from gpu.scale import Suite
 from magicdec.predict.curves import expected_tokens
 
 PAPER = Path(__file__).parents[3] / "results" / "paper"
-MODEL, SOURCE = "llama-3.1-8b", "llama31"
+MODEL = "llama-3.1-8b"
+SOURCE = "llama31"
 NEAR = 0.1  # prefixes that differ by less count as the same: 16000 and 16384
 
 

@@ -54,7 +54,8 @@ class Results:
         cell has left. Raises ValueError if `path` was made with another device or software."""
         self.path = path
         self._until = time.monotonic() + seconds
-        self._cell_seconds, self._after_cell = cell_seconds, after_cell
+        self._cell_seconds = cell_seconds
+        self._after_cell = after_cell
         found = read_file(path)
         if found and not is_alike(found["made_with"], made_with):
             raise ValueError(
@@ -76,7 +77,8 @@ class Results:
 
     def _keep_failed(self, found: dict[str, Any]) -> None:
         """What failed in the process before this one; so did what ran when it ended."""
-        self.failed, self.tracebacks = found.get("failed", {}), found.get("tracebacks", {})
+        self.failed = found.get("failed", {})
+        self.tracebacks = found.get("tracebacks", {})
         if (running := found.get("running")) is not None:
             self.failed[running] = "the process ended while it ran"
         self._kept = set(self.failed)

@@ -66,10 +66,14 @@ FULL = Scale(
     tests={
         "tokens": ("tests/oracle/test_cuda_tokens.py", "tests/oracle/test_replay.py"),
         "tests": (
-            *("tests/oracle/test_attention.py", "tests/oracle/test_cuda_libraries.py"),
-            *("tests/oracle/test_triton.py", "tests/oracle/test_elementwise_triton.py"),
-            *("tests/oracle/test_kernel_view.py", "tests/oracle/test_low_bit_triton.py"),
-            *("tests/oracle/test_elementwise.py", "tests/unit/test_step_times.py"),
+            "tests/oracle/test_attention.py",
+            "tests/oracle/test_cuda_libraries.py",
+            "tests/oracle/test_triton.py",
+            "tests/oracle/test_elementwise_triton.py",
+            "tests/oracle/test_kernel_view.py",
+            "tests/oracle/test_low_bit_triton.py",
+            "tests/oracle/test_elementwise.py",
+            "tests/unit/test_step_times.py",
         ),
     },
     demo_prefix=16384,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu.in_process import words_of
 from gpu.latency import run_magicdec
 from gpu.scale import Suite
 
@@ -28,14 +29,23 @@ def serve(suite: Suite, collectives: str) -> list[dict[str, Any]]:
     """The records of all modes. Raises RuntimeError if one of them has other tokens."""
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "records.jsonl"
-        flags = [
-            *("--model", "demo", "--dataset", "demo", "--device", suite.device.type),
-            *("--dtype", "float32", "--nproc", RANKS, "--collectives", collectives),
-            *("--prefix_len", 64 if suite.is_tiny else 4096, "--num_requests", 4),
-            *("--gen_len", 8 if suite.is_tiny else 64, "--out", path),
-            *("--arrival", "burst", "--draft", "ngram", "--n_samples", 4, "--modes", *MODES),
-        ]
-        run_magicdec("serve", flags, suite.results.seconds_left)
+        settings = {
+            "--model": "demo",
+            "--dataset": "demo",
+            "--device": suite.device.type,
+            "--dtype": "float32",
+            "--nproc": RANKS,
+            "--collectives": collectives,
+            "--prefix_len": 64 if suite.is_tiny else 4096,
+            "--num_requests": 4,
+            "--gen_len": 8 if suite.is_tiny else 64,
+            "--out": path,
+            "--arrival": "burst",
+            "--draft": "ngram",
+            "--n_samples": 4,
+            "--modes": MODES,
+        }
+        run_magicdec("serve", words_of(settings), suite.results.seconds_left)
         records: list[dict[str, Any]] = [json.loads(line) for line in path.open()]
     wrong = [record["name"] for record in records if record["status"] not in ("ok", "unchecked")]
     if wrong:

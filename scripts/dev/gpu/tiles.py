@@ -21,7 +21,9 @@ from magicdec.kv.view import FULL, SinksAndWindow, make_view
 from magicdec.speculation.steps.recorder import CudaGraphs
 
 REPEATS = (30, 1)  # of a GPU, and of a rehearsal, which is interpreted
-SINKS, BUDGET = 4, 513  # of the keys that a draft reads from a list
+# Of the keys that a draft reads from a list.
+SINKS = 4
+BUDGET = 513
 # New tokens, whether the keys are listed, and the options to try: BLOCK_N, num_warps, num_stages
 # and maxnreg.
 PROBLEMS: tuple[tuple[int, bool, tuple[tuple[int, ...], ...]], ...] = (
@@ -37,7 +39,8 @@ def run(suite: Suite) -> None:
         "copy_bandwidth", lambda: {"bytes_per_s": copy_bandwidth(suite.device, scale.copied_bytes)}
     )
     triton.TritonBackend.load(suite.device.type)
-    (B, S), heads = scale.places[0], next(iter(scale.heads.values()))
+    B, S = scale.places[0]
+    heads = next(iter(scale.heads.values()))
     caches: list[KVCache] = []
     for T, is_listed, options in PROBLEMS:
         tiles = [] if suite.is_tiny else product(*options)

@@ -51,7 +51,8 @@ from magicdec.speculation.steps.strategy import DecodingStrategy
 
 RATES_FILE = Path(__file__).parents[3] / "results" / "paper" / "acceptance_rates.csv"
 DRAWS = 1 << 12  # steps until the drawn acceptance begins again
-WARM_UP, STEPS = 3, 24
+WARM_UP = 3
+STEPS = 24
 
 
 def run(suite: Suite) -> None:
@@ -125,7 +126,8 @@ def filled_runner(
 ) -> Iterator[tuple[ModelRunner, Batch]]:
     """A runner whose rows hold S tokens of random keys and values, and their batch. Its weights are
     those of `models`, made if there are none yet."""
-    config, source = run.config, run.source
+    config = run.config
+    source = run.source
     with RankSession(read_launch(), config.parallel) as session:
         if not models:
             models.append(LoadedModels(session.device, make_progress(False)))

@@ -36,8 +36,13 @@ TORCH = "torch==2.13.*"  # of which there is a build for CPUs; without it pip ta
 ENVIRONMENTS = {
     "openvino": Environment(
         (
-            *("openvino-genai==2026.4.*", "optimum-intel==2.2.*", "transformers==5.5.*", TORCH),
-            *("sentencepiece", "tiktoken", "protobuf"),
+            "openvino-genai==2026.4.*",
+            "optimum-intel==2.2.*",
+            "transformers==5.5.*",
+            TORCH,
+            "sentencepiece",
+            "tiktoken",
+            "protobuf",
         ),
         unwanted=("torchvision",),
         imports="import openvino_genai; from optimum.intel import OVModelForCausalLM",

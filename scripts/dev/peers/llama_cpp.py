@@ -54,7 +54,8 @@ class LlamaCpp(Peer):
 
     def prefill(self, prompts: list[list[int]]) -> None:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
-        self.length, size = 0, len(prompts[0])
+        self.length = 0
+        size = len(prompts[0])
         for start in range(0, size, CHUNK):
             ids = self._forward([p[start : start + CHUNK] for p in prompts], last_only=True)
             self.length += len(prompts[0][start : start + CHUNK])
@@ -99,7 +100,8 @@ class LlamaCpp(Peer):
         params = self.lib.llama_context_default_params()
         params.n_ctx = batch * -(-max_tokens // PAD) * PAD
         params.n_seq_max = batch
-        params.n_batch, params.n_ubatch = CHUNK * batch, CHUNK
+        params.n_batch = CHUNK * batch
+        params.n_ubatch = CHUNK
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = self._cache_type(dtype)
         params.flash_attn_type = (
@@ -114,7 +116,8 @@ class LlamaCpp(Peer):
         return context
 
     def _cache_type(self, dtype: str) -> int:
-        wide, half = self.lib.GGML_TYPE_F32, self.lib.GGML_TYPE_F16
+        wide = self.lib.GGML_TYPE_F32
+        half = self.lib.GGML_TYPE_F16
         return int(wide if dtype == "float32" else half)
 
     def _takes_flash_attention(self, dtype: str) -> bool:
@@ -134,8 +137,10 @@ class LlamaCpp(Peer):
         logits: all, or with `last_only` that of each row's last token."""
         import numpy as np
 
-        num_rows, num_new = len(rows), len(rows[0])
-        total, arrays = num_rows * num_new, self.arrays
+        num_rows = len(rows)
+        num_new = len(rows[0])
+        total = num_rows * num_new
+        arrays = self.arrays
         asked = np.zeros((num_rows, num_new), np.int8)
         asked[:, -1 if last_only else 0 :] = 1
         arrays["token"][:total] = np.ravel(rows)

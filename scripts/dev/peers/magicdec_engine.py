@@ -27,7 +27,8 @@ class Magicdec(Peer):
 
         torch.set_num_threads(threads)
         kinds = Kinds(dtype, dtype, "packed", "native", "on")
-        source, group = find_model("--model", model), Group((0,), 0)
+        source = find_model("--model", model)
+        group = Group((0,), 0)
         loaded = load_kind(source, Shard(), kinds, torch.device("cpu"))
         backend = load_named(ATTENTION_BACKENDS, "native")()
         executor = make_executor(kinds, loaded, group)

@@ -40,7 +40,8 @@ class OpenVINO(Peer):
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
             model, scheduler, "CPU", cpu_properties(dtype, threads, self.is_exact)
         )
-        self.room, self.handles = max_tokens, list[Any]()
+        self.room = max_tokens
+        self.handles = list[Any]()
         self.emitted: list[list[int]] = []
 
     @staticmethod
@@ -73,7 +74,8 @@ class OpenVINO(Peer):
             self.pipeline.step()
         config = self.genai.GenerationConfig()
         config.max_new_tokens = self.room - max(map(len, prompts))
-        config.do_sample, config.ignore_eos = False, True
+        config.do_sample = False
+        config.ignore_eos = True
         self.emitted = [[] for _ in prompts]
         self.handles = [
             self.pipeline.add_request(i, openvino.Tensor(np.array([p], dtype=np.int64)), config)

@@ -25,7 +25,8 @@ class OpenVINOServing(ServingPeer):
         self.genai = openvino_genai
         scheduler = openvino_genai.SchedulerConfig()
         num_blocks = sizes.cache_tokens // SMALLEST_BLOCK + sizes.num_requests
-        scheduler.num_kv_blocks, scheduler.enable_prefix_caching = num_blocks, False
+        scheduler.num_kv_blocks = num_blocks
+        scheduler.enable_prefix_caching = False
         if sizes.batch_tokens is not None:
             scheduler.max_num_batched_tokens = sizes.batch_tokens
         if sizes.max_running is not None:
@@ -43,7 +44,8 @@ class OpenVINOServing(ServingPeer):
         import openvino
 
         config = self.genai.GenerationConfig()
-        config.max_new_tokens, config.do_sample = request.output_len, False
+        config.max_new_tokens = request.output_len
+        config.do_sample = False
         config.ignore_eos = True
         prompt = openvino.Tensor(np.array([request.prompt], dtype=np.int64))
         self.handles[request_id] = self.pipeline.add_request(request_id, prompt, config)
@@ -52,7 +54,8 @@ class OpenVINOServing(ServingPeer):
         self.pipeline.step()
 
     def read(self) -> list[tuple[int, list[int], list[float]]]:
-        now_s, emitted = time.perf_counter(), []
+        now_s = time.perf_counter()
+        emitted = []
         for request_id, handle in self.handles.items():
             token_ids: list[int] = []
             while handle.can_read():

@@ -55,7 +55,8 @@ def check_python(environment: str, python: str) -> None:
     """Raises ValueError, in one line with the command that installs what is needed, if `python`
     cannot be run, if its environment lacks a requirement of `ENVIRONMENTS[environment]`, or if what
     peers import from it does not work; the line has the error of the import."""
-    flag, needed = f"--{environment}_python {python}", ENVIRONMENTS[environment]
+    flag = f"--{environment}_python {python}"
+    needed = ENVIRONMENTS[environment]
     requirements = [Requirement(text) for text in needed.requirements]
     command = [python, "-c", FIND_VERSIONS, *(canonicalize_name(r.name) for r in requirements)]
     try:

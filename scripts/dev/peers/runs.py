@@ -22,17 +22,28 @@ from peers.measuring import Timing, timing_of
 from peers.process import Sizes, Start, Worker, export_model, started_here
 from peers.serving_trace import VOCAB
 
-LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 6, 384, 6, 64, 1024
+LAYERS = 6
+HIDDEN = 384
+HEADS = 6
+HEAD_DIM = 64
+FFN = 1024
 POSITIONS = 32768
-BATCH, CHECKED_PROMPT, CHECKED_TOKENS = 4, 200, 24
+BATCH = 4
+CHECKED_PROMPT = 200
+CHECKED_TOKENS = 24
 VERIFIED = 4  # tokens per row in a verification
 ROUNDS = 6  # interleaved turns per case; the first warms up
 REPEATS = {"transformers": 2}  # steps and verifications per turn; other peers: REPEATS_A_TURN
 REPEATS_A_TURN = 10
-GENERATED, GENERATED_ROUNDS, GENERATED_CHECKED = 96, 3, 2048  # the last: longest prefix to check
-WARM_PREFIX, WARM_TOKENS = 1024, 8
+GENERATED = 96
+GENERATED_ROUNDS = 3
+GENERATED_CHECKED = 2048  # the longest prefix to check
+WARM_PREFIX = 1024
+WARM_TOKENS = 8
 ROOM = 128  # cached tokens per row beyond the prompt
-SCORED_ROWS, SCORED_TOKENS = 2, 2048  # texts whose tokens' probabilities are compared
+# Of the texts whose tokens' probabilities are compared.
+SCORED_ROWS = 2
+SCORED_TOKENS = 2048
 SCORES_OF = "transformers"  # in float32, what others are compared with on the random model
 INEXACT_CAPTION = "* not exact: its 8-bit KV cache changes the emitted tokens"
 DEMO = Path(__file__).parents[3] / "magicdec" / "demo" / "target"
@@ -54,10 +65,18 @@ def save_model(kv_heads: int, directory: Path) -> None:
 
     torch.manual_seed(kv_heads)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=kv_heads, head_dim=HEAD_DIM,
-        max_position_embeddings=POSITIONS, bos_token_id=1, eos_token_id=2, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.1,
+    )
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(directory)
 
@@ -77,7 +96,9 @@ def check_tokens(starts: Sequence[Start], threads: int) -> dict[str, str]:
     """Check that all exact peers emit the same tokens in float32, also after a verification
     halfway, and that their verifications agree. Returns the versions of all peers. Raises
     RuntimeError if tokens differ."""
-    emitted, verified, versions = {}, {}, {}
+    emitted = {}
+    verified = {}
+    versions = {}
     prompts = make_prompts(CHECKED_PROMPT)
     for start in starts:
         sizes = Sizes(threads, CHECKED_PROMPT + ROOM, BATCH)
@@ -236,8 +257,10 @@ def measure_generations(
     """One row per text and peer: seconds from the prompts to the last token, of these the seconds
     after the first token of all rows, and the perplexity of the demo text as the peer computes
     it."""
-    source, tokenizer = find_model("--model", "demo"), load_tokenizer(DEMO)
-    bos, rows = source.config.bos_token_id, list[dict[str, Any]]()
+    source = find_model("--model", "demo")
+    tokenizer = load_tokenizer(DEMO)
+    bos = source.config.bos_token_id
+    rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as directory:
         for name in ("target", "draft"):  # the draft stays beside the model
             (Path(directory) / name).symlink_to(DEMO.with_name(name))
@@ -286,7 +309,8 @@ def take_generations(
 
 def check_generations(starts: Sequence[Start], prompts: list[list[int]], threads: int) -> None:
     """Raises RuntimeError unless all peers emit the same float32 tokens after `prompts`."""
-    emitted, sizes = {}, Sizes(threads, len(prompts[0]) + ROOM, len(prompts))
+    emitted = {}
+    sizes = Sizes(threads, len(prompts[0]) + ROOM, len(prompts))
     for start in starts:
         with Worker(start, "float32", sizes) as worker:
             answer = worker.ask(do="generate", prompts=prompts, num_new=GENERATED)

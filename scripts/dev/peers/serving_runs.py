@@ -68,7 +68,8 @@ def save_serving_model(kv_heads: int, directory: Path) -> None:
 def check_tokens(ways: Sequence[tuple[Way, Start]], seed: int, threads: int) -> dict[str, str]:
     """Check that all ways with an exact peer emit the same float32 tokens. Returns the versions of
     the peers. Raises RuntimeError if tokens differ."""
-    requests, versions = make_checked_trace(seed), {}
+    requests = make_checked_trace(seed)
+    versions = {}
     expected: list[Served] = []
     for way, start in ways:
         with ServingWorker(start, "float32", sizes_of([requests], threads, way)) as worker:

@@ -10,9 +10,14 @@ from magicdec.workload.request_shapes import TRACE, RequestShape, parse_arrival,
 from peers.serving_peer import TimedRequest
 
 VOCAB = 4096  # of the random model
-PROMPT_LEN, OUTPUT_LEN = (256, 4096), (16, 128)  # shortest and longest
-CHECKED_REQUESTS, CHECKED_PROMPT_LEN, CHECKED_OUTPUT_LEN = 8, (100, 700), (8, 24)
-WARM_REQUESTS, WARM_OUTPUT_LEN = 4, 8
+# Shortest and longest.
+PROMPT_LEN = (256, 4096)
+OUTPUT_LEN = (16, 128)
+CHECKED_REQUESTS = 8
+CHECKED_PROMPT_LEN = (100, 700)
+CHECKED_OUTPUT_LEN = (8, 24)
+WARM_REQUESTS = 4
+WARM_OUTPUT_LEN = 8
 
 
 def make_trace(arrival: str, num_requests: int, seed: int) -> list[TimedRequest]:

@@ -93,12 +93,16 @@ class TransformersGenerate(Transformers):
         together = [ids] if self.assistant is None else ids.split(1)  # assisted: one row per call
         rows = [
             self.model.generate(
-                part, attention_mask=torch.ones_like(part), do_sample=False,
-                max_new_tokens=num_new, eos_token_id=None, pad_token_id=0,
+                part,
+                attention_mask=torch.ones_like(part),
+                do_sample=False,
+                max_new_tokens=num_new,
+                eos_token_id=None,
+                pad_token_id=0,
                 assistant_model=self.assistant,
             )
             for part in together
-        ]  # fmt: skip
+        ]
         self.emitted = [torch.cat(rows)[:, ids.shape[1] :]]
 
 

@@ -68,7 +68,8 @@ class TransformersServing(ServingPeer):
             raise RuntimeError("the generation thread has ended")
 
     def read(self) -> list[tuple[int, list[int], list[float]]]:
-        results, self.results = self.results, []
+        results = self.results
+        self.results = []
         return [(int(r.request_id), r.generated_tokens, r.timestamps) for r in results]
 
     def close(self) -> None:

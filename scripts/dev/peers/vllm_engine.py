@@ -42,7 +42,8 @@ class VLLM(Peer):
             speculative_config=self.speculation,
             disable_log_stats=True,
         ).llm_engine
-        self.room, self.count = max_tokens, 0  # requests so far, which name the next ones
+        self.room = max_tokens
+        self.count = 0  # requests so far, which name the next ones
         self.emitted: dict[str, list[int]] = {}
 
     @staticmethod
@@ -65,9 +66,11 @@ class VLLM(Peer):
         self.emitted = {name: [] for name in names}
         for name, prompt in zip(names, prompts, strict=True):
             sampling = SamplingParams(
-                temperature=0.0, max_tokens=self.room - len(prompt), ignore_eos=True,
+                temperature=0.0,
+                max_tokens=self.room - len(prompt),
+                ignore_eos=True,
                 detokenize=False,
-            )  # fmt: skip
+            )
             self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         while not all(self.emitted.values()):
             self.step()
@@ -89,10 +92,13 @@ class VLLM(Peer):
             for output in self.engine.step():
                 found[output.request_id] = output.prompt_logprobs
         return [
-            [float(table[token].logprob) for table, token in zip(found[name], text, strict=True)
-             if table is not None]  # there is none of the first
+            [
+                float(table[token].logprob)
+                for table, token in zip(found[name], text, strict=True)
+                if table is not None
+            ]  # there is none of the first
             for name, text in zip(names, texts, strict=True)
-        ]  # fmt: skip
+        ]
 
     def step(self) -> None:
         for output in self.engine.step():
@@ -107,6 +113,8 @@ class VLLMLookup(VLLM):
 
     can_score = False  # prompts have the probabilities of VLLM
     speculation: ClassVar[dict[str, Any] | None] = {
-        "method": "ngram", "num_speculative_tokens": 4,
-        "prompt_lookup_min": 2, "prompt_lookup_max": 4,
-    }  # fmt: skip
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }

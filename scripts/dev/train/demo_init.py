@@ -28,8 +28,11 @@ from magicdec.model.transformer import Transformer
 EMBEDDING_STD = 0.5
 FINAL_NORM = 0.04  # times EMBEDDING_STD: keeps the first logits small despite the tied head
 CONSTANT = 4.0  # the residual stream's constant entry, in units of EMBEDDING_STD
-FAST_PAIRS, SLOW_SHARE = 12, 3 / 8  # rotary pairs for offsets; share of the pairs for content
-OFFSET_GAP, MATCH_SCORE, COPY_SCALE = 6.0, 10.0, 4.0
+FAST_PAIRS = 12  # rotary pairs for offsets
+SLOW_SHARE = 3 / 8  # of the pairs, for content
+OFFSET_GAP = 6.0
+MATCH_SCORE = 10.0
+COPY_SCALE = 4.0
 
 
 def initialise(model: Transformer) -> Transformer:
@@ -41,7 +44,8 @@ def initialise(model: Transformer) -> Transformer:
         if name.endswith(("output.weight", "down.weight")):
             torch.nn.init.zeros_(p)
     with torch.no_grad():
-        hidden, embedding = config.hidden_size, model.embedding.weight
+        hidden = config.hidden_size
+        embedding = model.embedding.weight
         room = hidden // 5  # entries of the residual stream for each of the two preceding tokens
         content = slice(1, hidden - 2 * room)
         places = [slice(hidden - 2 * room, hidden - room), slice(hidden - room, hidden)]
@@ -66,8 +70,11 @@ def circuit_parameters(model: Transformer) -> list[torch.nn.Parameter]:
 
 def look_back(model: Transformer, content: slice, places: list[slice], summary: Tensor) -> None:
     """Layer 0: head h writes the summary of the token h + 1 positions back into `places[h]`."""
-    config, attention = model.config, attention_of(model, 0)
-    size, half, room = config.head_dim, config.head_dim // 2, summary.shape[0]
+    config = model.config
+    attention = attention_of(model, 0)
+    size = config.head_dim
+    half = config.head_dim // 2
+    room = summary.shape[0]
     q, k, v = qkv_views(model, 0)
     constant = norm_scale(model) * CONSTANT * EMBEDDING_STD
     angles = rope_table(config.rope, size, 2)[1]  # cos and sin of one step, [2, D/2]
@@ -90,8 +97,10 @@ def match_and_copy(
     model: Transformer, content: slice, places: list[slice], summary: Tensor
 ) -> None:
     """Layer 1: the query has the current and the previous token, the key its two previous ones."""
-    config, attention = model.config, attention_of(model, 1)
-    size, half = config.head_dim, config.head_dim // 2
+    config = model.config
+    attention = attention_of(model, 1)
+    size = config.head_dim
+    half = config.head_dim // 2
     slow = int(half * SLOW_SHARE)
     dims = torch.cat([torch.arange(half - slow, half), torch.arange(size - slow, size)])
     q, k, v = qkv_views(model, 1)
@@ -115,7 +124,8 @@ def match_and_copy(
 
 def qkv_views(model: Transformer, layer: int) -> list[Tensor]:
     """The query, key and value weights of a layer, [heads, D, hidden] each."""
-    config, weight = model.config, weight_of(attention_of(model, layer).qkv)
+    config = model.config
+    weight = weight_of(attention_of(model, layer).qkv)
     assert config.num_heads == config.num_kv_heads
     return list(weight.view(3, config.num_heads, config.head_dim, -1))
 

@@ -63,7 +63,8 @@ class WindowSource:
         rest = length - 1 - before - 2 * size
         between = int(rng.integers(0, rest + 1))
         passage = self._text(rng, size)
-        middle, after = self._text(rng, between), self._text(rng, rest - between)
+        middle = self._text(rng, between)
+        after = self._text(rng, rest - between)
         ids = np.concatenate([[self.bos], self._text(rng, before), passage, middle, passage, after])
         repeat = 1 + before + size + between
         targets = self._targets(ids)
@@ -80,7 +81,8 @@ class WindowSource:
         num_pairs = int(rng.integers(2, max(3, min(100, length // 13))))
         words = rng.integers(self.first_word, self.vocab_size, size=(num_pairs, 5))
         lines = np.concatenate([words, np.full((num_pairs, 1), self.newline)], axis=1)
-        listed, asked = lines.reshape(-1), lines[rng.permutation(num_pairs)].reshape(-1)
+        listed = lines.reshape(-1)
+        asked = lines[rng.permutation(num_pairs)].reshape(-1)
         rest = length - 1 - 2 * len(listed)
         before = int(rng.integers(0, rest // 2 + 1))
         ids = np.concatenate(
