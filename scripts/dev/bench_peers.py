@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from peers import ENVIRONMENTS
 from peers.measuring import describe_machine, dtypes_here
-from peers.process import Start, check_python
+from peers.process import PeerStart, check_python
 from peers.runs import (
     BATCH,
     GENERATED,
@@ -50,7 +50,7 @@ from peers.runs import (
     POSITIONS,
     ROOM,
     VERIFIED,
-    Case,
+    PeerCase,
     check_tokens,
     log_prob_differences,
     make_starts,
@@ -62,7 +62,7 @@ from peers.runs import (
 from rich.console import Console
 from rich.table import Table
 
-CASES = (Case(6, 4096), Case(2, 16384), Case(6, 16384))
+CASES = (PeerCase(6, 4096), PeerCase(2, 16384), PeerCase(6, 16384))
 GENERATED_PREFIX = 4096
 WIDTH = 160  # of the tables
 
@@ -114,11 +114,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def read_case(text: str) -> Case:
+def read_case(text: str) -> PeerCase:
     """The case of "KV_HEADS:PREFIX". Raises ValueError for a wrong value."""
     most = POSITIONS - ROOM
     try:
-        case = Case(*map(int, text.split(":")))
+        case = PeerCase(*map(int, text.split(":")))
     except (ValueError, TypeError):
         raise ValueError(f"--cases {text}: must be KV_HEADS:PREFIX, such as 6:4096") from None
     if case.kv_heads < 1 or HEADS % case.kv_heads:
@@ -129,13 +129,13 @@ def read_case(text: str) -> Case:
 
 
 def measure_decode(
-    cases: Sequence[Case], pythons: dict[str, str], dtypes: Mapping[str, str], threads: int
+    cases: Sequence[PeerCase], pythons: dict[str, str], dtypes: Mapping[str, str], threads: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The rows of `measure` for all cases, and the versions of the peers. `pythons` has the Python
     interpreters by environment."""
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
-    starts: dict[int, list[Start]] = {}  # by the model's KV heads
+    starts: dict[int, list[PeerStart]] = {}  # by the model's KV heads
     differences: dict[int, dict[str, float | None]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for case in cases:

@@ -48,9 +48,9 @@ from typing import Any
 import torch
 from peers import ENVIRONMENTS, PEERS
 from peers.measuring import describe_machine, dtypes_here
-from peers.process import Start, check_python, export_model, started_here
+from peers.process import PeerStart, check_python, export_model, started_here
 from peers.runs import HEADS, INEXACT_CAPTION, POSITIONS, marked
-from peers.serving_runs import WAYS, Way, check_tokens, measure, save_serving_model
+from peers.serving_runs import WAYS, ServingWay, check_tokens, measure, save_serving_model
 from peers.serving_trace import describe_trace, make_trace
 from rich.console import Console
 from rich.table import Table
@@ -107,7 +107,7 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise ValueError(f"--json {options.json}: directory {options.json.parent} does not exist")
 
 
-def choose_ways(names: Sequence[str] | None, openvino_python: str | None) -> list[Way]:
+def choose_ways(names: Sequence[str] | None, openvino_python: str | None) -> list[ServingWay]:
     """The ways of these names, or the default ones that can run. Raises ValueError for a name that
     is not known or cannot run."""
     if names is None:
@@ -157,11 +157,11 @@ def conclude(measured: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(measured, indent=1) + "\n")
 
 
-def prepare(options: argparse.Namespace, directory: Path) -> list[tuple[Way, Start]]:
+def prepare(options: argparse.Namespace, directory: Path) -> list[tuple[ServingWay, PeerStart]]:
     """Each way with the start of its peer. Writes the models."""
     plain = directory / "hf"
     save_serving_model(options.kv_heads, plain)
-    exported = Start("openvino", options.openvino_python, directory / "openvino")
+    exported = PeerStart("openvino", options.openvino_python, directory / "openvino")
     if any(PEERS[way.peer].environment for way in options.ways):
         export_model(exported, plain)
     return [

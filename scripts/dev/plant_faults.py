@@ -65,7 +65,7 @@ NOT_RUN = "NOT RUN"
 
 
 @dataclass(frozen=True)
-class Case:
+class PlantedCase:
     """Tests that run against the package with a fault, or as it is."""
 
     fault: Fault | None
@@ -110,11 +110,11 @@ def plant(
 ) -> int:
     """Plant the faults whose line has one of the texts, or all, and print a line for each, and one
     for their tests without a fault if `runs_without`. Returns the exit code."""
-    cases = [Case(fault, (each.test,)) for each in properties for fault in each.faults]
+    cases = [PlantedCase(fault, (each.test,)) for each in properties for fault in each.faults]
     if texts:
         cases = [case for case in cases if any(text in case.line("") for text in texts)]
     tests = dict.fromkeys(test for case in cases for test in case.tests)
-    placed = [Case(None, tuple(tests))] if runs_without else []
+    placed = [PlantedCase(None, tuple(tests))] if runs_without else []
     num_bad = 0
     for case in cases:
         if (count := occurrences(case.fault)) == 1:
@@ -138,7 +138,7 @@ def occurrences(fault: Fault | None) -> int:
     return 1 if fault is None else (PACKAGE / fault.file).read_text().count(fault.text)
 
 
-def run_all(cases: Sequence[Case], copies: Sequence[Path]) -> list[int]:
+def run_all(cases: Sequence[PlantedCase], copies: Sequence[Path]) -> list[int]:
     """pytest's exit code for each case."""
     for name in IMPORTED:
         import_module(name)
@@ -161,7 +161,7 @@ def run_all(cases: Sequence[Case], copies: Sequence[Path]) -> list[int]:
     return codes
 
 
-def run(case: Case, copy: Path) -> None:
+def run(case: PlantedCase, copy: Path) -> None:
     """Ends this process. The output of pytest is in the file `out` of the copy."""
     code = -1
     try:

@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from faults.acceptance import REGRESSIONS, Regression
-from plant_faults import IMPORTED, PACKAGE, Case, occurrences
+from plant_faults import IMPORTED, PACKAGE, PlantedCase, occurrences
 
 SMALL = ("--model", "demo", "--B", "8", "--num_batches", "1", "--prefix_len", "1024")
 # Exit codes of a run.
@@ -72,7 +72,7 @@ def plant(each: Regression, baseline: Path, copy: Path) -> tuple[int, str]:
     """The exit code and the last line of a run with a regression."""
     if (count := occurrences(each.fault)) != 1:
         return BROKEN, f"its text occurs {count} times"
-    Case(each.fault, ()).plant(copy)
+    PlantedCase(each.fault, ()).plant(copy)
     if (child := os.fork()) == 0:
         run(each, baseline, copy)
     _, status = os.waitpid(child, 0)

@@ -129,7 +129,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Winner:
     """A way, the tokens a second of all requests together, and how many times that is what the
     best way without drafts makes. `gamma`: self-drafts in a step; 0: none. `lead`, of a pipeline:
     how many times what the same draft model brings in turns with the model."""
@@ -143,7 +143,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """GPUs in nodes of 8, and what they are predicted to do."""
 
     gpu: Gpu
@@ -268,8 +268,8 @@ def divisions(model: str, gpus: int, requests: int) -> Iterator[Division]:
 
 @cache
 def answer(
-    cluster: Cluster, model: str, S: int, gpus: int, requests: int, acceptance: float
-) -> Answer | None:
+    cluster: GpuCluster, model: str, S: int, gpus: int, requests: int, acceptance: float
+) -> Winner | None:
     """The way that wins in a cell; None where no division has room."""
     fitting = [
         d
@@ -301,12 +301,12 @@ def answer(
         pipeline = best_pipeline(cluster, model, S, gpus, requests, acceptance, fitting, bound)
         if pipeline is not None:
             speed, division = pipeline
-            return Answer(PIPELINED, division, 0, speed, speed / plain, speed / in_turns)
-    return Answer(division.kind, division, gamma, speed, speed / plain)
+            return Winner(PIPELINED, division, 0, speed, speed / plain, speed / in_turns)
+    return Winner(division.kind, division, gamma, speed, speed / plain)
 
 
 def best_pipeline(
-    cluster: Cluster,
+    cluster: GpuCluster,
     model: str,
     S: int,
     gpus: int,
@@ -337,7 +337,7 @@ def main() -> None:
     for flag, path in (("--plot", args.plot), ("--gain", args.gain)):
         if path is not None:
             check_picture(flag, path)
-    clusters = [Cluster(SPECS[args.gpu], network) for network in NETWORKS]
+    clusters = [GpuCluster(SPECS[args.gpu], network) for network in NETWORKS]
     print_tables([winners(clusters), sensitivity(clusters), examples(clusters)], "md")
     if args.plot is not None:
         draw_maps(args.plot, clusters, args.gpu)
@@ -365,13 +365,13 @@ def cells() -> Iterator[Cell]:
                     yield model, S, gpus, requests
 
 
-def answers(cluster: Cluster, acceptance: float) -> dict[Cell, Answer]:
+def answers(cluster: GpuCluster, acceptance: float) -> dict[Cell, Winner]:
     """The winners of all cells with room."""
     ways = {cell: answer(cluster, *cell, acceptance) for cell in cells()}
     return {cell: way for cell, way in ways.items() if way is not None}
 
 
-def winners(clusters: list[Cluster]) -> Table:
+def winners(clusters: list[GpuCluster]) -> Table:
     """How many cells each kind wins, by network and acceptance."""
     rows = []
     for cluster in clusters:
@@ -395,7 +395,7 @@ def winners(clusters: list[Cluster]) -> Table:
     return Table([*columns, "pipeline over the same drafts in turns"], rows)
 
 
-def sensitivity(clusters: list[Cluster]) -> Table:
+def sensitivity(clusters: list[GpuCluster]) -> Table:
     """In how many cells another kind wins, or drafts begin or cease to pay, under other
     assumptions."""
     rows = []
@@ -414,7 +414,7 @@ def sensitivity(clusters: list[Cluster]) -> Table:
     return Table(["cells that change", "assumption", "kind", "self-drafts"], rows)
 
 
-def examples(clusters: list[Cluster]) -> Table:
+def examples(clusters: list[GpuCluster]) -> Table:
     """The best division of some cells."""
     rows = []
     for cluster in clusters:
@@ -457,7 +457,7 @@ def examples(clusters: list[Cluster]) -> Table:
     )
 
 
-def draw_maps(path: Path, clusters: list[Cluster], gpu: str) -> None:
+def draw_maps(path: Path, clusters: list[GpuCluster], gpu: str) -> None:
     """A map for each network, context and model: the colour is the kind that wins, the number what
     drafts bring."""
     rows = [(cluster, S) for cluster in clusters for S in CONTEXTS]
@@ -487,7 +487,7 @@ def draw_maps(path: Path, clusters: list[Cluster], gpu: str) -> None:
         )
 
 
-def draw_map(ax: Any, cluster: Cluster, model: str, S: int) -> None:
+def draw_map(ax: Any, cluster: GpuCluster, model: str, S: int) -> None:
     for x, gpus in enumerate(GPUS):
         for y, requests in enumerate(REQUESTS):
             way = answer(cluster, model, S, gpus, requests, 0.7)
@@ -506,7 +506,7 @@ def draw_map(ax: Any, cluster: Cluster, model: str, S: int) -> None:
     ax.tick_params(length=0)
 
 
-def draw_gain(path: Path, cluster: Cluster, gpu: str) -> None:
+def draw_gain(path: Path, cluster: GpuCluster, gpu: str) -> None:
     """What self-speculation brings on 64 GPUs by requests in flight, a panel for each context."""
     gpus = 64
     counts = [2**k for k in range(13)]
@@ -544,7 +544,7 @@ def draw_gain(path: Path, cluster: Cluster, gpu: str) -> None:
 
 
 def gain_of(
-    cluster: Cluster, model: str, S: int, gpus: int, requests: int, acceptance: float
+    cluster: GpuCluster, model: str, S: int, gpus: int, requests: int, acceptance: float
 ) -> float | None:
     """What self-drafts bring; 1 where they do not pay, None without room."""
     way = answer(cluster, model, S, gpus, requests, acceptance)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from train.eagle_head import EagleHead, HeadConfig, KeyValue, SoftCrossEntropy
+from train.eagle_head import HeadConfig, KeyValue, SoftCrossEntropy, TrainedHead
 from train.eagle_target import CHUNK, Target
 
 from magicdec.distributed.groups import read_launch
@@ -107,7 +107,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: TrainedHead,
         target: Target,
         draft_ids: Tensor,
         windows: BookWindows,
@@ -212,7 +212,7 @@ class Trainer:
 
 @torch.no_grad()
 def measure_survival(
-    head: EagleHead, target: Target, draft_ids: Tensor, windows: Sequence[Tensor], num_drafts: int
+    head: TrainedHead, target: Target, draft_ids: Tensor, windows: Sequence[Tensor], num_drafts: int
 ) -> list[float]:
     """The share of chains of which the first 1, 2, .. `num_drafts` drafts are all accepted.
 
@@ -311,7 +311,7 @@ def coverage(books: list[np.ndarray], draft_ids: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def initialise(head: EagleHead, target: Target, draft_ids: Tensor, start: str) -> None:
+def initialise(head: TrainedHead, target: Target, draft_ids: Tensor, start: str) -> None:
     """Start from the target's final norm and head, and with `layer` from its last layer as well,
     behind the highest captured state. The projections of embeddings stay random."""
     model = target.model
@@ -396,7 +396,7 @@ def speculators_config(
 
 
 def export(
-    head: EagleHead, draft_ids: Tensor, vocab_size: int, config: dict[str, Any], directory: Path
+    head: TrainedHead, draft_ids: Tensor, vocab_size: int, config: dict[str, Any], directory: Path
 ) -> None:
     """Write a head in the format of `speculators`, in bfloat16, without an embedding."""
     tensors = {
@@ -596,7 +596,7 @@ def train(args: argparse.Namespace) -> None:
     ]
     positions = window_length + args.ttt
     target = Target(source, args.capture, positions, getattr(torch, args.dtype), device)
-    head = EagleHead(head_config(config, len(args.capture), args), positions).to(device)
+    head = TrainedHead(head_config(config, len(args.capture), args), positions).to(device)
     initialise(head, target, draft_ids, args.start)
     num_steps = args.steps or max(1, round(args.tokens / (args.rows * args.length)))
     plan = TrainingPlan(num_steps, args.rows, args.length, args.ttt, args.lr, args.warmup)

@@ -76,7 +76,7 @@ GPU = "h200"
 
 
 @dataclass(frozen=True)
-class Way:
+class DraftingWay:
     """A way to draft. `budget`: cached tokens that drafts of the model itself read, None for an
     EAGLE-3 head, which reads all. `acceptances`: conditional rates, low, middle and high."""
 
@@ -86,9 +86,9 @@ class Way:
 
 
 WAYS = (
-    Way("self-draft, 512 tokens", 512, (0.65, 0.80, 0.90)),
-    Way("self-draft, 2048 tokens", 2048, (0.70, 0.85, 0.93)),
-    Way("EAGLE-3 head", None, (0.45, 0.65, 0.80)),
+    DraftingWay("self-draft, 512 tokens", 512, (0.65, 0.80, 0.90)),
+    DraftingWay("self-draft, 2048 tokens", 2048, (0.70, 0.85, 0.93)),
+    DraftingWay("EAGLE-3 head", None, (0.45, 0.65, 0.80)),
 )
 NOTHING = "#D0D0D0"
 NO_ROOM = "#FFFFFF"
@@ -198,17 +198,17 @@ class Place:
         cached += state_bytes(self.config, shard, BYTES)
         return weights + B * cached <= ROOM * self.gpu.memory
 
-    def speedup_at(self, way: Way, B: int, S: int, acceptance: float) -> tuple[float, int]:
+    def speedup_at(self, way: DraftingWay, B: int, S: int, acceptance: float) -> tuple[float, int]:
         """Of steps with the best number of drafts, and that number."""
         target = self.target()
         draft = self.head() if way.budget is None else target
         cost = SpeculationCost(target, draft, way.budget or ALL, acceptance)
         return max((cost.predict_step(B, S, gamma).speedup, gamma) for gamma in range(1, GAMMA + 1))
 
-    def speedup(self, way: Way, B: int, S: int, level: int = MID) -> tuple[float, int]:
+    def speedup(self, way: DraftingWay, B: int, S: int, level: int = MID) -> tuple[float, int]:
         return self.speedup_at(way, B, S, way.acceptances[level])
 
-    def least(self, way: Way, B: int, S: int) -> float | None:
+    def least(self, way: DraftingWay, B: int, S: int) -> float | None:
         """The least acceptance with which drafts pay, in hundredths; None if 0.99 does not."""
         hundredths = range(1, 100)
         found = bisect_left(
@@ -216,7 +216,7 @@ class Place:
         )
         return hundredths[found] / 100 if found < len(hundredths) else None
 
-    def least_text(self, way: Way, B: int, S: int) -> str:
+    def least_text(self, way: DraftingWay, B: int, S: int) -> str:
         least = self.least(way, B, S)
         return "never" if least is None else f"{least:.2f}"
 
@@ -225,7 +225,7 @@ class Place:
         powers = [1 << n for n in range(SHORTEST.bit_length() - 1, self.longest.bit_length())]
         return [S for S in sorted({*powers, self.longest}) if self.fits(B, S)]
 
-    def pays(self, way: Way, B: int, level: int = MID) -> str:
+    def pays(self, way: DraftingWay, B: int, level: int = MID) -> str:
         """The contexts in which drafts pay: all, none, or from which on or up to which."""
         asked = self.contexts(B)
         if not asked:
@@ -239,7 +239,7 @@ class Place:
             return f"from {thousands(paying[0])}"
         return f"{thousands(paying[0])} to {thousands(paying[-1])}"
 
-    def best(self, B: int, S: int) -> tuple[Way | None, float, int]:
+    def best(self, B: int, S: int) -> tuple[DraftingWay | None, float, int]:
         """The way with the fastest steps, its speedup and its drafts; None if none pays."""
         found = [(*self.speedup(way, B, S), way) for way in WAYS]
         speedup, gamma, way = max(found, key=lambda each: each[0])

@@ -23,7 +23,7 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def cluster(scale: Any) -> Any:
-    return scale.Cluster(scale.SPECS["h100"], scale.NETWORKS[0])
+    return scale.GpuCluster(scale.SPECS["h100"], scale.NETWORKS[0])
 
 
 READ, COMPUTE = 0.8 * 3.35e12, 0.6 * 989e12

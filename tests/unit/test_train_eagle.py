@@ -115,7 +115,7 @@ def make_small(eagle: Any, checkpoint: Path, options: dict[str, int]) -> Small:
     source = find_model("--target", str(checkpoint))
     target = eagle.Target(source, CAPTURE, 100, torch.float32, torch.device("cpu"))
     torch.manual_seed(0)
-    head = eagle.EagleHead(eagle.head_config(source.config, len(CAPTURE), args), 100)
+    head = eagle.TrainedHead(eagle.head_config(source.config, len(CAPTURE), args), 100)
     draft_ids = torch.randperm(source.config.vocab_size)[:VOCAB].sort().values
     for name, parameter in head.named_parameters():
         parameter.requires_grad_(False)

@@ -51,7 +51,7 @@ def run(suite: Suite) -> None:
 
 def common(suite: Suite, device: str, out: Path, flags: Sequence[object] = ()) -> list[object]:
     """`flags`, and those of every command."""
-    settings = {
+    settings: dict[str, object] = {
         "--model": "demo",
         "--dataset": "demo",
         "--device": device,

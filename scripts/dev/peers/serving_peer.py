@@ -35,7 +35,7 @@ class TimedRequest:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedTokens:
     """The tokens of a request, and when each was known, in seconds after the first arrival."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -72,10 +72,10 @@ class ServingPeer(ABC):
         """Stop what runs beside the calling thread."""
 
 
-def serve_requests(peer: ServingPeer, requests: Sequence[TimedRequest]) -> list[Served]:
+def serve_requests(peer: ServingPeer, requests: Sequence[TimedRequest]) -> list[ServedTokens]:
     """Submit each request when it arrives (the first arrives at once) and advance the peer until
     all have their tokens. Raises RuntimeError if one of them gets another number of tokens."""
-    served = [Served() for _ in requests]
+    served = [ServedTokens() for _ in requests]
     coming = deque(sorted(enumerate(requests), key=lambda pair: pair[1].arrival_s))
     num_submitted = num_read = 0  # output tokens
     begun_s = time.perf_counter()
@@ -98,7 +98,7 @@ def serve_requests(peer: ServingPeer, requests: Sequence[TimedRequest]) -> list[
     return served
 
 
-def check_lengths(requests: Sequence[TimedRequest], served: Sequence[Served]) -> None:
+def check_lengths(requests: Sequence[TimedRequest], served: Sequence[ServedTokens]) -> None:
     for number, (request, one) in enumerate(zip(requests, served, strict=True)):
         if len(one.token_ids) != request.output_len:
             raise RuntimeError(

@@ -14,16 +14,16 @@ from typing import Any
 
 from magicdec.records.metrics import percentile
 from peers import PEERS
-from peers.process import ServingWorker, Start
+from peers.process import PeerStart, ServingWorker
 from peers.runs import DEMO, save_model
-from peers.serving_peer import Served, ServingSizes, TimedRequest
+from peers.serving_peer import ServedTokens, ServingSizes, TimedRequest
 from peers.serving_trace import make_checked_trace, make_warm_up
 
 BLOCK = 256  # tokens; at most so many are lost in the last block of a request
 
 
 @dataclass(frozen=True)
-class Way:
+class ServingWay:
     """A peer with its settings, which are fields of `ServingSizes`; none: its defaults.
     `most_repetitions` is for a way that takes much longer than the others. `is_default`: whether it
     is measured unless other ways are asked for."""
@@ -36,18 +36,20 @@ class Way:
 
 
 WAYS = (
-    Way("magicdec", "magicdec"),
-    Way("magicdec-1024", "magicdec", {"batch_tokens": 1024}),
-    Way("openvino", "openvino"),
-    Way("openvino-2048", "openvino", {"batch_tokens": 2048}),
-    Way("openvino-u8", "openvino_u8"),
-    Way("openvino-2048-u8", "openvino_u8", {"batch_tokens": 2048}),
-    Way("transformers-256x2", "transformers", {"batch_tokens": 256, "max_running": 2}, 1),
-    Way("transformers", "transformers", {}, 1, is_default=False),
+    ServingWay("magicdec", "magicdec"),
+    ServingWay("magicdec-1024", "magicdec", {"batch_tokens": 1024}),
+    ServingWay("openvino", "openvino"),
+    ServingWay("openvino-2048", "openvino", {"batch_tokens": 2048}),
+    ServingWay("openvino-u8", "openvino_u8"),
+    ServingWay("openvino-2048-u8", "openvino_u8", {"batch_tokens": 2048}),
+    ServingWay("transformers-256x2", "transformers", {"batch_tokens": 256, "max_running": 2}, 1),
+    ServingWay("transformers", "transformers", {}, 1, is_default=False),
 )
 
 
-def sizes_of(traces: Iterable[Sequence[TimedRequest]], threads: int, way: Way) -> ServingSizes:
+def sizes_of(
+    traces: Iterable[Sequence[TimedRequest]], threads: int, way: ServingWay
+) -> ServingSizes:
     """Room for all requests of any of `traces` at the same time."""
     lengths = [[len(r.prompt) + r.output_len for r in requests] for requests in traces]
     return ServingSizes(
@@ -65,12 +67,14 @@ def save_serving_model(kv_heads: int, directory: Path) -> None:
     shutil.copy(DEMO / "tokenizer.model", directory)
 
 
-def check_tokens(ways: Sequence[tuple[Way, Start]], seed: int, threads: int) -> dict[str, str]:
+def check_tokens(
+    ways: Sequence[tuple[ServingWay, PeerStart]], seed: int, threads: int
+) -> dict[str, str]:
     """Check that all ways with an exact peer emit the same float32 tokens. Returns the versions of
     the peers. Raises RuntimeError if tokens differ."""
     requests = make_checked_trace(seed)
     versions = {}
-    expected: list[Served] = []
+    expected: list[ServedTokens] = []
     for way, start in ways:
         with ServingWorker(start, "float32", sizes_of([requests], threads, way)) as worker:
             versions[way.peer] = worker.version
@@ -81,22 +85,22 @@ def check_tokens(ways: Sequence[tuple[Way, Start]], seed: int, threads: int) -> 
     return versions
 
 
-def serve(worker: ServingWorker, requests: Sequence[TimedRequest]) -> list[Served]:
+def serve(worker: ServingWorker, requests: Sequence[TimedRequest]) -> list[ServedTokens]:
     answer = worker.ask(requests=[asdict(request) for request in requests])
-    return [Served(**one) for one in answer["served"]]
+    return [ServedTokens(**one) for one in answer["served"]]
 
 
-def differing(expected: Sequence[Served], found: Sequence[Served]) -> list[int]:
+def differing(expected: Sequence[ServedTokens], found: Sequence[ServedTokens]) -> list[int]:
     """The requests whose tokens are not the same."""
     pairs = enumerate(zip(expected, found, strict=True))
     return [i for i, (a, b) in pairs if a.token_ids != b.token_ids]
 
 
 def serve_exactly(
-    way: Way, start: Start, traces: dict[str, list[TimedRequest]], threads: int
-) -> dict[str, list[Served]]:
+    way: ServingWay, start: PeerStart, traces: dict[str, list[TimedRequest]], threads: int
+) -> dict[str, list[ServedTokens]]:
     """The float32 tokens of each trace. Traces with the same requests are served once."""
-    served: dict[str, list[Served]] = {}
+    served: dict[str, list[ServedTokens]] = {}
     for arrival, requests in traces.items():
         same = next((a for a in served if texts(traces[a]) == texts(requests)), None)
         if same is not None:
@@ -115,7 +119,7 @@ Rows = list[dict[str, Any]]
 
 
 def measure(
-    ways: Sequence[tuple[Way, Start]],
+    ways: Sequence[tuple[ServingWay, PeerStart]],
     traces: dict[str, list[TimedRequest]],
     dtypes: Mapping[str, str],
     threads: int,
@@ -126,7 +130,7 @@ def measure(
     in the reverse order of the one before. After each served trace, `report` gets the rows of what
     is measured so far and a line of progress."""
     exact = serve_exactly(*ways[0], traces, threads)
-    served: dict[tuple[str, str], list[list[Served]]] = {}
+    served: dict[tuple[str, str], list[list[ServedTokens]]] = {}
     warm_up = make_warm_up(next(iter(traces.values())))
 
     def make_rows() -> Rows:
@@ -176,11 +180,11 @@ def estimate_left(rows: Rows, order: Sequence[tuple[str, str]]) -> str:
 
 
 def make_row(
-    way: Way,
+    way: ServingWay,
     arrival: str,
     requests: Sequence[TimedRequest],
-    served: Sequence[list[Served]],
-    exact: Sequence[Served],
+    served: Sequence[list[ServedTokens]],
+    exact: Sequence[ServedTokens],
 ) -> dict[str, Any]:
     """Medians over the repetitions `served`. The tokens of the first are compared with `exact`."""
     runs = [metrics(requests, one) for one in served]
@@ -193,7 +197,7 @@ def make_row(
     return row | {"num_differing": len(differing(exact, served[0]))}
 
 
-def metrics(requests: Sequence[TimedRequest], served: Sequence[Served]) -> dict[str, float]:
+def metrics(requests: Sequence[TimedRequest], served: Sequence[ServedTokens]) -> dict[str, float]:
     """As `magicdec.bench.serving.metrics` defines them."""
     pairs = list(zip(requests, served, strict=True))
     makespan_s = max(one.times_s[-1] for one in served)

@@ -124,7 +124,7 @@ class HeadLayer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class EagleHead(nn.Module):
+class TrainedHead(nn.Module):
     """The head. Its parameters are named as tensors are in a file of `speculators`."""
 
     rope: Tensor
