@@ -1,5 +1,5 @@
-"""Faults planted in the measuring code, one at a time, by `scripts/plant_faults.py`: a test sees
-each of them."""
+"""Faults planted in the measuring code, one at a time, by `scripts/dev/plant_faults.py`: a test
+sees each of them."""
 
 import subprocess
 import sys
@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import HANG, ROOT
+from conftest import DEV, HANG, ROOT
 
-SCRIPT = ROOT / "scripts" / "plant_faults.py"
+SCRIPT = DEV / "plant_faults.py"
 CONTROL = f"""
 import sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
@@ -65,7 +65,7 @@ def plant(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.wide
 @pytest.mark.timeout(3 * HANG + 60)
 def test_a_fault_of_every_property_is_seen() -> None:
-    """All faults would take longer than CI has: `python scripts/plant_faults.py`."""
+    """All faults would take longer than CI has: `python scripts/dev/plant_faults.py`."""
     done = plant(str(SCRIPT), "--one")
     assert done.returncode == 0, done.stdout + done.stderr
 
