@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 from conftest import DEV, HANG, ROOT
+from faults.acceptance import REGRESSIONS
 
 SCRIPT = DEV / "plant_faults.py"
 CONTROL = f"""
@@ -27,8 +28,7 @@ sys.exit(plant([Property("", test, faults)]))
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+def script() -> ModuleType:
     import plant_faults
 
     return plant_faults
@@ -38,6 +38,8 @@ def test_every_fault_has_its_place(script: ModuleType) -> None:
     faults = [fault for each in script.PROPERTIES for fault in each.faults]
     assert [fault for fault in faults if script.occurrences(fault) != 1] == []
     assert len({fault.name for fault in faults}) == len(faults) > 100
+    regressions = [each.fault for each in REGRESSIONS]
+    assert [fault for fault in regressions if script.occurrences(fault) != 1] == []
 
 
 def test_every_property_is_on_the_page_with_a_test_that_is_there(

@@ -70,7 +70,7 @@ def swapped(policy: str, other: str, *cases: str) -> Regression:
 
 
 PROPOSE = "return self.drafter.propose(self._batch, DraftShape(gamma, pending))"
-ACCEPTED = "return _leading(draft_ids == target_ids[:, :-1], counts)"
+ACCEPTED = "return leading(draft_ids == target_ids[:, :-1], counts)"
 
 
 def drafts(name: str, change: str, *cases: str) -> Regression:
@@ -292,8 +292,8 @@ CHOICES = (
     regression(
         "snapkv copies the token before",
         SNAP,
-        "num_held + offsets + steps)",
-        "num_held + offsets + steps - 1)",
+        "num_held + offsets + steps,",
+        "num_held + offsets + steps - 1,",
         f"{SNAPKV} 257 --gamma 4",
     ),
     regression(
@@ -366,7 +366,7 @@ CHAINS = (
             "model/checkpoint/quantization.py",
             "numbers = quantized(weight, load_named(QUANTIZERS, weights))",
             "numbers = quantized(weight, load_named(QUANTIZERS, weights))\n"
-            "    numbers.scale.mul_(1 + 0.02 * torch.randn(numbers.scale.shape))",
+            "    numbers.scale.mul_(1 + 0.02 * __import__('torch').randn(numbers.scale.shape))",
             f"{PLAIN} --draft_weights {bits}",
         )
         for bits in ("int8", "int4")
@@ -374,10 +374,10 @@ CHAINS = (
     regression(
         "2 % noise on the weights of a draft model",
         "setup/loading.py",
-        "        keep_queries(runner, config.kv)\n    first",
+        "        keep_queries(runner, config.kv)\n",
         "        keep_queries(runner, config.kv)\n"
         "        for p in runner.model.parameters():\n"
-        "            p.data.mul_(1 + 0.02 * torch.randn_like(p))\n    first",
+        "            p.data.mul_(1 + 0.02 * torch.randn_like(p))\n",
         f"{FULL} --gamma 4",
     ),
     regression(
@@ -520,18 +520,18 @@ RANKS = (
     ),
     regression(
         "the drafts are those of a rank without the draft model",
-        MODELS,
-        "ids = group.broadcast(ids, source)",
-        "ids = group.broadcast(ids, 0)",
+        "speculation/drafter.py",
+        "ids = target.group.broadcast(ids, draft.source)",
+        "ids = target.group.broadcast(ids, 0)",
         "--draft_ranks 1",
     ),
     regression(
         "2 % noise on the second rank's draft model",
         "setup/loading.py",
-        "        keep_queries(runner, config.kv)\n    first",
+        "        keep_queries(runner, config.kv)\n",
         "        keep_queries(runner, config.kv)\n"
         f"        for p in runner.model.parameters() if {SECOND} else ():\n"
-        "            p.data.mul_(1 + 0.02 * torch.randn_like(p))\n    first",
+        "            p.data.mul_(1 + 0.02 * torch.randn_like(p))\n",
         "--draft_ranks 1",
     ),
 )
