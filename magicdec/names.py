@@ -56,12 +56,6 @@ ARRIVALS = {
     "uniform": "magicdec.workload.request_shapes:uniform",
     "poisson": "magicdec.workload.request_shapes:poisson",
 }
-# What runs the jobs of a study, where it does not run in the program that was started.
-IN_PROCESS = "in_process"
-EXECUTORS = {
-    "local": "magicdec.bench.study.executor:LocalJobs",
-    "slurm": "magicdec.bench.study.executor:SlurmJobs",
-}
 SEQUENTIAL = "sequential"  # one process, one request after the other
 # Programs whose servers say what they drafted: the form in which each does.
 SERVER_FORMATS = {

@@ -2,10 +2,9 @@
 # A Slurm on this machine, for as long as a command runs.
 #
 #   scripts/slurm_node.sh [--nodes N] COMMAND WORDS...
-#   scripts/slurm_node.sh magicdec sweep study.toml --executor slurm
+#   scripts/slurm_node.sh sbatch --wait job.sh
 #
-# It has one node with all CPUs, or N nodes that share them, and the partitions `main` (the default),
-# `low` (whose jobs give way to those of `main`) and `closed` (which starts nothing). munged, slurmctld
+# It has one node with all CPUs, or N nodes that share them, and the partition `main`. munged, slurmctld
 # and slurmd have a configuration, a key and ports of their own in a new folder, which COMMAND finds
 # through SLURM_CONF. They are ended and the folder is removed when COMMAND ends; another Slurm of this
 # machine is left alone. The exit code is COMMAND's.
@@ -57,11 +56,7 @@ ReturnToService=2
 KillWait=5
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-PreemptType=preempt/partition_prio
-PreemptMode=CANCEL
-PartitionName=main Nodes=ALL Default=YES PriorityTier=2 PreemptMode=OFF
-PartitionName=low Nodes=ALL PriorityTier=1
-PartitionName=closed Nodes=ALL State=DOWN
+PartitionName=main Nodes=ALL Default=YES
 END
 for ((node = 1; node <= nodes; node++)); do
   echo "NodeName=node$node NodeHostname=localhost NodeAddr=127.0.0.1 Port=${ports[$node]}" \

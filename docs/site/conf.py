@@ -23,8 +23,7 @@ import properties_page
 ROOT = Path(__file__).parents[2]
 FRONT, INDEX, LOG = "README", "docs/README", "docs/log/README"
 PROPERTIES = "docs/site/properties"
-# Pages with their files, which the site has as they are; the second links to records, too.
-STUDY, GALLERY = "results/cpu/report", "results/gallery"
+STUDY = "results/cpu/report"  # a page with its files, which the site has as they are
 
 project, author, copyright = "magicdec", "", "the authors of magicdec; Apache-2.0"
 release = importlib.metadata.version("magicdec").partition("+")[0]
@@ -72,11 +71,11 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def link_to_pages(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """A link to a file of the study or to the gallery opens it; other files that are no pages of
-    the site are downloads."""
+    """A link to a file of the study opens it; other files that are no pages of the site are
+    downloads."""
     for node in list(doctree.findall(download_reference)):
         target = str((ROOT / page).parent.joinpath(node["reftarget"]).resolve().relative_to(ROOT))
-        if target.startswith((STUDY, GALLERY)):
+        if target.startswith(STUDY):
             uri = "../" * page.count("/") + target
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
@@ -92,13 +91,7 @@ def add_meanings(
 
 def finish(app: Sphinx, error: Exception | None) -> None:
     if error is None:
-        for folder in (STUDY, GALLERY):
-            shutil.copytree(ROOT / folder, app.outdir / folder, dirs_exist_ok=True)
-        page = (ROOT / GALLERY / "index.html").read_text(encoding="utf-8")
-        for name in set(re.findall(r'href="\.\./([^"#]+)', page)):
-            copy = app.outdir / GALLERY / ".." / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / GALLERY / ".." / name, copy)
+        shutil.copytree(ROOT / STUDY, app.outdir / STUDY, dirs_exist_ok=True)
         shutil.copy(app.outdir / f"{FRONT}.html", app.outdir / "index.html")
 
 

@@ -10,7 +10,7 @@ A new way to run is a line in `DRIVERS`; `magicdec sweep` takes their names from
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from magicdec.cli.flags import EVERYDAY, config_of, sections_of, start
@@ -18,7 +18,7 @@ from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftChoice, DraftSection, ModelSection
-from magicdec.config.setting import declared, same
+from magicdec.config.setting import declared, same, setting
 from magicdec.names import BASELINE
 
 
@@ -46,6 +46,15 @@ class StandaloneDraft(DraftSection):
 
 
 @dataclass(frozen=True)
+class OriginalSection:
+    """What the original suite says in another way, beside `ALIASES`."""
+
+    max_len: int | None = setting(
+        None, "Tokens of a finished sequence: --prefix_len and --gen_len together."
+    )
+
+
+@dataclass(frozen=True)
 class Driver:
     """A command, and the config that its flags start from. With `chooses_draft`, `--draft` names
     the drafter."""
@@ -65,13 +74,15 @@ class Driver:
                 "draft": [name for name in declared(DraftSection) if name != "model"],
             }
             sections |= {"drafts": DraftChoice(), **sections_of(self.config)}
-            return Parser(self.description, sections, only, everyday=EVERYDAY)
-        sections |= sections_of(self.config)
+            return Parser(self.description, sections, only, everyday=EVERYDAY, gone=GONE)
+        sections |= {**sections_of(self.config), "original": OriginalSection()}
         return Parser(self.description, sections, aliases=ALIASES, everyday=EVERYDAY)
 
     def config_of(self, values: ParsedValues) -> RunConfig:
         config = config_of(values, self.config)
-        return config.with_draft(values[DraftChoice].draft) if self.chooses_draft else config
+        if self.chooses_draft:
+            return config.with_draft(values[DraftChoice].draft)
+        return with_max_len(config, values[OriginalSection].max_len)
 
     def read(self, words: Sequence[str]) -> RunConfig:
         """The config of a command line. Raises ValueError, one line naming the flag."""
@@ -81,6 +92,27 @@ class Driver:
         return config
 
 
+def with_max_len(config: RunConfig, max_len: int | None) -> RunConfig:
+    """The config whose sequences have `max_len` tokens in the end. Raises ValueError if these are
+    no more than the prompt's, or not those of `--gen_len`."""
+    w = config.workload
+    if max_len is None:
+        return config
+    gen_len = max_len - w.prefix_len
+    if gen_len < 1:
+        raise ValueError(
+            f"--max_len {max_len} minus --prefix_len {w.prefix_len} is {gen_len}; it must be at "
+            "least 1"
+        )
+    if w.gen_len not in (None, gen_len):
+        raise ValueError(
+            f"--max_len {max_len} is not --prefix_len {w.prefix_len} + --gen_len {w.gen_len}; give "
+            "one of the two"
+        )
+    return replace(config, workload=replace(w, gen_len=gen_len))
+
+
+GONE = {"--max_len": "give --gen_len, the tokens after the prompt"}
 # Spellings of the original suite, beside those of the other commands.
 ALIASES = {
     "kv.budget": ("--streamingllm_budget", "--draft_budget"),

@@ -2,6 +2,7 @@
 contexts, new tokens and KV budgets.
 
     magicdec latency --B 1 4 --prefix_len 4096 16384 --T 1 2 4 8 --budget 65 257
+    magicdec latency --attention native grouped sdpa --B 8 --prefix_len 16384
 
 Heavy imports happen after the flags are read.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from magicdec.bench.latency.record import (
     KV_FIELDS,
     LatencyGrid,
+    LatencyRecord,
     break_even_table,
     make_record,
     tables,
@@ -35,10 +37,10 @@ from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.capabilities import MOST_WATCHED, policy_called
 from magicdec.config.choices.backend import check_returns_weights
 from magicdec.config.choices.layers import check_copy, check_low_bit
-from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     SELF,
+    AttentionSection,
     DecodingSection,
     KVSection,
     OutputSection,
@@ -56,20 +58,21 @@ from magicdec.output.writing import check_record_file
 from magicdec.records.record import append_records
 
 if TYPE_CHECKING:
-    from magicdec.model.checkpoint.source import ModelSource
+    from magicdec.setup.prepare import ResolvedRun
 
 BUDGETS = (65, 257)
 EVERYDAY = (
     *("--model", "--nproc", "--B", "--prefix_len", "--T", "--kv_policy", "--budget", "--repeats"),
     "--out",
 )
-SECTIONS = ("model", "parallel", "attention", "decoding", "kv")
+SECTIONS = ("model", "parallel", "decoding", "kv")
 # Sections of which only some settings have a flag here.
-ONLY = {"attention": ("backend",), "decoding": ("cuda_graphs",), "kv": KV_FIELDS}
+ONLY = {"decoding": ("cuda_graphs",), "kv": KV_FIELDS}
 
 
 @dataclass(frozen=True)
 class GridSection:
+    attention: tuple[str, ...] = same(AttentionSection, "backend", ("auto",))
     B: tuple[int, ...] = same(WorkloadSection, "batch_size", (1, 4, 8), is_set=True)
     prefix_len: tuple[int, ...] = same(
         WorkloadSection, "prefix_len", (1024, 4096, 16384), is_set=True
@@ -98,31 +101,39 @@ class GridSection:
 
 
 def run(words: Sequence[str], launch: Launch) -> int:
-    """Measures on all ranks; the first prints the table and writes the files."""
+    """Measures on all ranks, with each of the attention backends; the first rank writes a record
+    and prints a table of each."""
     with ended_at_once(launch):
         asked, grid, args = parse(words)
     nproc = asked.parallel.nproc
     asked.check(find_world_size(nproc, launch))
     run_on_ranks(nproc, words, launch, partial(check_heads, asked))
     with spinner(f"preparing {asked.model.model}", launch.rank == 0):
-        resolved, source, memory = prepare(asked, grid, launch)
-    announce_backend(resolved, launch)
-    if launch.rank == 0:
-        print(labelled("memory", memory, START), flush=True)
+        runs = prepare(asked, args.attention, grid, launch)
+    for run, memory in runs:
+        announce_backend(run.config, launch)
+        if launch.rank == 0:
+            print(labelled("memory", memory, START), flush=True)
     from magicdec.bench.latency.forwards import measure
 
-    environment, rows = measure(resolved, grid, source, launch)
-    if launch.rank == 0:
-        record = make_record(resolved, grid, source, environment, rows)
-        try:
-            append_records("--out", args.out, [record])
-            print(f"record appended to {args.out}", file=sys.stderr)
-        finally:
-            print_tables(tables([record]))
-            if args.break_even:
-                print_tables([break_even_table(record)])
-            warn_of_load([environment], "grids")
+    source = runs[0][0].source
+    configs = [run.config for run, _ in runs]
+    measured = measure(configs, grid, source, launch)
+    for config, (environment, rows) in zip(configs, measured, strict=True):
+        if launch.rank == 0:
+            report(make_record(config, grid, source, environment, rows), args)
     return 0
+
+
+def report(record: LatencyRecord, args: GridSection) -> None:
+    try:
+        append_records("--out", args.out, [record])
+        print(f"record appended to {args.out}", file=sys.stderr)
+    finally:
+        print_tables(tables([record]))
+        if args.break_even:
+            print_tables([break_even_table(record)])
+        warn_of_load([record.environment], "grids")
 
 
 main = partial(run_ranks, run)
@@ -189,10 +200,31 @@ def largest_run(asked: RunConfig, grid: LatencyGrid) -> RunConfig:
 
 
 def prepare(
-    asked: RunConfig, grid: LatencyGrid, launch: Launch
-) -> tuple[ResolvedConfig, ModelSource, str]:
-    """The resolved config, the model, and a line with the memory plan, checked. Raises ValueError
-    as `parse` does."""
+    asked: RunConfig, backends: Sequence[str], grid: LatencyGrid, launch: Launch
+) -> list[tuple[ResolvedRun, str]]:
+    """For each attention backend the run that stands for the grid, and a line with its memory plan,
+    checked. Raises ValueError as `parse` does, also if two backends are the same one."""
+    from magicdec.setup.prepare import SetupCache, find
+
+    cache = SetupCache()
+    runs: list[tuple[ResolvedRun, str]] = []
+    names = dict[str, str]()
+    for backend in backends:
+        with_backend = replace(asked, attention=AttentionSection(backend))
+        run = find(largest_run(with_backend, grid), launch, cache)
+        name = str(run.config.attention.backend)
+        if name in names:
+            raise ValueError(
+                f"--attention {names[name]} {backend} are both {name} here; leave one of them out"
+            )
+        names[name] = backend
+        runs.append((run, check_grid(run, grid, launch)))
+    return runs
+
+
+def check_grid(run: ResolvedRun, grid: LatencyGrid, launch: Launch) -> str:
+    """The line with the memory plan of a grid that the run's attention backend can serve. Raises
+    ValueError otherwise."""
     from magicdec.bench.latency.forwards import check_grid_memory
     from magicdec.setup.memory_check import check_together, free_device_memory
     from magicdec.setup.model_checks import (
@@ -202,9 +234,8 @@ def prepare(
         check_scores,
         check_window,
     )
-    from magicdec.setup.prepare import SetupCache, check_agreement, find
+    from magicdec.setup.prepare import check_agreement
 
-    run = find(largest_run(asked, grid), launch, SetupCache())
     check_agreement(run, vars(grid))
     config = run.config
     source = run.source
@@ -225,7 +256,4 @@ def prepare(
     check_window(backend, context + T, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
     free = free_device_memory(config.parallel.device, launch.local_rank)
-    memory = check_together(
-        launch, lambda: check_grid_memory(config, grid, run.models, launch, free)
-    )
-    return config, source, memory
+    return check_together(launch, lambda: check_grid_memory(config, grid, run.models, launch, free))

@@ -28,7 +28,6 @@ from magicdec.hardware.other_load import load_text
 from magicdec.names import EVERY_KIND, EXPORTS, RECORDS, load_named
 from magicdec.output.files import complete_file
 from magicdec.output.tables import FORMATS, Table, print_tables
-from magicdec.output.writing import write_text
 from magicdec.records.reading import read_records
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 
@@ -148,19 +147,7 @@ table = LoneCommand(
 
 @dataclass(frozen=True)
 class ReportSection(RecordFilesSection):
-    files: tuple[Path, ...] = same(
-        RecordFilesSection,
-        "files",
-        ...,
-        help="Files of records, as JSON lines; with --gallery also folders, of which every .jsonl "
-        "and .jsonl.gz is read.",
-    )
     out: Path = same(WrittenSection, "out", ..., metavar="DIR")
-    gallery: bool = setting(
-        False,
-        "Instead of figures, one page of many machines' records, with a row for each run and "
-        "served pass.",
-    )
     no_figure_files: bool = setting(
         False, "Write no PNG and SVG files; the figures are in the page alone."
     )
@@ -171,20 +158,15 @@ def write_page(values: ParsedValues) -> int:
     args = values[ReportSection]
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is not a directory; name one to write to")
-    if args.gallery:
-        return write_gallery(args)
-    from magicdec.bench.report.frame import report_rows
-    from magicdec.bench.report.page import make_report, write_report
-    from magicdec.bench.report.template import PAGE
+    from magicdec.bench.report.page import PAGE, make_report, rows_of, write_report
 
-    rows = (
-        row
-        for number, (path, record) in enumerate(read_every_kind(args, ON_PAGES), 1)
-        for row in report_rows(number, str(path), record)
-    )
+    left_out: list[str] = []
+    rows = rows_of(read_every_kind(args, ON_PAGES), left_out)
     command = ["magicdec", "report", *sys.argv[1:]]
-    page = make_report(command, not args.no_figure_files, rows)
+    page = make_report(command, not args.no_figure_files, rows, left_out)
     write_report(args.out, page)
+    for reason in page.left_out:
+        print(f"left out: {reason}", file=sys.stderr)
     for section in page.sections:
         for figure in section.left_out:
             print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
@@ -193,29 +175,12 @@ def write_page(values: ParsedValues) -> int:
     return 0
 
 
-def write_gallery(args: ReportSection) -> int:
-    if args.no_figure_files:
-        raise ValueError("--no_figure_files does nothing with --gallery, which has no figures")
-    from magicdec.bench.report.gallery import make_gallery, render_gallery
-    from magicdec.bench.report.template import PAGE
-
-    gallery = make_gallery(args.files, args.strict)
-    text = render_gallery(gallery, args.files, args.out)
-    write_text("--out", args.out / PAGE, text)
-    for reason, count in gallery.left_out.items():
-        print(f"left out: {count} records {reason}", file=sys.stderr)
-    size = f"{len(text.encode()) / 1e3:,.0f} kB"
-    doubted = f"{gallery.num_doubted} of them not ranked"
-    print(f"{gallery.num_records} records, {doubted}: {args.out / PAGE}, {size}")
-    return 0
-
-
 report = LoneCommand(
     write_page,
     "Write a page with figures and tables of records of every kind. It needs no network; the "
-    "figures as PNG and SVG and the tables as CSV are written beside it. With --gallery, one page "
-    "of many machines' records.",
+    "figures as PNG and SVG and the tables as CSV are written beside it.",
     {"report": ReportSection},
+    gone={"--gallery": "the page of `magicdec report FILES --out DIR` shows several machines"},
 )
 
 

@@ -3,18 +3,28 @@
 
     magicdec sweep STUDY.toml --nproc 2
     magicdec sweep run --draft self ngram --B 1 4 8 --prefix_len 4096 16384 --gamma 2 4 auto
+    magicdec sweep STUDY.toml --part $SLURM_ARRAY_TASK_ID/8     # in each of 8 tasks of a job
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from magicdec.bench.study.study import MOST_CELLS, FlagGrid, Settings, Study, checked, read_study
+from magicdec.bench.study.study import (
+    ARRAY_JOB,
+    MOST_CELLS,
+    FlagGrid,
+    Settings,
+    Study,
+    checked,
+    read_study,
+)
 from magicdec.cli.drivers import DRIVERS
 from magicdec.cli.flags import NO_RECORD, ended_at_once, refuse, run_on_ranks, say_interrupted
 from magicdec.cli.parsing.ignored import why_ignored
@@ -23,10 +33,10 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.config.setting import declared, same, setting
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import find_world_size, is_launched
+from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.names import EXECUTORS, IN_PROCESS, load_named, most_like
+from magicdec.names import most_like
 from magicdec.output.writing import check_record_file
 
 NAMES = tuple(DRIVERS)
@@ -43,6 +53,8 @@ class Flags:
     def name_of(self, where: str, key: str) -> str:
         if key in OF_ONE_RUN:
             raise ValueError(f"{where}: {key} is for one run, not for the runs of a study")
+        if (place := self.parser.gone.get(f"--{key}")) is not None:
+            raise ValueError(f"{where}: {key} is gone: {place}")
         if key not in self.names:
             hint = most_like(key, sorted(self.names.keys() - set(OF_ONE_RUN)))
             raise ValueError(f"{where}: unknown flag {key}; {hint}")
@@ -90,19 +102,16 @@ def main() -> NoReturn:
     try:
         with ended_at_once(launch):
             flags, study = parse(sys.argv[1:])
-        has_jobs = (flags.print_sbatch or flags.executor != IN_PROCESS) and not flags.dry_run
-        nodes = study.slurm.nodes if has_jobs else 1
-        world_size = find_world_size(flags.nproc, launch) * nodes
-        configs = choose(list(make_configs(study, world_size)), flags.only)
+        configs = list(make_configs(study, find_world_size(flags.nproc, launch)))
         if launch.rank == 0:
             check_record_file("--out", Path(study.settings.out))
-        if has_jobs:
-            sys.exit(run_jobs(flags, study, configs))
         kept = f"the same command goes on with the runs that are not in {study.settings.out}"
         run_on_ranks(flags.nproc, sys.argv[1:], launch, kept=kept)
-        from magicdec.bench.study.plan import make_plan
+        from magicdec.bench.study.plan import make_plan, part_of
 
-        plan = make_plan(configs, study.settings, launch, flags.retry_failed, bool(flags.only))
+        if flags.part is not None:
+            configs = part_of(configs, *numbers_of(flags.part), study.settings.order_seed)
+        plan = make_plan(configs, study.settings, launch, flags.retry_failed)
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
@@ -115,36 +124,27 @@ def main() -> NoReturn:
             print_order(plan)
         sys.exit(0)
     with naming_lost(launch):
-        sys.exit(conclude(plan, study.settings, launch))
+        sys.exit(conclude(plan, launch))
 
 
-def choose(configs: list[RunConfig], names: Sequence[str]) -> list[RunConfig]:
-    """The runs of these names, or all. Raises ValueError for a name without a run."""
-    from magicdec.bench.study.cells import name_of
-
-    by_name = {name_of(config): config for config in configs} if names else {}
-    for name in names:
-        if name not in by_name:
-            raise ValueError(f"--only {name} is no run of this study; --dry_run prints the names")
-    return [by_name[name] for name in names] or configs
+def read_part(text: str) -> str:
+    """Raises ValueError for a text that is no I/N with I from 1 to N."""
+    if re.fullmatch(r"\d{1,9}/\d{1,9}", text):
+        number, count = numbers_of(text)
+        if 1 <= number <= count:
+            return text
+    raise ValueError(f"{text} is no part; give I/N with I from 1 to N, such as 1/8 to 8/8")
 
 
-def run_jobs(flags: SweepFlags, study: Study, configs: list[RunConfig]) -> int:
-    """Runs the study in jobs, or prints their script; returns the exit code. Raises ValueError for
-    what the user can correct."""
-    if is_launched():
-        raise ValueError(
-            f"--executor {flags.executor}: a launcher, such as torchrun, started this as a rank; "
-            "start it once, and say with --nproc how many ranks a job has on a node"
-        )
-    words = [word for word in sys.argv[1:] if word != "--print_sbatch"]
-    kind = load_named(EXECUTORS, "slurm" if flags.print_sbatch else flags.executor)
-    jobs = kind(configs, study, words, flags.nproc or 1, flags.retry_failed)
-    if not flags.print_sbatch:
-        return int(jobs.conclude())
-    groups = jobs.groups()
-    print(jobs.script(groups) if groups else "# All runs are done.")
-    return 0
+def numbers_of(part: str) -> tuple[int, int]:
+    number, _, count = part.partition("/")
+    return int(number), int(count)
+
+
+def file_of(out: Path, part: str) -> Path:
+    """The results of a part, to which no other part writes."""
+    number, count = numbers_of(part)
+    return out.with_name(f"{out.stem}.{number}-of-{count}{out.suffix}")
 
 
 @dataclass(frozen=True)
@@ -159,21 +159,12 @@ class SweepFlags(Settings):
     )
     nproc: int | None = same(ParallelSection, "nproc")
     retry_failed: bool = setting(False, "Run again what has failed.")
-    executor: str = setting(
-        IN_PROCESS,
-        "What runs the study. in_process: this program, one run after the other; slurm: array jobs "
-        "of Slurm, with the options of [slurm] in the study file; local: the same jobs as "
-        "processes of this machine, one at a time. The last two need submitit.",
-        choices=(IN_PROCESS, *EXECUTORS),
-    )
-    print_sbatch: bool = setting(
-        False, "Print what --executor slurm submits as a script for sbatch, and run nothing."
-    )
-    only: tuple[str, ...] = setting(
-        (),
-        "Run these runs alone, by the names that --dry_run prints. Each writes to a file of its "
-        "own, NAME.jsonl in the folder that is named as --out with .jobs behind it.",
-        is_set=True,
+    part: str | None = setting(
+        None,
+        "Run one of N equal parts of the study alone, as a task of an array job does. Its records "
+        "go to a file of its own beside --out, such as runs.1-of-8.jsonl for 1/8.",
+        metavar="I/N",
+        parse=read_part,
     )
     dry_run: bool = setting(False, "Print the runs in their order, and run nothing.")
     yes: bool = setting(False, f"Allow more than {MOST_CELLS} runs.")
@@ -185,6 +176,7 @@ def build_parser() -> Parser:
         "is in the results file is not run again.",
         {"sweep": SweepFlags()},
         epilog=f"Any flag of {', '.join(NAMES)} takes several values.",
+        gone=dict.fromkeys(("--executor", "--print_sbatch", "--only"), ARRAY_JOB),
     )
 
 
@@ -193,6 +185,8 @@ def parse(argv: Sequence[str]) -> tuple[SweepFlags, Study]:
     and the key."""
     parser = build_parser()
     own, axes = split(argv, [o for action in parser._actions for o in action.option_strings])
+    for name in axes:
+        parser.refuse_gone(f"--{name}")
     values = parser.read(own)
     flags = values[SweepFlags]
     names = flags.study
@@ -207,7 +201,10 @@ def parse(argv: Sequence[str]) -> tuple[SweepFlags, Study]:
     typed = {
         name: getattr(flags, name) for name in declared(Settings) if f"sweep.{name}" in values.typed
     }
-    study = dataclasses.replace(study, settings=dataclasses.replace(study.settings, **typed))
+    settings = dataclasses.replace(study.settings, **typed)
+    if flags.part is not None:
+        settings = dataclasses.replace(settings, out=str(file_of(Path(settings.out), flags.part)))
+    study = dataclasses.replace(study, settings=settings)
     if study.num_cells > MOST_CELLS and not flags.yes:
         raise ValueError(
             f"the study has {study.num_cells} runs, more than {MOST_CELLS}; give --yes to run them"

@@ -104,7 +104,7 @@ def resolve(
         )
     graphs = choose_graphs(decoding.cuda_graphs, device, backends, is_staged, decoding.pa)
     chosen = {"gamma": decoding.gamma_or_default, "cuda_graphs": graphs}
-    sizes = {"gen_len": w.num_new_tokens, "max_len": None, "num_batches": w.most_batches}
+    sizes = {"gen_len": w.num_new_tokens, "num_batches": w.most_batches}
     return ResolvedConfig(
         run_config=config,
         model=model,

@@ -68,12 +68,10 @@ class ResolvedDecoding(DecodingSection):
 
 @dataclass(frozen=True)
 class ResolvedWorkload(WorkloadSection):
-    """The workload section. `gen_len` is by either flag; `num_batches` what a `Prepared` run
-    has."""
+    """The workload section. `num_batches` is what a `Prepared` run has."""
 
     gen_len: int = DEFAULT_GEN_LEN
     num_batches: int = DEFAULT_BATCHES
-    max_len: None = None
 
 
 def tokens_of_rows(workload: WorkloadSection, decoding: DecodingSection) -> int:

@@ -90,13 +90,11 @@ class RunConfig:
     def check(self, world_size: int) -> None:
         """Raises ValueError, one line naming the flag, for values that are wrong for every
         model."""
-        w = self.workload
         kv = self.kv
         d = self.decoding
         for section in dataclasses.fields(self):
             if (values := getattr(self, section.name)) is not None:
                 check_values(values)
-        check_lengths(w.prefix_len, w.gen_len, w.max_len)
         for applies, refusal in self._refusals():
             if applies:
                 raise ValueError(refusal)
@@ -195,19 +193,6 @@ def check_filters_act(values: SamplingSection) -> None:
                 f"{flag} {value} does nothing at --temperature 0 (greedy); "
                 "give a --temperature larger than 0"
             )
-
-
-def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> None:
-    """Raises ValueError if the two flags for the generated length disagree or give less than 1."""
-    if gen_len is not None and max_len is not None and prefix_len + gen_len != max_len:
-        raise ValueError(
-            f"--max_len {max_len} is not --prefix_len {prefix_len} + "
-            f"--gen_len {gen_len}; give one of the two"
-        )
-    if max_len is not None and max_len - prefix_len < 1:
-        raise ValueError(
-            f"--max_len minus --prefix_len is {max_len - prefix_len}; it must be at least 1"
-        )
 
 
 def check_rank_group(

@@ -351,10 +351,6 @@ class WorkloadSection:
         least=1,
         synonyms=("max_new_tokens", "max_tokens", "output_len", "random_output_len", "new_tokens"),
     )
-    max_len: int | None = setting(
-        None,
-        "Tokens of a finished sequence, prompt included. Use it instead of --gen_len.",
-    )
     num_batches: int | None = setting(
         None,
         f"Batches that are measured. Default: {DEFAULT_BATCHES}, or fewer where the text holds no "
@@ -389,9 +385,7 @@ class WorkloadSection:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens to generate in each sequence, by either of the two flags."""
-        if self.max_len is not None:
-            return self.max_len - self.prefix_len
+        """Tokens to generate in each sequence."""
         return DEFAULT_GEN_LEN if self.gen_len is None else self.gen_len
 
     @property

@@ -65,9 +65,6 @@ class BlockSelection(KVPolicy):
                 f"--num_sink_tokens {kv.num_sink_tokens}"
             )
 
-    def draft_reads(self, context: int) -> tuple[int, Visible]:
-        return context, self
-
     def sinks(self, committed: Number) -> tuple[Number, Number]:
         first = committed * 0
         if self.sliding_window is not None:

@@ -33,7 +33,8 @@ DRIVERS = """## baseline, selfspec, longspec
 The commands of the original suite have the flags of `run`, except `--draft`. `baseline` drafts
 nothing. `selfspec` has `--drafter` (`self` or `ngram`). In `longspec`, `--target` names the target
 and `--model` the draft. The suite's own spellings `--streamingllm_budget`, `--draft_budget`,
-`--draft_rank_group` and `--draft_group` are known there (`magicdec/cli/drivers.py`).
+`--draft_rank_group` and `--draft_group` are known there, and `--max_len`, which is `--prefix_len`
+and `--gen_len` together (`magicdec/cli/drivers.py`).
 
 ## download, convert
 

@@ -19,6 +19,7 @@ GRID = (
     *("--kv_policy", "streaming_llm", "snapkv", "verified", "full", "--budget", *BUDGETS),
     *("--num_sink_tokens", 4, "--window_size", 8, "--recent_window", 8),
 )
+BACKENDS = ("sdpa", "grouped")
 VISIBLE = {(30, 24): 24, (30, 40): 30, (100, 24): 24, (100, 40): 40}
 # verified: sinks 4, the newest from the last multiple of 16 that leaves 8, blocks of 16 in the rest
 VERIFIED = VISIBLE | {(30, 24): 4 + 14, (100, 24): 4 + 20, (100, 40): 4 + 20 + 16}
@@ -68,12 +69,23 @@ def documented_keys() -> list[str]:
 def test_rows_cover_the_grid_and_say_what_was_read(
     num_ranks: int, launch: Launch, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
+    """In a record for each attention backend."""
     done = launch(
         "latency_benchmark.py", "--model", tiny_checkpoint, *GRID, "--dtype", "float32",
-        "--threads", 1, "--out", "new/l.json", num_ranks=num_ranks,
+        "--threads", 1, "--attention", *BACKENDS, "--out", "new/l.json", num_ranks=num_ranks,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "new" / "l.json").read_text())
+    lines = (tmp_path / "new" / "l.json").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [found["config"]["attention"]["backend"] for found in records] == list(BACKENDS)
+    for found in records:
+        check_record(found, num_ranks)
+    num_places = len(ROWS) * len(CONTEXTS)
+    assert done.stdout.count("draft, snapkv 24") == num_places * len(BACKENDS), "by one rank"
+    assert [p.name for p in tmp_path.glob("**/l.*")] == ["l.json"]
+
+
+def check_record(found: dict[str, Any], num_ranks: int) -> None:
     rows = found["rows"]
     keys = ("B", "context", "phase", "T", "kv_policy", "budget")
     assert [tuple(row[key] for key in keys) for row in rows] == expected_cells()
@@ -88,8 +100,6 @@ def test_rows_cover_the_grid_and_say_what_was_read(
     assert found["environment"]["world_size"] == num_ranks
     assert found["config"]["model"]["dtype"] == "float32"
     assert found["config"]["grid"]["repeats"] == 3
-    assert done.stdout.count("draft, snapkv 24") == len(ROWS) * len(CONTEXTS), "by one rank"
-    assert [p.name for p in tmp_path.glob("**/l.*")] == ["l.json"]
 
 
 def test_what_the_model_cannot_do_is_refused(launch: Launch, tiny_checkpoint: Path) -> None:

@@ -26,6 +26,7 @@ from magicdec.workload.books import read_books
 
 FILE = Path(__file__).parents[2] / "checkpoints" / "smollm2" / "model.gguf"
 pytestmark = [
+    pytest.mark.wide,
     pytest.mark.skipif(not FILE.is_file(), reason="run scripts/fetch_smollm2.py"),
     pytest.mark.two_threads,
 ]

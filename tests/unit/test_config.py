@@ -50,7 +50,7 @@ def mapped(*argv: object, driver: RunConfig) -> RunConfig:
     ("flags", "message"),
     [
         ("--threads 0", "--threads 0 is too small; it must be at least 1"),
-        ("--prefix_len 9 --max_len 9", "--max_len minus --prefix_len is 0; it must be at least 1"),
+        ("--prefix_len 9 --max_len 9", "--max_len 9 minus --prefix_len 9 is 0; it must be at"),
         (
             "--prefix_len 9 --gen_len 3 --max_len 13",
             "--max_len 13 is not --prefix_len 9 + --gen_len 3; give one of the two",

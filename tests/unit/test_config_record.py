@@ -42,9 +42,9 @@ SELFSPEC: dict[str, Any] = {
         "presence_penalty": 0.0, "seed": 0,
     },
     "workload": {
-        "dataset": "demo", "batch_size": 4, "prefix_len": 4096, "gen_len": 64, "max_len": 4160,
+        "dataset": "demo", "batch_size": 4, "prefix_len": 4096, "gen_len": 64,
         "num_batches": 5, "warmup_batches": 1, "seed": 123, "skip_tokens": None,
-        "prompt_format": "plain",
+        "prompt_format": "plain", "max_len": 4160,
     },
     "output": {
         "results": "results/runs.jsonl", "save_tokens": None, "printoutput": False,

@@ -146,7 +146,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.wide), 8])
 def test_never_slower_than_decoding_and_near_the_best(name: str, rows: int) -> None:
     """Batches of 128 tokens a row after a warm-up of one, as in a run: mean of twenty."""
     world, against_decode, against_best = WORLDS[name], [], []

@@ -253,6 +253,7 @@ def test_stored_weights_are_said_beside_the_dtype(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("model  demo, float32, stored weights, ranks 1 x ")
 
 
+@pytest.mark.wide
 def test_what_a_rank_refuses_is_the_only_line(tmp_path: Path) -> None:
     done = magicdec("run", *SMALL, "--nproc", 2, "--dataset", "nope.txt", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

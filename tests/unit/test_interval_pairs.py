@@ -254,7 +254,7 @@ def test_every_exported_value_lies_in_its_interval() -> None:
 
 
 def test_a_cell_shows_the_interval_of_its_own_value() -> None:
-    """Of a run whose intervals are narrow, in the table of a run, in reports and in the gallery."""
+    """Of a run whose intervals are narrow, in the table of a run and in reports."""
     metrics = measured()
     row = metric_row(metrics, Metrics)
     described = {name: about for name, _, about in described_fields(Metrics)}

@@ -36,7 +36,7 @@ from magicdec.bench.latency.record import (
     tables,
 )
 from magicdec.bench.run.roofline import expert_bytes, kv_bytes_per_token
-from magicdec.cli.latency import largest_run, parse
+from magicdec.cli.latency import largest_run, parse, prepare
 from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
@@ -89,6 +89,17 @@ def test_the_grid_is_every_policy_with_every_budget_and_the_decode(tmp_path: Pat
     drafts = [(kv.policy, kv.budget, kv.num_sink_tokens) for kv in grid.drafts]
     assert drafts == [("full", -1, 4), ("verified", 40, 4), ("verified", 33, 4)]
     assert config.model.dtype == "float32" and not out.parent.exists()
+
+
+def test_backends_that_are_one_here_are_not_measured_twice() -> None:
+    flags = "--B 1 --prefix_len 64 --T 2 --budget 33 --dtype float32 --device cpu"
+    asked, grid, args = parse([*flags.split(), "--attention", "sdpa", "auto"])
+    assert args.attention == ("sdpa", "auto")
+    runs = prepare(asked, args.attention, grid, Launch())
+    first, second = (str(run.config.attention.backend) for run, _ in runs)
+    assert first == "sdpa" != second
+    with pytest.raises(ValueError, match=f"^--attention {second} auto are both {second} here; "):
+        prepare(asked, (second, "auto"), grid, Launch())
 
 
 def names(cells: Sequence[LatencyCell]) -> list[tuple[str, int, str | None]]:

@@ -5,7 +5,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
@@ -19,6 +19,7 @@ from matplotlib.text import Text
 from synthetic_records import parse_record
 from test_compare import failed, write
 
+from magicdec.bench.report import page as page_module
 from magicdec.bench.report.figures.panels import (
     Drawn,
     choose,
@@ -49,6 +50,14 @@ FIGURES = (
     *("acceptance_by_position", "step_phases", "bandwidth"),
 )
 Record = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def numbers_by_hand() -> Iterator[None]:
+    """Records of these tests have numbers that no samples give."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_module, "contradiction_in", lambda record: "")
+        yield
 
 
 def variant(number: int = 0, **changed: Any) -> Record:

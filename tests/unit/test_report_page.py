@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from test_compare import write
-from test_report import FIGURES, RAW, study
+from test_report import FIGURES, RAW, numbers_by_hand, study
 
 from magicdec.cli.records import report
 
+__all__ = ["numbers_by_hand"]  # a fixture of all tests here
 pytestmark = pytest.mark.wide
 
 WIDTH, HEIGHT = 1200, 12000

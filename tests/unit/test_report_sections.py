@@ -14,7 +14,7 @@ from conftest import Command
 from test_compare import write
 from test_pass_records import measured, record
 from test_pipeline_command import finished
-from test_report import links, rows, variant
+from test_report import links, numbers_by_hand, rows, variant
 
 from magicdec.bench.serving.metrics import serving_metrics
 from magicdec.bench.serving.record import occupancy_of
@@ -23,6 +23,8 @@ from magicdec.engine.scheduler import StepCounts
 from magicdec.runner.request import Moves
 from magicdec.systems.ring.metrics import StageUse, ring_metrics
 from magicdec.systems.stages.spans import Span, SpanKind
+
+__all__ = ["numbers_by_hand"]  # a fixture of all tests here
 
 
 def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:

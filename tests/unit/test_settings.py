@@ -23,9 +23,9 @@ SETTINGS = {
     for command, parser in (PARSERS | DRIVER_PARSERS).items()
 }
 # `--out` names the file of records in some commands, and what a command writes in others;
-# `--modes` what is served, or what is simulated; `--attention` the backend of a run, or that probe
-# measures backends; `--format` how tables are printed, or for which program records are exported.
-TWO_MEANINGS = {"--out", "--modes", "--attention", "--format"}
+# `--modes` what is served, or what is simulated; `--format` how tables are printed, or for which
+# program records are exported.
+TWO_MEANINGS = {"--out", "--modes", "--format"}
 # Choices of these belong to the command, or to the policies that it knows.
 OWN_CHOICES = {"--modes", "--kv_policy", "--dtype", "--kind"}
 # Spellings that other projects, or earlier versions, have for a concept of the vocabulary.
@@ -98,6 +98,27 @@ def test_the_vocabulary_has_a_row_for_each_flag() -> None:
     for flag in FLAGS:
         assert page.count(f"\n| `{flag}` |") == (2 if flag in TWO_MEANINGS else 1)
     assert all(f"\n## {name}\n" in page for name in PARSERS)
+
+
+@pytest.mark.parametrize("command", [name for name, parser in PARSERS.items() if parser.gone])
+def test_a_flag_that_is_gone_is_answered_with_what_took_its_place(
+    command: str, tmp_path: Path
+) -> None:
+    """Wherever it stands, and in a file too; the flags that the answer names are there."""
+    parser = PARSERS[command]
+    for flag, place in parser.gone.items():
+        assert flag not in parser.names
+        answer = f"{flag} is gone: {re.escape(place)}$"
+        for words in ([flag], [f"{flag}=1"], ["--nonsense", flag, "1"]):
+            with pytest.raises(ValueError, match=f"^{answer}"):
+                parser.read(words)
+        file = tmp_path / "a.toml"
+        file.write_text(f"{flag.removeprefix('--')} = true\n")
+        with pytest.raises(ValueError, match=f"a.toml, line 1: {answer}"):
+            parser.read_file(TomlFile("--config", file))
+        other = next((n for n in PARSERS if f"`magicdec {n} " in place), command)
+        named = {each.removeprefix("--") for each in re.findall(r"--\w+", place)}
+        assert named <= set(PARSERS[other].names)
 
 
 def bad_values(each: Declared) -> list[tuple[str, str]]:

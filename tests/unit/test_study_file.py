@@ -119,6 +119,9 @@ BAD_FILES = {
     "unknown key": ("order_sed = 1", "study.toml, line 1: unknown key order_sed; did"),
     "unknown table": ("[base]\nB = 1", "study.toml, line 1: unknown key base; choose"),
     "type": ("out = 3", "study.toml, line 1: --out 3 is not a text"),
+    "jobs of Slurm": (
+        "[slurm]\ntime = 3", "study.toml, line 1: [slurm] is gone: an array job of the cluster",
+    ),
     "no grid": ("out = 'x'", "study.toml: it has no [[grid]]"),
     "grid of another kind": ("grid = 3", "study.toml: grid must be an array of tables"),
     "common of another kind": ("common = 3", "study.toml: common must be a table"),
@@ -134,6 +137,10 @@ BAD_FILES = {
     "unknown flag": (
         "[[grid]]\ndriver = 'baseline'\ngama = 1",
         "study.toml, line 3: grid 1: unknown flag gama; did you mean gamma?",
+    ),
+    "flag of before": (
+        "[[grid]]\ndriver = 'run'\nmax_len = 99",
+        "study.toml, line 3: grid 1: max_len is gone: give --gen_len",
     ),
     "flag of one run": (
         "[[grid]]\ndriver = 'selfspec'\nsave_tokens = 'x'",
@@ -164,6 +171,12 @@ def test_a_bad_file_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     assert expected in str(refused.value)
 
 
+def test_a_part_has_a_file_of_its_own(study: Path) -> None:
+    for out, expected in (("here.jsonl", "here.2-of-12.jsonl"), ("a/b.c.d", "a/b.c.2-of-12.d")):
+        _, given = parse([str(study), "--out", out, "--part", "2/12"])
+        assert given.settings == Settings(expected, order_seed=3, repeats=4)
+
+
 def test_more_than_ten_thousand_runs_need_a_yes(tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
     path.write_text(BAD_FILES["too many"][0])
@@ -179,6 +192,11 @@ def test_more_than_ten_thousand_runs_need_a_yes(tmp_path: Path) -> None:
         (["study.toml", "--B", "1"], "--B belongs into study.toml"),
         (["selfspec", "--B"], "selfspec: B is empty"),
         (["selfspec", "--ignore_eos", "yes"], "ignore_eos is a switch; give true or false"),
+        (["selfspec", "--part", "0/8"], "--part 0/8 is no part; give I/N with I from 1 to N"),
+        (["selfspec", "--part", "9/8"], "--part 9/8 is no part"),
+        (["selfspec", "--part", "8"], "--part 8 is no part"),
+        (["study.toml", "--executor", "slurm"], "--executor is gone: an array job of the cluster"),
+        (["selfspec", "--only=a"], "--only is gone: an array job of the cluster"),
         (["selfspec", "--repeats", "0"], "--repeats 0 is too small; it must be at least 1"),
     ],
 )

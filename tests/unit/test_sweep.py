@@ -14,7 +14,7 @@ from magicdec.bench.run.run import execute
 from magicdec.bench.study import progress
 from magicdec.bench.study import sweep as sweep_module
 from magicdec.bench.study.cells import StudyCell, config_key
-from magicdec.bench.study.plan import StudyPlan, make_plan
+from magicdec.bench.study.plan import StudyPlan, make_plan, part_of
 from magicdec.bench.study.progress import StudyProgress
 from magicdec.bench.study.study import Settings
 from magicdec.bench.study.sweep import Sweep
@@ -239,6 +239,27 @@ def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunC
     assert set(Counter(cell.key for cell in order(0, repeats=3)).values()) == {3}
 
 
+@pytest.mark.parametrize("count", [1, 3, 8, 100])
+def test_parts_are_the_study_and_share_prefills(base: RunConfig, count: int) -> None:
+    """Each run is in one part, also one that is asked for twice; no part is more than a run larger
+    than another."""
+    asked = [
+        replace(c, workload=replace(c.workload, batch_size=b, prefix_len=length))
+        for c in variants(base)
+        for b in (1, 2)
+        for length in (50, 60, 70)
+    ]
+    parts = [part_of(asked + asked[:9], number + 1, count, 0) for number in range(count)]
+    runs = [config for part in parts for config in part]
+    assert sorted(map(repr, runs)) == sorted(map(repr, asked))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    prompts = [repr(config.workload) for config in runs]
+    assert sum(a != b for a, b in pairwise(prompts)) == 6 - 1, "six groups with the same prompts"
+    others = [config for n in range(count) for config in part_of(asked, n + 1, count, 1)]
+    assert [c.workload for c in others] != [c.workload for c in runs], "by the seed"
+
+
 def test_the_time_that_is_left_is_that_of_runs_like_those_before(
     base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +326,30 @@ def test_a_study_that_is_killed_and_started_again_has_each_record_once(
     records = load_records(path)
     assert len(records) == NUM_CELLS and {r.status for r in records} == {"ok"}
     assert len({config_key(record.config) for record in records}) == NUM_CELLS
+
+
+def test_tasks_of_an_array_job_run_a_study_in_parts(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """A part of which two runs are left goes on with these, one without runs ends at once, and the
+    study itself goes on with what its parts have measured."""
+    grid = GRID.format(model=tiny_checkpoint, text=text_file).replace("B = [1, 2]", "B = 1")
+    (tmp_path / "study.toml").write_text(grid)
+    first, second = (tmp_path / f"runs.{number}-of-2.jsonl" for number in (1, 2))
+    assert launch("small_sweep.py", "study.toml", "--part", "1/2").returncode == 0
+    whole = first.read_text()
+    assert len(whole.splitlines()) == 4 and not second.exists()
+    first.write_text("".join(whole.splitlines(keepends=True)[:2]))
+    again = launch("small_sweep.py", "study.toml", "--part", "1/2")
+    assert "4 runs, 2 of them done before" in again.stderr
+    assert len(first.read_text().splitlines()) == 4
+    (tmp_path / "runs.jsonl").write_text(first.read_text())
+    done = launch("small_sweep.py", "study.toml")
+    assert "8 runs, 4 of them done before" in done.stderr
+    records = load_records(tmp_path / "runs.jsonl")
+    assert len({config_key(record.config) for record in records}) == len(records) == 8
+    empty = launch("small_sweep.py", "study.toml", "--part", "1/100")
+    assert empty.returncode == 0 and "0 of 0 runs done" in empty.stderr
 
 
 def test_ranks_share_a_study(

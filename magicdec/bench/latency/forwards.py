@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -56,35 +56,49 @@ CALLS = 2
 TRIES = 30
 
 
+Measured = tuple[Environment, list[LatencyRow]]
+
+
 def measure(
-    config: ResolvedConfig, grid: LatencyGrid, source: ModelSource, launch: Launch
-) -> tuple[Environment, list[LatencyRow]]:
-    """(environment, rows), the same on every rank. All ranks call this in lockstep."""
-    with RankSession(launch, config.parallel) as session:
-        group = session.groups.target
-        device = session.device
-        progress = make_progress(launch.rank == 0)
-        models = LoadedModels(device, progress)
-        context = max(grid.contexts)
-        largest = place_config(config, grid, max(grid.batch_sizes), context)
-        plan = ModelPlan(largest, source.config, group.ranks, launch.rank)
-        model = models.get(source, group, plan.kinds)
-        copies = {
-            weights: models.get_copy(source, group, with_weights(plan, weights))
-            for weights in grid.draft_weights
-        }
-        bandwidth = read_bandwidth(group, device)
-        timings = list[TimedCell]()
-        load = LoadWatch(launch.rank == 0)
-        load.begin()
-        for B, context in itertools.product(grid.batch_sizes, grid.contexts):
-            with progress.task(f"B {B}, context {context}", grid.warmup + grid.repeats) as advance:
-                timings += time_place(model, group, config, grid, B, context, advance, copies)
-        load.end()
-        # The ceiling is the larger of two measurements, as in a run.
-        bandwidth = max(bandwidth, read_bandwidth(group, device))
-        of_ranks = group.all_gather_values(timings, list[TimedCell])
-        rows = summarise(of_ranks, bandwidth, source.config.experts)
+    configs: Sequence[ResolvedConfig], grid: LatencyGrid, source: ModelSource, launch: Launch
+) -> Iterator[Measured]:
+    """(environment, rows) of each config, the same on every rank. The configs differ in their
+    attention backend. All ranks iterate in lockstep."""
+    with RankSession(launch, configs[0].parallel) as session:
+        models = LoadedModels(session.device, make_progress(launch.rank == 0))
+        for config in configs:
+            session.begin()
+            yield measure_grid(session, models, config, grid, source)
+
+
+def measure_grid(
+    session: RankSession,
+    models: LoadedModels,
+    config: ResolvedConfig,
+    grid: LatencyGrid,
+    source: ModelSource,
+) -> Measured:
+    group = session.groups.target
+    largest = place_config(config, grid, max(grid.batch_sizes), max(grid.contexts))
+    plan = ModelPlan(largest, source.config, group.ranks, session.launch.rank)
+    model = models.get(source, group, plan.kinds)
+    copies = {
+        weights: models.get_copy(source, group, with_weights(plan, weights))
+        for weights in grid.draft_weights
+    }
+    bandwidth = read_bandwidth(group, session.device)
+    timings = list[TimedCell]()
+    load = LoadWatch(session.launch.rank == 0)
+    load.begin()
+    for B, context in itertools.product(grid.batch_sizes, grid.contexts):
+        name = f"{config.attention.backend}, B {B}, context {context}"
+        with models.progress.task(name, grid.warmup + grid.repeats) as advance:
+            timings += time_place(model, group, config, grid, B, context, advance, copies)
+    load.end()
+    # The ceiling is the larger of two measurements, as in a run.
+    bandwidth = max(bandwidth, read_bandwidth(group, session.device))
+    of_ranks = group.all_gather_values(timings, list[TimedCell])
+    rows = summarise(of_ranks, bandwidth, source.config.experts)
     return load.add_to(session.describe_environment(bandwidth)), rows
 
 

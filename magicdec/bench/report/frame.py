@@ -4,6 +4,7 @@ settings and metrics as columns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
@@ -18,6 +19,7 @@ from magicdec.bench.serving.record import ServingRecord
 from magicdec.hardware.other_load import is_busy
 from magicdec.names import BASELINE
 from magicdec.output.tables import write_csv_columns
+from magicdec.records.environment import Environment
 from magicdec.records.fields import RecordPart
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
@@ -100,10 +102,26 @@ def flat_rows(
         yield head | {"pass": values.get("name")} | metric_row(part, type(part))
 
 
+# The instructions that decide how fast the CPU kernels are, the fastest first.
+FAST = ("AMX_BF16", "AVX512BF16")
+MARKS = re.compile(r"\((?:R|TM)\)|\b(?:CPU|Processor)\b")  # of the name of a CPU, which say nothing
+
+
+def machine_of(environment: Environment) -> str:
+    """The GPU, or the CPU with the instructions that decide its speed."""
+    if environment.gpu:
+        return environment.gpu
+    known = [name for name in FAST if name in (environment.instructions or ())]
+    name = " ".join(MARKS.sub("", environment.cpu).split()) or "unknown CPU"
+    return f"{name}, {(known or [environment.cpu_capability])[0]}"
+
+
 def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
     """The flat rows of a record with the settings of a run that figures are about, and whether
     another load took cores. `number` counts the report's records from 1. A serving pass has its
     record in the column `object`."""
+    assert isinstance(record, MeasuredRecord), "predictions have rows of other reports"
+    environment = record.environment
     if isinstance(record, RunRecord):
         rows = flat_rows(number, source, record, has_settings=False)  # `_about_run` has them
     else:
@@ -115,6 +133,8 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
             else _about_service(record, row)
         )
         row["run"] = number
+        row["machine"] = machine_of(environment)
+        row["ranks x threads"] = f"{environment.world_size} x {environment.threads}"
         row["is_busy"] = is_busy(row.get(f"{ENVIRONMENT}{TAKEN}"))
         row.update(more)
         yield row

@@ -1,12 +1,15 @@
 """Writes a report: one HTML page with its figures inside, which needs no network, figures as PNG
 and SVG, and tables as CSV. `page.html` is the template.
+
+A record may be a stranger's: nothing of it is trusted to be of the right type, or to be what was
+measured.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,28 +31,38 @@ from magicdec.bench.report.figures.passes import (
     draw_speedup,
 )
 from magicdec.bench.report.figures.served import draw_served, tables_of
-from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, columns_of
-from magicdec.bench.report.listing import DESCRIBED, TAKEN
+from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, columns_of, report_rows
+from magicdec.bench.report.listing import DESCRIBED, LABELS, TAKEN
 from magicdec.bench.report.tables import (
+    MISSING,
     PageTable,
     categories_table,
     commands_table,
     environments_table,
+    extent,
     frame_csv,
     metric_cell,
     runs_table,
 )
-from magicdec.bench.report.template import PAGE, render
+from magicdec.bench.serving.recomputing import unfounded_metric as unfounded_in_pass
+from magicdec.bench.serving.record import ServingRecord
 from magicdec.hardware.other_load import load_text
 from magicdec.names import BASELINE
+from magicdec.output.console import printable
 from magicdec.output.figures import styled
+from magicdec.records.recomputing import unfounded_metric as unfounded_in_run
+from magicdec.records.record import Record, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+HERE = Path(__file__).parent
+PAGE = "index.html"  # the file that the page is written to
 ABOUT = ("run", "command", "file")  # columns of every record, beside its environment
 DOTS_PER_INCH = 160
+NET = "net_speedup"
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
+MOST_REASON = 200  # characters of an error about a record
 RERUN = "rerun.sh"
 RERUN_HEAD = """#!/usr/bin/env bash
 # Runs every command of the report again, from the root of the repository.
@@ -85,13 +98,57 @@ class Report:
     commands: list[str]  # of the records
     revisions: list[str]  # the commits that they were made with
     num_records: int
+    left_out: list[str]  # records, each with the reason
+
+
+def rows_of(records: Iterable[tuple[Path, Record]], left_out: list[str]) -> Iterator[FrameRow]:
+    """The rows of records, which are numbered from 1. A record that contradicts itself is named in
+    `left_out` instead. Raises ValueError if there is no other."""
+    number = 0
+    for path, record in records:
+        assert isinstance(record, RunRecord | ServingRecord), "no other kind is on a page"
+        try:
+            reason = contradiction_in(record)
+            rows = list(report_rows(number + 1, str(path), record))
+        # A config has no schema, and samples may not fit each other.
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            IndexError,
+            KeyError,
+            MemoryError,
+            TypeError,
+            ValueError,
+        ) as error:
+            what = f"{type(error).__name__}: {error}"[:MOST_REASON]
+            reason = f"its config or its samples are not those of a record ({what})"
+        if reason:
+            place = f"{path}, the {record.kind} of {record.environment.time_utc}"
+            left_out.append(" ".join(printable(f"{place}: {reason}").split()))
+            continue
+        number += 1
+        yield from rows
+    if number == 0:
+        raise ValueError("; ".join(left_out[:1]))
+
+
+def contradiction_in(record: RunRecord | ServingRecord) -> str:
+    """What in a record says that somebody has edited it; empty if nothing does."""
+    if isinstance(record, RunRecord):
+        name = unfounded_in_run(record)
+        return f"its {name} does not follow from its samples" if name else ""
+    name = unfounded_in_pass(record)
+    return f"its {name} does not follow from its requests" if name else ""
 
 
 def make_report(
     command: Sequence[str],
     has_figure_files: bool,
     rows: Iterable[FrameRow],
+    left_out: list[str],
 ) -> Report:
+    """The report of `rows`, which names the records that they lack."""
     frame = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
     runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
     served = frame[frame["kind"] == "serving"]
@@ -111,6 +168,9 @@ def make_report(
     about = [name for name in frame if name.startswith(ENVIRONMENT) or name in ABOUT]
     of_records = pd.concat([runs[about], served[about]])
     tables = [environments_table(of_records), commands_table(of_records)]
+    machines = machines_table(pd.concat([runs, served]))
+    if len(machines.rows) > 1:
+        tables.insert(0, machines)
     commands = list(of_records["command"].unique())
     revisions = sorted(of_records["environment.revision"].dropna().unique())
     return Report(
@@ -121,7 +181,29 @@ def make_report(
         commands,
         revisions,
         num_records=int(frame["run"].max()),
+        left_out=left_out,
     )
+
+
+MACHINE = ("machine", "ranks x threads", "model", "dtype")
+
+
+def machines_table(every: pd.DataFrame) -> PageTable:
+    """A row for each machine, ranks and model, with its best run: of a quiet host where there is
+    one, the run whose interval of the net speedup begins highest."""
+    labels = [*MACHINE, "records", "read, GB/s", f"largest {DESCRIBED[NET].label}", "way"]
+    labels += ["B", LABELS["prefix_len"], "run"]
+    rows = []
+    for names, of in every.groupby(list(MACHINE), sort=True):
+        known = quiet(of[of[NET].notna()]) if NET in of else of[:0]
+        best = [MISSING, *[None] * 4]
+        if not known.empty:
+            run = best_last(known, NET).iloc[-1]
+            best = [metric_cell(run, NET, DESCRIBED[NET])]
+            best += [run[name] for name in ("method", "B", "prefix_len", "run")]
+        read = of[f"{ENVIRONMENT}read_bandwidth_bytes_per_s"].dropna().astype(float)
+        rows.append([*names, len(of), extent(read / 1e9), *best])
+    return PageTable(labels, rows, "Machines and models", name="machines")
 
 
 def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
@@ -155,20 +237,31 @@ def write_report(out: Path, report: Report) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         svg = {f.name: save_figure(f, out if report.has_figure_files else None) for f in figures}
-        files[PAGE] = render(
-            "page.html",
-            "MagicDec report",
-            ["page.css"],
-            ["page.js"],
-            report=report,
-            svg=svg,
-            rerun=RERUN,
-        )
+        files[PAGE] = render(report, svg)
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         place = error.filename or out
         raise ValueError(f"--out {place}: {error.strerror}; name a directory to write to") from None
+
+
+def render(report: Report, svg: Mapping[str, str]) -> str:
+    """The page, in which all texts are escaped and which has its style and script inside. `svg` are
+    the figures by name."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    engine = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    parts = {
+        name: (HERE / file).read_text(encoding="utf-8").rstrip("\n")
+        for name, file in (("style", "page.css"), ("script", "page.js"))
+    }
+    return engine.get_template("page.html").render(report=report, svg=svg, rerun=RERUN, **parts)
 
 
 def save_figure(drawn: Drawn, directory: Path | None) -> str:

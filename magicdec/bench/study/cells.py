@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 from magicdec.bench.run.resident import prefill_key
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
-from magicdec.output.files import MOST_LINE_BYTES, exists, lines_of, open_regular
-from magicdec.records.reading import Unreadable, parse_line, read_records
+from magicdec.output.files import MOST_LINE_BYTES, open_regular
+from magicdec.records.reading import read_records
 from magicdec.records.record import RunRecord
 from magicdec.setup.model_plan import max_tokens
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
@@ -25,11 +24,10 @@ from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, 
 
 @dataclass(frozen=True)
 class StudyCell:
-    """One run of a study. `prepared` is None if it was refused. `names` has a `name_of` for each
-    way in which the study writes it."""
+    """One run of a study. `prepared` is None if it was refused."""
 
     resolved: ResolvedRun
-    names: tuple[str, ...]
+    name: str
     prepared: Prepared | None = None
     refusal: str = ""
 
@@ -81,9 +79,8 @@ def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[StudyCell]:
         except ValueError as error:
             prepared = None
             refusal = " ".join(str(error).split())
-        cell = StudyCell(resolved, (name_of(config),), prepared, refusal)
-        known = cells.get(cell.key)
-        cells[cell.key] = replace(known, names=known.names + cell.names) if known else cell
+        cell = StudyCell(resolved, name_of(config), prepared, refusal)
+        cells.setdefault(cell.key, cell)
     return list(cells.values())
 
 
@@ -92,24 +89,6 @@ def name_of(config: RunConfig) -> str:
     sections = asdict(config) | {"output": None}
     text = json.dumps(sections, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def file_of(results: Path, name: str) -> Path:
-    """The file of a run in a job. No other job writes to it, so that file systems without locks
-    will do."""
-    return Path(f"{results}.jobs") / f"{name}.jsonl"
-
-
-def whole_records(path: Path) -> list[RunRecord]:
-    records = list[RunRecord]()
-    if not exists(path):
-        return records
-    with open_regular(path) as file:
-        for _, line in lines_of(file):
-            with suppress(Unreadable):
-                if line.endswith(b"\n"):
-                    records.append(parse_line(line, RunRecord))
-    return records
 
 
 def results_in(path: Path) -> list[RunRecord]:

@@ -140,14 +140,14 @@ class DraftTrials:
     def _groups(self, prepared: Mapping[str, Prepared]) -> list[dict[str, Prepared]]:
         """Runs to measure together: with the same state after prefill, and the same draft where
         memory is short."""
-        cells = [StudyCell(each, (name,), each) for name, each in prepared.items()]
+        cells = [StudyCell(each, name, each) for name, each in prepared.items()]
         groups = grouped(cells, lambda cell: (cell.model_key, cell.prompts_key))
         parts = [
             part
             for group in groups
             for part in ([group] if has_room(group) else grouped(group, draft_of))
         ]
-        return [{c.names[0]: c.prepared for c in part if c.prepared} for part in parts]
+        return [{c.name: c.prepared for c in part if c.prepared} for part in parts]
 
 
 def group_batches(group: Mapping[str, Prepared]) -> int:

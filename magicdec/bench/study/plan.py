@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from magicdec.bench.run.resident import CacheDemand
-from magicdec.bench.study.cells import (
-    StudyCell,
-    config_key,
-    file_of,
-    make_cells,
-    results_in,
-    whole_records,
-)
+from magicdec.bench.study.cells import StudyCell, config_key, make_cells, results_in
 from magicdec.bench.study.study import Settings
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch, exchange_texts
@@ -42,30 +35,35 @@ class StudyPlan:
     order: list[StudyCell]
     todo: list[int]
     rooms: dict[str, CacheDemand]  # of the caches, by the key of the cell
-    files: dict[str, list[Path]]  # to which its records are appended, by the key of the cell
+    results: Path  # to which records are appended
+
+
+def part_of(
+    configs: Iterable[RunConfig], number: int, count: int, order_seed: int
+) -> list[RunConfig]:
+    """The runs of the part `number`, from 1, of `count` equal parts of a study, by the words that
+    the user wrote, since `auto` may differ between machines. Runs with the same prompts come one
+    after the other, in a random order of the groups."""
+    distinct = [equal[0] for equal in grouped(configs, lambda c: c)]
+    groups = grouped(distinct, lambda c: (c.model, c.parallel, c.workload))
+    random.Random(order_seed).shuffle(groups)
+    runs = [config for group in groups for config in group]
+    return runs[len(runs) * (number - 1) // count : len(runs) * number // count]
 
 
 def make_plan(
-    configs: Iterable[RunConfig],
-    settings: Settings,
-    launch: Launch,
-    retries_failed: bool,
-    is_job: bool = False,
+    configs: Iterable[RunConfig], settings: Settings, launch: Launch, retries_failed: bool
 ) -> StudyPlan:
-    """The plan. In a job, each run has its own results file. Raises ValueError as `make_cells`, and
-    for an unreadable results file."""
+    """The plan. Raises ValueError as `make_cells`, and for an unreadable results file."""
     cells = make_cells(configs, launch)
     results = Path(settings.out)
     for cell in {id(each.resolved.source): each for each in cells}.values():  # one for each target
-        check_agreement(cell.resolved, {"runs of the study": [c.names for c in cells]})
+        check_agreement(cell.resolved, {"runs of the study": [c.name for c in cells]})
     order = in_order(cells, settings)
     rooms = make_rooms(cells)
-    files = {c.key: [file_of(results, n) for n in c.names] if is_job else [results] for c in cells}
     todo: list[int] = []
     if launch.rank == 0:
-        written = [whole_records(paths[0]) for paths in files.values() if is_job]
-        records = [r for of_run in written for r in of_run] if is_job else results_in(results)
-        todo = left(order, records, retries_failed)
+        todo = left(order, results_in(results), retries_failed)
     mine = {
         "refusals": {cell.key: cell.refusal for cell in cells},
         "kept": [key for key, room in rooms.items() if room.is_kept],
@@ -78,7 +76,7 @@ def make_plan(
         agreed[cell.key] = replace(cell, prepared=None, refusal=refusal) if refusal else cell
     kept_keys = set.intersection(*(set(of_rank["kept"]) for of_rank in facts))
     rooms = {key: replace(room, is_kept=key in kept_keys) for key, room in rooms.items()}
-    return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], rooms, files)
+    return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], rooms, results)
 
 
 def in_order(cells: Sequence[StudyCell], settings: Settings) -> list[StudyCell]:

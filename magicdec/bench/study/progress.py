@@ -163,7 +163,7 @@ def print_order(plan: StudyPlan) -> None:
     for number, cell in enumerate(plan.order):
         state = "" if number in todo else " (done)"
         refusal = f" (cannot run: {cell.refusal})" if cell.refusal else ""
-        what = f"{describe(cell.resolved.config.to_dict())}; {cell.names[0]}"
+        what = describe(cell.resolved.config.to_dict())
         print(f"{number + 1}/{len(plan.order)} {what}{state}{refusal}")
 
 

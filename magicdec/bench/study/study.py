@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import declared, same, setting
@@ -17,7 +17,8 @@ from magicdec.config.toml_file import TomlFile
 from magicdec.names import most_like
 
 MOST_CELLS = 10_000  # unless the user confirms more
-S = TypeVar("S", bound=Hashable)
+# What took the place of the jobs that a sweep submitted itself.
+ARRAY_JOB = "an array job of the cluster runs a study, each task `magicdec sweep STUDY --part I/N`"
 
 
 @dataclass(frozen=True)
@@ -57,49 +58,9 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
-    """The demands of a study's jobs on Slurm: the table [slurm] of its file."""
-
-    partition: str | None = setting(None, "Partition; Slurm's default if it is not given.")
-    account: str | None = setting(None, "Account that is charged.")
-    time: int = setting(60, "Minutes after which Slurm ends a job.", least=1)
-    nodes: int = setting(1, "Nodes of a job, each with the ranks of --nproc.", least=1)
-    gpus_per_node: int | None = setting(None, "GPUs on each node.", least=0)
-    cpus_per_task: int | None = setting(None, "CPUs for the ranks of a node.", least=1)
-    mem_gb: int | None = setting(None, "Memory on each node, in GiB.", least=1)
-    more: tuple[str, ...] = setting(
-        (), "Further options of sbatch, such as qos=high or exclusive.", can_be_empty=True
-    )
-    runs_per_job: int = setting(
-        1, "Runs in a job. They share the model and their prompts, as in a study.", least=1
-    )
-    jobs_at_once: int = setting(256, "Jobs that may run at the same time.", least=1)
-    retries: int = setting(3, "Times that a job is submitted again if Slurm ended it.", least=0)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of `sbatch` by name, with underscores, without those of `more`."""
-        own = ("partition", "account", "time", "nodes", "gpus_per_node", "cpus_per_task")
-        values = {name: getattr(self, name) for name in own} | {"ntasks_per_node": 1}
-        values["mem"] = None if self.mem_gb is None else f"{self.mem_gb}G"
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def more_options(self) -> dict[str, Any]:
-        pairs = (each.removeprefix("--").partition("=") for each in self.more)
-        return {name: value if equals else True for name, equals, value in pairs}
-
-    @property
-    def srun_options(self) -> list[str]:
-        """Options that `srun` does not take from its job."""
-        return [] if self.cpus_per_task is None else [f"--cpus-per-task={self.cpus_per_task}"]
-
-
-@dataclass(frozen=True)
 class Study:
     grids: tuple[FlagGrid, ...]
     settings: Settings = Settings()
-    slurm: SlurmOptions = SlurmOptions()
 
     @property
     def num_cells(self) -> int:
@@ -112,10 +73,9 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
     raw = dict(file.values)
     common = raw.pop("common", {})
     grids = raw.pop("grid", [])
-    slurm = raw.pop("slurm", {})
-    settings = _read(file, Settings, raw, ("common", "grid", "slurm"))
-    if not isinstance(slurm, dict):
-        raise ValueError(f"{path}: slurm must be a table of options of jobs, [slurm]")
+    if "slurm" in raw:
+        raise ValueError(f"{file.place_of('slurm')}: [slurm] is gone: {ARRAY_JOB}")
+    settings = _read(file, raw, ("common", "grid"))
     if not isinstance(common, dict):
         raise ValueError(f"{path}: common must be a table of flags, [common]")
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
@@ -128,12 +88,11 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
             for number, grid in enumerate(grids, 1)
         ),
         settings,
-        _read(file, SlurmOptions, slurm),
     )
 
 
-def _read(file: TomlFile, section: type[S], raw: dict[str, Any], others: Sequence[str] = ()) -> S:
-    settings = declared(section)
+def _read(file: TomlFile, raw: dict[str, Any], others: Sequence[str]) -> Settings:
+    settings = declared(Settings)
     values = {}
     for key, value in raw.items():
         if key not in settings:
@@ -143,7 +102,7 @@ def _read(file: TomlFile, section: type[S], raw: dict[str, Any], others: Sequenc
             values[key] = settings[key].read(value)
         except ValueError as error:
             raise ValueError(f"{file.place_of(key)}: {error}") from None
-    return section(**values)
+    return Settings(**values)
 
 
 def _grid(

@@ -5,7 +5,6 @@ together.
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 
 from magicdec.bench.run.outcome import unfinished_record
 from magicdec.bench.run.resident import Resident
@@ -13,7 +12,6 @@ from magicdec.bench.run.run import execute_in
 from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import StudyPlan
 from magicdec.bench.study.progress import StudyProgress, say
-from magicdec.bench.study.study import Settings
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.distributed.start import close_groups
@@ -46,7 +44,7 @@ class Sweep:
             else:
                 record = self.run_cell(cell, self.sessions.begin(cell.prepared))
             if self.is_leader:
-                self.append(cell, record)
+                append_record(self.plan.results, record)
                 self.progress.end(record)
             self.records.append(record)
         close_groups()
@@ -66,13 +64,9 @@ class Sweep:
             record = self.failed(cell, f"{type(error).__name__}: {error}")
             if self.launch.world_size > 1:
                 if self.is_leader:
-                    self.append(cell, record)
+                    append_record(self.plan.results, record)
                 raise
             return record
-
-    def append(self, cell: StudyCell, record: RunRecord) -> None:
-        for path in self.plan.files[cell.key]:
-            append_record(path, record)
 
     def failed(self, cell: StudyCell, error: str) -> RunRecord:
         config = cell.resolved.config
@@ -81,11 +75,10 @@ class Sweep:
         return unfinished_record(config, cell.prepared, environment, error)
 
 
-def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
+def conclude(plan: StudyPlan, launch: Launch) -> int:
     """Runs what is left, reports it, and returns the exit code: 0, 1 if something failed, 130 on
     Ctrl-C."""
     is_leader = launch.rank == 0
-    path = Path(settings.out)
     sweep = Sweep(plan, launch, StudyProgress(make_progress(is_leader), plan))
     if is_leader:
         say(f"{len(plan.order)} runs, {len(plan.order) - len(plan.todo)} of them done before")
@@ -97,7 +90,7 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
         is_interrupted = True
     except OSError as error:
         if is_leader:
-            say(f"--out {path}: {error.strerror}; the record of the last run is lost")
+            say(f"--out {plan.results}: {error.strerror}; the record of the last run is lost")
         return 1
     bad = [record for record in sweep.records if not record.passed]
     if is_leader:
@@ -105,5 +98,6 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
         num_left = len(plan.todo) - len(sweep.records)
         end = f"; {num_left} left, which the same command runs" if num_left else ""
         failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""
-        say(f"{len(plan.order) - num_left} of {len(plan.order)} runs done{failed}{end}: {path}")
+        done = f"{len(plan.order) - num_left} of {len(plan.order)} runs done"
+        say(f"{done}{failed}{end}: {plan.results}")
     return INTERRUPTED if is_interrupted else int(bool(bad))

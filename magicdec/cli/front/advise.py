@@ -108,9 +108,10 @@ class AdviceSection:
     time: float | None = setting(
         None,
         "The answer comes within this time, such as 90s or 5m: lengths and batches that were not "
-        "given are cut down, then drafts and batches left out, and it is said which.",
+        "given are cut down, then drafts, batches and texts left out, and it is said which.",
         parse=parse_time,
         metavar="TIME",
+        other_defaults="120 s in model check",
     )
     nproc: int | None = same(ParallelSection, "nproc")
     machine: Path = same(PlanSection, "machine", Path("machine.json"))

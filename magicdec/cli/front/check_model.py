@@ -12,8 +12,9 @@ import sys
 from dataclasses import dataclass
 
 from magicdec.cli.flags import FAILED, LoneCommand
+from magicdec.cli.front.advise import AdviceSection
 from magicdec.cli.parsing.parser import ParsedValues
-from magicdec.config.setting import setting
+from magicdec.config.setting import same, setting
 
 ABOUT = (
     "Print what the loader makes of a model's config and tokenizer, and compare its float32 logits "
@@ -25,18 +26,21 @@ ABOUT = (
 @dataclass(frozen=True)
 class CheckSection:
     model: str = setting(..., "The model, named as --model names it.", "model", metavar="DIR")
-    time_s: float = setting(
-        120.0, "Leave out a text that would make the comparison take longer, about.", above=0
-    )
+    time: float = same(AdviceSection, "time", 120.0)
 
 
 def check(values: ParsedValues) -> int:
     args: CheckSection = values.sections["check"]
     from magicdec.bench.run.model_check import check_model
 
-    found = check_model(args.model, args.time_s, lambda line: print(line, flush=True))
+    found = check_model(args.model, args.time, lambda line: print(line, flush=True))
     sys.stdout.flush()
     return FAILED if found.failed else 0
 
 
-main = LoneCommand(check, ABOUT, {"check": CheckSection})
+main = LoneCommand(
+    check,
+    ABOUT,
+    {"check": CheckSection},
+    gone={"--time_s": "it is --time, as in --time 90s"},
+)

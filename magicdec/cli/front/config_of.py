@@ -28,8 +28,8 @@ from magicdec.records.record import MeasuredRecord, Record, RunRecord
 COMMANDS = {"run": "run", "plan": "plan", "simulation": "simulate"}
 # Sections that name files, which belong to one run.
 OF_FILES = ("file", "output")
-# What other flags of the file say: `--draft` and `--gen_len`.
-SAID_OTHERWISE = ("draft.model", "decoding.drafter", "workload.max_len", "drafts.draft")
+# What another flag of the file says: `--draft`.
+SAID_OTHERWISE = ("draft.model", "decoding.drafter", "drafts.draft")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ParsedValues
+from magicdec.cli.sweep import SweepFlags
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
@@ -34,7 +35,7 @@ class PublishedTableSection:
     )
     demo: bool = setting(False, "Run the same with the packaged models, on this machine.")
     predict: bool = setting(False, "Only predict; needs no GPU.")
-    commands: bool = setting(False, "Print the commands of the published size, and run nothing.")
+    dry_run: bool = same(SweepFlags, "dry_run")
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
     tables: Path = setting(
         WRITTEN,
@@ -43,7 +44,7 @@ class PublishedTableSection:
     )
 
     def __post_init__(self) -> None:
-        ways = [f"--{name}" for name in ("demo", "predict", "commands") if getattr(self, name)]
+        ways = [f"--{name}" for name in ("demo", "predict", "dry_run") if getattr(self, name)]
         if len(ways) > 1:
             raise ValueError(f"{' and '.join(ways)} exclude each other; give one")
         if self.table is None and ways:
@@ -56,7 +57,7 @@ def reproduce(values: ParsedValues) -> int:
     if is_launched():
         raise ValueError("reproduce starts the ranks itself; start it without torchrun")
     args = values[PublishedTableSection]
-    if args.table is None or args.predict or args.commands:
+    if args.table is None or args.predict or args.dry_run:
         values.refuse_given(["table.out"], "nothing runs")
     from magicdec.predict.published_table import PublishedTable, print_tables
 
@@ -66,7 +67,7 @@ def reproduce(values: ParsedValues) -> int:
         return 0
     table = PublishedTable(args.table, args.tables)
     num_failed = 0
-    if args.commands:
+    if args.dry_run:
         print("\n".join(f"magicdec {command}" for command in table.commands(is_demo=False)))
         return 0
     if not (args.demo or args.predict):
@@ -101,7 +102,8 @@ def check_hardware(table: PublishedTable) -> None:
 main = LoneCommand(
     reproduce,
     "Compare a published table with predictions and with runs, and write the comparison to its CSV "
-    "file. Without --demo, --predict or --commands it runs at the published size, which needs GPUs "
+    "file. Without --demo, --predict or --dry_run it runs at the published size, which needs GPUs "
     "like the published ones. Without a table it shows all tables.",
     {"table": PublishedTableSection()},
+    gone={"--commands": "it is --dry_run"},
 )

@@ -61,7 +61,8 @@ class ParsedValues:
 class Parser(argparse.ArgumentParser):
     """A parser of `sections`, given by name with their defaults, or as types where settings have
     none. `only` names the fields of a section that have a flag here, `aliases` further spellings,
-    and `everyday` the flags that `--help` shows, where `--help_all` shows all."""
+    and `everyday` the flags that `--help` shows, where `--help_all` shows all. `gone` are flags of
+    earlier versions, each with what took its place."""
 
     def __init__(
         self,
@@ -70,10 +71,12 @@ class Parser(argparse.ArgumentParser):
         only: Mapping[str, Sequence[str]] | None = None,
         aliases: Mapping[str, Sequence[str]] | None = None,
         everyday: Sequence[str] = (),
+        gone: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(description=description, allow_abbrev=False, **options)
         self.everyday = tuple(everyday)
+        self.gone = dict(gone or {})
         self.sections = dict(sections)
         self.settings: dict[str, Declared] = {}
         if everyday:
@@ -170,11 +173,19 @@ class Parser(argparse.ArgumentParser):
         return ParsedValues(sections, frozenset(typed), given, self.settings)
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
+        for word in words:
+            self.refuse_gone(word)
         parsed, unknown = self.parse_known_args(words)
         if unknown:
             raise ValueError(f"unknown argument {unknown[0]}; {self._meant(unknown[0])}")
         names = {each.flag: name for name, each in self.settings.items() if "." in name}
         return {names.get(name, name): text for name, text in vars(parsed).items()}
+
+    def refuse_gone(self, word: str) -> None:
+        """Raises ValueError for a flag of earlier versions."""
+        flag = word.partition("=")[0]
+        if flag in self.gone:
+            raise ValueError(f"{flag} is gone: {self.gone[flag]}")
 
     def _meant(self, word: str) -> str:
         """A hint at the flag that an unknown word means, by its name here or in other programs."""
@@ -205,6 +216,7 @@ class Parser(argparse.ArgumentParser):
         names = self.names
         result = {}
         for key, value in values.items():
+            self.refuse_gone(f"--{key}")
             if key not in names or key == "config":
                 raise ValueError(f"{key!r} is not the name of a flag; {most_like(key, names)}")
             if names[key] in result:

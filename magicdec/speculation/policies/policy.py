@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from magicdec.config.sections import KVSection
 from magicdec.kv.prompt_queries import PromptQueries
-from magicdec.kv.view import FULL, FullView, Visible
+from magicdec.kv.view import FullView
 from magicdec.names import KV_POLICIES, load_named
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.speculation.draft_kv import DraftKV
@@ -46,10 +46,6 @@ class KVPolicy(ABC):
     def draft_kv(self, runner: ModelRunner) -> DraftKV:
         """The KV that drafts of `runner`'s model read."""
 
-    @abstractmethod
-    def draft_reads(self, context: int) -> tuple[int, Visible]:
-        """The number of tokens in a draft's cache after `context` tokens, and the view of them."""
-
     def copied_tokens(self, context: int) -> int:
         """Context tokens in the policy's own cache."""
         return 0
@@ -79,9 +75,6 @@ class FullKV(FullView, KVPolicy):
 
     def draft_kv(self, runner: ModelRunner) -> DraftKV:
         return DraftKV(runner, self)
-
-    def draft_reads(self, context: int) -> tuple[int, Visible]:
-        return context, FULL
 
 
 def check_sinks(kv: KVSection, flag: str | None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from magicdec.config.sections import MAX_AUTO_GAMMA, KVSection
 from magicdec.kv.cache import BatchRows, Lengths, Rows
-from magicdec.kv.view import FULL, SinksAndWindow, Visible, first_key
+from magicdec.kv.view import SinksAndWindow, first_key
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.speculation.draft_kv import DraftKV
@@ -63,9 +63,6 @@ class SnapKV(KVPolicy):
 
     def draft_kv(self, runner: ModelRunner) -> DraftKV:
         return CopiedKV(runner, self)
-
-    def draft_reads(self, context: int) -> tuple[int, Visible]:
-        return self.copied_tokens(context), FULL
 
     def copied_tokens(self, context: int) -> int:
         return min(self.budget, context)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from magicdec.config.sections import KVSection
-from magicdec.kv.view import SinksAndWindow, Visible
+from magicdec.kv.view import SinksAndWindow
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.policies.policy import KVPolicy, check_sinks
@@ -39,6 +39,3 @@ class StreamingLLM(SinksAndWindow, KVPolicy):
 
     def draft_kv(self, runner: ModelRunner) -> DraftKV:
         return DraftKV(runner, self)
-
-    def draft_reads(self, context: int) -> tuple[int, Visible]:
-        return context, self

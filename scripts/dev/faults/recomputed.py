@@ -165,13 +165,13 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "A gallery ranks no pass whose metrics do not follow from its requests.",
-        f"{PASSES}test_the_gallery_ranks_no_pass_whose_metrics_do_not_follow",
+        "A report shows no pass whose metrics do not follow from its requests.",
+        f"{PASSES}test_a_report_shows_no_pass_whose_metrics_do_not_follow",
         (
             Fault(
                 "passes not computed again",
-                f"{REPORT}gallery_rows.py",
-                "name = recomputing.unfounded_metric(record)",
+                f"{REPORT}page.py",
+                "name = unfounded_in_pass(record)",
                 "name = None",
             ),
         ),
