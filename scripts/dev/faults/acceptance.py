@@ -34,7 +34,6 @@ MIXTURE = "speculation/mixed.py"
 RETRIEVED = "speculation/policies/retrieval.py"
 WEIGHED = "speculation/policies/verified.py"
 STREAMING = "speculation/policies/streaming_llm.py"
-SPECULATIVE = "speculation/steps/speculative.py"
 PATH_DRAFTER = "systems/pipeinfer/path_drafter.py"
 POLICIES = {
     "full": "policy:FullKV",
@@ -541,10 +540,12 @@ SYNC = f"--modes sync {OF_MODEL} --nproc 2"
 ASYNC = SYNC.replace("sync", "async")
 SYSTEMS = (
     regression(
-        "a request that joins has the drafter's state of its row",
-        SPECULATIVE,
-        "self.drafter.admit(batch.requests)",
-        "self.drafter.admit(batch.requests if len(batch.rows) == len(running.rows) else ())",
+        "a request that joins is drafted for after another one's prompt",
+        MODELS,
+        "        prefill(runner, parts, self.draft.prefill_chunk)\n",
+        "        first = next(iter(self._requests.values()))\n"
+        "        others = [replace(part, request=first) for part in parts]\n"
+        "        prefill(runner, others, self.draft.prefill_chunk)\n",
         IN_FLIGHT,
     ),
     regression(
