@@ -225,7 +225,17 @@ def test_parameter_counts(name: str) -> None:
     assert num_parameters(preset.config) == preset.num_parameters
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+# The first preset of each architecture; `make test-wide` builds all of them.
+FIRST = {preset.config.architecture: name for name, preset in reversed(PRESETS.items())}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FIRST.values() else pytest.param(name, marks=pytest.mark.wide)
+        for name in PRESETS
+    ],
+)
 def test_transformers_counts_the_same(name: str) -> None:
     raw = RAW[name]
     if raw["model_type"] == "baichuan":  # not part of transformers: Llama with packed tensors

@@ -34,6 +34,7 @@ def beside(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.wide
 def test_ranks_have_the_package_of_their_launcher(beside: Path) -> None:
     """However that one found it: here by PYTHONPATH, which comes after the current directory."""
     words = [sys.executable, "-P", "-m", "magicdec", "run", *SMALL, "--nproc", "2"]

@@ -96,6 +96,7 @@ def make_drafter(name: str, lanes: int) -> PathDrafter:
     return LookupPathDrafter() if name == "lookup" else scripted(name == "right")
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     "drafter",
@@ -143,6 +144,7 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
     assert counts.least_margin == pytest.approx(min(map(least_margin, served)), abs=2e-5)
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize(
     ("mode", "drafter"),
     [

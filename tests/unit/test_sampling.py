@@ -142,6 +142,7 @@ def test_filters_equal_transformers(vocab_size: int) -> None:
         torch.testing.assert_close(result[row : row + 1], alone, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 20.0])
 @pytest.mark.parametrize("vocab_size", [1, 255, 257, 4097, 20_000])
 def test_looking_at_the_likeliest_tokens_keeps_what_sorting_keeps(

@@ -181,7 +181,12 @@ ALL = (
 
 
 @pytest.mark.parametrize(
-    ("draft", "rows", "pa"), [("ngram", 2, 0), ("model", 5, 0), ("model", 3, 0.15)]
+    ("draft", "rows", "pa"),
+    [
+        pytest.param("ngram", 2, 0, marks=pytest.mark.wide),
+        pytest.param("model", 5, 0, marks=pytest.mark.wide),
+        ("model", 3, 0.15),
+    ],
 )
 def test_every_mode_serves_the_tokens_of_the_first(
     draft: str, rows: int, pa: float, words: list[str], tiny_checkpoint: Path, tmp_path: Path,
