@@ -67,7 +67,7 @@ if missing:
     sys.exit("gpu_suite.sh: missing packages: " + ", ".join(missing))
 print(shown("magicdec"))
 '
-export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD:$PWD/scripts/dev${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python= no_gpu=
 for candidate in ${PYTHON:-.venv/bin/python python3 python}; do
     command -v "$candidate" >/dev/null || continue
@@ -99,7 +99,7 @@ fi
 failed=()
 for stage in "${stages[@]}"; do
     # The stage ends with this shell, and by itself after 595 s.
-    GPU_SUITE_PARENT=$$ "$python" scripts/gpu_suite.py "$stage" ${parts[@]+"${parts[@]}"} \
+    GPU_SUITE_PARENT=$$ "$python" scripts/dev/gpu_suite.py "$stage" ${parts[@]+"${parts[@]}"} \
         --out "$out" ${options[@]+"${options[@]}"}
     status=$?
     [ $status -ne 2 ] || exit 2

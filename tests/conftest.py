@@ -91,13 +91,14 @@ if "magicdec-checked-" not in os.environ.get(VARIABLE, ""):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parents[1]
+DEV = ROOT / "scripts" / "dev"  # on the path of imports by `pythonpath` of pyproject.toml
 THREADS = torch.get_num_threads()
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))
 
 
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
-# For scripts/plant_faults.py, which asks whether a test fails and not for the smallest example.
+# For scripts/dev/plant_faults.py, which asks whether a test fails and not for the smallest example.
 FOUND = Phase.explicit, Phase.generate
 settings.register_profile("planted", derandomize=True, deadline=None, phases=FOUND)
 

@@ -1,12 +1,18 @@
-"""A planted lossy rule, which accepts a draft if its logit is near the best one; and a short run of
-the demo model in which rounding differs between the shapes of a run."""
+"""Faults planted in verifications, such as a lossy rule which accepts a draft if its logit is near
+the best one; and a short run of the demo model in which rounding differs between the shapes of a
+run. The faults change verifications alone: prefill and the baseline are right."""
 
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
+import torch
 from pytest import MonkeyPatch
+from torch import Tensor
 
+from magicdec.attention.backend import backend_class
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
@@ -16,14 +22,180 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
+from magicdec.kv.view import Visible
+from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.sampling import model_tokens
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function from a method to the faulty one."""
 
-from attack_verdict import ATTACKS as ATTACKS
-from attack_verdict import accept_within
-from attack_verdict import noisy as noisy
-from attack_verdict import planted as planted
+
+@dataclass(frozen=True)
+class Place:
+    """A method, or function of a module, that a fault replaces."""
+
+    owner: Any
+    name: str
+    change: Change
+
+
+Attack = Callable[[str], list[Place]]
+"""The places of a fault, with the name of the attention backend."""
+
+
+@contextmanager
+def planted(places: list[Place]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in places:
+            stack.enter_context(_replaced(each))
+        yield
+
+
+@contextmanager
+def _replaced(place: Place) -> Iterator[None]:
+    before = getattr(place.owner, place.name)
+    setattr(place.owner, place.name, place.change(before))
+    try:
+        yield
+    finally:
+        setattr(place.owner, place.name, before)
+
+
+def nothing(backend: str) -> list[Place]:
+    return []
+
+
+def accept_within(
+    runner: ModelRunner,
+    logits: Tensor,
+    sampling: SamplingMetadata,
+    drafts: Tensor | None = None,
+    places: Tensor | None = None,
+    *,
+    exact: Callable[..., Tensor],
+    limit: float,
+) -> Tensor:
+    """The greedy tokens [B, T], but a draft near the best token counts as the target's choice."""
+    target = exact(runner, logits, sampling, drafts, places)
+    if drafts is None or logits.shape[1] != drafts.shape[1] + 1:  # not a verification
+        return target
+    whole = gather_vocab(logits, runner.vocab_places, runner.group)[:, :-1]
+    near = whole.amax(-1) - whole.gather(-1, drafts.unsqueeze(-1)).squeeze(-1) <= limit
+    return torch.cat([torch.where(near, drafts, target[:, :-1]), target[:, -1:]], dim=1)
+
+
+def lossy(limit: float, backend: str) -> list[Place]:
+    """A verification accepts a draft whose logit is at most `limit` below the best."""
+
+    def change(exact: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return partial(accept_within, exact=exact, limit=limit)
+
+    return [Place(model_tokens, "greedy_tokens", change)]
+
+
+def noisy(size: float, backend: str) -> list[Place]:
+    """The logits of verifications have noise of that standard deviation."""
+    generator = torch.Generator().manual_seed(1)
+
+    def change(finish: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def finish_noisily(
+            steps: DecodeSteps, verification: PendingVerification, *more: Any
+        ) -> Tensor:
+            for forward in verification.forwards if verification.proposal.ids.shape[1] else ():
+                assert forward.out is not None, "it has been computed"
+                noise = size * torch.randn(forward.out.shape, generator=generator)
+                forward.out.copy_(forward.out.float() + noise)
+            return finish(steps, verification, *more)
+
+        return finish_noisily
+
+    return [Place(DecodeSteps, "_finish", change)]
+
+
+class InVerification:
+    """Says whether a verification is being launched."""
+
+    def __init__(self) -> None:
+        self.is_true = False
+
+    def place(self) -> Place:
+        def change(begin: Callable[..., PendingVerification]) -> Callable[..., PendingVerification]:
+            def begin_flagged(steps: DecodeSteps, proposal: Proposal | None) -> PendingVerification:
+                self.is_true = proposal is not None
+                try:
+                    return begin(steps, proposal)
+                finally:
+                    self.is_true = False
+
+            return begin_flagged
+
+        return Place(DecodeSteps, "_begin", change)
+
+
+@dataclass(frozen=True)
+class AllBut(Visible):
+    """All committed tokens but a few in the middle."""
+
+    num_dropped: int
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        zero, middle = torch.zeros_like(committed), committed // 2
+        first = torch.stack([zero, middle], dim=1)
+        last = torch.stack([middle + self.num_dropped, committed], dim=1)
+        return torch.stack([first, last], dim=1)
+
+    def num_visible(self, committed: int) -> int:
+        return committed - self.num_dropped
+
+
+def forgetful(num_dropped: int, backend: str) -> list[Place]:
+    """Verifications do not read some tokens in the middle of the context."""
+    verifying = InVerification()
+
+    def change(defer: Callable[..., Any]) -> Callable[..., Any]:
+        def defer_less(runner: ModelRunner, x: Any, rows: Any, *more: Any, **named: Any) -> Any:
+            if verifying.is_true:
+                named["policy"] = AllBut(num_dropped)
+            return defer(runner, x, rows, *more, **named)
+
+        return defer_less
+
+    return [verifying.place(), Place(ModelRunner, "defer", change)]
+
+
+def one_head(scale: float, backend: str) -> list[Place]:
+    """In verifications, the output of one head of one layer is scaled."""
+    verifying = InVerification()
+
+    def change(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run_scaled(backend: Any, layer: int, *more: Any) -> Tensor:
+            out = run(backend, layer, *more)
+            if verifying.is_true and layer == 2:
+                out = out.clone()
+                out[:, :, 1] *= scale
+            return out
+
+        return run_scaled
+
+    return [verifying.place(), Place(backend_class(backend), "run", change)]
+
+
+ATTACKS: dict[str, Attack] = {
+    "nothing": nothing,
+    "accept within 0.01": partial(lossy, 0.01),
+    "accept within 0.03": partial(lossy, 0.03),
+    "accept within 0.06": partial(lossy, 0.06),
+    "noise 0.01": partial(noisy, 0.01),
+    "noise 0.03": partial(noisy, 0.03),
+    "1 KV token dropped": partial(forgetful, 1),
+    "16 KV tokens dropped": partial(forgetful, 16),
+    "a head 10 % too small": partial(one_head, 0.9),
+    "a head halved": partial(one_head, 0.5),
+    "a head zeroed": partial(one_head, 0.0),
+}
 
 
 def short_run(dtype: str, num_ranks: int = 1, num_rows: int = 16) -> RunConfig:

@@ -35,6 +35,7 @@ include_patterns = [
     "docs/site/*.rst",
     "results/**.md",
     "magicdec/**/*.md",
+    "scripts/dev/*.md",
 ]
 exclude_patterns = [".*"]
 myst_heading_anchors = 4

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FAULTS = Path(__file__).parents[2] / "scripts" / "faults"  # the package with the properties
+FAULTS = Path(__file__).parents[2] / "scripts" / "dev" / "faults"  # the package with the properties
 
 
 def properties() -> tuple[Any, ...]:

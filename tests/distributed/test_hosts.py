@@ -1,4 +1,5 @@
-"""Several hosts: network namespaces on this machine (`scripts/netns_ring.sh`), each with a rank."""
+"""Several hosts: network namespaces on this machine (`scripts/dev/netns_ring.sh`), each with a
+rank."""
 
 import json
 import os
@@ -10,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from conftest import Launch
+from conftest import DEV, ROOT, Launch
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "netns_ring.sh"
+SCRIPT = DEV / "netns_ring.sh"
 IMPATIENT = Path(__file__).with_name("impatient.py")
 NAMESPACES = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "true"]
 
@@ -35,7 +36,7 @@ pytestmark = [
 def run_on_hosts(
     options: list[str], words: list[str], **more: str
 ) -> subprocess.CompletedProcess[str]:
-    package = str(SCRIPT.parents[1])
+    package = str(ROOT)
     paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": paths, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
     environment["NETNS_RING_PROGRAM"] = str(IMPATIENT)

@@ -1,6 +1,6 @@
 """Regressions of acceptance that change no token of the output: the gate names the first prompt and
-step. `scripts/plant_regressions.py` plants many more. And what may not matter does not: threads,
-and whether a forward is one native call."""
+step. `scripts/dev/plant_regressions.py` plants many more. And what may not matter does not:
+threads, and whether a forward is one native call."""
 
 from __future__ import annotations
 

@@ -5,26 +5,22 @@ what they compute, and elsewhere not run at all: what they would write is 0."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_suite
 import launches
 import pytest
 import torch
-from conftest import ROOT
+from gpu import attention, broken, latency, scale, whole_runs
+from gpu.results import Results
+from gpu.scale import TINY, Suite
 from pretend_cuda import DEVICE, waits
 from recorder import Recorder
 from test_replay import all_launches, interprets
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import gpu_suite
-from gpu_stages import attention, broken, latency, scale, whole_runs
-from gpu_stages.results import Results
-from gpu_stages.scale import TINY, Suite
 
 from magicdec.attention import triton
 from magicdec.hardware import timing

@@ -22,7 +22,6 @@ METRICS = {
 
 @pytest.fixture
 def convert_records(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import convert_records
 
     return convert_records

@@ -193,7 +193,6 @@ def test_the_glossary_has_words_flags_and_keys_that_are_there() -> None:
 
 @pytest.fixture
 def wrap_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import wrap_pages
 
     return wrap_pages
@@ -202,7 +201,7 @@ def wrap_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_lines_are_as_long_as_they_may_be(wrap_pages: ModuleType) -> None:
     texts = {page: page.read_text(encoding="utf-8") for page in wrap_pages.pages()}
     differ = [str(page) for page, text in texts.items() if wrap_pages.wrapped(text) != text]
-    assert differ == [], "run scripts/wrap_pages.py"
+    assert differ == [], "run scripts/dev/wrap_pages.py"
 
 
 def test_filling_a_page_leaves_its_blocks_alone(wrap_pages: ModuleType) -> None:
@@ -228,10 +227,9 @@ def test_the_readme_shows_every_command() -> None:
 
 
 def test_the_page_of_flags_is_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import flags_page
 
-    assert flags_page.PAGE.read_text() == flags_page.page(), "run scripts/flags_page.py --write"
+    assert flags_page.PAGE.read_text() == flags_page.page(), "run scripts/dev/flags_page.py --write"
 
 
 def test_the_plan_shown_is_what_the_command_prints(

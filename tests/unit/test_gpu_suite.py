@@ -13,14 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_results
 import gpu_suite
-from gpu_stages import (
+import pytest
+import torch
+from conftest import DEV, ROOT
+from gpu import (
     attention,
     broken,
     checks,
@@ -31,9 +29,9 @@ from gpu_stages import (
     summary,
     whole_runs,
 )
-from gpu_stages.plain_loop import PlainLoop
-from gpu_stages.results import Results, load_cells
-from gpu_stages.scale import FULL, TINY
+from gpu.plain_loop import PlainLoop
+from gpu.results import Results, load_cells
+from gpu.scale import FULL, TINY
 
 from magicdec.model.presets.presets import PRESETS
 from magicdec.runner.sampling.verification import Judgement
@@ -358,7 +356,7 @@ def test_a_part_that_hangs_is_ended_with_its_children(
         f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()\n"
         "time.sleep(600)\n"
     )
-    monkeypatch.setattr(quick, "__file__", str(tmp_path / "gpu_stages" / "quick.py"))
+    monkeypatch.setattr(quick, "__file__", str(tmp_path / "gpu" / "quick.py"))
     monkeypatch.setattr(quick, "GRACE", 1)
     assert not quick.run_part("broken", tmp_path, [], 4)
     started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
@@ -370,7 +368,7 @@ def test_a_part_that_hangs_is_ended_with_its_children(
 STUB = """
 import os, sys, time
 sys.path[:0] = SCRIPTS
-from gpu_stages.results import Results
+from gpu.results import Results
 from magicdec.distributed.ranks import end_with_parent
 import argparse, pathlib, signal
 parser = argparse.ArgumentParser()
@@ -413,14 +411,14 @@ def stub(folder: Path, names: list[str], cell_seconds: float | None = None) -> P
     scripts = folder / "scripts"
     scripts.mkdir(exist_ok=True)
     values = {
-        "SCRIPTS": [str(ROOT / "scripts"), str(ROOT)],
+        "SCRIPTS": [str(DEV), str(ROOT)],
         "MADE": MADE,
         "NAMES": names,
         "CELL_SECONDS": cell_seconds,
     }
     lines = [f"{name} = {value!r}" for name, value in values.items()]
     (scripts / "gpu_suite.py").write_text("\n".join([*lines, STUB]))
-    return scripts / "gpu_stages" / "quick.py"
+    return scripts / "gpu" / "quick.py"
 
 
 def pids(folder: Path) -> list[int]:
@@ -463,7 +461,7 @@ def test_what_ends_a_process_costs_only_its_cell(
 COORDINATE = """
 import sys
 sys.path[:0] = SCRIPTS
-from gpu_stages import quick
+from gpu import quick
 from pathlib import Path
 quick.__file__ = FILE
 quick.run_parts(["broken", "peers"], Path(OUT), [], 200)
@@ -476,7 +474,7 @@ def test_a_killed_command_keeps_its_cells_and_leaves_no_process(
     """SIGKILL, which nothing can answer, while a cell runs. The next call goes on behind it."""
     file = stub(tmp_path, ["a", "hang", "b"])
     values = {
-        "SCRIPTS": [str(ROOT / "scripts"), str(ROOT)],
+        "SCRIPTS": [str(DEV), str(ROOT)],
         "FILE": str(file),
         "OUT": str(tmp_path),
     }

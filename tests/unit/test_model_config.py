@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ROOT, num_parameters
+from conftest import num_parameters
 
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.families.hf_config import (
@@ -257,12 +257,11 @@ def test_the_original_suites_errors_are_not_repeated() -> None:
 
 
 def test_the_page_of_models_has_the_presets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import preset_table
 
     text = preset_table.PAGE.read_text()
     assert preset_table.BEGIN in text and preset_table.END in text
-    assert preset_table.written(text) == text, "run scripts/preset_table.py --write"
+    assert preset_table.written(text) == text, "run scripts/dev/preset_table.py --write"
     for name, preset in PRESETS.items():
         assert f"| `{name}` | {preset.config.num_layers} | " in text
 

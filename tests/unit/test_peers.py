@@ -1,7 +1,7 @@
-"""The peers of `scripts/bench_peers.py`: wrong flags are refused before a peer starts, this project
-and transformers pass the script's check and undo their verifications, and the GGUF export agrees
-with an independent reader and rotation. llama.cpp itself is checked by the script, which measures
-only after all peers emit the same tokens."""
+"""The peers of `scripts/dev/bench_peers.py`: wrong flags are refused before a peer starts, this
+project and transformers pass the script's check and undo their verifications, and the GGUF export
+agrees with an independent reader and rotation. llama.cpp itself is checked by the script, which
+measures only after all peers emit the same tokens."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import peer_runs
 from bench_peers import WIDTH, decode_table, generation_table, read_options
-from peer_process import Sizes, Start, Worker, started_here
-from peer_runs import (
-    Case,
+from conftest import ROOT
+from peer_worker import answer_of, what_is_ready
+from peers import ENVIRONMENTS, PEERS, Entry, PeerEnvironment, runs, timed_dtypes
+from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
+from peers.peer import CHUNK, Peer
+from peers.process import PeerStart, PeerWorker, Sizes, started_here
+from peers.runs import (
+    PeerCase,
     check_tokens,
     log_prob_differences,
     make_drafts,
@@ -35,12 +35,9 @@ from peer_runs import (
     measure_generations,
     perplexities,
 )
-from peer_worker import answer_of, what_is_ready
-from peers import ENVIRONMENTS, PEERS, Entry, Environment, timed_dtypes
-from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
-from peers.peer import CHUNK, Peer
 from peers.vllm_engine import VLLM
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.wide
@@ -80,7 +77,7 @@ def test_refuses_in_one_line(flags: list[str], message: str) -> None:
 def test_an_environment_is_refused_with_what_it_lacks_and_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    needed = Environment(("pytest", "safetensors>=0.1", "torch==1.2.*", "no-such-package>=3"))
+    needed = PeerEnvironment(("pytest", "safetensors>=0.1", "torch==1.2.*", "no-such-package>=3"))
     monkeypatch.setitem(ENVIRONMENTS, "llama_cpp", needed)
     with pytest.raises(ValueError) as error:
         read_options(["--llama_cpp_python", HERE])
@@ -94,7 +91,7 @@ def test_an_environment_is_refused_with_what_it_lacks_and_the_command_that_insta
 def test_an_environment_with_all_requirements_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are compared as pip does; a local version, such as 2.13.0+cpu, is the same version."""
     version = torch.__version__.partition("+")[0]
-    needed = Environment((f"torch=={version}", "typing-extensions", "Jinja2>=2"))
+    needed = PeerEnvironment((f"torch=={version}", "typing-extensions", "Jinja2>=2"))
     monkeypatch.setitem(ENVIRONMENTS, "llama_cpp", needed)
     assert read_options(["--llama_cpp_python", HERE]).pythons == {"llama_cpp": HERE}
 
@@ -104,7 +101,7 @@ def test_an_environment_whose_library_cannot_be_imported_is_refused_with_the_cau
 ) -> None:
     cause = "RuntimeError('operator torchvision::nms does not exist')"
     broken = f"raise ModuleNotFoundError('no module') from {cause}"
-    needed = Environment(("pytest",), unwanted=("torchvision",), imports=broken)
+    needed = PeerEnvironment(("pytest",), unwanted=("torchvision",), imports=broken)
     monkeypatch.setitem(ENVIRONMENTS, "vllm", needed)
     with pytest.raises(ValueError) as error:
         read_options(["--vllm_python", HERE])
@@ -139,21 +136,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("peers") / "hf"
     patch = pytest.MonkeyPatch()
     for name, value in {"LAYERS": 2, "FFN": 128, "POSITIONS": 1024}.items():
-        patch.setattr(peer_runs, name, value)
-    peer_runs.save_model(2, directory)
+        patch.setattr(runs, name, value)
+    runs.save_model(2, directory)
     patch.undo()
     return directory
 
 
 @pytest.fixture(scope="module")
-def starts(model: Path) -> list[Start]:
+def starts(model: Path) -> list[PeerStart]:
     return [started_here(name, model) for name in ("magicdec", "transformers")]
 
 
-class Here(Worker):
+class Here(PeerWorker):
     """A peer in the process of the tests: one of its own takes longer to start than to answer."""
 
-    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+    def __init__(self, start: PeerStart, dtype: str, sizes: Sizes) -> None:
         numbers = (sizes.threads, sizes.max_tokens, sizes.batch)
         self.name = start.name
         self.peer = PEERS[start.name].load()(str(start.model), dtype, *numbers)
@@ -168,20 +165,20 @@ class Here(Worker):
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_runs, "Worker", Here)
+    monkeypatch.setattr(runs, "PeerWorker", Here)
 
 
 @pytest.mark.wide
 @pytest.mark.usefixtures("here")
-def test_peers_emit_and_verify_the_same_tokens(starts: list[Start]) -> None:
+def test_peers_emit_and_verify_the_same_tokens(starts: list[PeerStart]) -> None:
     assert list(check_tokens(starts, threads=1)) == ["magicdec", "transformers"]
 
 
 @pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.wide)])
-def test_a_verification_is_right_and_leaves_no_trace(starts: list[Start], place: int) -> None:
+def test_a_verification_is_right_and_leaves_no_trace(starts: list[PeerStart], place: int) -> None:
     """Drafts equal to the later tokens are returned shifted by one. Wrong drafts change nothing."""
     prompts = make_prompts(40)
-    with Worker(starts[place], "float32", Sizes(1, 128, len(prompts))) as worker:
+    with PeerWorker(starts[place], "float32", Sizes(1, 128, len(prompts))) as worker:
         worker.ask(do="prefill", prompts=prompts)
         emitted = worker.ask(do="step", count=8)["tokens"]
         worker.ask(do="prefill", prompts=prompts)
@@ -198,7 +195,7 @@ def reference(model: Path) -> Any:
 
 @pytest.mark.usefixtures("here")
 def test_scores_are_those_of_one_forward_of_the_whole_text(
-    starts: list[Start], reference: Any, monkeypatch: pytest.MonkeyPatch
+    starts: list[PeerStart], reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks that read the cache, of which the last is short. In bfloat16 they differ."""
     texts = make_prompts(CHUNK + 30)[:2]
@@ -208,7 +205,7 @@ def test_scores_are_those_of_one_forward_of_the_whole_text(
     expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     found = perplexities(starts, DTYPES, texts, threads=1)
     assert found == pytest.approx(dict.fromkeys(found, float((-expected).mean().exp())), rel=1e-5)
-    monkeypatch.setattr(peer_runs, "SCORED_TOKENS", CHUNK + 30)
+    monkeypatch.setattr(runs, "SCORED_TOKENS", CHUNK + 30)
     assert all(value < 1e-5 for value in log_prob_differences(starts, DTYPES, 1).values())
     narrow = log_prob_differences(starts, DTYPES | {"magicdec": "bfloat16"}, 1)
     assert narrow["transformers"] < 1e-5 < 1e-3 < narrow["magicdec"] < 0.5
@@ -249,10 +246,10 @@ def test_vllm_scores_prompts_whatever_the_order_of_its_outputs(
 
 
 def test_a_row_of_the_table_has_every_number(
-    starts: list[Start], monkeypatch: pytest.MonkeyPatch
+    starts: list[PeerStart], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_runs, "ROUNDS", 2)
-    rows = measure(Case(2, 40), starts[:1], {"magicdec": "float32"}, 1)
+    monkeypatch.setattr(runs, "ROUNDS", 2)
+    rows = measure(PeerCase(2, 40), starts[:1], {"magicdec": "float32"}, 1)
     numbers = ("ms", "ms_p10", "ms_p90", "verify_ms", "verify_ms_p10", "verify_ms_p90")
     assert [row["peer"] for row in rows] == ["magicdec"]
     assert all(rows[0][name] > 0 for name in (*numbers, "prefill_tokens_per_s"))
@@ -277,16 +274,16 @@ def test_generations_of_every_text_and_peer_are_measured(
                 return {"log_probs": [[-math.log(2 if self.name == "magicdec" else 4)] * 9] * 2}
             return {"tokens": [[0] * num_new], "seconds": [2.0 + num_new]}
 
-    def export(start: Start, source: Path) -> None:
+    def export(start: PeerStart, source: Path) -> None:
         exported.append((start.name, start.python, source.resolve()))
 
-    monkeypatch.setattr(peer_runs, "Worker", Generates)
-    monkeypatch.setattr(peer_runs, "export_model", export)
+    monkeypatch.setattr(runs, "PeerWorker", Generates)
+    monkeypatch.setattr(runs, "export_model", export)
     texts = ["demo", "ruler:niah_multikey"]
     rows = measure_generations(texts, 512, {"vllm": "python", "openvino": "python"}, DTYPES, 1)
     ways = [name for name, entry in PEERS.items() if entry.generates]
     assert [(row["text"], row["way"]) for row in rows] == list(product(texts, ways))
-    assert exported == [("vllm", "python", peer_runs.DEMO)], "OpenVINO is not in this table"
+    assert exported == [("vllm", "python", runs.DEMO)], "OpenVINO is not in this table"
     assert {row["seconds"] for row in rows} == {98.0}
     assert {row["decode_seconds"] for row in rows} == {95.0}
     found = {row["way"]: row["perplexity"] for row in rows}
@@ -305,7 +302,7 @@ class FakeWorker:
 
     version, can_verify = "0", True
 
-    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+    def __init__(self, start: PeerStart, dtype: str, sizes: Sizes) -> None:
         self.name = start.name
         self.dtype = dtype
         self.odd = int(start.name.startswith("odd"))
@@ -319,8 +316,8 @@ class FakeWorker:
 
     def ask(self, do: str, **command: Any) -> dict[str, Any]:
         if do == "verify":
-            return {"verified": [[self.odd] * peer_runs.VERIFIED]}
-        return {"tokens": [[self.odd and not self.verifies_odd] * peer_runs.CHECKED_TOKENS]}
+            return {"verified": [[self.odd] * runs.VERIFIED]}
+        return {"tokens": [[self.odd and not self.verifies_odd] * runs.CHECKED_TOKENS]}
 
 
 @pytest.mark.parametrize(
@@ -330,7 +327,7 @@ def test_nothing_is_measured_after_other_tokens(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the peer is not exact, which the table then says."""
-    monkeypatch.setattr(peer_runs, "Worker", FakeWorker)
+    monkeypatch.setattr(runs, "PeerWorker", FakeWorker)
     starts = [started_here(peer, Path()) for peer in ("magicdec", name)]
     monkeypatch.setitem(PEERS, name, Entry("nowhere"))
     with pytest.raises(RuntimeError, match=f"{name} and magicdec emit different {what}"):
@@ -359,7 +356,7 @@ def test_the_table_marks_peers_that_are_not_exact() -> None:
 
 def test_a_peer_that_ends_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"magicdec ended with code 1: .*no-such-model"):
-        Worker(started_here("magicdec", tmp_path / "no-such-model"), "float32", Sizes(1, 64, 1))
+        PeerWorker(started_here("magicdec", tmp_path / "no-such-model"), "float32", Sizes(1, 64, 1))
 
 
 def test_bfloat16_is_read_as_safetensors_reads_it(model: Path) -> None:

@@ -1,5 +1,5 @@
-"""Faults planted in the measuring code, one at a time, by `scripts/plant_faults.py`: a test sees
-each of them."""
+"""Faults planted in the measuring code, one at a time, by `scripts/dev/plant_faults.py`: a test
+sees each of them."""
 
 import subprocess
 import sys
@@ -7,9 +7,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import HANG, ROOT
+from conftest import DEV, HANG, ROOT
+from faults.acceptance import REGRESSIONS
 
-SCRIPT = ROOT / "scripts" / "plant_faults.py"
+SCRIPT = DEV / "plant_faults.py"
 CONTROL = f"""
 import sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
@@ -27,8 +28,7 @@ sys.exit(plant([Property("", test, faults)]))
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+def script() -> ModuleType:
     import plant_faults
 
     return plant_faults
@@ -38,6 +38,8 @@ def test_every_fault_has_its_place(script: ModuleType) -> None:
     faults = [fault for each in script.PROPERTIES for fault in each.faults]
     assert [fault for fault in faults if script.occurrences(fault) != 1] == []
     assert len({fault.name for fault in faults}) == len(faults) > 100
+    regressions = [each.fault for each in REGRESSIONS]
+    assert [fault for fault in regressions if script.occurrences(fault) != 1] == []
 
 
 def test_every_property_is_on_the_page_with_a_test_that_is_there(
@@ -65,7 +67,7 @@ def plant(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.wide
 @pytest.mark.timeout(3 * HANG + 60)
 def test_a_fault_of_every_property_is_seen() -> None:
-    """All faults would take longer than CI has: `python scripts/plant_faults.py`."""
+    """All faults would take longer than CI has: `python scripts/dev/plant_faults.py`."""
     done = plant(str(SCRIPT), "--one")
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -5,10 +5,10 @@ from; a number in no claim fails."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from functools import cache
 
+import gpu_results
 import pytest
 from conftest import ROOT
 
@@ -16,9 +16,6 @@ from magicdec.records.comparison.compare import DEFAULT_MARGIN
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.table import table_of, table_rows
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import gpu_results
 
 README = (ROOT / "README.md").read_text()
 NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)")

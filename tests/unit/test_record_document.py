@@ -2,7 +2,6 @@
 dataclasses; real records are as the schema says; what is malformed is refused by its line."""
 
 import json
-import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -14,6 +13,7 @@ import pytest
 from conftest import ROOT
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
+from record_pages import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from synthetic_records import parse_record
 from test_record import RECORDS, small
 
@@ -25,9 +25,6 @@ from magicdec.records.performance import Metrics
 from magicdec.records.reading import load_records, parse_line, read_records
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import SHOWN
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from record_pages import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 
 TOPS = tuple(load_named(names.RECORDS, kind) for kind in names.RECORDS)
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
@@ -44,7 +41,7 @@ def kinds(kind: type) -> Iterator[type]:
 
 
 def test_the_committed_documents_are_what_the_code_makes() -> None:
-    """Else run `python scripts/record_pages.py`."""
+    """Else run `python scripts/dev/record_pages.py`."""
     for name in PAGES:
         text = (DOCS / name).read_text(encoding="utf-8")
         assert renewed(text) == text, name

@@ -1,4 +1,4 @@
-"""scripts/scale_figure.py: two cells by hand, as results/predictions/scale.md has them, a
+"""scripts/dev/scale_figure.py: two cells by hand, as results/predictions/scale.md has them, a
 ring beside the simulator, and what has room."""
 
 from pathlib import Path
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -17,7 +16,6 @@ from magicdec.systems.pipeinfer.options import Options
 
 @pytest.fixture
 def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import scale_figure
 
     return scale_figure
@@ -25,7 +23,7 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def cluster(scale: Any) -> Any:
-    return scale.Cluster(scale.SPECS["h100"], scale.NETWORKS[0])
+    return scale.GpuCluster(scale.SPECS["h100"], scale.NETWORKS[0])
 
 
 READ, COMPUTE = 0.8 * 3.35e12, 0.6 * 989e12

@@ -1,5 +1,5 @@
-"""The peers of `scripts/bench_serving_peers.py`: wrong flags are refused before a peer starts, the
-traces follow from their seed, requests are submitted when they arrive, and nothing is measured
+"""The peers of `scripts/dev/bench_serving_peers.py`: wrong flags are refused before a peer starts,
+the traces follow from their seed, requests are submitted when they arrive, and nothing is measured
 after other tokens. This project and transformers serve alike; OpenVINO GenAI is checked by the
 script, which measures only after all peers emit the same tokens."""
 
@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import pytest
-from conftest import ROOT, random_prompts
-
-sys.path.insert(0, str(ROOT / "scripts"))
 import bench_serving_peers
-import serving_runs
+import pytest
 from bench_serving_peers import make_table, read_options
-from peer_process import Start, started_here
-from peers import ENVIRONMENTS, PEERS, Entry
-from peers.serving_peer import Served, ServingPeer, ServingSizes, TimedRequest, serve_requests
+from conftest import random_prompts
+from peers import ENVIRONMENTS, PEERS, Entry, serving_runs
+from peers.process import PeerStart, started_here
+from peers.serving_peer import ServedTokens, ServingPeer, ServingSizes, TimedRequest, serve_requests
+from peers.serving_runs import WAYS, ServingWay, check_tokens, measure, metrics, sizes_of
+from peers.serving_trace import describe_trace, make_trace
 from rich.console import Console
-from serving_runs import WAYS, Way, check_tokens, measure, metrics, sizes_of
-from serving_trace import describe_trace, make_trace
 
 pytestmark = pytest.mark.wide
 
@@ -140,7 +136,7 @@ def test_a_wrong_number_of_tokens_is_an_error() -> None:
 
 def test_metrics_are_those_of_serving_benchmarks() -> None:
     requests = [TimedRequest(0.0, [1], 3), TimedRequest(1.0, [1], 1)]
-    served = [Served([5, 5, 5], [0.5, 1.0, 2.5]), Served([6], [2.0])]
+    served = [ServedTokens([5, 5, 5], [0.5, 1.0, 2.5]), ServedTokens([6], [2.0])]
     found = metrics(requests, served)
     assert found["makespan_s"] == 2.5 and found["output_throughput"] == 4 / 2.5
     assert found["p50_ttft_ms"] == 750.0 and found["p90_ttft_ms"] == pytest.approx(950.0)
@@ -149,7 +145,7 @@ def test_metrics_are_those_of_serving_benchmarks() -> None:
 
 def test_the_cache_has_room_for_all_requests_and_settings_reach_the_peer() -> None:
     short, long = TimedRequest(0.0, [1] * 10, 5), TimedRequest(0.0, [1] * 90, 10)
-    sizes = sizes_of([[short] * 3, [long]], 2, Way("a", "magicdec", {"batch_tokens": 64}))
+    sizes = sizes_of([[short] * 3, [long]], 2, ServingWay("a", "magicdec", {"batch_tokens": 64}))
     assert sizes == ServingSizes(2, 3, 100, 3 * (15 + 256), 64)
 
 
@@ -173,7 +169,7 @@ class FakeWorker:
 
     version = "0"
 
-    def __init__(self, start: Start, dtype: str, sizes: ServingSizes) -> None:
+    def __init__(self, start: PeerStart, dtype: str, sizes: ServingSizes) -> None:
         self.token = 8 if start.model == Path("odd") or dtype == "bfloat16" else 7
 
     def __enter__(self) -> FakeWorker:
@@ -248,7 +244,7 @@ def test_what_is_measured_is_kept_when_it_is_interrupted(
     served = iter(range(20))
     original = serving_runs.serve
 
-    def interrupted(worker: Any, requests: Any) -> list[Served]:
+    def interrupted(worker: Any, requests: Any) -> list[ServedTokens]:
         if next(served) == 2 + 1 + 2 + 3:  # checks, float32 reference, warm-ups; then measured
             raise KeyboardInterrupt
         return original(worker, requests)

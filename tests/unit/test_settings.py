@@ -2,13 +2,12 @@
 bound, choice and type refuses."""
 
 import re
-import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+import flags_page
 import pytest
-from conftest import ROOT
 
 from magicdec.cli.commands import COMMANDS
 from magicdec.cli.drivers import DRIVERS
@@ -16,9 +15,6 @@ from magicdec.cli.front.completion import SHELLS, script_of
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.setting import Declared, check_values, declared, same, setting
 from magicdec.config.toml_file import TomlFile
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import flags_page
 
 PARSERS = flags_page.parsers()
 DRIVER_PARSERS = {name: driver.build_parser() for name, driver in DRIVERS.items()}

@@ -1,5 +1,5 @@
-"""scripts/train_eagle.py: chains at all slots are chains as a head drafts them, one slot at a time;
-what is written; and a training that was stopped."""
+"""scripts/dev/train_eagle.py: chains at all slots are chains as a head drafts them, one slot at a
+time; what is written; and a training that was stopped."""
 
 import json
 import math
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,7 +29,6 @@ VOCAB, SLOTS, STEPS = 60, 12, 4
 
 @pytest.fixture
 def eagle(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import train_eagle
 
     return train_eagle
@@ -119,7 +117,7 @@ def make_small(eagle: Any, checkpoint: Path, options: dict[str, int]) -> Small:
     source = find_model("--target", str(checkpoint))
     target = eagle.Target(source, CAPTURE, 100, torch.float32, torch.device("cpu"))
     torch.manual_seed(0)
-    head = eagle.EagleHead(eagle.head_config(source.config, len(CAPTURE), args), 100)
+    head = eagle.TrainedHead(eagle.head_config(source.config, len(CAPTURE), args), 100)
     draft_ids = torch.randperm(source.config.vocab_size)[:VOCAB].sort().values
     for name, parameter in head.named_parameters():
         parameter.requires_grad_(False)
@@ -183,7 +181,7 @@ def test_chains_at_all_slots_are_chains_of_one_slot(
 
 
 def test_the_flash_kernel_and_its_gradients_are_the_plain_ones(eagle: Any) -> None:
-    import eagle_head
+    from train import eagle_head
 
     torch.manual_seed(0)
     tensors = [torch.randn(2, 3, 40, 16, requires_grad=True) for _ in range(1 + 2 * STEPS)]

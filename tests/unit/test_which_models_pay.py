@@ -1,11 +1,10 @@
-"""scripts/which_models_pay.py: the tables of its page, and five cells by hand, from the published
-shapes, as docs/log/models.md has them."""
+"""scripts/dev/which_models_pay.py: the tables of its page, and five cells by hand, from the
+published shapes, as docs/log/models.md has them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -16,7 +15,6 @@ Seconds = Callable[[int, int], float]  # of a forward: new tokens of a row, visi
 
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import which_models_pay
 
     return which_models_pay
@@ -26,7 +24,7 @@ def test_the_page_has_the_tables_as_they_are(pays: Any) -> None:
     text = pays.PAGE.read_text()
     for name in pays.TABLES:
         assert pays.BEGIN.format(name) in text and pays.END.format(name) in text
-    assert pays.written(text) == text, "run scripts/which_models_pay.py --write"
+    assert pays.written(text) == text, "run scripts/dev/which_models_pay.py --write"
 
 
 def time_of(weights: float, flops: float, kv: float, attention: float, layers: int) -> float:

@@ -1,0 +1,125 @@
+"""Of EAGLE-3 heads, of acceptance by chance, and of what drafting must bring to pay."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+DRAFTER = "speculation/eagle.py"
+
+PROPERTIES = (
+    Property(
+        "Drafts of a head are those of its definition.",
+        "test_eagle.py::test_drafts_equal_the_definition[a norm for each state-layers]",
+        (
+            Fault(
+                "a head's tokens are not the following ones",
+                DRAFTER,
+                "following = self.states.ids_at(rows.index, positions + 1)",
+                "following = self.states.ids_at(rows.index, positions)",
+            ),
+            Fault(
+                "drafts from slots of drafts",
+                DRAFTER,
+                "        filled = lengths.plus(-shape.pending)",
+                "        filled = lengths.plus(-min(1, shape.pending))",
+            ),
+            Fault(
+                "states before a layer's residual",
+                "model/transformer.py",
+                "keep(layer, x if y is None else x + y)",
+                "keep(layer, x)",
+            ),
+            Fault(
+                "output fed back without its norm",
+                "model/eagle.py",
+                "return logits, normed if self.norm_output else output",
+                "return logits, output",
+            ),
+        ),
+    ),
+    Property(
+        "Heads with a vocabulary of their own sample and are penalised in the ids of the target.",
+        "test_eagle.py::test_a_head_samples_and_is_penalised_in_the_ids_of_its_target",
+        (
+            Fault(
+                "a head's own ids",
+                DRAFTER,
+                "whole[..., head.target_ids] = among",
+                "whole[..., : among.shape[-1]] = among",
+            ),
+            Fault(
+                "greedy ids of a head's own",
+                DRAFTER,
+                "return head.target_ids[ids], None",
+                "return ids, None",
+            ),
+            Fault(
+                "drafts are not penalised for drafts",
+                DRAFTER,
+                "process(whole, sampling.penalties, drafts)",
+                "process(whole, sampling.penalties, drafts[:, :0])",
+            ),
+            Fault(
+                "no penalties where tokens are drawn",
+                DRAFTER,
+                "whole = process(whole, sampling.penalties, drafts)",
+                "whole = process(whole, sampling.penalties, drafts) if draws is None else whole",
+            ),
+        ),
+    ),
+    Property(
+        "A head that lists no layers takes states of those of vLLM.",
+        "test_eagle_checks.py::test_a_head_that_lists_no_layers_takes_those_of_vllm",
+        (
+            Fault(
+                "the middle rounded up",
+                "setup/eagle_checks.py",
+                "usual = (2, num_layers // 2, num_layers - 3)",
+                "usual = (2, (num_layers + 1) // 2, num_layers - 3)",
+            ),
+            Fault(
+                "layers counted from their outputs",
+                "setup/eagle_checks.py",
+                "usual = (2, num_layers // 2, num_layers - 3)",
+                "usual = (1, num_layers // 2 - 1, num_layers - 4)",
+            ),
+        ),
+    ),
+    Property(
+        "Emulated acceptance has the rates that were asked for.",
+        "test_emulated_acceptance.py::test_drafts_are_accepted_as_often_as_asked_for[self-0.0]",
+        (
+            Fault(
+                "rates of all drafts before, taken for those of one",
+                "config/sections.py",
+                "return tuple(p / q if q > 0 else 0.0 for p, q in zip(padded, before, "
+                "strict=False))",
+                "return padded",
+            ),
+            Fault(
+                "the target's verdict beside chance",
+                "speculation/steps/steps.py",
+                "        if self.emulated is not None and proposal.ids.shape[1] > 0:",
+                "        if self.emulated is not None and proposal.ids.shape[1] > 9:",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts of a policy that chooses anew begin with a choice.",
+        "test_latency.py::test_drafting_pays_from_the_time_of_a_step_by_that_of_a_decode_step",
+        (
+            Fault(
+                "drafts without their choice",
+                "bench/latency/record.py",
+                "of_drafts = first_ms.get(draft, ms) + (gamma - 1) * ms",
+                "of_drafts = gamma * ms",
+            ),
+            Fault(
+                "verifications that are not watched",
+                "bench/latency/record.py",
+                "policy = draft[0] if draft in first_ms else None",
+                "policy = None",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,120 @@
+"""Of models that only the plan knows: what a forward of them reads and computes."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+TESTS = "test_planned_models.py::"
+COSTS = "hardware/costs.py"
+MIXERS = "model/mixers.py"
+
+PROPERTIES = (
+    Property(
+        "Models that only the plan knows have the parameters of transformers.",
+        f"{TESTS}test_transformers_counts_the_same_parameters",
+        (
+            Fault(
+                "a gate of the queries that is not counted",
+                MIXERS,
+                "q * (2 if self.is_gated else 1)",
+                "q",
+            ),
+            Fault(
+                "a value projection where keys are values",
+                MIXERS,
+                "kv * (2 if self.projects_values else 1)",
+                "2 * kv",
+            ),
+            Fault(
+                "a shared expert that is not counted",
+                COSTS,
+                "shapes += shared_expert(config, shard) if has_experts else []",
+                "pass",
+            ),
+        ),
+    ),
+    Property(
+        "Linear layers read their state, and write one for each token that may be the last.",
+        f"{TESTS}test_a_forward_of_linear_layers_reads_their_states_and_writes_one_a_token",
+        (
+            Fault(
+                "a state that is written once for all drafts",
+                COSTS,
+                "1 + (T if num_logits is None else 1)",
+                "2",
+            ),
+            Fault(
+                "a state of each part of a prompt",
+                COSTS,
+                "1 + (T if num_logits is None else 1)",
+                "1 + T",
+            ),
+            Fault(
+                "a state that is not divided among ranks",
+                MIXERS,
+                "state = self._heads(shard)[0] *",
+                "state = self.num_value_heads *",
+            ),
+        ),
+    ),
+    Property(
+        "Every rank reads the latents, once for all of its heads.",
+        f"{TESTS}test_latents_are_read_once_for_all_heads",
+        (
+            Fault(
+                "latents that ranks share",
+                MIXERS,
+                "return (self.kv_rank + self.rope_dim) * dtype_bytes",
+                "return (self.kv_rank + self.rope_dim) * dtype_bytes / shard.size",
+            ),
+            Fault(
+                "heads that every rank computes",
+                MIXERS,
+                "return self._num_heads(shard) * per_key * visible(T, S)",
+                "return self.num_heads * per_key * visible(T, S)",
+            ),
+        ),
+    ),
+    Property(
+        "Compressed caches are read by window, choice and rate.",
+        f"{TESTS}test_compressed_caches_are_read_by_window_choice_and_rate",
+        (
+            Fault(
+                "an index that is not read",
+                MIXERS,
+                "numbers += seen * self.index_dim * (self.num_chosen > 0)",
+                "pass",
+            ),
+            Fault(
+                "one choice for all tokens of a row",
+                MIXERS,
+                "min(seen, T * self.num_chosen)",
+                "min(seen, self.num_chosen)",
+            ),
+        ),
+    ),
+    Property(
+        "Experts are stored in a format of their own.",
+        f"{TESTS}test_stored_experts_have_bytes_of_their_own",
+        (
+            Fault(
+                "experts as wide as other layers",
+                COSTS,
+                "round(number * (average if own is None else own))",
+                "round(number * average)",
+            ),
+        ),
+    ),
+    Property(
+        "What computes refuses a model that only the plan knows.",
+        f"{TESTS}test_what_computes_refuses_a_model_that_only_the_plan_knows",
+        (
+            Fault(
+                "a model that is taken for one that runs",
+                "model/families/family.py",
+                "if config.planned_only:",
+                "if False:",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,676 @@
+"""Of what is computed from samples, and compared between records."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+METRICS = "test_metrics.py::"
+RULE = "test_gate_rule.py::"
+INTERVALS = "test_intervals.py::"
+REPORTS = "test_server_reports.py::"
+STALLS = "test_stalls.py::"
+MAPS = "test_report_maps.py::"
+MACHINE = 'MACHINE = ("device", "ranks", "threads")'
+WEIGHTS = 'WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")'
+ENTRIES = (
+    "*WEIGHTS",
+    '"drafter"',
+    '"kv_policy"',
+    '"dtype"',
+    '"dataset"',
+    '"gen_len"',
+    '"temperature"',
+    "*MACHINE",
+)
+HELD = "".join(f"    {entry},\n" for entry in ENTRIES)
+
+
+def held(entry: str) -> str:
+    """The line of an entry of `HELD`."""
+    return f"    {entry},\n"
+
+
+# (what, the entry that is lost, the line that has it) of the settings that a panel holds
+POOLED = (
+    ("devices", '"device", ', MACHINE),
+    ("ranks", '"ranks", ', MACHINE),
+    ("threads", ', "threads"', MACHINE),
+    ("models", '"model", ', WEIGHTS),
+    ("weight dtypes", '"target_dtype", ', WEIGHTS),
+    ("draft models", '"draft_model", ', WEIGHTS),
+    ("low-bit drafts", ', "draft_weights"', WEIGHTS),
+    ("all weights", held("*WEIGHTS"), HELD),
+    ("drafters", held('"drafter"'), HELD),
+    ("policies", held('"kv_policy"'), HELD),
+    ("dtypes", held('"dtype"'), HELD),
+    ("datasets", held('"dataset"'), HELD),
+    ("output lengths", held('"gen_len"'), HELD),
+    ("temperatures", held('"temperature"'), HELD),
+    ("all machines", held("*MACHINE"), HELD),
+)
+
+PROPERTIES = (
+    Property(
+        "The speedup is the median of the batches.",
+        "test_measurement.py::test_the_speedup_is_the_median_of_batches",
+        (
+            Fault(
+                "speedup as the maximum over batches",
+                "records/metrics.py",
+                "speedup=statistics.median(of_steps)",
+                "speedup=max(of_steps)",
+            ),
+        ),
+    ),
+    Property(
+        "Stalled steps are counted beside the median of their kind.",
+        f"{STALLS}test_steps_that_stalled_are_counted_beside_the_median_of_their_kind",
+        (
+            Fault(
+                "a stall only beyond the noise alone",
+                "records/stalls.py",
+                "max(FACTOR, math.exp(",
+                "max(100 * FACTOR, math.exp(",
+            ),
+            Fault(
+                "stalls of the last batch alone",
+                "records/stalls.py",
+                "if self._ms(place) > bound * median",
+                "if self._ms(place) > bound * median and place[0] > 1",
+            ),
+            Fault(
+                "all the time of stalls as lost",
+                "records/stalls.py",
+                "return self.ms - self.median_ms",
+                "return self.ms",
+            ),
+        ),
+    ),
+    Property(
+        "A stalled step counts as its median in the speedup, and in full in the total speedup.",
+        f"{STALLS}test_a_stalled_step_counts_as_the_median_in_the_speedup_and_in_full_in_the_total",
+        (
+            Fault(
+                "stalls in the speedup",
+                "records/metrics.py",
+                "lambda samples: PassSteps.of(samples).steady_ms)",
+                "lambda samples: map(sum, samples.step_ms))",
+            ),
+            Fault(
+                "no stalls in the total speedup",
+                "records/metrics.py",
+                "lambda samples: map(sum, samples.step_ms))",
+                "lambda samples: PassSteps.of(samples).steady_ms)",
+            ),
+        ),
+    ),
+    Property(
+        "A step that does more is no stall.",
+        f"{STALLS}test_a_step_that_does_more_is_no_stall",
+        (
+            Fault(
+                "steps judged without their forwards",
+                "records/stalls.py",
+                "_known(samples.num_forwards, *size, 0)",
+                "_known([], *size, 0)",
+            ),
+            Fault(
+                "steps judged without their draft tokens",
+                "records/stalls.py",
+                "_known(samples.padded_gamma, *size, 0)",
+                "_known([], *size, 0)",
+            ),
+            Fault(
+                "steps judged without their rows",
+                "records/stalls.py",
+                "_known(samples.num_emitted, *size",
+                "_known([], *size",
+            ),
+        ),
+    ),
+    Property(
+        "Growing contexts and a slower machine are no stalls.",
+        f"{STALLS}test_growing_contexts_and_a_slower_machine_are_no_stalls",
+        (
+            Fault(
+                "steps judged by all of their batch",
+                "records/stalls.py",
+                "count = min(NEAREST, len(times))",
+                "count = len(times)",
+            ),
+        ),
+    ),
+    Property(
+        "A step of a rare kind is judged by kinds that do at least as much.",
+        f"{STALLS}test_a_rare_kind_is_judged_by_kinds_that_do_at_least_as_much",
+        (
+            Fault(
+                "a step judged by kinds that do less",
+                "records/stalls.py",
+                "does_as_much(other, kind)",
+                "does_as_much(kind, other)",
+            ),
+            Fault(
+                "steps of short batches not judged",
+                "records/stalls.py",
+                "[of_all] * len(inside) if few",
+                "[math.inf] * len(inside) if few",
+            ),
+        ),
+    ),
+    Property(
+        "Noise is no stall.",
+        f"{STALLS}test_noise_is_no_stall",
+        (
+            Fault(
+                "stalls beyond two deviations",
+                "records/stalls.py",
+                "SPREADS = 6.0",
+                "SPREADS = 2.0",
+            ),
+            Fault("stalls beyond the double", "records/stalls.py", "FACTOR = 3.0", "FACTOR = 2.0"),
+        ),
+    ),
+    Property(
+        "Forwards of a step are those that it ran.",
+        "test_measurement.py::test_the_forwards_of_a_step_are_those_that_it_ran",
+        (
+            Fault(
+                "all forwards so far", "bench/run/run.py", "so_far[-1] - so_far[-2]", "so_far[-1]"
+            ),
+        ),
+    ),
+    Property(
+        "A panel never pools machines, dtypes or prompts of other kinds.",
+        f"{MAPS}test_a_panel_never_pools_machines_or_dtypes",
+        tuple(
+            Fault(
+                f"panels pool {what}",
+                "bench/report/figures/passes.py",
+                text,
+                text.replace(entry, ""),
+            )
+            for what, entry, text in POOLED
+        ),
+    ),
+    Property(
+        "A colour claims no more than its interval.",
+        f"{MAPS}test_a_colour_claims_no_more_than_its_interval",
+        (
+            Fault(
+                "a colour only where the interval holds no 1",
+                "bench/report/figures/passes.py",
+                "is_wide or low <= 1 <= high",
+                "low <= 1 <= high",
+            ),
+            Fault(
+                "a colour beside an interval that holds 1",
+                "bench/report/figures/passes.py",
+                "is_wide or low <= 1 <= high",
+                "is_wide",
+            ),
+        ),
+    ),
+    Property(
+        "A map shows no colour that its interval does not bear.",
+        f"{MAPS}test_a_map_shows_no_colour_that_its_interval_does_not_bear",
+        (
+            Fault(
+                "all cells of a map in colour",
+                "bench/report/figures/passes.py",
+                ".where(table[CLAIM].isin(COLOURED))",
+                "",
+            ),
+            Fault(
+                "a busy host in colour",
+                "bench/report/figures/passes.py",
+                "COLOURED = (HOLDS,",
+                "COLOURED = (HOLDS, BUSY,",
+            ),
+            Fault(
+                "a cell without an interval like another",
+                "bench/report/figures/passes.py",
+                "if cell[CLAIM] != HOLDS:",
+                "if cell[CLAIM] == DOUBTFUL:",
+            ),
+        ),
+    ),
+    Property(
+        "The best run of a place is the one that is surely fast.",
+        f"{MAPS}test_the_best_run_of_a_place_is_the_one_that_is_surely_fast",
+        (
+            Fault(
+                "the most disturbed run as the best",
+                "bench/report/figures/passes.py",
+                "lows.fillna(values)",
+                "values",
+            ),
+            Fault(
+                "the fastest steps as the best",
+                "bench/report/figures/passes.py",
+                "best_last(runs, NET)",
+                "best_last(runs, KINDS[1])",
+            ),
+            Fault(
+                "a run of a busy host as the best",
+                "bench/report/figures/passes.py",
+                "ranked.sort_values([*ranked]",
+                'ranked.sort_values(["has", "low"]',
+            ),
+        ),
+    ),
+    Property(
+        "The net speedup counts calibration, and breaks even at its first gain.",
+        f"{METRICS}test_the_net_speedup_counts_what_comes_before_the_first_step",
+        (
+            Fault(
+                "calibration not in the net speedup",
+                "records/metrics.py",
+                "[begin + ms for",
+                "[begin for",
+            ),
+            Fault(
+                "break-even a token early",
+                "records/metrics.py",
+                "(base_each - each))) + 2",
+                "(base_each - each))) + 1",
+            ),
+        ),
+    ),
+    Property(
+        "The metrics of a pass are those of its samples.",
+        f"{METRICS}test_decode_metrics_by_hand",
+        (
+            Fault(
+                "peak memory of the largest rank alone",
+                "records/metrics.py",
+                "max(map(sum, samples.peak_memory_bytes), default=0)",
+                "max(map(max, samples.peak_memory_bytes), default=0)",
+            ),
+            Fault(
+                "tokens/s without the last batch",
+                "records/metrics.py",
+                "sum(samples.num_tokens) / decode_s",
+                "sum(samples.num_tokens[:-1]) / decode_s",
+            ),
+            Fault(
+                "share of the roofline by the mean batch",
+                "records/metrics.py",
+                "roofline_fraction=read / bandwidth",
+                "roofline_fraction=read / len(samples.step_ms) / bandwidth",
+            ),
+        ),
+    ),
+    Property(
+        "The rest of a step is what its phases leave, drafting or not.",
+        f"{METRICS}test_steps_that_draft_and_steps_that_do_not",
+        (
+            Fault(
+                "rest of a step without the phase of plain decoding",
+                "records/metrics.py",
+                "(samples.draft_ms, samples.verify_ms, samples.decode_ms)",
+                "(samples.draft_ms, samples.verify_ms)",
+            ),
+            Fault(
+                "mean draft tokens of the steps that draft",
+                "records/metrics.py",
+                "drafted / num_steps if num_steps",
+                "drafted / (len(samples.draft_ms) or 1) if num_steps",
+            ),
+        ),
+    ),
+    Property(
+        "Acceptance counts survivors at each position.",
+        f"{METRICS}test_acceptance_counts_survivors",
+        (
+            Fault(
+                "a position judged by all that drafted it",
+                "records/acceptance.py",
+                "np.minimum(drafted, accepted + 1)",
+                "drafted",
+            ),
+            Fault(
+                "acceptance length without the token of the target",
+                "records/acceptance.py",
+                "length=1 + num_accepted",
+                "length=num_accepted",
+            ),
+        ),
+    ),
+    Property(
+        "The acceptance rate is of all draft tokens, however many a step drafts.",
+        f"{METRICS}test_steps_may_draft_different_numbers",
+        (
+            Fault(
+                "acceptance rate by verifications",
+                "records/acceptance.py",
+                "rate=num_accepted / drafted",
+                "rate=num_accepted / verified / judged.shape[1]",
+            ),
+        ),
+    ),
+    Property(
+        "Emitted tokens of a verification are those up to the end of a row.",
+        f"{METRICS}test_drafts_accepted_past_the_end_of_a_row_were_not_emitted",
+        (
+            Fault(
+                "drafted tokens taken for emitted ones",
+                "records/acceptance.py",
+                "found.add(first + i, drafted, accepted[row], tokens)",
+                "found.add(first + i, drafted, accepted[row], 1 + accepted[row])",
+            ),
+        ),
+    ),
+    Property(
+        "The padding of a row is no draft, and a row without drafts has no verification.",
+        f"{METRICS}test_padding_is_no_draft",
+        (
+            Fault(
+                "rows without drafts counted as verifications",
+                "records/acceptance.py",
+                "        if drafted:\n",
+                "        if True:\n",
+            ),
+        ),
+    ),
+    Property(
+        "What a server reports of its drafts is taken only if it adds up.",
+        f"{REPORTS}test_counts_that_do_not_add_up_are_not_taken",
+        (
+            Fault(
+                "a histogram of other sums taken",
+                "records/acceptance.py",
+                "if accepted is not None and total != accepted:",
+                "if accepted is None and total != accepted:",
+            ),
+            Fault(
+                "only the first answers checked",
+                "systems/servers/report.py",
+                "found := counts[request_id].find_contradiction(num_tokens)",
+                "found := counts[0].find_contradiction(num_tokens)",
+            ),
+        ),
+    ),
+    Property(
+        "Counters of a server are taken only if they count this pass alone.",
+        f"{REPORTS}test_counters_of_something_else_are_not_taken",
+        (
+            Fault(
+                "other clients counted too",
+                "systems/servers/report.py",
+                "if generated != num_tokens:",
+                "if (generated or 0) < num_tokens:",
+            ),
+            Fault(
+                "counters that may go backwards",
+                "systems/servers/counters.py",
+                "if not now >= value:",
+                "if math.isinf(now):",
+            ),
+        ),
+    ),
+    Property(
+        "Counts by position follow from a histogram.",
+        f"{REPORTS}test_reported_counts_give_the_metrics_of_the_same_verifications",
+        (
+            Fault(
+                "a histogram read from its other end",
+                "records/acceptance.py",
+                "list(accumulate(self.histogram[:0:-1]))[::-1]",
+                "list(accumulate(self.histogram[1:]))",
+            ),
+            Fault(
+                "unequal draft lengths taken for equal ones",
+                "records/acceptance.py",
+                "or self.drafted != verified * len(positions)",
+                "",
+            ),
+        ),
+    ),
+    Property(
+        "TPOT divides by the tokens after the first.",
+        f"{METRICS}test_tpot_is_decode_time_over_the_tokens_after_the_first",
+        (
+            Fault(
+                "TPOT over all tokens",
+                "records/metrics.py",
+                "[ms / tokens for",
+                "[ms / (tokens + 1) for",
+            ),
+            Fault(
+                "the first token counted as decoded",
+                "records/samples.py",
+                "[len(r.output_ids) - 1 for r in requests]",
+                "[len(r.output_ids) for r in requests]",
+            ),
+        ),
+    ),
+    Property(
+        "Percentiles are interpolated as in numpy.",
+        f"{METRICS}test_percentiles_are_numpys",
+        (
+            Fault(
+                "a percentile as the value below it",
+                "records/metrics.py",
+                "np.percentile(values, percent)",
+                'np.percentile(values, percent, method="lower")',
+            ),
+        ),
+    ),
+    Property(
+        "Intervals are those of Student's t by hand.",
+        f"{INTERVALS}test_intervals_by_hand",
+        (
+            Fault(
+                "jackknife without its factor",
+                "records/intervals.py",
+                "math.sqrt((n - 1) / n * ",
+                "math.sqrt(1 / n * ",
+            ),
+            Fault(
+                "a degree of freedom too many",
+                "records/intervals.py",
+                "reach = quantile(num_groups - 1) * error",
+                "reach = quantile(num_groups) * error",
+            ),
+            Fault(
+                "spread of ratios as of a whole population",
+                "records/intervals.py",
+                "logs.std(ddof=1)",
+                "logs.std(ddof=0)",
+            ),
+            Fault(
+                "one-sided quantiles",
+                "records/intervals.py",
+                "stdtrit(freedom, (1 + level) / 2)",
+                "stdtrit(freedom, level)",
+            ),
+        ),
+    ),
+    Property(
+        "A prompt's counts are those of its own rows and positions.",
+        f"{INTERVALS}test_steps_that_draft_other_numbers_of_tokens_are_counted_by_position",
+        (
+            Fault(
+                "only accepted positions judged",
+                "records/acceptance.py",
+                "np.minimum(drafted, accepted + 1)",
+                "accepted",
+            ),
+            Fault(
+                "steps without drafts move the rows",
+                "records/acceptance.py",
+                "                left[i] -= tokens\n",
+                "                left[i] -= tokens * bool(longest)\n",
+            ),
+        ),
+    ),
+    Property(
+        "A category's acceptance is that of a pass over its prompts alone.",
+        "test_categories.py::test_a_category_is_a_pass_of_its_prompts_alone",
+        (
+            Fault(
+                "the prompts of the batch's beginning",
+                "records/acceptance.py",
+                "name: _acceptance_of_group(verifications.of_requests(of), len(of))",
+                "name: _acceptance_of_group(verifications, len(of))",
+            ),
+        ),
+    ),
+    Property(
+        "A category is that of the prompt, in the order of the run.",
+        "test_prompt_sets.py::test_several_sets_are_drawn_from_together",
+        (
+            Fault(
+                "categories in another order",
+                "workload/workload.py",
+                "categories=tuple(item.category for _, item in drawn.taken)",
+                "categories=tuple(item.category for _, item in sorted(drawn.taken)[::-1])",
+            ),
+            Fault(
+                "all categories of a shorter run",
+                "workload/workload.py",
+                "categories=None if self.categories is None else self.categories[:num_prompts]",
+                "categories=self.categories",
+            ),
+        ),
+    ),
+    Property(
+        "A message of a conversation stands where the template puts it.",
+        "test_chat_template.py::test_a_template_may_change_the_order_of_messages",
+        (
+            Fault(
+                "messages in the order of the chat",
+                "workload/chat_template.py",
+                "zip(self.between, self.order[1:], strict=True)",
+                "zip(self.between, sorted(self.order)[1:], strict=True)",
+            ),
+        ),
+    ),
+    Property(
+        "A change is the new rate over the old, with its interval.",
+        f"{RULE}test_a_change_by_hand",
+        (
+            Fault(
+                "a change over the new rate",
+                "records/comparison/compare.py",
+                "np.log(after / before)",
+                "np.log(before / after)",
+            ),
+            Fault(
+                "one degree of freedom too many",
+                "records/comparison/compare.py",
+                "quantile(num_prompts - 1, level)",
+                "quantile(num_prompts, level)",
+            ),
+        ),
+    ),
+    Property(
+        "Rows whose counts rounding may change share the false alarms.",
+        f"{RULE}test_rows_share_the_false_alarms",
+        (
+            Fault(
+                "false alarms not shared",
+                "records/comparison/compare.py",
+                "FALSE_ALARMS / max(1, num_tests)",
+                "FALSE_ALARMS",
+            ),
+            Fault(
+                "equal outputs certain in any dtype",
+                "records/comparison/compare.py",
+                '(dtype == "float32" and self.pair.num_different == 0)',
+                "self.pair.num_different == 0",
+            ),
+        ),
+    ),
+    Property(
+        "A loss beyond the margin and the noise is a regression.",
+        f"{RULE}test_a_loss_beyond_the_margin_and_the_noise_is_a_regression",
+        (
+            Fault(
+                "every change taken for noise",
+                "records/comparison/compare.py",
+                "self.interval[0] <= 0 <= self.interval[1]",
+                "self.interval[0] <= self.interval[1]",
+            ),
+            Fault(
+                "losses and gains confused",
+                "records/comparison/compare.py",
+                "REGRESSION if change.relative < 0 else GAIN",
+                "REGRESSION if change.relative > 0 else GAIN",
+            ),
+        ),
+    ),
+    Property(
+        "A change within the margin passes.",
+        f"{RULE}test_a_change_within_the_margin_is_said_and_passes",
+        (
+            Fault(
+                "a margin taken for percent",
+                "records/comparison/compare.py",
+                "    if abs(change.relative) <= margin:",
+                "    if abs(change.relative) <= margin / 100:",
+            ),
+        ),
+    ),
+    Property(
+        "A prediction that has changed is a regression.",
+        "test_pass_records.py::test_a_prediction_is_printed_repeated_and_compared",
+        (
+            Fault(
+                "changed predictions pass",
+                "records/comparison/values.py",
+                "if not is_close(*each[1:])",
+                "if is_close(*each[1:])",
+            ),
+        ),
+    ),
+    Property(
+        "A policy that reads other tokens is another policy.",
+        f"{RULE}test_a_run_at_another_budget_is_not_taken_for_this_one",
+        (
+            Fault(
+                "fewer tokens read are no change",
+                "records/comparison/compare.py",
+                "abs(after - before) <= READS_TOLERANCE",
+                "after - before <= READS_TOLERANCE",
+            ),
+        ),
+    ),
+    Property(
+        "A share of the time of a forward is at most 100 %, or null with its reason.",
+        "test_latency.py::test_a_share_above_100_percent_is_null_with_its_reason",
+        (
+            Fault(
+                "a share above 100 % of products",
+                "bench/latency/record.py",
+                "products_fraction=of_products if of_products <= 1 else None",
+                "products_fraction=of_products",
+            ),
+            Fault(
+                "a share above 100 % of bytes",
+                "bench/latency/record.py",
+                "roofline_fraction=of_bytes if of_bytes <= 1 else None",
+                "roofline_fraction=of_bytes",
+            ),
+            Fault(
+                "no share of the whole time",
+                "bench/latency/record.py",
+                "products_reason=None if of_products <= 1 else",
+                "products_reason=None if of_products < 1 else",
+            ),
+        ),
+    ),
+    Property(
+        "Products by themselves take the least of their times.",
+        "test_latency.py::test_other_programs_only_add_to_the_time_of_products",
+        (
+            Fault(
+                "the mean of the times of products",
+                "bench/latency/forwards.py",
+                "seconds = min(seconds_of(",
+                "seconds = sum(seconds_of(",
+            ),
+        ),
+    ),
+)

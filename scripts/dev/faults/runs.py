@@ -1,0 +1,316 @@
+"""Of the engine, its steps, and whole runs."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+RUN = "test_measurement.py::"
+STEPS = "test_step_times.py::"
+TOGETHER = "test_together.py::"
+
+PROPERTIES = (
+    Property(
+        "The time of a step is that of the strategy, whether it drafts or not.",
+        f"{RUN}test_the_time_of_a_step_is_that_of_the_strategy",
+        (
+            Fault(
+                "step time halved on drafting steps",
+                "engine/engine.py",
+                "output, now), now - started)",
+                "output, now), (now - started) / (2 if output.padded_gamma else 1))",
+            ),
+        ),
+    ),
+    Property(
+        "A step and its phases end when the host has read the tokens.",
+        f"{STEPS}test_a_step_and_its_phases_end_when_the_tokens_are_read",
+        (
+            Fault(
+                "a step timed until it begins",
+                "engine/engine.py",
+                "        output = self._step(batch, strategy)\n        now = self.clock.now()",
+                "        now = self.clock.now()\n        output = self._step(batch, strategy)",
+            ),
+            Fault(
+                "tokens of a step read after its phase",
+                "speculation/steps/steps.py",
+                "            return self._judged(batch, proposal)\n",
+                "            self._show(batch)\n"
+                "            each = self._begin(proposal)\n"
+                "            self.runner.flush()\n"
+                "            result = self._finish(each)\n"
+                "        return self._read(result)\n",
+            ),
+            Fault(
+                "the end of a phase marked before its work on CUDA",
+                "hardware/timing.py",
+                "            yield\n            last.record()",
+                "            last.record()\n            yield",
+            ),
+            Fault(
+                "draft lengths learn from times without the step",
+                "speculation/steps/speculative.py",
+                "        seconds = time.perf_counter() - started",
+                "        seconds = time.perf_counter() - time.perf_counter()",
+            ),
+        ),
+    ),
+    Property(
+        "A first token is there when the device has computed it.",
+        f"{STEPS}test_a_first_token_is_there_when_the_device_has_computed_it",
+        (
+            Fault(
+                "prefill's clock started while the device is busy",
+                "runner/prefill.py",
+                "            torch.cuda.synchronize(device)\n",
+                "",
+            ),
+            Fault(
+                "TTFT from the first of the first tokens on",
+                "runner/prefill.py",
+                "        first, *marks = self._events\n",
+                "        _, *marks = self._events\n        first = marks[0]\n",
+            ),
+        ),
+    ),
+    Property(
+        "A forward by itself is timed from its start to its end.",
+        f"{STEPS}test_a_forward_alone_is_timed_from_its_start_to_its_end",
+        (
+            Fault(
+                "a forward timed with its preparation",
+                "bench/latency/forwards.py",
+                "    synchronize(runner.device)\n    group.barrier()",
+                "    group.barrier()",
+            ),
+            Fault(
+                "a forward timed until it is launched",
+                "bench/latency/forwards.py",
+                "    synchronize(runner.device)\n    seconds",
+                "    seconds",
+            ),
+        ),
+    ),
+    Property(
+        "Tokens past the end of a request are not counted.",
+        "test_scheduler.py::test_tokens_after_the_end_are_dropped",
+        (
+            Fault(
+                "all tokens of a step counted",
+                "runner/request.py",
+                "return tokens if len(emitted) == before + len(tokens) else emitted[before:]",
+                "return tokens",
+            ),
+            Fault(
+                "the output of a step not cut",
+                "engine/scheduler.py",
+                "return replace(output, token_ids=appended)",
+                "return output",
+            ),
+            Fault(
+                "a request ends a token late",
+                "runner/request.py",
+                "num_output >= self.max_new_tokens",
+                "num_output > self.max_new_tokens",
+            ),
+        ),
+    ),
+    Property(
+        "TPOT is from the first step to a sequence's own last token.",
+        f"{RUN}test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",
+        (
+            Fault(
+                "TPOT's clock shifted by 0.5 ms",
+                "records/samples.py",
+                "end - started_s)",
+                "end - started_s - 0.0005)",
+            ),
+            Fault(
+                "all sequences end with the last",
+                "records/samples.py",
+                "for end in ends])",
+                "for end in [max(ends)] * len(ends)])",
+            ),
+        ),
+    ),
+    Property(
+        "TTFT is of each sequence, and prefill counts each prompt once.",
+        f"{RUN}test_prefill_rate_and_the_ttft_of_each_sequence",
+        (
+            Fault(
+                "TTFT of the first sequence for all",
+                "engine/scheduler.py",
+                "times = output.emitted_s or",
+                "times = (output.emitted_s or [])[:1] * len(batch.requests) or",
+            ),
+            Fault(
+                "prefill rate doubled",
+                "records/metrics.py",
+                "sum(prefill.num_tokens) / seconds",
+                "2 * sum(prefill.num_tokens) / seconds",
+            ),
+        ),
+    ),
+    Property(
+        "The net speedup begins at the end of prefill, with all that a strategy prepares.",
+        f"{RUN}test_the_net_speedup_begins_at_the_end_of_prefill",
+        (
+            Fault(
+                "net speedup without what comes before the first step",
+                "records/metrics.py",
+                "[added + end for",
+                "[end for",
+            ),
+            Fault(
+                "a strategy's preparation timed until it is launched",
+                "bench/run/run.py",
+                "        synchronize(self.device)\n        self.groups",
+                "        self.groups",
+            ),
+        ),
+    ),
+    Property(
+        "Calibration counts in the batches and in the warm-up, once each.",
+        f"{RUN}test_calibration_is_counted_once_in_the_warm_up_and_once_in_the_batches",
+        (
+            Fault(
+                "calibration of earlier batches counted again",
+                "bench/run/run.py",
+                "(self.draft_length.calibration_s or 0.0) - calibrated_s",
+                "self.draft_length.calibration_s or 0.0",
+            ),
+            Fault(
+                "no calibration in the batches",
+                "bench/run/run.py",
+                "        self.draft_length.forget_times()\n",
+                "",
+            ),
+        ),
+    ),
+    Property(
+        "The bandwidth is the larger of those before and after a run.",
+        f"{RUN}test_the_bandwidth_is_the_larger_of_those_before_and_after",
+        (
+            Fault(
+                "bandwidth as the smaller of two",
+                "bench/run/run.py",
+                "bandwidth = max(",
+                "bandwidth = min(",
+            ),
+        ),
+    ),
+    Property(
+        "Each bandwidth is the best of all reads of all ranks at once.",
+        f"{RUN}test_bandwidth_is_the_best_of_all_reads_at_once",
+        (
+            Fault(
+                "bandwidth as the worst of all reads",
+                "hardware/timing.py",
+                "return max(read_bandwidths(",
+                "return min(read_bandwidths(",
+            ),
+            Fault(
+                "bandwidth of the first rank alone",
+                "hardware/timing.py",
+                "[sum(rank_rates) for",
+                "[rank_rates[0] for",
+            ),
+        ),
+    ),
+    Property(
+        "Every strategy is warmed up, and they take turns at going first.",
+        f"{RUN}test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first",
+        (
+            Fault(
+                "the baseline always first",
+                "bench/run/run.py",
+                "self.passes if batch % 2 == 0 else reversed(self.passes)",
+                "self.passes",
+            ),
+            Fault(
+                "the baseline not warmed up",
+                "bench/run/run.py",
+                "for name in names * rounds:",
+                "for name in names[1:] * rounds:",
+            ),
+            Fault(
+                "phases of the warm-up timed",
+                "bench/run/run.py",
+                "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))",
+                "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device))",
+            ),
+        ),
+    ),
+    Property(
+        "Cores are taken where others compute and the run waits.",
+        "test_other_load.py::test_cores_are_taken_where_others_compute_and_the_run_waits",
+        (
+            Fault(
+                "what a run waits for itself taken by others",
+                "hardware/other_load.py",
+                "min(others, waited) +",
+                "waited +",
+            ),
+            Fault(
+                "cores that a run does not want taken",
+                "hardware/other_load.py",
+                "min(others, waited) +",
+                "others +",
+            ),
+            Fault(
+                "stolen time not taken",
+                "hardware/other_load.py",
+                "taken = min(others, waited) + of_stolen",
+                "taken = min(others, waited)",
+            ),
+            Fault(
+                "children that have ended counted as others",
+                "hardware/other_load.py",
+                "after_name[11:15]",
+                "after_name[11:13]",
+            ),
+            Fault(
+                "the other ranks of a host counted as others",
+                "hardware/other_load.py",
+                "        left += children[pid]\n",
+                "",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts that are measured together have one baseline, beside them in each batch.",
+        f"{TOGETHER}test_all_drafts_have_one_prefill_and_one_baseline",
+        (
+            Fault(
+                "all drafts always after the baseline",
+                "bench/run/together.py",
+                "order if batch % 2 == 0 else reversed(order)",
+                "order",
+            ),
+            Fault(
+                "a low-bit copy with a prefill of its own",
+                "bench/run/resident.py",
+                "        model.target_dtype,\n",
+                "        (model.target_dtype, config.low_bit),\n",
+            ),
+        ),
+    ),
+    Property(
+        "Of passes that ended early, the batches count that have a baseline.",
+        f"{TOGETHER}test_what_is_done_is_kept_when_it_ends_early",
+        (
+            Fault(
+                "a batch without its baseline counted",
+                "bench/run/together.py",
+                "min(len(self.lead.measured[BASELINE]), len(each.run.measured[each.strategy]))",
+                "len(each.run.measured[each.strategy])",
+            ),
+            Fault(
+                "the prompts of all batches in the record",
+                "bench/run/together.py",
+                "run.prepared.first_batches(num_batches)",
+                "run.prepared",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,414 @@
+"""Of requests that arrive over time."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+METRICS = "test_serving_metrics.py::"
+VIEW = "test_serving_view.py::"
+BATCHING = "test_batching.py::"
+TALKS = "test_conversations.py::"
+
+PROPERTIES = (
+    Property(
+        "Serving metrics are those of the time stamps of each request.",
+        f"{METRICS}test_metrics_are_those_of_the_time_stamps",
+        (
+            Fault(
+                "makespan until the end of the last to arrive",
+                "bench/serving/metrics.py",
+                "makespan_s = max(_finished_s(request) for request in requests)",
+                "makespan_s = _finished_s(requests[-1])",
+            ),
+            Fault(
+                "end-to-end latency from the first token",
+                "runner/request.py",
+                "1e3 * (last_s - self.arrived_s)",
+                "1e3 * (last_s - first_s)",
+            ),
+            Fault(
+                "TPOT over all tokens of a request",
+                "runner/request.py",
+                "1e3 * (last_s - first_s) / num_later",
+                "1e3 * (last_s - first_s) / (num_later + 1)",
+            ),
+            Fault(
+                "arrivals counted instead of their gaps",
+                "bench/serving/metrics.py",
+                "return (len(times_s) - 1) / span",
+                "return len(times_s) / span",
+            ),
+        ),
+    ),
+    Property(
+        "Goodput counts the requests that keep each bound themselves.",
+        f"{METRICS}test_goodput_is_of_each_request_and_not_of_their_mean",
+        (
+            Fault(
+                "goodput by the mean of all requests",
+                "bench/serving/metrics.py",
+                "    good = [all(of[name] <= most",
+                "    of_all = {name: mean([of[name] for of in times if name in of]) for "
+                "name in goodput}\n    good = [all((of_all[name] or 0.0) <= most",
+            ),
+            Fault(
+                "goodput by the mean TPOT",
+                "bench/serving/metrics.py",
+                "    good = [all(of[name] <= most",
+                '    tpot = mean([of["tpot"] for of in times if "tpot" in of])\n'
+                "    times = [of | {'tpot': tpot or 0.0} for of in times]\n"
+                "    good = [all(of[name] <= most",
+            ),
+        ),
+    ),
+    Property(
+        "A good request keeps every bound; one with a single token keeps any of TPOT.",
+        f"{METRICS}test_goodput_counts_the_requests_that_keep_every_bound",
+        (
+            Fault(
+                "goodput of one bound of several",
+                "bench/serving/metrics.py",
+                "    good = [all(of[name] <= most",
+                "    good = [any(of[name] <= most",
+            ),
+            Fault(
+                "a request without TPOT is no good one",
+                "bench/serving/metrics.py",
+                "of[name] <= most for name, most in goodput.items() if name in of)",
+                'of.get(name, float("inf")) <= most for name, most in goodput.items())',
+            ),
+        ),
+    ),
+    Property(
+        "Tokens of one step have no gap.",
+        f"{METRICS}test_tokens_of_one_step_have_no_gap",
+        (
+            Fault(
+                "gaps within a step",
+                "runner/request.py",
+                "sorted(set(self.token_times_s))",
+                "sorted(self.token_times_s)",
+            ),
+        ),
+    ),
+    Property(
+        "A step counts what it prefills and what it decodes.",
+        f"{METRICS}test_a_step_counts_what_it_prefills_and_decodes",
+        (
+            Fault(
+                "prompts are not in flight",
+                "engine/scheduler.py",
+                "self.num_in_flight += len(decoding) + len(plan.parts)",
+                "self.num_in_flight += len(decoding)",
+            ),
+            Fault(
+                "one preemption a step",
+                "engine/scheduler.py",
+                "self.num_preemptions += len(plan.preempted)",
+                "self.num_preemptions += bool(plan.preempted)",
+            ),
+        ),
+    ),
+    Property(
+        "A batch begins when its batching says so.",
+        f"{BATCHING}test_each_batching_gives_the_engine_its_batches",
+        (
+            Fault(
+                "a static batch begins with its first request",
+                "systems/batching.py",
+                "clock.wait_until(batch[-1].arrived_s)",
+                "clock.wait_until(batch[0].arrived_s)",
+            ),
+        ),
+    ),
+    Property(
+        "A dynamic batch waits for its window or until it is full.",
+        f"{BATCHING}test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends",
+        (
+            Fault(
+                "the window counted from the end of the batch before",
+                "systems/batching.py",
+                "max(clock.now(), min(full_s, coming_s[0] + window_s))",
+                "min(full_s, max(clock.now(), coming_s[0]) + window_s)",
+            ),
+            Fault(
+                "requests that arrive in the batch join it",
+                "systems/batching.py",
+                "arrivals.count(begins_s)",
+                "arrivals.count(begins_s + window_s)",
+            ),
+        ),
+    ),
+    Property(
+        "In a closed loop another request arrives when one ends.",
+        "test_closed_loop.py::test_another_request_arrives_with_each_end",
+        (
+            Fault(
+                "one more in flight than asked for",
+                "engine/arrivals.py",
+                "first[:concurrency])",
+                "first[: (concurrency or 0) + 1])",
+            ),
+            Fault(
+                "a clock decides in a closed loop, too",
+                "engine/arrivals.py",
+                "        if self.concurrency is not None:\n            return len(self._known)\n",
+                "",
+            ),
+            Fault(
+                "the next request arrives with the end of the newest",
+                "engine/arrivals.py",
+                "following.arrived_s = end_s",
+                "following.arrived_s = ended[-1].finished_s",
+            ),
+            Fault(
+                "one request for several that have ended",
+                "engine/arrivals.py",
+                "            self._known.append(following)",
+                "            self._known.append(following)\n            break",
+            ),
+        ),
+    ),
+    Property(
+        "The next turn of a conversation arrives when the one before has ended.",
+        f"{TALKS}test_the_next_turn_arrives_in_the_place_of_the_one_that_ended",
+        (
+            Fault(
+                "another conversation begins instead",
+                "engine/arrivals.py",
+                "self._following.pop(request, None)",
+                "None",
+            ),
+            Fault("answers in the wrong order", "runner/request.py", "answers[::-1]", "answers"),
+            Fault(
+                "a turn arrives when its conversation began",
+                "runner/request.py",
+                "        self.arrived_s = now\n",
+                "",
+            ),
+        ),
+    ),
+    Property(
+        "Prompts of conversations are those of transformers.",
+        f"{TALKS}test_prompts_are_those_of_transformers[blocks-be brief]",
+        (
+            Fault(
+                "no seam behind the last answer",
+                "workload/chat_template.py",
+                "(*self.between, self.after)",
+                "(self.after, *self.between)",
+            ),
+            Fault(
+                "a question before the answer",
+                "workload/conversations.py",
+                "for each in (None, question)",
+                "for each in (question, None)",
+            ),
+        ),
+    ),
+    Property(
+        "A replay shares prefixes as the pass did.",
+        "test_verdict_of_modes.py::test_a_replay_shares_prefixes_as_the_pass_did",
+        (
+            Fault(
+                "wherever the caches keep texts",
+                "engine/engine.py",
+                "runner.caches.prefixes if shares_prefixes else None",
+                "runner.caches.prefixes",
+            ),
+        ),
+    ),
+    Property(
+        "A turn behind another answer shows nothing.",
+        f"{TALKS}test_a_turn_behind_another_answer_shows_nothing",
+        (
+            Fault(
+                "compared all the same",
+                "bench/serving/verdict.py",
+                " if is_asked_alike(*pair)]",
+                "]",
+            ),
+        ),
+    ),
+    Property(
+        "The engine keeps the requests of a closed loop in flight.",
+        "test_closed_loop.py::test_the_engine_keeps_so_many_in_flight",
+        (
+            Fault(
+                "a batching that serves an open loop",
+                "systems/batching.py",
+                "            arrivals = Arrivals(requests, each.concurrency)\n",
+                "            arrivals = Arrivals(requests)\n",
+            ),
+        ),
+    ),
+    Property(
+        "Stages keep the requests of a closed loop in flight.",
+        "test_closed_loop.py::test_every_kind_of_mode_is_recorded_with_its_loop",
+        (
+            Fault(
+                "a ring that serves an open loop",
+                "systems/ring/ring.py",
+                "Arrivals(requests, each.concurrency)",
+                "Arrivals(requests)",
+            ),
+            Fault(
+                "pipelined speculation that serves an open loop",
+                "systems/pipeinfer/speculative_pipeline.py",
+                "Arrivals(requests, each.concurrency)",
+                "Arrivals(requests)",
+            ),
+        ),
+    ),
+    Property(
+        "A batch of a closed loop waits for nobody.",
+        "test_closed_loop.py::test_a_batch_begins_with_all_that_are_in_flight",
+        (
+            Fault(
+                "a dynamic batch waits for its window in a closed loop",
+                "systems/batching.py",
+                "if arrivals.concurrency is not None:  # nobody",
+                "if False:  # nobody",
+            ),
+        ),
+    ),
+    Property(
+        "No more requests are open at a server than are to be in flight.",
+        "test_endpoint.py::test_so_many_requests_are_open_at_once_and_no_more",
+        (
+            Fault(
+                "all are sent at once",
+                "systems/endpoint.py",
+                "arrivals = Arrivals(requests, each.concurrency)",
+                "arrivals = Arrivals(requests)",
+            ),
+            Fault(
+                "a request arrives with the last token of another",
+                "systems/endpoint.py",
+                "request.arrived_s = self.now()",
+                "pass",
+            ),
+        ),
+    ),
+    Property(
+        "Time stamps of a record count from the first arrival.",
+        f"{METRICS}test_the_time_stamps_of_a_record_count_from_the_first_arrival",
+        (
+            Fault(
+                "the first token after a preemption in place of the next",
+                "bench/serving/record.py",
+                "if t >= at_s), None))",
+                "if t >= request.arrived_s), None))",
+            ),
+            Fault(
+                "time stamps that count from each arrival",
+                "bench/serving/record.py",
+                "first_token_ms=ms(request.first_token_s)",
+                "first_token_ms=ms(request.first_token_s) - ms(request.arrived_s)",
+            ),
+        ),
+    ),
+    Property(
+        "The warm-up of a mode is in no number of its record.",
+        "test_serve.py::test_warm_up_counts_in_nothing",
+        (
+            Fault(
+                "no warm-up",
+                "bench/serving/measure.py",
+                "self._warm_up(each, system.warm_up_rows(each))",
+                "pass",
+            ),
+            Fault(
+                "the first mode alone is warmed up",
+                "bench/serving/measure.py",
+                "                self._warm_up(each, system.warm_up_rows(each))",
+                "                if self.reference is None:\n"
+                "                    self._warm_up(each, system.warm_up_rows(each))",
+            ),
+            Fault(
+                "whole requests as a warm-up",
+                "bench/serving/measure.py",
+                "self.serve(each, shortened(shapes, chunk), PassObserver())",
+                "self.serve(each, shapes, PassObserver())",
+            ),
+        ),
+    ),
+    Property(
+        "A mode whose tokens are wrong has no metrics.",
+        "test_serve.py::test_a_diverged_pass_gets_no_metrics",
+        (
+            Fault(
+                "only the numbers of tokens are compared",
+                "bench/serving/record.py",
+                "if a.output_ids != b.output_ids",
+                "if len(a.output_ids) != len(b.output_ids)",
+            ),
+        ),
+    ),
+    Property(
+        "What was measured is kept when a later mode is interrupted.",
+        "test_serve.py::test_records_of_finished_passes_are_kept",
+        (
+            Fault(
+                "no record before all modes are done",
+                "bench/serving/measure.py",
+                "            self.keep(record)\n",
+                "            self.keep\n",
+            ),
+        ),
+    ),
+    Property(
+        "A stalled step of a mode is counted and left out of its steady speed, and no other step.",
+        "test_stalls.py::test_a_stalled_step_of_a_mode_is_counted_and_its_time_left_out",
+        (
+            Fault(
+                "the steady speed with the stalls",
+                "bench/serving/metrics.py",
+                'steady_s = makespan_s - of_steps.get("stalled_ms", 0.0) / 1e3',
+                "steady_s = makespan_s",
+            ),
+            Fault(
+                "steps of modes of one kind",
+                "records/stalls.py",
+                "kinds[step.kind].append((0, place))",
+                "kinds[0, 0, 0].append((0, place))",
+            ),
+        ),
+    ),
+    Property(
+        "A step of a mode is of the kind of its prompt tokens, drafts and rows.",
+        "test_stalls.py::test_a_step_is_timed_with_the_prompt_tokens_that_it_takes",
+        (
+            Fault(
+                "prompt tokens of a step not noted",
+                "systems/system.py",
+                "sum(part.stop - part.start for part in plan.parts)",
+                "0",
+            ),
+            Fault(
+                "prompt tokens of an earlier step",
+                "systems/system.py",
+                "self._prompt_tokens = sum(",
+                "self._prompt_tokens += sum(",
+            ),
+        ),
+    ),
+    Property(
+        "Prompt tokens that a prefix cache had are not prefilled.",
+        f"{METRICS}test_tokens_that_were_found_are_not_prefilled",
+        (
+            Fault(
+                "found tokens prefilled",
+                "bench/serving/metrics.py",
+                "len(request.prompt_ids) - sum(moves.found[:1])",
+                "len(request.prompt_ids)",
+            ),
+            Fault(
+                "tokens found after the first token",
+                "bench/serving/metrics.py",
+                "sum(moves.found[:1])",
+                "sum(moves.found)",
+            ),
+        ),
+    ),
+)
