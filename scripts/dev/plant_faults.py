@@ -45,8 +45,9 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
 )
 PROCESSES = 2
-# A test takes a second, but a fault may make it wait for ever.
+# A test takes a second, but a fault may make it wait for ever. The cases of `make test` see it.
 FLAGS = (
+    "-mnot wide",
     "--timeout=120",
     "-pno:cacheprovider",
     "-pno:xdist",
