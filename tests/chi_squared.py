@@ -4,7 +4,9 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-ACCEPTED, REFUSED = 1e-3, 1e-9  # p-values: a right rule falls below the first once in 1000
+# P-values: a right rule falls below the first once in 1000.
+ACCEPTED = 1e-3
+REFUSED = 1e-9
 LEAST = 8.0  # expected count of a cell; rarer ones are merged
 
 

@@ -220,7 +220,8 @@ def load(
     dtype: torch.dtype = torch.float32,
 ) -> Transformer:
     """A part of the checkpoint in a directory, on the CPU."""
-    source, cpu = find_model("--model", str(path)), torch.device("cpu")
+    source = find_model("--model", str(path))
+    cpu = torch.device("cpu")
     place = source.config, source.weights, shard, layers, dtype, cpu
     return load_transformer(*place, has_ends=has_ends)
 
@@ -258,7 +259,8 @@ def make_draft(
 ) -> DraftModel:
     """A standalone draft on the ranks of `group`, of which the target's `source`-th tells the
     others; small chunks and blocks, so that short texts cross them."""
-    policy, rows = make_policy(kv), (num_rows, max_tokens)
+    policy = make_policy(kv)
+    rows = (num_rows, max_tokens)
     place = model, backend or GroupedBackend(), group
     if not isinstance(policy, StreamingLLM):
         runner = ModelRunner(*place, *rows, max_following=max_following)
@@ -477,7 +479,8 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Launch:
         if torchrun:
             return run_torchrun([str(ROOT / "tests" / script), *words], num_ranks, env, tmp_path)
         with TemporaryDirectory() as outside:
-            out, err = Path(outside, "out"), Path(outside, "err")
+            out = Path(outside, "out")
+            err = Path(outside, "err")
             job = Job(script, words, num_ranks, env, str(tmp_path), str(out), str(err), notice_s)
             returncode = rank_server.run(job, timeout)
             return subprocess.CompletedProcess(
@@ -529,9 +532,14 @@ def run_torchrun(
     logs = ["--log-dir", str(directory / "torchrun")]  # else it leaves a folder in /tmp
     command = [sys.executable, *torchrun, *logs, *words]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=directory,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=directory,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         out, err = process.communicate(timeout=HANG)
     finally:

@@ -52,7 +52,8 @@ def random_head(target: ModelConfig, form: HeadForm, seed: int = 0) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     H = target.hidden_size
     D = target.head_dim
-    q, kv = target.num_heads * D, target.num_kv_heads * D
+    q = target.num_heads * D
+    kv = target.num_kv_heads * D
     vocab = form.draft_vocab or target.vocab_size
     count = len(form.capture)
 
@@ -220,8 +221,10 @@ class PlainHead:
         half = self.target.head_dim // 2
         powers = torch.arange(half, dtype=torch.float64) / half
         angles = position * self.target.rope.theta**-powers
-        first, second = x[..., :half], x[..., half:]
-        cos, sin = angles.cos(), angles.sin()
+        first = x[..., :half]
+        second = x[..., half:]
+        cos = angles.cos()
+        sin = angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
     def chain(self, state: Tensor, token: int, count: int) -> list[tuple[int, Tensor]]:

@@ -59,7 +59,8 @@ class VirtualClock:
     """Begins at 0. Each step takes `step_s` seconds, and waiting takes no time."""
 
     def __init__(self, step_s: float = 1.0) -> None:
-        self.step_s, self._now = step_s, 0.0
+        self.step_s = step_s
+        self._now = 0.0
 
     def now(self) -> float:
         return self._now

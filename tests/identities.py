@@ -25,8 +25,13 @@ from magicdec.records.samples import PassSamples, PrefillSamples, unequal_thread
 ROUNDING_MS = 1e-5  # a sample is rounded to 1e-6 ms; times a few samples
 PHASE_TOLERANCE = 0.01  # on CUDA phases have the device's clock and steps the host's
 BY_BATCH = (
-    *("begin_ms", "step_ms", "padded_gamma", "num_accepted", "num_emitted"),
-    *("sequence_tokens", "sequence_ms"),
+    "begin_ms",
+    "step_ms",
+    "padded_gamma",
+    "num_accepted",
+    "num_emitted",
+    "sequence_tokens",
+    "sequence_ms",
 )
 
 
@@ -166,12 +171,17 @@ def check_samples(name: str, samples: PassSamples) -> None:
 def check_steps(batch_name: str, samples: PassSamples, batch: int) -> None:
     """A step emits a token of each running sequence and one for each of its accepted drafts, up to
     the sequence's end. No sequence ends before the steps that it took part in."""
-    lengths, ends_ms = samples.sequence_tokens[batch], samples.sequence_ms[batch]
-    remaining, steps_ms = list(lengths), 0.0
+    lengths = samples.sequence_tokens[batch]
+    ends_ms = samples.sequence_ms[batch]
+    remaining = list(lengths)
+    steps_ms = 0.0
     steps = zip(
-        samples.step_ms[batch], samples.padded_gamma[batch], samples.num_accepted[batch],
-        samples.num_emitted[batch], strict=True,
-    )  # fmt: skip
+        samples.step_ms[batch],
+        samples.padded_gamma[batch],
+        samples.num_accepted[batch],
+        samples.num_emitted[batch],
+        strict=True,
+    )
     for step, (ms, drafted, accepted, emitted) in enumerate(steps):
         name = f"{batch_name}, step {step}"
         running = [i for i, count in enumerate(remaining) if count > 0]
@@ -213,5 +223,6 @@ def check_phases(name: str, samples: PassSamples) -> None:
     draft, verify, decode = map(iter, phases.values())
     for step, (ms, count) in enumerate(zip(chain(*samples.step_ms), drafted, strict=True)):
         phases_ms = next(draft) + next(verify) if count else next(decode)
-        label, limit = f"{name}, step {step}: the time of its phases", ms * (1 + PHASE_TOLERANCE)
+        label = f"{name}, step {step}: the time of its phases"
+        limit = ms * (1 + PHASE_TOLERANCE)
         must_not_exceed(label, phases_ms, "its step_ms, with a tolerance,", limit)

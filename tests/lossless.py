@@ -54,11 +54,10 @@ def speculate(
     both emit the same tokens, as many as asked for. `draft` is the model of a standalone draft."""
     each = [num_new] * len(lengths) if isinstance(num_new, int) else list(num_new)
     size = len(lengths), max(lengths) + max(each) + gamma
-    runner, made = make_runner(model, *size, backend()), None
+    runner = make_runner(model, *size, backend())
+    made = None
     if draft is not None:
-        made = make_draft(
-            draft, kv, *size, backend(), draft_chunk, block_size, max(8, gamma)
-        )  # fmt: skip
+        made = make_draft(draft, kv, *size, backend(), draft_chunk, block_size, max(8, gamma))
     prompts = random_prompts(lengths, model.config.vocab_size, seed)
     requests = make_requests(prompts, each, sampling=sampling)
     drafter = "self" if draft is None else "model"

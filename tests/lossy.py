@@ -142,7 +142,8 @@ class AllBut(Visible):
     num_dropped: int
 
     def ranges(self, committed: Tensor) -> Tensor:
-        zero, middle = torch.zeros_like(committed), committed // 2
+        zero = torch.zeros_like(committed)
+        middle = committed // 2
         first = torch.stack([zero, middle], dim=1)
         last = torch.stack([middle + self.num_dropped, committed], dim=1)
         return torch.stack([first, last], dim=1)

@@ -32,9 +32,15 @@ PACKAGE = Path(next(iter(magicdec.__path__)))
 aten = torch.ops.aten
 # The host waits for their value or for the size of their result.
 READS = {
-    aten.item, aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.allclose, aten.nonzero,
-    aten.masked_select, aten._unique2,
-}  # fmt: skip
+    aten.item,
+    aten._local_scalar_dense,
+    aten.is_nonzero,
+    aten.equal,
+    aten.allclose,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+}
 SIZED_BY_VALUES = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
 PINS = {aten.pin_memory, aten._pin_memory}
@@ -55,9 +61,13 @@ class OnDevice(Tensor):
     def __new__(cls, values: Tensor) -> OnDevice:
         with torch.inference_mode(False):  # views of a tensor from outside are no inference tensors
             return Tensor._make_wrapper_subclass(
-                cls, values.shape, strides=values.stride(), storage_offset=values.storage_offset(),
-                dtype=values.dtype, device=BELOW,
-            )  # fmt: skip
+                cls,
+                values.shape,
+                strides=values.stride(),
+                storage_offset=values.storage_offset(),
+                dtype=values.dtype,
+                device=BELOW,
+            )
 
     def __init__(self, values: Tensor) -> None:
         self.values = values  # type: ignore[method-assign]
@@ -109,7 +119,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs:
         tensors += tensors_in(kwargs)
     ours = [t for t in tensors if isinstance(t, OnDevice)]
-    packet, device = func.overloadpacket, kwargs.get("device")
+    packet = func.overloadpacket
+    device = kwargs.get("device")
     if not ours and not kwargs and packet not in COPIES:
         return func(*args)
     if packet in PINS:
@@ -161,9 +172,11 @@ def copied(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     names = [arg.name for arg in func._schema.arguments]
     given = dict(zip(names[1:], others, strict=False)) | kwargs
     other = given.pop("other", None)
-    device, dtype = given.get("device"), given.get("dtype")
+    device = given.get("device")
+    dtype = given.get("dtype")
     if other is not None:
-        device, dtype = other.device, other.dtype
+        device = other.device
+        dtype = other.dtype
     to_ours = isinstance(source, OnDevice) if device is None else is_ours(device)
     values = values_of(source)
     target = values.to(dtype or values.dtype, copy=bool(given.get("copy")))
@@ -229,7 +242,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Lets `cuda:0` be there. What has waited for it since, by function of the package."""
     WAITS.clear()
     stream = SimpleNamespace(synchronize=lambda: note("synchronize"))
-    make, run = torch.tensor, threading.Thread.run
+    make = torch.tensor
+    run = threading.Thread.run
 
     def tensor(data: Any, *, pin_memory: bool = False, **options: Any) -> Tensor:
         made = make(data, **options)
@@ -242,10 +256,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(threading.Thread, "run", run_inside)
     monkeypatch.setattr(torch, "tensor", tensor)
     for name, stand_in in {
-        "_lazy_init": lambda: None, "set_device": lambda device: None, "Event": Event,
+        "_lazy_init": lambda: None,
+        "set_device": lambda device: None,
+        "Event": Event,
         "synchronize": lambda device=None: note("synchronize"),
-        "current_stream": lambda device=None: stream, "empty_cache": lambda: None,
-    }.items():  # fmt: skip
+        "current_stream": lambda device=None: stream,
+        "empty_cache": lambda: None,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     with Factories():
         yield WAITS

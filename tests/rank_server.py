@@ -28,17 +28,20 @@ from roomy import call_with_room
 TESTS = Path(__file__).parent
 # After the first failure of a rank, the others may end by themselves for NOTICE_S seconds (or for
 # those of the job), and have GRACE_S in all.
-NOTICE_S, GRACE_S = 2, 12
+NOTICE_S = 2
+GRACE_S = 12
 # What a run imports: `conftest` has most of the package, the libraries are imported where a
 # function needs them.
 IMPORTED = (
-    *(
-        "conftest",
-        "magicdec.cli.commands",
-        "magicdec.cli.report",
-        "magicdec.bench.latency.forwards",
-    ),
-    *("magicdec.bench.run.run", "rich.progress", "rich.table", "scipy.special", "sentencepiece"),
+    "conftest",
+    "magicdec.cli.commands",
+    "magicdec.cli.report",
+    "magicdec.bench.latency.forwards",
+    "magicdec.bench.run.run",
+    "rich.progress",
+    "rich.table",
+    "scipy.special",
+    "sentencepiece",
 )
 
 
@@ -65,9 +68,12 @@ class RankServer:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env,
-            )  # fmt: skip
-        self.socket, self.answers = ours, ours.makefile("r")
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=env,
+            )
+        self.socket = ours
+        self.answers = ours.makefile("r")
 
     def run(self, job: Job, timeout: float) -> int:
         """The exit code of `job`: that of the rank which failed first, or 0. All its processes are
@@ -113,7 +119,8 @@ def launch(job: Job) -> bool:
         return True
     from magicdec.distributed.loopback import serve_store
 
-    pipes, ranks = [os.pipe() for _ in range(job.num_ranks)], []
+    pipes = [os.pipe() for _ in range(job.num_ranks)]
+    ranks = []
     for rank, (source, _) in enumerate(pipes):
         if (pid := os.fork()) == 0:
             # The store is made after the ranks, because it has threads, which a fork would lose.
@@ -151,14 +158,16 @@ def variables_of_torchrun(rank: int, num_ranks: int, port: str) -> dict[str, str
 def wait_for(ranks: list[int], notice_s: float) -> int:
     """0 if all `ranks` end well, else the exit code of the first failure, after which the others
     are ended."""
-    failed, deadlines = 0, {}
+    failed = 0
+    deadlines = {}
     while ranks:
         for pid in list(ranks):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 ranks.remove(pid)
                 if status and not failed:
-                    failed, now = os.waitstatus_to_exitcode(status), time.monotonic()
+                    failed = os.waitstatus_to_exitcode(status)
+                    now = time.monotonic()
                     deadlines = {now + notice_s: signal.SIGTERM, now + GRACE_S: signal.SIGKILL}
         for deadline in [d for d in deadlines if d < time.monotonic()]:
             end_by = deadlines.pop(deadline)

@@ -20,11 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 REFUSED = {
     # The host waits for their result or for its size. `tolist` calls `resolve_neg`.
-    aten.item, aten._local_scalar_dense, aten.resolve_neg, aten.nonzero, aten.masked_select,
-    aten._unique2, aten.equal, aten.is_nonzero,
+    aten.item,
+    aten._local_scalar_dense,
+    aten.resolve_neg,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.equal,
+    aten.is_nonzero,
     # `torch.tensor` calls it, and so does indexing by a list.
     aten.lift_fresh,
-}  # fmt: skip
+}
 REFUSED_FORMS = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
 SPOILT = -(1 << 62)  # no possible token, length or count
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
@@ -113,7 +119,8 @@ class _Keep(TorchDispatchMode):
             raise HostTouched(f"{func} by a mask")
         out = func(*args, **(kwargs or {}))
         given = map_tensors(self.refer, (args, kwargs or {}))
-        results, read = tensors_in(out), tensors_in((args, kwargs))
+        results = tensors_in(out)
+        read = tensors_in((args, kwargs))
         for tensor in results:
             is_new = id(tensor) not in self.made
             if is_new and all(tensor is not each for each in read):
@@ -138,7 +145,9 @@ class Recorder:
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         with _Keep() as kept:
             result = kept.refer(work())
-        calls, num_made, self.recorded = kept.calls, len(kept.alive), self.recorded + 1
+        calls = kept.calls
+        num_made = len(kept.alive)
+        self.recorded = self.recorded + 1
         del kept
 
         @torch.inference_mode()

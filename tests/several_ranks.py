@@ -41,7 +41,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def disturbed(model: Transformer) -> Transformer:
     """A draft of which some is accepted: the same weights with a little noise."""
-    noise, draft = tiny_transformer(model.config, seed=1).state_dict(), deepcopy(model)
+    noise = tiny_transformer(model.config, seed=1).state_dict()
+    draft = deepcopy(model)
     draft.load_state_dict({n: w + 0.04 * noise[n] for n, w in model.state_dict().items()})
     return draft
 
@@ -57,7 +58,8 @@ def generate_alone(
     model: Transformer, requests: Sequence[Request], max_tokens: int
 ) -> list[list[int]]:
     """The tokens of the engine in this process, which serves one request after the other."""
-    runner, outputs = make_runner(model, 1, max_tokens), []
+    runner = make_runner(model, 1, max_tokens)
+    outputs = []
     for request in requests:
         engine = Engine(runner, 16)
         engine.prefill([request])

@@ -30,7 +30,10 @@ GAMMA = 3
 # Those of one group by context and of the next begin between them.
 PROMPT_LENS = (4097, 5, 2048, 2049, 700, 4096, 33, 5, 900)
 GOODPUT = {"ttft": 300.0, "tpot": 40.0, "e2el": 900.0}
-PLAIN, STEPS, AHEAD, TURNS = "plain", "steps", "ahead", "turns"
+PLAIN = "plain"
+STEPS = "steps"
+AHEAD = "ahead"
+TURNS = "turns"
 OF_SERVERS = ("vllm", "sums", "histogram", "even", COUNTERS, BOTH)
 KINDS = (PLAIN, STEPS, AHEAD, TURNS, *OF_SERVERS)
 

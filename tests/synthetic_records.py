@@ -28,16 +28,32 @@ from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
 from magicdec.records.workload import WorkloadRecord
 
-GAMMA, NUM_TOKENS = 4, 63
+GAMMA = 4
+NUM_TOKENS = 63
 ENVIRONMENT = Environment(
-    time_utc="2026-11-22T05:00:00+00:00", argv=["magicdec"], magicdec="0", python="3", torch="2",
-    system="Linux", cpu="", cpu_capability="AVX2", world_size=1, threads=2,
+    time_utc="2026-11-22T05:00:00+00:00",
+    argv=["magicdec"],
+    magicdec="0",
+    python="3",
+    torch="2",
+    system="Linux",
+    cpu="",
+    cpu_capability="AVX2",
+    world_size=1,
+    threads=2,
     read_bandwidth_bytes_per_s=1e9,
-)  # fmt: skip
+)
 WORKLOAD = WorkloadRecord(
-    model="demo", random_weights=False, model_sha256="m", tokenizer="demo", dataset="demo",
-    num_prompts=8, prefix_len=8, seed=0, sha256="w",
-)  # fmt: skip
+    model="demo",
+    random_weights=False,
+    model_sha256="m",
+    tokenizer="demo",
+    dataset="demo",
+    num_prompts=8,
+    prefix_len=8,
+    seed=0,
+    sha256="w",
+)
 IDENTICAL = Correctness("autoregressive", True, 99, None, 0, 0, 1e-4)
 
 
@@ -56,7 +72,8 @@ def drawn(rate: float = 0.8, budget: int = 257, seed: int = 0, num_prompts: int 
 def record_of(samples: PassSamples, budget: int = 257) -> RunRecord:
     """The record that has these samples, and baseline samples of the same outputs."""
     num_prompts = sum(map(len, samples.sequence_tokens))
-    samples.draft_kv_tokens, samples.draft_rows = [budget], [1]
+    samples.draft_kv_tokens = [budget]
+    samples.draft_rows = [1]
     passes = {"autoregressive": baseline_pass(samples), "speculative": samples}
     for each in passes.values():
         each.threads = [[2]] * len(each.step_ms)
@@ -132,7 +149,8 @@ def with_losses(record: RunRecord, share: float, seed: int = 0) -> RunRecord:
     a chance such that about `share` of the acceptance rate is lost."""
     assert record.samples is not None
     samples = record.samples["speculative"].restored()
-    low, high = 0.0, 0.5
+    low = 0.0
+    high = 0.5
     for _ in range(12):  # the chance is found by halving
         chance = (low + high) / 2
         lossy = _missing(samples, chance, np.random.default_rng(seed))
@@ -140,13 +158,17 @@ def with_losses(record: RunRecord, share: float, seed: int = 0) -> RunRecord:
         low, high = (chance, high) if lost < share else (low, chance)
     metrics = run_metrics(
         {"autoregressive": record.samples["autoregressive"].restored(), "speculative": lossy},
-        prefill_of(lossy), 1e9, is_random=False,
-    )  # fmt: skip
+        prefill_of(lossy),
+        1e9,
+        is_random=False,
+    )
     kept = lossy.to_record(is_drafting=True, is_random=False)
     return replace(
-        record, metrics=metrics["speculative"], samples=record.samples | {"speculative": kept},
+        record,
+        metrics=metrics["speculative"],
+        samples=record.samples | {"speculative": kept},
         prefill_samples=prefill_of(lossy),
-    )  # fmt: skip
+    )
 
 
 def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> PassSamples:
@@ -161,8 +183,10 @@ def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> P
             rows = [_walk(right, gamma, wanted[i], rng, chance) for i, right in rights]
         steps = [[row[i] for row in rows if i < len(row)] for i in range(max(map(len, rows)))]
         add_batch(found, steps, wanted, [len(row) for row in rows])
-    found.draft_kv_tokens, found.draft_rows = samples.draft_kv_tokens, samples.draft_rows
-    found.bytes_read, found.peak_memory_bytes = samples.bytes_read, samples.peak_memory_bytes
+    found.draft_kv_tokens = samples.draft_kv_tokens
+    found.draft_rows = samples.draft_rows
+    found.bytes_read = samples.bytes_read
+    found.peak_memory_bytes = samples.peak_memory_bytes
     found.output_hashes = samples.output_hashes
     found.threads = samples.threads
     return found
@@ -174,9 +198,11 @@ def _rights(samples: PassSamples, batch: int) -> list[tuple[int, list[bool]]]:
     wanted = samples.sequence_tokens[batch]
     left, rights = list(wanted), [[] for _ in wanted]  # type: ignore[var-annotated]
     for drafted, accepted, emitted in zip(
-        samples.padded_gamma[batch], samples.num_accepted[batch], samples.num_emitted[batch],
+        samples.padded_gamma[batch],
+        samples.num_accepted[batch],
+        samples.num_emitted[batch],
         strict=True,
-    ):  # fmt: skip
+    ):
         running = [i for i, tokens in enumerate(left) if tokens > 0]
         for i, count, tokens in zip(running, accepted, emitted, strict=True):
             left[i] -= tokens
@@ -204,7 +230,8 @@ def _decoded(
 ) -> list[Step]:
     """The same steps of a sequence with fewer accepted tokens. Those that are lacking in the end
     are decoded without drafts."""
-    found, left = list[Step](), num_tokens
+    found = list[Step]()
+    left = num_tokens
     for proposed, accepted in [*steps, *[(0, 0)] * num_tokens]:
         if left == 0:
             break
@@ -220,7 +247,8 @@ def _walk(
 ) -> list[Step]:
     """Each verification of a sequence of `num_tokens` tokens."""
     kept = [is_right and rng.random() >= chance for is_right in right] + [True] * gamma
-    steps, place = list[Step](), 0
+    steps = list[Step]()
+    place = 0
     while place < num_tokens:
         count = next((i for i in range(gamma) if not kept[place + i]), gamma)
         emitted = min(count + 1, num_tokens - place)

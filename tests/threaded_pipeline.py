@@ -70,10 +70,15 @@ def serve(
 ) -> Served:
     """Serve `requests` to their end. A head before serves `before` through the same channels, with
     the same options."""
-    board, events, noted = board or CancelBoard(), Events(), Noted(drafter)
+    board = board or CancelBoard()
+    events = Events()
+    noted = Noted(drafter)
     channels = [Loopback() for _ in range(len(stages) + 1)]
-    asks, answers = Loopback(), Loopback()
-    spans, of_head, of_drafts = [Spans() for _ in stages], Spans(), Spans()
+    asks = Loopback()
+    answers = Loopback()
+    spans = [Spans() for _ in stages]
+    of_head = Spans()
+    of_drafts = Spans()
     drafts = StageLoop(PathDraftHandler(noted), Ends(asks, answers), of_drafts)
     loops: list[Callable[[], None]] = [drafts.serve]
     for stage, (inbound, outbound), of_stage in zip(stages, pairwise(channels), spans, strict=True):
@@ -81,7 +86,8 @@ def serve(
         loops.append(StageLoop(stage, Ends(inbound, outbound), of_stage).serve)
     threads = [in_thread(loop, events) for loop in loops]
     threads += [forward(channels[-1], True, events), forward(answers, False, events)]
-    wires, first_run = Wires(launches=channels[0], canceller=Canceller(board), asks=asks), 0
+    wires = Wires(launches=channels[0], canceller=Canceller(board), asks=asks)
+    first_run = 0
     if before:
         earlier = PipelinedScheduler(options, prefill_chunk)
         Head(wires, events, of_head, earlier, before).serve()
@@ -129,7 +135,9 @@ class FakeStage(RunStage):
 
 def divide(model: Transformer, num_stages: int) -> list[Transformer]:
     """The model as stages of about equal numbers of layers, the last with the rest."""
-    config, weights, stages = model.config, model.state_dict(), []
+    config = model.config
+    weights = model.state_dict()
+    stages = []
     each = config.num_layers // num_stages
     for stage in range(num_stages):
         is_last = stage == num_stages - 1

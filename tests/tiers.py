@@ -19,7 +19,8 @@ SIZES = {"values": 1, "pairs": 2, "triples": 3}
 
 def choose(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Mark every case that `make test` leaves out. Returns the cases that nothing runs."""
-    groups, never = defaultdict(list), set()
+    groups = defaultdict(list)
+    never = set()
     for item in items:
         if item.get_closest_marker("narrow") and not item.get_closest_marker("wide"):
             test = item.nodeid.partition("[")[0]

@@ -23,8 +23,12 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.transformer import Transformer
 
-ROWS, LENGTH, VOCAB = 2, 100, 131  # an odd vocabulary cuts into uneven shards
-HEADS, SIZE = 8, 8
+# An odd vocabulary cuts into uneven shards.
+ROWS = 2
+LENGTH = 100
+VOCAB = 131
+HEADS = 8
+SIZE = 8
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HEADS * SIZE,
@@ -65,7 +69,8 @@ GEMMA_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": LINEAR_ROPE | {"rope_theta": 1e6},
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 BIAS = {"bias": True, "ffn_hidden_size": 100}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -195,8 +195,10 @@ def save_mxfp4(directory: Path, model: Any, table: dict[str, Any] | None = None)
 # As gpt-oss is published.
 LEFT_OUT = {
     "modules_to_not_convert": [
-        *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
-        *("model.embed_tokens", "lm_head"),
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
     ]
 }
 

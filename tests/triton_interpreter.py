@@ -54,7 +54,8 @@ def patch_once() -> None:
             found = dtypes[scalar.name] = dtype_of(scalar)
         return found
 
-    interpreter._patch_lang, interpreter._get_np_dtype = patch_language, numpy_dtype
+    interpreter._patch_lang = patch_language
+    interpreter._get_np_dtype = numpy_dtype
     launch.__call__ = run
     leave_overflow(interpreter.interpreter_builder)
     keep_types(tl.core)
@@ -68,7 +69,8 @@ def leave_overflow(builder: Any) -> None:
 
 def keep_types(core: Any) -> None:
     """Types of blocks and shapes of tensors are made once. Nothing changes them."""
-    begin, make_block = core.tensor.__mro__[1].__init__, core.block_type.__init__
+    begin = core.tensor.__mro__[1].__init__
+    make_block = core.block_type.__init__
     with_element = core.block_type.with_element_ty
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -93,8 +95,11 @@ def keep_types(core: Any) -> None:
         if "sizes" not in vars(type):
             shape = list(type.shape) if type.is_block() else []
             type.sizes = core.constexpr(prod(shape)), core.tuple([*map(core.constexpr, shape)])
-        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
         self.numel, self.shape = type.sizes
 
-    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    core.block_type.__init__ = block_type
+    core.tensor.__init__ = tensor
     core.block_type.with_element_ty = with_element_type

@@ -23,7 +23,9 @@ class SecondStage:
     """The first stage's ends of the ring. The second stage computes what is sent at once."""
 
     def __init__(self, stage: Stage) -> None:
-        self.stage, self.home, self.sent = stage, Loopback(), deque[Message]()
+        self.stage = stage
+        self.home = Loopback()
+        self.sent = deque[Message]()
         self.traffic = Traffic()
 
     def send(self, message: Message) -> None:
@@ -41,9 +43,12 @@ class SecondStage:
 def halves(model: Transformer) -> tuple[Transformer, Transformer]:
     """The first layer with the ends of a model of two layers, and the second."""
     parts = Transformer(model.config, layers=range(1), has_ends=True)
-    parts.embedding, parts.norm, parts.head = model.embedding, model.norm, model.head
+    parts.embedding = model.embedding
+    parts.norm = model.norm
+    parts.head = model.head
     second = Transformer(model.config, layers=range(1, 2), has_ends=False)
-    parts.blocks[0], second.blocks[0] = model.blocks[0], model.blocks[1]
+    parts.blocks[0] = model.blocks[0]
+    second.blocks[0] = model.blocks[1]
     return parts.eval(), second.eval()
 
 
@@ -61,7 +66,8 @@ def serve_with_drafts(
     stages = [
         Stage(make_runner(half, num_rows, max_tokens), half.is_last) for half in halves(model)
     ]
-    second, runner = SecondStage(stages[1]), stages[0].runner
+    second = SecondStage(stages[1])
+    runner = stages[0].runner
     decoding = DecodingSection("speculative", drafter, gamma)
     made = make_drafter(drafter, DraftSetup(runner, decoding, KVSection("full", -1), draft))
     speculation = RingSpeculation(runner, made, gamma)

@@ -25,7 +25,8 @@ order = tuple(range(launch.world_size))
 group = make_groups(launch, order, torch.device("cpu"), "shared_memory").target
 model = pack(load(sys.argv[1], Shard(group.index, group.size), dtype=torch.float32))
 runner = ModelRunner(model, NativeBackend(), group, NUM_ROWS, 4, executor=Executor(model, group))
-rows, everything = range(NUM_ROWS), FullKV()
+rows = range(NUM_ROWS)
+everything = FullKV()
 for row in rows:
     runner.allocate(row)
 newest = first = (torch.arange(NUM_ROWS) % model.config.vocab_size).unsqueeze(1)

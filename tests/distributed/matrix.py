@@ -47,7 +47,8 @@ from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.steps.recorder import Eager
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
-PROMPTS, NUM_NEW = [5, 70, 1, 33], [110, 110, 9, 91]
+PROMPTS = [5, 70, 1, 33]
+NUM_NEW = [110, 110, 9, 91]
 MOST_DRAFTS = 5
 MAX_TOKENS = 70 + 110 + MOST_DRAFTS
 # The three longer rows outgrow these budgets by at least 45 tokens; a prompt outgrows SnapKV's.
@@ -110,7 +111,8 @@ class Result:
 def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
     """All that is served, with standalone drafts on each kind of group among so many ranks in turn.
     With `other_groups`, only the standalone drafts, on the groups that were not their turn."""
-    order, gammas = target_ranks(num_ranks), (1, 4) if num_ranks == 1 else (4,)
+    order = target_ranks(num_ranks)
+    gammas = (1, 4) if num_ranks == 1 else (4,)
     groups = sorted({(0,), (num_ranks - 1,), order})
     cases = [Case(drafter, kv, 4, ranks) for drafter, kv, ranks in make_mixed(order)]
     cases = [] if other_groups else cases
@@ -151,7 +153,8 @@ def make_replayed(groups: Sequence[tuple[int, ...]], is_in_turn: bool) -> list[C
     """Each pair that is served, greedy and sampled, or with `is_in_turn` one of the two; a
     standalone draft on the first of the groups.
     Sampled steps that the host starts are compared with those of other numbers of ranks, too."""
-    greedy, sampled = [("replayed", False)], [("eager", True), ("replayed", True)]
+    greedy = [("replayed", False)]
+    sampled = [("eager", True), ("replayed", True)]
     cases = []
     for index, (drafter, policy) in enumerate(sorted(served_pairs(), key=str)):
         kinds = (greedy, sampled)[index % 2] if is_in_turn else [*greedy, *sampled]
@@ -165,10 +168,16 @@ def make_in_flight(order: tuple[int, ...]) -> list[Case]:
     """Requests that join and leave: every drafter, and the policies that choose."""
     cases = []
     for drafter, policy in (
-        ("ngram", "full"), ("self", "snapkv"), ("self", "verified"), ("self", "streaming_llm"),
-        ("model", "streaming_llm"), ("ngram+self", "streaming_llm"), ("ngram+model", "full"),
-        ("eagle", "streaming_llm"), ("eagle", "full"),
-    ):  # fmt: skip
+        ("ngram", "full"),
+        ("self", "snapkv"),
+        ("self", "verified"),
+        ("self", "streaming_llm"),
+        ("model", "streaming_llm"),
+        ("ngram+self", "streaming_llm"),
+        ("ngram+model", "full"),
+        ("eagle", "streaming_llm"),
+        ("eagle", "full"),
+    ):
         kv = KVSection(policy, -1 if policy == "full" else 40, 4, 8)
         ranks = order if drafter.removeprefix(NGRAM_AND) in NAMED else None
         cases.append(Case(drafter, kv, 3, ranks, steps="in flight"))
@@ -184,8 +193,10 @@ class Rank:
     """This rank's weights, by model and group size; a cache of its own for every case."""
 
     def __init__(self, launch: Launch, paths: list[str]) -> None:
-        self.launch, self.order = launch, target_ranks(launch.world_size)
-        device, is_alone = torch.device("cpu"), launch.world_size == 1
+        self.launch = launch
+        self.order = target_ranks(launch.world_size)
+        device = torch.device("cpu")
+        is_alone = launch.world_size == 1
         shared = None if is_alone else "shared_memory"
         # What is recorded needs the process group's own collectives, as it has them by NCCL.
         self.groups = {
@@ -208,19 +219,26 @@ class Rank:
         return ModelRunner(model, NativeBackend(), group, *size, executor=executor)
 
     def decode(self, case: Case, name: str = "speculative") -> Result:
-        groups, recorder = self.groups[case.is_native, case.draft_ranks], Recorder()
+        groups = self.groups[case.is_native, case.draft_ranks]
+        recorder = Recorder()
         runner = self.make_runner(case, 0, groups.target)
         if groups.draft is not None and case.has_head:
             runner.keep_states(FITTED.capture)
         decoding = DecodingSection(name, case.drafter, case.gamma, case.pa)
-        is_in_flight, draft = case.steps == "in flight", self.make_draft(case, groups, runner.model)
+        is_in_flight = case.steps == "in flight"
+        draft = self.make_draft(case, groups, runner.model)
         is_auto = is_in_flight and case.kv.policy == "streaming_llm"
         setup = Setup(
-            runner, decoding, case.kv, draft=draft, is_in_flight=is_in_flight,
+            runner,
+            decoding,
+            case.kv,
+            draft=draft,
+            is_in_flight=is_in_flight,
             draft_length=AutoLength(case.gamma, runner.group, runner.device) if is_auto else None,
             recorder=recorder if case.steps == "replayed" else Eager(),
-        )  # fmt: skip
-        requests, steps = requests_of(case), []
+        )
+        requests = requests_of(case)
+        steps = []
         if is_in_flight:
             self.serve(setup, requests)
         else:
@@ -256,7 +274,8 @@ class Rank:
         if groups.draft is None:
             return DraftModel(None, source, 16, case.kv.policy == "streaming_llm")
         runner = self.make_runner(case, 2 if case.has_head else 1, groups.draft)
-        size, place = (len(PROMPTS), MAX_TOKENS), {"group": groups.draft, "source": source}
+        size = (len(PROMPTS), MAX_TOKENS)
+        place = {"group": groups.draft, "source": source}
         draft = make_draft(runner.model, case.kv, *size, runner.backend, **place)
         assert draft.runner is not None
         draft.runner.executor = runner.executor
@@ -278,7 +297,8 @@ def main() -> None:
     trust_lookups()
     launch = read_launch()
     *paths, which = sys.argv[1:]
-    rank, cases = Rank(launch, paths), make_cases(launch.world_size, which == "other")
+    rank = Rank(launch, paths)
+    cases = make_cases(launch.world_size, which == "other")
     baseline = rank.decode(Case("self", KV_SECTIONS[0], 1), "autoregressive")
     results = [baseline, *map(rank.decode, cases)]
     if launch.rank == 0:

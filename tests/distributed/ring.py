@@ -33,10 +33,12 @@ from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop
 from magicdec.systems.system import PassObserver
 
-CHUNK, MAX_TOKENS = 16, 90
+CHUNK = 16
+MAX_TOKENS = 90
 LENGTHS = [5, 40, 1, 33, 9, 61, 17, 2, 28, 3, 50]
 NEW = [20, 9, 20, 1, 14, 6, 20, 11, 2, 20, 7]
-NUM_DRAFTS, NOISE = 3, 0.01
+NUM_DRAFTS = 3
+NOISE = 0.01
 PENALISED = SamplingSection(repetition_penalty=1.2)
 SAMPLED = SamplingSection(temperature=0.8, top_k=20, repetition_penalty=1.2)
 
@@ -86,7 +88,8 @@ def cases_of(num_ranks: int, model: int) -> list[Case]:
 
 
 def tokens_of(case: Case, path: str) -> list[list[int]]:
-    launch, device = read_launch(), torch.device("cpu")
+    launch = read_launch()
+    device = torch.device("cpu")
     grid = StageGrid(launch.world_size // case.tensor_parallel, case.tensor_parallel)
     groups = make_stage_groups(launch, grid, device, case.collectives)
     source = find_model("--model", path)
@@ -129,10 +132,12 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
 def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> RingSpeculation:
     """The draft model is the target with noise, on the first rank of the first stage."""
     assert case.drafter is not None
-    decoding, draft = DecodingSection("speculative", case.drafter, NUM_DRAFTS), None
+    decoding = DecodingSection("speculative", case.drafter, NUM_DRAFTS)
+    draft = None
     kv = KVSection("full", budget=-1)
     if case.drafter == "model" and runner.group.index == 0:
-        cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(5)
+        cpu = torch.device("cpu")
+        generator = torch.Generator().manual_seed(5)
         model = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
         for weight in model.parameters():
             weight.data += NOISE * torch.randn(weight.shape, generator=generator)
@@ -147,7 +152,8 @@ def check_counts(
     speculation: RingSpeculation, requests: Sequence[Request], judged: Verifications
 ) -> None:
     """Some drafts are accepted, with a model also past the end of a sample; some are rejected."""
-    counts, later = speculation.counts, sum(len(r.output_ids) - 1 for r in requests)
+    counts = speculation.counts
+    later = sum(len(r.output_ids) - 1 for r in requests)
     if isinstance(speculation.drafter, NgramDrafter):  # of these texts little is repeated
         assert judged.num_accepted <= judged.num_drafted <= NUM_DRAFTS * counts.num_rounds
         assert 0 < counts.num_rounds <= later

@@ -4,6 +4,8 @@ test_latency_ranks.py."""
 from magicdec.cli.probe import main
 from magicdec.predict import probe
 
-probe.STRETCHES, probe.ROUNDS, probe.CONTEXT = 1, 2, 64
+probe.STRETCHES = 1
+probe.ROUNDS = 2
+probe.CONTEXT = 64
 probe.LARGE_BYTES = 1 << 16
 main()

@@ -30,8 +30,11 @@ from magicdec.systems.pipeinfer.path_drafter import LookupPathDrafter, ModelPath
 from magicdec.systems.pipeinfer.run_stage import RunStage
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 
-CHUNK, MAX_TOKENS, LANES = 16, 120, 2
-LENGTHS, NEW = [5, 40, 1, 33], [20, 9, 20, 14]
+CHUNK = 16
+MAX_TOKENS = 120
+LANES = 2
+LENGTHS = [5, 40, 1, 33]
+NEW = [20, 9, 20, 14]
 MODES = ("iterative", "sync", "async")
 KV = {
     "full": KVSection("full"),
@@ -117,7 +120,8 @@ def serve(case: Case, target: str, draft: str) -> list[list[list[int]]]:
     )
     place = layout.grid, torch.device("cpu"), case.collectives
     groups = make_stage_groups(launch, *place, (layout.draft_rank,))
-    stage, drafter = None, None
+    stage = None
+    drafter = None
     if len(layout.layers[launch.rank]):
         shard = Shard(groups.target.index, groups.target.size)
         layers = load(target, layers=layout.layers[launch.rank], shard=shard)

@@ -27,9 +27,13 @@ def test_two_ranks_measure_all_drafts_and_one_of_them_says_what_follows(
     words += ["--num_batches", "2", "--time", "10m", "--out", "r.jsonl"]
     done = subprocess.run(
         [sys.executable, "-m", "magicdec", "advise", *map(str, words)],
-        cwd=tmp_path, text=True, capture_output=True, timeout=HANG, check=False,
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=HANG,
+        check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     records = load_records(tmp_path / "r.jsonl")
     assert len(records) == done.stdout.count("\nrun        ") >= 5

@@ -63,9 +63,13 @@ def of_one_rank() -> dict[int, list[Result]]:
     ],
 )
 def test_every_drafter_and_policy_emits_the_baselines_tokens(
-    num_ranks: int, groups: str, kv_heads: int, launch: Launch, tmp_path: Path,
+    num_ranks: int,
+    groups: str,
+    kv_heads: int,
+    launch: Launch,
+    tmp_path: Path,
     of_one_rank: dict[int, list[Result]],
-) -> None:  # fmt: skip
+) -> None:
     """The draft model: the target's weights, a little disturbed, so that some of it is accepted."""
     target = tiny_transformer(replace(TINY, num_kv_heads=kv_heads))
     models = {"target": target, "draft": disturbed(target)}

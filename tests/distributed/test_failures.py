@@ -14,16 +14,32 @@ from several_ranks import read_records
 from magicdec.workload.ruler import TASKS
 
 SMALL = (
-    *("--B", "2", "--prefix_len", "60", "--num_batches", "1", "--warmup_batches", "0"),
-    *("--threads", "1"),
+    "--B",
+    "2",
+    "--prefix_len",
+    "60",
+    "--num_batches",
+    "1",
+    "--warmup_batches",
+    "0",
+    "--threads",
+    "1",
 )
 
 DEFAULTS = {
     "selfspec": ("--prefix_len", 100),
     "baseline": ("--prefix_len", 100, "--model", "demo"),
     "longspec": (
-        *("--target", "demo", "--model", "demo-draft", "--dataset", "demo"),
-        *("--prefix_len", 300, "--gen_len", 40),
+        "--target",
+        "demo",
+        "--model",
+        "demo-draft",
+        "--dataset",
+        "demo",
+        "--prefix_len",
+        300,
+        "--gen_len",
+        40,
     ),
 }
 # What a flag alone is refused for is in tests/unit/test_config.py and test_settings.py.
@@ -42,8 +58,14 @@ REFUSED: dict[str, list[tuple[list[object], str]]] = {
         ),
         (
             [
-                *("--model", "random:bloom-7b1", "--dtype", "bfloat16"),
-                *("--attention", "grouped", "--linear", "torch"),
+                "--model",
+                "random:bloom-7b1",
+                "--dtype",
+                "bfloat16",
+                "--attention",
+                "grouped",
+                "--linear",
+                "torch",
             ],
             "--attention grouped rounds scores to bfloat16",
         ),
@@ -80,9 +102,15 @@ REFUSED: dict[str, list[tuple[list[object], str]]] = {
     ids=str,
 )
 def test_bad_input_is_refused_in_one_line(
-    driver: str, args: list[object], expected: str, command: Command, tiny_checkpoint: Path,
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    driver: str,
+    args: list[object],
+    expected: str,
+    command: Command,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     files = ["--model", tiny_checkpoint, "--dataset", text_file] if driver == "selfspec" else []
     code, out, err = command(driver, *files, *DEFAULTS[driver], *args)
@@ -136,9 +164,15 @@ def test_one_broken_rank_ends_all(
     """Under torchrun, and with the processes of tests/rank_server.py."""
     monkeypatch.setenv("BROKEN_RANK", rank)
     done = launch(
-        "distributed/broken_rank.py", "--model", tiny_checkpoint, "--dataset", text_file, *SMALL,
-        num_ranks=2, torchrun=torchrun,
-    )  # fmt: skip
+        "distributed/broken_rank.py",
+        "--model",
+        tiny_checkpoint,
+        "--dataset",
+        text_file,
+        *SMALL,
+        num_ranks=2,
+        torchrun=torchrun,
+    )
     assert done.returncode != 0 and "this rank broke" in done.stderr
     path = tmp_path / "results" / "runs.jsonl"
     if rank == "0":  # the leader could still write; it says what happened, and no performance
@@ -158,9 +192,12 @@ def test_interrupt_leaves_records_readable(
     assert launch("selfspec_benchmark.py", *flags).returncode == 0
     process = subprocess.Popen(
         [sys.executable, str(script), *map(str, flags), "--gen_len", "900", "--ignore_eos"],
-        cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
         env={**os.environ, "RANK": "0"},
-    )  # fmt: skip
+    )
     assert process.stderr is not None
     try:
         for line in process.stderr:

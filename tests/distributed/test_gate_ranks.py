@@ -48,7 +48,8 @@ def test_cases_on_ranks_have_whole_records(found: list[Result]) -> None:
     same = compare([again], [record for record in on_ranks if isinstance(record, RunRecord)])
     assert [(c.verdict, c.rule) for c in same] == [("same", "exact")], same
     assert isinstance(absent, str) and "no/such_model" in absent and "rank" not in absent
-    ours, theirs = samples_of(on_ranks[0]), samples_of(alone)
+    ours = samples_of(on_ranks[0])
+    theirs = samples_of(alone)
     assert ours.draft_keys is not None and theirs.draft_keys is not None
     assert ours.draft_keys[0][0] == theirs.draft_keys[0][0], "keys that one KV head reads"
     assert isinstance(alone, RunRecord) and alone.environment.world_size == 1
@@ -65,6 +66,7 @@ def test_the_log_of_a_draft_on_another_rank_is_in_the_record(found: list[Result]
         parallel=ParallelSection(device="cpu", threads=1),
     )
     ((_, alone),) = run_cases([(0, config)])
-    ours, theirs = samples_of(found[len(ON_RANKS) - 1]), samples_of(alone)
+    ours = samples_of(found[len(ON_RANKS) - 1])
+    theirs = samples_of(alone)
     assert ours.draft_keys is not None and theirs.draft_keys is not None
     assert ours.draft_keys[0][0] == theirs.draft_keys[0][0] and min(ours.draft_keys[0][0]) > 0

@@ -44,8 +44,12 @@ def run_on_hosts(
         environment |= {"TMPDIR": folder, **more}
         done = subprocess.run(
             [SCRIPT, *options, "--", *words],
-            check=False, capture_output=True, text=True, timeout=120, env=environment,
-        )  # fmt: skip
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+        )
         assert not list(Path(folder).iterdir()), "nothing is left behind"
     return done
 
@@ -53,7 +57,8 @@ def run_on_hosts(
 def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> None:
     """Their clocks are compared for the chart and for the queues. Each host has as many cores, so
     that the threads of one do not count for the other."""
-    out, chart = tmp_path / "runs.jsonl", tmp_path / "gantt.png"
+    out = tmp_path / "runs.jsonl"
+    chart = tmp_path / "gantt.png"
     words = (
         "recurrent --modes sequential ring --num_requests 3 --prefix_len 64 --gen_len 6 "
         "--target_dtype float32 --threads 2"
@@ -113,7 +118,8 @@ def test_ranks_that_disagree_in_anything_refuse(
     assert re.search(f": .*{line}", done.stderr), done.stderr
 
 
-LINK_RATE, LINK_DELAY_MS = 100, 20
+LINK_RATE = 100
+LINK_DELAY_MS = 20
 
 
 @pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="/dev/net/tun is missing")

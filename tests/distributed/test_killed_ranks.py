@@ -14,8 +14,20 @@ from several_ranks import PROMISED_S, check_killed, read_records
 from magicdec.distributed import shared_memory
 
 FLAGS = (
-    *("--prefix_len", 20, "--prefill_chunk", 32, "--gen_len", 4, "--num_requests", 3),
-    *("--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
+    "--prefix_len",
+    20,
+    "--prefill_chunk",
+    32,
+    "--gen_len",
+    4,
+    "--num_requests",
+    3,
+    "--threads",
+    1,
+    "--dtype",
+    "float32",
+    "--out",
+    "r.jsonl",
 )
 RING = ("recurrent", "--modes", "ring")
 WHOLE = ("recurrent", "--modes", "tensor_parallel", "ring")
@@ -23,16 +35,44 @@ GLOO = ("--collectives", "gloo")
 TIMED = (*RING, "--layer_split", "auto:2")
 PIPELINE = ("pipeline", "--draft", "ngram", "--modes", "async")
 SERVING = (
-    *("recurrent", "--modes", "sequential", "inflight", "ring", "--num_requests", 9),
-    *("--prefix_len", "uniform:20:110", "--gen_len", "uniform:4:20"),
+    "recurrent",
+    "--modes",
+    "sequential",
+    "inflight",
+    "ring",
+    "--num_requests",
+    9,
+    "--prefix_len",
+    "uniform:20:110",
+    "--gen_len",
+    "uniform:4:20",
 )
 RUNS = (
-    *("pipeline", "--prefix_len", 70, "--gen_len", 12, "--draft", "ngram"),
-    *("--layer_split", "0.5,0.5/head"),
+    "pipeline",
+    "--prefix_len",
+    70,
+    "--gen_len",
+    12,
+    "--draft",
+    "ngram",
+    "--layer_split",
+    "0.5,0.5/head",
 )
 DRAFTS = (
-    *("pipeline", "--prefix_len", 70, "--gen_len", 12, "--draft", "self", "--pa", 0),
-    *("--layer_split", "0.5,0.5/1.0", "--modes", "sequential", "sync"),
+    "pipeline",
+    "--prefix_len",
+    70,
+    "--gen_len",
+    12,
+    "--draft",
+    "self",
+    "--pa",
+    0,
+    "--layer_split",
+    "0.5,0.5/1.0",
+    "--modes",
+    "sequential",
+    "sync",
 )
 SHARED = ("--collectives", "shared_memory")
 CASES = {  # (phase, killed rank, ranks, command and its flags)
@@ -64,8 +104,11 @@ CASES = {  # (phase, killed rank, ranks, command and its flags)
     "inflight, loading": ("loading", 1, 2, ("inflight", "--num_requests", 2)),
 }
 QUICK = (
-    *("loading", "serving", "serving through gloo"),
-    *("pipeline, serving", "pipeline, serving drafts"),
+    "loading",
+    "serving",
+    "serving through gloo",
+    "pipeline, serving",
+    "pipeline, serving drafts",
 )
 # While a pass is served, the records of the passes before it are there already.
 PASSES_BEFORE = {"serving": ["sequential", "inflight"]}
@@ -86,9 +129,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.wide) for c in CASES]
 )
 def test_a_rank_that_is_killed_is_named_and_ends_all(
-    case: str, launch: Launch, checkpoint: Path, text_file: Path, tmp_path: Path,
+    case: str,
+    launch: Launch,
+    checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     phase, killed, num_ranks, (command, *flags) = CASES[case]
     monkeypatch.setenv("KILLED_RANK", str(killed))
     monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
@@ -112,12 +159,18 @@ def test_a_rank_that_is_killed_is_named_and_ends_all(
     ],
 )
 def test_other_commands_name_it_too(
-    command: str, phase: str, flags: tuple[object, ...], launch: Launch, checkpoint: Path,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    command: str,
+    phase: str,
+    flags: tuple[object, ...],
+    launch: Launch,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("KILLED_RANK", "1")
     monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
-    script, sizes = "distributed/killed_rank.py", ("--prefix_len", 60, "--threads", 1)
+    script = "distributed/killed_rank.py"
+    sizes = ("--prefix_len", 60, "--threads", 1)
     done = launch(script, "--model", checkpoint, *sizes, *flags, num_ranks=3)
     check_killed(done, 1, 3, tmp_path)
 
@@ -125,9 +178,13 @@ def test_other_commands_name_it_too(
 @pytest.mark.wide
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_the_launcher_names_it_too(
-    torchrun: bool, launch: Launch, checkpoint: Path, text_file: Path, tmp_path: Path,
+    torchrun: bool,
+    launch: Launch,
+    checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """It ends the other ranks, often before they have said anything."""
     monkeypatch.setenv("KILLED_RANK", "1")
     monkeypatch.setenv("KILLED_IN", "recurrent: starting")

@@ -13,11 +13,35 @@ from conftest import ROOT, TINY, Launch
 
 from magicdec.hardware.ceiling_file import load_machine
 
-CONTEXTS, ROWS, BUDGETS = (30, 100), (1, 3), (24, 40)
+CONTEXTS = (30, 100)
+ROWS = (1, 3)
+BUDGETS = (24, 40)
 GRID = (
-    *("--B", *ROWS, "--prefix_len", *CONTEXTS, "--T", 1, 2, 5, "--repeats", 3, "--warmup", 1),
-    *("--kv_policy", "streaming_llm", "snapkv", "verified", "full", "--budget", *BUDGETS),
-    *("--num_sink_tokens", 4, "--window_size", 8, "--recent_window", 8),
+    "--B",
+    *ROWS,
+    "--prefix_len",
+    *CONTEXTS,
+    "--T",
+    1,
+    2,
+    5,
+    "--repeats",
+    3,
+    "--warmup",
+    1,
+    "--kv_policy",
+    "streaming_llm",
+    "snapkv",
+    "verified",
+    "full",
+    "--budget",
+    *BUDGETS,
+    "--num_sink_tokens",
+    4,
+    "--window_size",
+    8,
+    "--recent_window",
+    8,
 )
 BACKENDS = ("sdpa", "grouped")
 VISIBLE = {(30, 24): 24, (30, 40): 30, (100, 24): 24, (100, 40): 40}
@@ -42,8 +66,10 @@ def expected_cells() -> list[tuple[Any, ...]]:
 
 def weight_bytes(num_ranks: int) -> int:
     """Of all ranks, float32: every matrix once (of the embedding nothing), norms on each rank."""
-    c, vocab_size = TINY, 2051
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    c = TINY
+    vocab_size = 2051
+    q = c.num_heads * c.head_dim
+    kv = c.num_kv_heads * c.head_dim
     layer = c.hidden_size * (q + 2 * kv) + q * c.hidden_size + 3 * c.hidden_size * 80
     norms = (2 * c.num_layers + 1) * c.hidden_size
     return 4 * (c.num_layers * layer + vocab_size * c.hidden_size + num_ranks * norms)
@@ -71,9 +97,20 @@ def test_rows_cover_the_grid_and_say_what_was_read(
 ) -> None:
     """In a record for each attention backend."""
     done = launch(
-        "latency_benchmark.py", "--model", tiny_checkpoint, *GRID, "--dtype", "float32",
-        "--threads", 1, "--attention", *BACKENDS, "--out", "new/l.json", num_ranks=num_ranks,
-    )  # fmt: skip
+        "latency_benchmark.py",
+        "--model",
+        tiny_checkpoint,
+        *GRID,
+        "--dtype",
+        "float32",
+        "--threads",
+        1,
+        "--attention",
+        *BACKENDS,
+        "--out",
+        "new/l.json",
+        num_ranks=num_ranks,
+    )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "new" / "l.json").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -122,8 +159,20 @@ def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:
 
 
 MEMORY_FLAGS = (
-    *("--B", 2, "--prefix_len", 80, "--gen_len", 8, "--num_batches", 1, "--warmup_batches", 0),
-    *("--streamingllm_budget", 24, "--num_sink_tokens", 4),
+    "--B",
+    2,
+    "--prefix_len",
+    80,
+    "--gen_len",
+    8,
+    "--num_batches",
+    1,
+    "--warmup_batches",
+    0,
+    "--streamingllm_budget",
+    24,
+    "--num_sink_tokens",
+    4,
 )
 PLACE = ("--dtype", "float32", "--threads", 1, "--linear", "torch")
 MEMORY_GRID = ("--B", 1, 2, "--prefix_len", 40, 80, "--budget", 24, "--num_sink_tokens", 4)
@@ -133,9 +182,13 @@ MEMORY_GRID = ("--B", 1, 2, "--prefix_len", 40, 80, "--budget", 24, "--num_sink_
 @pytest.mark.parametrize("command", ["selfspec", "latency"])
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_rank_without_memory_ends_all_in_its_words(
-    rank: str, command: str, launch: Launch, text_file: Path, tmp_path: Path,
+    rank: str,
+    command: str,
+    launch: Launch,
+    text_file: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("SCARCE_RANK", rank)
     flags = (*MEMORY_FLAGS, "--dataset", text_file) if command == "selfspec" else MEMORY_GRID
     script = "distributed/scarce.py"

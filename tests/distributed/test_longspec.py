@@ -12,8 +12,20 @@ from several_ranks import check_numbers
 from magicdec.model.checkpoint.source import find_model
 
 FLAGS = (
-    *("--B", 2, "--prefix_len", 300, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
-    *("--dtype", "float32", "--prefill_chunk", 64),
+    "--B",
+    2,
+    "--prefix_len",
+    300,
+    "--gen_len",
+    40,
+    "--num_batches",
+    2,
+    "--warmup_batches",
+    0,
+    "--dtype",
+    "float32",
+    "--prefill_chunk",
+    64,
 )
 DEMO = ("--target", "demo", "--model", "demo-draft", "--dataset", "demo")
 WINDOW = ("--gamma", 3, "--streamingllm_budget", 100)
@@ -35,7 +47,8 @@ def test_the_driver_on_two_ranks(
     (record,) = found.records
     assert record["status"] == "ok" and record["correctness"]["identical"] is True
     assert record["correctness"]["num_tokens"] == 2 * 2 * 40
-    config, metrics = record["config"], record["metrics"]
+    config = record["config"]
+    metrics = record["metrics"]
     assert config["draft"]["rank_group"] == draft_ranks and config["kv"]["policy"] == policy
     assert (config["draft"]["model"], config["model"]["model"]) == ("demo-draft", "demo")
     assert record["workload"]["draft"]["model"] == "demo-draft"
@@ -55,7 +68,8 @@ def test_the_bytes_of_the_drafts_forwards_count(drive: Drive) -> None:
     for name in ("demo", "demo-draft"):
         config, weights = parameters(name)
         sizes[name] = weights, 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    (target, target_kv), (draft, draft_kv) = sizes["demo"], sizes["demo-draft"]
+    target, target_kv = sizes["demo"]
+    draft, draft_kv = sizes["demo-draft"]
     # The two ranks share the target, but each reads its norms: those are counted twice.
     config, _ = parameters("demo")
     target += (2 * config.num_layers + 1) * config.hidden_size * 4

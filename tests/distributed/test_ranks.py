@@ -11,8 +11,18 @@ from several_ranks import check_numbers, read_records
 from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
 
 FLAGS = (
-    *("--B", 3, "--prefix_len", 80, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
-    *("--dtype", "float32"),
+    "--B",
+    3,
+    "--prefix_len",
+    80,
+    "--gen_len",
+    40,
+    "--num_batches",
+    2,
+    "--warmup_batches",
+    0,
+    "--dtype",
+    "float32",
 )
 SPECULATION = ("--gamma", 3, "--streamingllm_budget", 24, "--num_sink_tokens", 4)
 
@@ -45,9 +55,16 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
 ) -> None:
     group = ranks.split()
     found = drive(
-        "selfspec", *tiny, *SPECULATION, "--rank_group", *group, "--collectives", collectives,
-        num_ranks=len(group), torchrun=ranks == "1 0",
-    )  # fmt: skip
+        "selfspec",
+        *tiny,
+        *SPECULATION,
+        "--rank_group",
+        *group,
+        "--collectives",
+        collectives,
+        num_ranks=len(group),
+        torchrun=ranks == "1 0",
+    )
     (record,) = found.records
     assert record["status"] == "ok" and record["correctness"]["identical"] is True
     assert record["correctness"]["num_tokens"] == 6 * 40
@@ -69,14 +86,16 @@ def test_the_draft_length_that_pays(drive: Drive, tiny: Words) -> None:
     assert record["correctness"]["identical"] is True
     assert record["config"]["decoding"]["gamma"] == "auto"
     assert "gamma auto" in found.stdout
-    metrics, samples = record["metrics"], record["samples"]["speculative"]
+    metrics = record["metrics"]
+    samples = record["samples"]["speculative"]
     drafted = samples["padded_gamma"]
     assert 0 <= metrics["mean_draft_tokens"] <= 8 and metrics["calibration_ms"] > 0
     assert all(0 <= count <= 8 for batch in drafted for count in batch)
     for batch, counts in zip(samples["num_accepted"], drafted, strict=True):
         assert [bool(step) for step in batch] == [count > 0 for count in counts]
     assert record["baseline_metrics"]["calibration_ms"] is None
-    in_warm_up, in_batches = samples["warmup_calibration_ms"], samples["calibration_ms"]
+    in_warm_up = samples["warmup_calibration_ms"]
+    in_batches = samples["calibration_ms"]
     assert in_warm_up == metrics["warmup_calibration_ms"] > 0 and len(in_batches) == 2
     assert metrics["calibration_ms"] == in_warm_up + sum(in_batches)
     check_numbers(record)
@@ -107,9 +126,23 @@ def test_the_baseline_driver_and_its_text(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
     done = launch(
-        "baseline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, "--B", 2,
-        "--prefix_len", 50, "--max_len", 60, "--num_batches", 1, "--printoutput", "--threads", 1,
-    )  # fmt: skip
+        "baseline_benchmark.py",
+        "--model",
+        tiny_checkpoint,
+        "--dataset",
+        text_file,
+        "--B",
+        2,
+        "--prefix_len",
+        50,
+        "--max_len",
+        60,
+        "--num_batches",
+        1,
+        "--printoutput",
+        "--threads",
+        1,
+    )
     assert done.returncode == 0, done.stderr
     assert "--- sequence 0" in done.stdout and "--- sequence 1" in done.stdout
     (record,) = read_records(tmp_path / "results" / "runs.jsonl")
@@ -119,8 +152,22 @@ def test_the_baseline_driver_and_its_text(
 
 
 INT8_FLAGS = (
-    *("--B", 2, "--prefix_len", 120, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
-    *("--gamma", 3, "--streamingllm_budget", 40, "--prefill_chunk", 64),
+    "--B",
+    2,
+    "--prefix_len",
+    120,
+    "--gen_len",
+    24,
+    "--num_batches",
+    1,
+    "--warmup_batches",
+    0,
+    "--gamma",
+    3,
+    "--streamingllm_budget",
+    40,
+    "--prefill_chunk",
+    64,
 )
 FLOAT32 = ("--dtype", "float32")
 
@@ -151,8 +198,10 @@ def test_int8_weights_have_the_same_tokens_on_all_ranks(
     quantise = ("--target_dtype", "int8")
     outputs = []
     for num_ranks, model in (
-        (1, (whole_groups, *quantise)), (2, (int8_checkpoint,)), (3, (whole_groups, *quantise)),
-    ):  # fmt: skip
+        (1, (whole_groups, *quantise)),
+        (2, (int8_checkpoint,)),
+        (3, (whole_groups, *quantise)),
+    ):
         outputs.append(drive("selfspec", *flags, "--model", *model, num_ranks=num_ranks))
         (record,) = outputs[-1].records
         assert record["status"] == "ok" and record["correctness"]["identical"] is True

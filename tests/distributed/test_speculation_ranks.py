@@ -22,8 +22,20 @@ from several_ranks import answer_of, generate_alone, read_records
 from magicdec.config.sections import SamplingSection
 
 FLAGS = (
-    *("--prefix_len", 70, "--prefill_chunk", 32, "--gen_len", 12, "--num_requests", 3),
-    *("--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
+    "--prefix_len",
+    70,
+    "--prefill_chunk",
+    32,
+    "--gen_len",
+    12,
+    "--num_requests",
+    3,
+    "--threads",
+    1,
+    "--dtype",
+    "float32",
+    "--out",
+    "r.jsonl",
 )
 
 
@@ -58,13 +70,39 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
     done = launch(
-        "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
-        "--draft", "self", "--kv_policy", "snapkv", "--budget", 90,
-        "--layer_split", "auto/1.0", "--modes", "sequential", *MODES,
-        "--pa", 0, "--lanes", 2, "--temperature", 0.8, "--top_p", 0.95,
-        "--repetition_penalty", 1.2,
-        "--trace", "t.json", "--plot", "p.svg", *FLAGS, num_ranks=3,
-    )  # fmt: skip
+        "pipeline_benchmark.py",
+        "--model",
+        tiny_checkpoint,
+        "--dataset",
+        text_file,
+        "--draft",
+        "self",
+        "--kv_policy",
+        "snapkv",
+        "--budget",
+        90,
+        "--layer_split",
+        "auto/1.0",
+        "--modes",
+        "sequential",
+        *MODES,
+        "--pa",
+        0,
+        "--lanes",
+        2,
+        "--temperature",
+        0.8,
+        "--top_p",
+        0.95,
+        "--repetition_penalty",
+        1.2,
+        "--trace",
+        "t.json",
+        "--plot",
+        "p.svg",
+        *FLAGS,
+        num_ranks=3,
+    )
     assert done.returncode == 0, done.stderr
     assert "</svg>" in (tmp_path / "p.svg").read_text()
     records = read_records(tmp_path / "r.jsonl")
@@ -116,10 +154,20 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
 ) -> None:
     """Which layers is not known, but they are those that the line and the record say."""
     done = launch(
-        "pipeline_benchmark.py", "--dataset", text_file, "--draft", "ngram",
-        "--layer_split", "auto/head", "--modes", "sequential", "iterative", "async", *FLAGS,
+        "pipeline_benchmark.py",
+        "--dataset",
+        text_file,
+        "--draft",
+        "ngram",
+        "--layer_split",
+        "auto/head",
+        "--modes",
+        "sequential",
+        "iterative",
+        "async",
+        *FLAGS,
         num_ranks=2,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
     assert [record["status"] for record in records] == ["ok"] * 3

@@ -8,9 +8,28 @@ import pytest
 from conftest import Launch
 
 WORDS = (
-    *("--model", "demo", "--dtype", "bfloat16", "--attention", "sdpa", "--linear", "torch"),
-    *("--native_steps", "off", "--draft", "ngram", "--num_requests", 6, "--arrival", "burst"),
-    *("--prefix_len", 96, "--gen_len", 32, "--B", 3),
+    "--model",
+    "demo",
+    "--dtype",
+    "bfloat16",
+    "--attention",
+    "sdpa",
+    "--linear",
+    "torch",
+    "--native_steps",
+    "off",
+    "--draft",
+    "ngram",
+    "--num_requests",
+    6,
+    "--arrival",
+    "burst",
+    "--prefix_len",
+    96,
+    "--gen_len",
+    32,
+    "--B",
+    3,
 )
 
 

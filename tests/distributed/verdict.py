@@ -16,7 +16,8 @@ from magicdec.setup.prepare import prepare
 
 
 def main() -> None:
-    launch, out = read_launch(), Path(sys.argv[1])
+    launch = read_launch()
+    out = Path(sys.argv[1])
     if sys.argv[2] == "lossy":
         plant(pytest.MonkeyPatch(), 0.2)
     prepared = prepare(short_run("bfloat16", launch.world_size), launch)

@@ -22,10 +22,18 @@ class Allocated(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
-            "fordblks", "keepcost",
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
         )
-    ]  # fmt: skip
+    ]
 
 
 mallinfo2 = ctypes.CDLL(None).mallinfo2
@@ -44,7 +52,8 @@ def number(status: str, name: str) -> int:
 
 def ring_kb(smaps: str) -> int:
     """Resident memory of the ring buffers in shared memory."""
-    total, is_ring = 0, False
+    total = 0
+    is_ring = False
     for line in smaps.splitlines():
         if "-" in line.split()[0]:
             is_ring = MAPPED in line

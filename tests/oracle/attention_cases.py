@@ -47,7 +47,9 @@ HAS_CUDA = torch.cuda.is_available()
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 AVX2 = ("-march=x86-64-v3",)  # compiled as for a CPU whose vectors have 8 numbers
 AVX512 = ("-march=x86-64-v4",)  # compiled as for a CPU without dot products for bfloat16
-LENGTHS, COMMITTED, MAX_TOKENS = (37, 3, 70, 0), (35, 3, 66, 0), 120
+LENGTHS = (37, 3, 70, 0)
+COMMITTED = (35, 3, 66, 0)
+MAX_TOKENS = 120
 
 
 def cases(
@@ -89,7 +91,8 @@ def is_served(name: str, values: Sequence[object]) -> bool:
     kind, _, _ = name.partition(",")
     size = next((value[2] for value in values if isinstance(value, tuple)), 64)
     dtype = next((value for value in values if isinstance(value, torch.dtype)), torch.bfloat16)
-    capabilities, machine = capabilities_of(kind), Machine(1, has_compiler=True)
+    capabilities = capabilities_of(kind)
+    machine = Machine(1, has_compiler=True)
     device = "cpu" if "cpu" in capabilities.devices else "cuda"
     return capabilities.obstacle(machine, device, size, str(dtype)[6:]) is None
 
@@ -123,7 +126,8 @@ def exact_attention(
     positions = first + torch.arange(len(q)).unsqueeze(1)
     seen = torch.tensor(range(len(k)) if keys is None else keys)
     is_seen = (seen <= positions) & (seen > positions - (window or MAX_TOKENS + len(k)))  # [T, N]
-    groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
+    groups = k.shape[1]
+    repeats = q.shape[1] // k.shape[1]
     k, v = (x[seen].double().repeat_interleave(repeats, 1) for x in (k, v))  # [N, H, D]
     scores = torch.einsum("thd,shd->hts", q.double(), k) / q.shape[2] ** 0.5
     scores.masked_fill_(~is_seen.to(q.device), float("-inf"))
@@ -156,7 +160,9 @@ def fill(
     [B, S, G, D], S = `total`. Blocks interleave. Keys grow towards the end by the factor `growth`.
     What follows the end of a row are numbers that must not matter."""
     block = block or backend.block_size(total)
-    num_rows, per_row, device = len(lengths), -(-total // block), device_of(backend)
+    num_rows = len(lengths)
+    per_row = -(-total // block)
+    device = device_of(backend)
     shape = CacheShape(layers, kv_heads, size, block, num_rows * per_row, backend.layout(dtype))
     cache = KVCache(shape, num_rows, per_row, dtype, device)
     for tokens in (total // 2, total):
@@ -164,8 +170,10 @@ def fill(
             cache.allocate(row, tokens)
     k, v = torch.randn(2, num_rows, total, kv_heads, size)
     k = k * torch.linspace(1, growth, total).view(1, -1, 1, 1)
-    k, v = k.to(device, dtype), v.to(device, dtype)
-    held_k, held_v = k.clone(), v.clone()
+    k = k.to(device, dtype)
+    v = v.to(device, dtype)
+    held_k = k.clone()
+    held_v = v.clone()
     for row, length in enumerate(lengths):
         held_k[row, length:] *= float("inf")
         held_v[row, length:] *= 1e4
@@ -209,7 +217,9 @@ class Case:
     ) -> tuple[Tensor, Tensor]:
         """K and V as the cache stores them, [B, S, G, D]. Of `rows` the
         tokens at `places` [B, S], by default everything."""
-        cache, device, (num_rows, total) = self.view.cache, self.k.device, self.k.shape[:2]
+        cache = self.view.cache
+        device = self.k.device
+        num_rows, total = self.k.shape[:2]
         rows = range(num_rows) if rows is None else rows
         places = torch.arange(total).expand(num_rows, -1) if places is None else places
         slots = cache.slots(torch.tensor(rows, device=device), places.to(device))

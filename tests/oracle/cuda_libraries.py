@@ -33,11 +33,26 @@ def attend_pages(
 
 def flash_attn_2() -> ModuleType:
     def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,
-        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None,
-        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-        rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
-    ):  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        rotary_interleaved=True,
+        alibi_slopes=None,
+        num_splits=0,
+        return_softmax_lse=False,
+    ):
         assert causal and k is None and v is None and softmax_scale is None
         if block_table is not None and k_cache.shape[1] % 256:
             raise RuntimeError("Paged KV cache block size must be divisible by 256")
@@ -50,14 +65,37 @@ def flash_attn_2() -> ModuleType:
 
 def flash_attn_3() -> ModuleType:
     def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
-        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
-        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        qv=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        page_table=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k_new=None,
+        max_seqlen_q=None,
+        rotary_seqlens=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        attention_chunk=0,
+        softcap=0.0,
+        rotary_interleaved=True,
+        scheduler_metadata=None,
+        num_splits=0,
+        pack_gqa=None,
+        sm_margin=0,
         return_softmax_lse=False,
-    ):  # fmt: skip
+    ):
         assert causal and k is None and v is None and softmax_scale is None
         return attend_pages(q, k_cache, v_cache, cache_seqlens, page_table)
 

@@ -68,7 +68,8 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out, name = func(*args, **(kwargs or {})), str(func).rsplit(".", 1)[0]
+        out = func(*args, **(kwargs or {}))
+        name = str(func).rsplit(".", 1)[0]
         kinds = [value.alias_info for value in func._schema.returns]
         is_view = bool(kinds) and all(kind is not None and not kind.is_write for kind in kinds)
         if is_view and isinstance(out, Tensor):  # or a copy, as `to` and `reshape` may make
@@ -95,7 +96,8 @@ class BesideLayers(Operators):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def note(self, name: str) -> None:
-        frame, place = sys._getframe(1), None
+        frame = sys._getframe(1)
+        place = None
         while frame is not None:
             file = Path(frame.f_code.co_filename)
             if place is None and file.is_relative_to(PACKAGE):
@@ -119,15 +121,20 @@ def compile_launch(kernel: Any, launch: Launch, capability: int, is_aligned: boo
     from triton.compiler import ASTSource, compile
 
     given = dict(zip(kernel.arg_names, launch.args, strict=False)) | launch.options
-    signature, constants, attributes = {}, {}, {}
+    signature = {}
+    constants = {}
+    attributes = {}
     for i, (name, param) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        value, is_special = given[name], not param.do_not_specialize
+        value = given[name]
+        is_special = not param.do_not_specialize
         is_one = is_special and isinstance(value, int) and value == 1
         if name in launch.options or value is None or is_one:
-            signature[name], constants[(i,)] = "constexpr", value
+            signature[name] = "constexpr"
+            constants[(i,)] = value
             continue
         if isinstance(value, Tensor):
-            signature[name], is_special = POINTERS[value.dtype], is_aligned or i > 0
+            signature[name] = POINTERS[value.dtype]
+            is_special = is_aligned or i > 0
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
             is_special = is_special and isinstance(value, int) and value % 16 == 0
@@ -185,7 +192,8 @@ class Launches:
         torch.ops.magicdec_tests.launch(tensors, len(self._given) - 1)
 
     def make(self, tensors: list[Tensor], number: int) -> None:
-        (name, grid, args, options), current = self._given[number], iter(tensors)
+        name, grid, args, options = self._given[number]
+        current = iter(tensors)
         self.made.append(name)
         self._kernels[name][grid](
             *(next(current) if arg is Tensor else arg for arg in args), **options
@@ -194,7 +202,8 @@ class Launches:
 
 class _Kernel:
     def __init__(self, launches: Launches, name: str) -> None:
-        self.launches, self.name = launches, name
+        self.launches = launches
+        self.name = name
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *args, **options: self.launches.start(self.name, grid, args, options)

@@ -52,7 +52,8 @@ class PlainModel:
 
     def read(self, ids: Sequence[int]) -> Seen:
         """A text as the target reads it. Of the beginning of a known text there is no forward."""
-        key, count = tuple(ids), len(ids)
+        key = tuple(ids)
+        count = len(ids)
         for text, seen in self.known.items():
             if text[:count] == key:
                 return seen.first(count)
@@ -70,7 +71,8 @@ class PlainModel:
 
     def run(self, ids: Sequence[int], masks: Tensor | None = None) -> Seen:
         """`masks` bool [L, G, T, T] say what each token sees, by default what the target's do."""
-        count, groups = len(ids), self.config.num_kv_heads
+        count = len(ids)
+        groups = self.config.num_kv_heads
         if masks is None:
             masks = self.causal(count)
         parts = [list[Tensor](), list[Tensor](), list[Tensor]()]
@@ -138,9 +140,11 @@ class Reference:
     drops nothing."""
 
     def __init__(self, plain: PlainModel, kv: KVSection, num_rows_tokens: tuple[int, int]) -> None:
-        self.plain, self.kv = plain, kv
+        self.plain = plain
+        self.kv = kv
         self.most_tokens, self.most_following = num_rows_tokens
-        self.window, self.num_choices = self.plain.config.windows[0], 0
+        self.window = self.plain.config.windows[0]
+        self.num_choices = 0
 
     def admitted(self, text: Sequence[int]) -> None:
         """The text is in the cache."""
@@ -174,7 +178,8 @@ class Reference:
 
     def same(self, positions: Sequence[int]) -> Heads:
         """In all layers and heads the same."""
-        config, wanted = self.plain.config, Wanted(frozenset(positions))
+        config = self.plain.config
+        wanted = Wanted(frozenset(positions))
         return [[wanted] * config.num_kv_heads for _ in range(config.num_layers)]
 
 
@@ -182,7 +187,8 @@ class SinksAndNewest(Reference):
     """StreamingLLM: the first tokens and the newest, `budget` in all (Xiao et al. 2023)."""
 
     def drafts(self, text: Sequence[int], gamma: int) -> Heads:
-        count, sinks = len(text), self.kv.num_sink_tokens
+        count = len(text)
+        sinks = self.kv.num_sink_tokens
         newest = range(max(0, count - (self.kv.budget - sinks)), count)
         seen = {*range(min(sinks, count)), *newest}
         return self.same([p for p in seen if p >= self.first_of(count)])
@@ -216,7 +222,9 @@ class ByPastAttention(Reference):
         is_due = every > 0 and len(text) - len(self.chosen) >= every
         if is_due or len(text) + gamma > self.until:
             self.choose(text, gamma)
-        at, now = len(self.chosen), len(text)  # a standalone draft may go back by a token
+        # A standalone draft may go back by a token.
+        at = len(self.chosen)
+        now = len(text)
         first = min(at, self.first_of(self.until - 1))
         begin = max(first, at - self.kv.window_size)
         count = self.kv.budget - (max(at, now) - begin)
@@ -232,7 +240,8 @@ class ByPastAttention(Reference):
     def scores(self, first: int, begin: int, at: int) -> list[Tensor]:
         """Of each layer [G, tokens from `first` to `begin`]: the attention of the tokens from
         `begin` on to those from `first` on, shared by neighbours."""
-        seen, found = self.plain.read(self.chosen), []
+        seen = self.plain.read(self.chosen)
+        found = []
         for queries, keys in zip(seen.queries, seen.keys, strict=True):
             each = len(queries) // len(keys)
             products = queries[:, begin:at] @ keys.repeat_interleave(each, 0)[:, first:at].mT
@@ -252,7 +261,8 @@ class BestBlocks(Reference):
         return range(max(0, count - self.kv.budget), count)
 
     def drafts(self, text: Sequence[int], gamma: int) -> Heads:
-        count, first = len(text), self.first_of(len(text))
+        count = len(text)
+        first = self.first_of(len(text))
         if count - first <= self.kv.budget:
             return self.same(range(first, count))
         sinks = range(first, max(first, self.kv.num_sink_tokens))
@@ -289,7 +299,8 @@ class ByMeanKeys(BestBlocks):
         self.place = len(text) + num_accepted
 
     def block_scores(self, text: Sequence[int], layer: int) -> Tensor:
-        seen, complete = self.plain.read(text), len(text) // BLOCK
+        seen = self.plain.read(text)
+        complete = len(text) // BLOCK
         keys = seen.keys[layer][:, : complete * BLOCK].unflatten(1, (complete, BLOCK)).mean(dim=2)
         queries = seen.queries[layer][:, self.place].unflatten(0, (len(keys), -1))
         products = queries @ keys.mT * keys.shape[-1] ** -0.5  # [G, H/G, blocks]

@@ -50,9 +50,11 @@ def test_backend_equals_attention_written_out(
     for num_new, rows in ((1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (40, [2]), (33, [0, 3])):
         backend = BACKENDS[name]()
         case = make_case(backend, heads, policy, num_new, rows, dtype)
-        out, (k, v) = case.run(backend), case.read()
+        out = case.run(backend)
+        k, v = case.read()
         for i, keys in enumerate(case.view.key_positions()[:, 0].tolist()):
-            row, seen = rows[i], [s for s in keys if s >= 0]
+            row = rows[i]
+            seen = [s for s in keys if s >= 0]
             exact = exact_attention(case.q[i], k[row], v[row], seen, case.view.lengths[i])
             assert (out[i].double() - exact.out).abs().max() < TOLERANCE[dtype], (num_new, row)
 
@@ -68,14 +70,18 @@ def test_a_token_sees_only_its_window(
 ) -> None:
     """No key is read that none of the tokens of the forward sees."""
     torch.manual_seed(0)
-    lengths, committed = [37, 3, 70, 0, 70], [35, 3, 66, 0, 70]
+    lengths = [37, 3, 70, 0, 70]
+    committed = [35, 3, 66, 0, 70]
     batches = ((1, [0, 1, 2, 3]), (1, [2, 4]), (5, [2, 0, 1]), (40, [2]), (33, [4, 0, 3]))
     for num_new, rows in batches:
-        backend, sizes = BACKENDS[name](), (dtype, window, lengths, committed)
+        backend = BACKENDS[name]()
+        sizes = (dtype, window, lengths, committed)
         case = make_case(backend, (6, 2, 16), policy, num_new, rows, *sizes)
-        out, (k, v) = case.run(backend), case.read()
+        out = case.run(backend)
+        k, v = case.read()
         for i, row in enumerate(rows):
-            length, visible = lengths[row], policy.ranges(torch.tensor(committed))[row].tolist()
+            length = lengths[row]
+            visible = policy.ranges(torch.tensor(committed))[row].tolist()
             keys = {s for first, last in visible for s in range(first, last)}
             keys |= set(range(committed[row], length + num_new))
             keys = {s for s in keys if s > length - window}
@@ -130,7 +136,8 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     build = native.kernel
     monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
     torch.manual_seed(0)
-    backend, length = NativeBackend(), 3000
+    backend = NativeBackend()
+    length = 3000
     cache, k, v = fill(backend, 2, 64, [length] * 2, dtype, length + num_new, layers=1)
     view = make_view(cache, range(2), FullKV(), num_new)
     case = Case(view, torch.randn(2, num_new, 8, 64).to(dtype), k, v)
@@ -146,26 +153,34 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     [
         # With 32 heads, the queries of five tokens fill several blocks.
         *itertools.product(
-            [(), NO_AMX, AVX2, AVX512], [None, 62, 66, 700, 1237],
-            [(2, 2, 64), (6, 2, 64), (32, 2, 64)], [torch.bfloat16],
+            [(), NO_AMX, AVX2, AVX512],
+            [None, 62, 66, 700, 1237],
+            [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
+            [torch.bfloat16],
         ),
         *itertools.product(
-            [(), AVX2, AVX512], [None, 66, 700], [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
+            [(), AVX2, AVX512],
+            [None, 66, 700],
+            [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
             [torch.float32],
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_native_gives_a_token_the_same_bits_alone_and_with_others(
-    flags: tuple[str, ...], window: int | None, heads: tuple[int, int, int], dtype: torch.dtype,
+    flags: tuple[str, ...],
+    window: int | None,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Decoding computes one token at a time, verification five at once. The log-sum-exp is compared
     too: it shows differences of float32 that the rounding of the output nearly always hides."""
     build = native.kernel
     monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
     torch.manual_seed(0)
-    backend, num_new = NativeBackend(), 5
+    backend = NativeBackend()
+    num_new = 5
     num_heads, kv_heads, size = heads
     cache, k, v = fill(backend, kv_heads, size, [1300, 63], dtype, 1400, layers=1)
     q = torch.randn(2, num_new, num_heads, size).to(dtype)
@@ -203,10 +218,12 @@ class Scattered:
         most = max(len(r) for layer in heads for row in layer for r in row) + 1
         # There are empty ranges before, after and between the others.
         return torch.tensor(
-            [[[[*r, *[r[-1][1:] * 2] * (most - len(r))] for r in row] for row in layer]
-             for layer in heads],
+            [
+                [[[*r, *[r[-1][1:] * 2] * (most - len(r))] for r in row] for row in layer]
+                for layer in heads
+            ],
             device=committed.device,
-        )  # fmt: skip
+        )
 
     def runs(self, committed: int) -> list[list[int]]:
         chosen = torch.randperm(committed)[: self.num_visible(committed)].sort().values.tolist()
@@ -221,11 +238,15 @@ class Scattered:
 def exact_heads(case: Case, window: int | None = None) -> list[tuple[int, int, slice, Exact]]:
     """Tuples of a row of the batch, a KV head, its query heads, and what they compute in float64
     over the keys that they see, whose number is checked."""
-    view, groups, num_heads = case.view, case.k.shape[2], case.q.shape[2]
+    view = case.view
+    groups = case.k.shape[2]
+    num_heads = case.q.shape[2]
     ranges = view.ranges[1] if view.per_head else view.ranges[:, None].expand(-1, groups, -1, -1)
-    found, (keys_read, values_read) = [], case.read()
+    found = []
+    keys_read, values_read = case.read()
     for i, of_heads in enumerate(ranges.tolist()):
-        row, length = view.rows[i], view.lengths[i]
+        row = view.rows[i]
+        length = view.lengths[i]
         tail = range(int(view.committed[i]), length + view.num_new)
         for g, own in enumerate(of_heads):
             queries = slice(g * num_heads // groups, (g + 1) * num_heads // groups)
@@ -337,7 +358,9 @@ def test_native_gives_a_token_the_same_bits_under_ranges_by_head(
 ) -> None:
     """One token at a time and five at once read the same keys."""
     torch.manual_seed(0)
-    backend, rows, committed = NativeBackend(is_widened), [2, 0], [66, 35]
+    backend = NativeBackend(is_widened)
+    rows = [2, 0]
+    committed = [66, 35]
     ranges = Scattered(heads[1], 0.5).ranges(torch.tensor(committed))
 
     class Fixed(Scattered):

@@ -120,8 +120,13 @@ KEY_BYTES = 2 * 2 * 16 * FLOAT  # K and V of two heads of 16 numbers
 def test_a_window_is_read_up_to_its_size(cached: int, num_new: int) -> None:
     """One below a full window, full, and beyond, where each of several tokens has one of its own,
     and all of them together read the union."""
-    of_window = len({key for at in range(cached, cached + num_new)
-                     for key in range(max(0, at - WINDOW + 1), at + 1)})  # fmt: skip
+    of_window = len(
+        {
+            key
+            for at in range(cached, cached + num_new)
+            for key in range(max(0, at - WINDOW + 1), at + 1)
+        }
+    )
     by_hand = KEY_BYTES * (2 * of_window + cached + num_new)
     config = stored("gemma3").source.config
     assert Deployment(config, ANY, FLOAT).forward(1, num_new, cached).kv_bytes == by_hand
@@ -138,7 +143,8 @@ def test_a_window_is_read_up_to_its_size(cached: int, num_new: int) -> None:
 @pytest.mark.parametrize("window", [WINDOW, 56, 57, 59, 121, 123])  # 57 + 8 - 1 are a block
 def test_a_row_of_a_window_holds_as_many_blocks_as_it_can_need(window: int) -> None:
     """Blocks of 64 tokens, for steps of 5 that go back by 3 at most, at every length of a row."""
-    rewound, num_new = 3, 5
+    rewound = 3
+    num_new = 5
     held = [
         -(-(length + num_new) // 64) - max(0, length + 1 - window - rewound) // 64
         for length in range(1, 400)
@@ -150,7 +156,8 @@ def test_a_row_of_a_window_holds_as_many_blocks_as_it_can_need(window: int) -> N
 
 def test_the_cache_of_a_window_by_hand() -> None:
     """Two rows of 1000 tokens: all of them in one layer; in two layers two blocks of 64."""
-    model, group = stored("gemma3").load(), Group((0,), 0)
+    model = stored("gemma3").load()
+    group = Group((0,), 0)
     room = WindowRoom(3, 5)
     runner = ModelRunner(model, SDPABackend(), group, 2, 1000, window_room=room)
     everything, rolling = runner.caches.distinct

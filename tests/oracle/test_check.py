@@ -68,7 +68,8 @@ def check(
 
 
 def test_equal_outputs_are_identical_and_need_no_replay() -> None:
-    expected, found = decoded(tiny_transformer()), decoded(tiny_transformer())
+    expected = decoded(tiny_transformer())
+    found = decoded(tiny_transformer())
 
     def refuse():  # type: ignore[no-untyped-def]
         raise AssertionError("nothing to replay")
@@ -82,7 +83,8 @@ def test_equal_outputs_are_identical_and_need_no_replay() -> None:
 @pytest.mark.parametrize("index", [0, 7, NUM_NEW - 1])
 def test_a_wrong_token_is_a_divergence(index: int) -> None:
     model = tiny_transformer()
-    expected, found = decoded(model), decoded(model)
+    expected = decoded(model)
+    found = decoded(model)
     found[1].output_ids[index] = (found[1].output_ids[index] + 1) % 90
     result = check(model, expected, found)
     assert not result.identical and not result.passed and result.num_excused == 0
@@ -93,7 +95,8 @@ def test_a_wrong_token_is_a_divergence(index: int) -> None:
 
 def test_a_missing_token_is_a_divergence() -> None:
     model = tiny_transformer()
-    expected, found = decoded(model), decoded(model)
+    expected = decoded(model)
+    found = decoded(model)
     found[0].output_ids.pop()
     assert not check(model, expected, found).passed
 
@@ -102,7 +105,8 @@ def test_a_tie_is_settled_and_counted() -> None:
     plain = decoded(tiny_transformer())
     token = plain[0].output_ids[5]
     model = with_twin(token)
-    expected, found = decoded(model), decoded(model)
+    expected = decoded(model)
+    found = decoded(model)
     at = expected[0].output_ids.index(token)
     found[0].output_ids[at] = 96
     result = check(model, expected, found)
@@ -137,7 +141,8 @@ def test_the_replay_by_tokens_is_the_decoding_itself() -> None:
 def test_equal_shapes_excuse_nothing() -> None:
     """The tie that is settled above diverges if the two shapes compute the same bits."""
     model = with_twin(decoded(tiny_transformer())[0].output_ids[5])
-    expected, found = decoded(model), decoded(model)
+    expected = decoded(model)
+    found = decoded(model)
     twin = decoded(tiny_transformer())[0].output_ids[5]
     found[0].output_ids[expected[0].output_ids.index(twin)] = 96
     result = check(model, expected, found, gamma=0)
@@ -148,7 +153,8 @@ def test_too_many_shortfalls_are_a_divergence(monkeypatch: pytest.MonkeyPatch) -
     """Each token is within the bound and as many sequences may differ, but the wider model's choice
     is missed at more tokens than chance allows."""
     model = tiny_transformer()
-    expected, found = decoded(model), decoded(model)
+    expected = decoded(model)
+    found = decoded(model)
     for request in found:
         request.output_ids[3:15] = [token + 1 for token in request.output_ids[3:15]]
     monkeypatch.setattr("magicdec.bench.verdict.check.most_by_chance", lambda chances: 2)
@@ -170,7 +176,8 @@ def test_limits_of_chance() -> None:
 def test_the_predicted_number_of_changes_is_that_of_a_simulation() -> None:
     """Gaps and moves as in bfloat16, in steps of 1/16: predicted and simulated numbers agree."""
     generator = torch.Generator().manual_seed(0)
-    found, changed = [], 0
+    found = []
+    changed = 0
     for _ in range(800):
         true = torch.rand(8, generator=generator, dtype=torch.float64)
         noise = torch.randn(2, 8, generator=generator, dtype=torch.float64) * 0.05
@@ -188,7 +195,8 @@ def test_a_faulty_shape_does_not_widen_the_bound() -> None:
     true = torch.rand(400, generator=generator, dtype=torch.float64)
     noise = torch.randn(400, generator=generator, dtype=torch.float64)
     view = [WiderView(torch.zeros(401), true)]
-    good, bad = true + 0.01 * noise, true + noise
+    good = true + 0.01 * noise
+    bad = true + noise
     for shapes in ((good, good), (good, bad), (bad, good)):
         assert 0.03 < largest_error([Gaps(torch.zeros(400, 2), *shapes)], view) < 0.06
 

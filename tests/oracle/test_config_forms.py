@@ -20,7 +20,9 @@ from magicdec.model.checkpoint.convert import convert, quantized
 from magicdec.model.checkpoint.source import find_model
 
 DEMO = ROOT / "magicdec" / "demo" / "target"
-VOCAB, HIDDEN = 2048, 64  # the demo's vocabulary, whose tokenizer is put into each directory
+# The demo's vocabulary, whose tokenizer is put into each directory.
+VOCAB = 2048
+HIDDEN = 64
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -86,11 +88,13 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5},
     ),
     "trained length outside": (
-        *("Llama", BASE),
+        "Llama",
+        BASE,
         TRAINED | {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
     ),
     "two temperatures": (
-        *("Llama", BASE),
+        "Llama",
+        BASE,
         {
             "rope_scaling": {"type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3}
             | TRAINED
@@ -102,7 +106,8 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_scaling": {"type": "yarn", "factor": None} | TRAINED},
     ),
     "llama3": (
-        *("Llama", BASE),
+        "Llama",
+        BASE,
         {
             "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
             | {"high_freq_factor": 4.0}
@@ -240,7 +245,8 @@ def test_every_rank_and_stage_has_the_stored_head(tmp_path: Path, name: str) -> 
 def test_a_padded_vocabulary_has_text(tmp_path: Path) -> None:
     directory = make(tmp_path, "Llama", BASE | {"vocab_size": 2 * VOCAB})
     llm = LLM(str(directory), dtype="float32", max_tokens=256, max_concurrency=1)
-    ids, stream = ours(directory), llm.submit(PROMPT, NUM_NEW, ignore_eos=True)
+    ids = ours(directory)
+    stream = llm.submit(PROMPT, NUM_NEW, ignore_eos=True)
     padding = [i for i in ids if i >= VOCAB]
     assert padding, "the model emits ids that the tokenizer does not have"
     text = stream.text()

@@ -75,7 +75,8 @@ def check_equal(
     plain = SDPABackend(view.cache.shape.block_size)
     backend.plan(view), plain.plan(exact)
     for layer in (0, 1, 0):
-        out, expected = backend.run(layer, *inputs, view), plain.run(layer, *inputs, exact)
+        out = backend.run(layer, *inputs, view)
+        expected = plain.run(layer, *inputs, exact)
         assert (out - expected).abs().max() < 1e-5, layer
     return plain, inputs
 

@@ -34,7 +34,8 @@ DEMO_STATES = (1, 3, 5)  # of the layers of the demo model, which its head takes
 
 @cache
 def load(name: str, device: str, elementwise: str = "torch") -> Transformer:
-    source, kinds = find_model("--model", name), Kinds("float32", "float32", "torch", elementwise)
+    source = find_model("--model", name)
+    kinds = Kinds("float32", "float32", "torch", elementwise)
     return load_model(source, Group((0,), 0), kinds, torch.device(device), make_progress(False))
 
 
@@ -52,9 +53,11 @@ def emitted(
     recorder: AnyRecorder | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted by step) of the demo model."""
-    target, total = load("demo", device, elementwise), max(PROMPTS) + NUM_NEW + 4
+    target = load("demo", device, elementwise)
+    total = max(PROMPTS) + NUM_NEW + 4
     runner = ModelRunner(target, make_backend(backend), Group((0,), 0), len(PROMPTS), total)
-    kv, draft = section_of(policy), None
+    kv = section_of(policy)
+    draft = None
     if drafter == "model":
         drafts = load("demo-draft", device, elementwise)
         draft = make_draft(

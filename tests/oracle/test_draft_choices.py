@@ -110,10 +110,12 @@ def check_places(event: Drafted, place: str) -> None:
 def check_reads(event: Drafted, reference: Reference, seen: Counter[str], place: str) -> None:
     """The first forward over so many committed tokens reads what it must; others read the same, and
     the tokens since, as far as the sliding window goes."""
-    text, before = (*event.text, event.chain[0]), dict[int, list[list[frozenset[int]]]]()
+    text = (*event.text, event.chain[0])
+    before = dict[int, list[list[frozenset[int]]]]()
     for forward in event.forwards:
         count = forward.committed
-        is_new, heads = count not in before, before.setdefault(count, forward.read)
+        is_new = count not in before
+        heads = before.setdefault(count, forward.read)
         wanted = reference.wanted(text[:count], event.asked) if is_new else None
         for layer, of_layer in enumerate(forward.read):
             first = reference.first_of(forward.begin, layer)
@@ -135,7 +137,8 @@ def check_reads(event: Drafted, reference: Reference, seen: Counter[str], place:
 def check_tokens(event: Drafted, model: PlainModel, place: str) -> None:
     """What was drafted are the likeliest tokens of a model that reads these positions and no
     others."""
-    before, ids = len(event.text), [*event.text, *event.chain]
+    before = len(event.text)
+    ids = [*event.text, *event.chain]
     masks = model.causal(len(ids))
     for layer, of_layer in enumerate(event.forwards[0].read):
         for head, read in enumerate(of_layer):
@@ -149,7 +152,8 @@ def check_tokens(event: Drafted, model: PlainModel, place: str) -> None:
 def run_schedules(
     policy: str, name: str, seeds: range, kv: KVSection | None = None, **kwargs: object
 ) -> Counter[str]:
-    seen, kv = Counter[str](), kv or KV[policy]
+    seen = Counter[str]()
+    kv = kv or KV[policy]
     is_checked = kwargs.get("drafter", "self") == "self"
     for seed in seeds:
         run = serve(MODELS[name], kv, Random(seed), **kwargs)  # type: ignore[arg-type]

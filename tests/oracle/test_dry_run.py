@@ -113,9 +113,13 @@ def check(waits: Counter[str], listed: set[str] = LISTED) -> None:
 @pytest.mark.parametrize(("drafter", "policy"), FEW_PAIRS, ids=str)
 @pytest.mark.usefixtures("trusted_lookups")
 def test_a_step_waits_once(
-    drafter: str | None, policy: str | None, captures: bool, kind: str, waits: Counter[str],
+    drafter: str | None,
+    policy: str | None,
+    captures: bool,
+    kind: str,
+    waits: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Prefill, drafts, verification and truncation; a standalone draft has its own cache."""
     monkeypatch.setattr(test_replay, "NUM_NEW", SHORT)
     kv = section_of(policy)
@@ -141,9 +145,7 @@ def test_steps_of_any_draft_lengths_wait_once(
     kv = section_of(policy)
     tokens, *_ = run(*started(), drafter, kv, "auto", None, OneAlone(SCRIPT))
     recorder = Recorder() if captures else None
-    found = run(
-        *started(device=str(DEVICE)), drafter, kv, "auto", recorder, OneAlone(SCRIPT)
-    )  # fmt: skip
+    found = run(*started(device=str(DEVICE)), drafter, kv, "auto", recorder, OneAlone(SCRIPT))
     assert found[0] == tokens
     check(waits, LISTED | OF_MEASUREMENT)
 
@@ -167,7 +169,8 @@ def test_attention_by_triton(
         model = tiny_transformer(config).to(device)
         engine = Engine(make_runner(model, 2, 32, TritonBackend(2)), 26)
         requests = make_requests(random_prompts([26, 1], 97), [3, 4])
-        snapshots, kv = engine.prefill(requests), KVSection(policy, 20, 4, 8)
+        snapshots = engine.prefill(requests)
+        kv = KVSection(policy, 20, 4, 8)
         return run(engine, snapshots, "self", kv, 2, recorder)[:2]
 
     expected = decoded(torch.device("cpu"), None)
@@ -188,8 +191,11 @@ A_FORWARD = {
     "runner/model_runner._run_layers: aten.index_add_": 1,
 }
 A_STEP = {  # of a captured verification of 4 drafts, and of these
-    "full": (28, 48), "streaming_llm": (28, 52), "snapkv": (29, 97), "verified": (30, 109),
-}  # fmt: skip
+    "full": (28, 48),
+    "streaming_llm": (28, 52),
+    "snapkv": (29, 97),
+    "verified": (30, 109),
+}
 A_LIST = {"attention/triton.list_keys: ours": 1}  # of keys, where a draft does not see all
 IN_COPY = {  # the lengths in SnapKV's copies
     "speculation/policies/snapkv._shifted: aten.index": 1,
@@ -217,7 +223,8 @@ def test_a_forward_launches_few_kernels_beside_its_layers(
     engine = Engine(runner, 40)
     requests = engine.prefill(make_requests(random_prompts([26, 22], 97), [2, 2]))
     section = KVSection(policy, -1 if policy == "full" else 20, 4, 8)
-    kv, rows = make_draft_kv(runner, section), BatchRows.of([0, 1], DEVICE, 6)
+    kv = make_draft_kv(runner, section)
+    rows = BatchRows.of([0, 1], DEVICE, 6)
     kv.admit(requests)
     ids = torch.ones(2, 5, dtype=torch.int64, device=DEVICE)
     committed = kv.lengths(rows)
@@ -319,7 +326,8 @@ def test_requests_in_flight(
     """On the schedules of test_in_flight.py, which compares with what a request emits alone on the
     CPU."""
     monkeypatch.setattr(test_in_flight, "NativeBackend", lambda: SDPABackend(8))
-    kv, seeds = KVSection(policy, 20 if policy == "verified" else -1, 2, recent_window=2), [9, 11]
+    kv = KVSection(policy, 20 if policy == "verified" else -1, 2, recent_window=2)
+    seeds = [9, 11]
     monkeypatch.setattr(test_in_flight, "MODEL", tiny_transformer(seed=1).to(DEVICE))
     test_in_flight.check_seeds(seeds, drafter, kv, captures)
     check(waits, LISTED | OF_MEASUREMENT | (set() if captures else OF_PA))
@@ -331,7 +339,8 @@ def test_requests_in_flight(
 def test_a_ring_of_stages(drafter: str, waits: Counter[str]) -> None:
     def served(device: str | torch.device) -> list[list[int]]:
         requests = make_requests(random_prompts([5, 40, 1, 33], 97), [20, 9, 20, 14])
-        model, draft = tiny_transformer().to(device), None
+        model = tiny_transformer().to(device)
+        draft = None
         if drafter == "model":
             draft = make_draft(tiny_transformer(seed=1).to(device), KVSection("full", -1), 4, 90)
         serve_with_drafts(model, requests, (2, 2), 90, 3, drafter, draft)

@@ -189,7 +189,8 @@ def test_a_head_samples_and_is_penalised_in_the_ids_of_its_target(
 ) -> None:
     """Each draft by the definition of the head after the drafts before it, and of penalties for
     what these, the prompt and the output have. Where it is not drawn, it is the likeliest."""
-    form, sampling = FORMS[name], SAMPLINGS[kind]
+    form = FORMS[name]
+    sampling = SAMPLINGS[kind]
     model = tiny_transformer(TARGET, seed=3)
     weights = write_head(tmp_path, TARGET, form, seed=1)
     size = len(LENGTHS), max(LENGTHS) + 40 + GAMMA
@@ -243,9 +244,12 @@ def reference_texts(model: Transformer, prompts: list[tuple[int, ...]]) -> list[
 )
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_native_chain_drafts_the_same(
-    form: HeadForm, kv: KVSection, dtype: torch.dtype, tmp_path: Path,
+    form: HeadForm,
+    kv: KVSection,
+    dtype: torch.dtype,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A chain in one native call has the bits of one that calls each layer."""
     drafted = list[list[list[int]]]()
     propose = EagleDrafter.propose

@@ -16,10 +16,12 @@ from magicdec.model.elementwise.native import check
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.names import ELEMENTWISE, load_named
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+F32 = torch.float32
 # How far one rounding may lead away, of a number or of the floor: half a step of bfloat16; of
 # float32, what attention may.
-BOUND, FLOOR = {BF16: 2.0**-8 * 1.01, F32: 2e-6}, {BF16: 1e-3, F32: 0.1}
+BOUND = {BF16: 2.0**-8 * 1.01, F32: 2e-6}
+FLOOR = {BF16: 1e-3, F32: 0.1}
 WITHOUT_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 INTERPRETED = (WITHOUT_TRITON, pytest.mark.wide)
 every_kind = pytest.mark.parametrize(
@@ -58,22 +60,34 @@ def inside(
 @few
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(2, 9)),
-    size=st.integers(2, 256), data=st.data(), interleaved=st.booleans(), step=st.integers(1, 2),
-)  # fmt: skip
+    size=st.integers(2, 256),
+    data=st.data(),
+    interleaved=st.booleans(),
+    step=st.integers(1, 2),
+)
 def test_any_heads_are_turned(
-    name: str, dtype: torch.dtype, shape: tuple[int, int, int], size: int, data: Any,
-    interleaved: bool, step: int,
-) -> None:  # fmt: skip
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    size: int,
+    data: Any,
+    interleaved: bool,
+    step: int,
+) -> None:
     """Any head size, any number of rotated dimensions, rows and tokens that are not adjacent."""
     rows, tokens, num_heads = shape
-    chosen, device = load_named(ELEMENTWISE, name)(), device_of(name)
-    pairs, turned = data.draw(st.integers(1, size // 2)), data.draw(st.integers(1, num_heads))
+    chosen = load_named(ELEMENTWISE, name)()
+    device = device_of(name)
+    pairs = data.draw(st.integers(1, size // 2))
+    turned = data.draw(st.integers(1, num_heads))
     heads, whole = inside((*shape, size), dtype, step, device)
     angles = torch.randn(rows, tokens, pairs, device=device)
     table = torch.stack([angles.cos(), angles.sin()], dim=2)
     if name != "triton":  # the others take tokens that are adjacent
         whole = heads = heads.contiguous()
-    before, old, last = whole.clone(), heads.clone(), heads[-1:, -1:].clone()
+    before = whole.clone()
+    old = heads.clone()
+    last = heads[-1:, -1:].clone()
     exact = apply_rope(heads[:, :, :turned].double(), table.double(), interleaved)
     found = chosen.rotate(heads, table, turned, interleaved)
     bound = BOUND[dtype] * exact.abs().max().clamp(min=1)
@@ -92,20 +106,25 @@ def test_any_heads_are_turned(
 @every_kind
 @few
 @given(
-    rows=st.integers(1, 4), tokens=st.integers(1, 4), width=st.integers(1, 600),
-    step=st.integers(1, 2), scale=st.sampled_from([1.0, 3e-3]),
-)  # fmt: skip
+    rows=st.integers(1, 4),
+    tokens=st.integers(1, 4),
+    width=st.integers(1, 600),
+    step=st.integers(1, 2),
+    scale=st.sampled_from([1.0, 3e-3]),
+)
 @example(rows=70, tokens=1, width=512, step=1, scale=1.0)
 def test_any_rows_are_normed_and_gated(
     name: str, dtype: torch.dtype, rows: int, tokens: int, width: int, step: int, scale: float
 ) -> None:
     """With values as small as what a norm adds, and with gates that are closed and open."""
-    chosen, device = load_named(ELEMENTWISE, name)(), device_of(name)
+    chosen = load_named(ELEMENTWISE, name)()
+    device = device_of(name)
     x, whole = inside((rows, tokens, 2 * width), dtype, step, device)
     whole.mul_(scale)
     weight = torch.randn(2 * width).to(device, dtype)
     y = torch.randn(rows, tokens, 2 * width).to(device, dtype)
-    before, last = whole.clone(), x[-1:, -1:]
+    before = whole.clone()
+    last = x[-1:, -1:]
     for other in (y, x):
         total, normed = chosen.add_rms_norm(x, other, weight, 1e-5)
         assert torch.equal(total, x + other)
@@ -131,11 +150,14 @@ def test_a_long_chunk_and_heads_beside_others(
     name: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     """As a model passes them: a chunk of a prompt, and norms of queries beside keys and values."""
-    chosen, device = load_named(ELEMENTWISE, name)(), device_of(name)
+    chosen = load_named(ELEMENTWISE, name)()
+    device = device_of(name)
     torch.manual_seed(0)
     rows, tokens = shape
-    weight, heads = torch.randn(48), torch.randn(rows, tokens, 6, 48)
-    weight, heads = weight.to(device, dtype), heads.to(device, dtype)
+    weight = torch.randn(48)
+    heads = torch.randn(rows, tokens, 6, 48)
+    weight = weight.to(device, dtype)
+    heads = heads.to(device, dtype)
     for view in (heads[:, :, 2:4], heads[:, -1:, 0], heads[:, -1:]):
         found = chosen.rms_norm(view, weight, 1e-6)
         assert_rounded_once(found, F.rms_norm(view.double(), (48,), weight.double(), 1e-6))

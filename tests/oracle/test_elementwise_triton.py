@@ -23,19 +23,24 @@ pytestmark = pytest.mark.wide
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BF16, F32 = torch.bfloat16, torch.float32
-OURS, TORCHS = TritonElementwise(), Elementwise()
+BF16 = torch.bfloat16
+F32 = torch.float32
+OURS = TritonElementwise()
+TORCHS = Elementwise()
 
 
 SEVERAL = {
     "llama": TINY,
     "qk norm": replace(TINY, qk_norm=True),
     "gptj": replace(
-        TINY, rope=RopeConfig(1e4, rotary_dim=8, interleaved=True), residual="parallel",
-        activation="gelu", tie_word_embeddings=True,
+        TINY,
+        rope=RopeConfig(1e4, rotary_dim=8, interleaved=True),
+        residual="parallel",
+        activation="gelu",
+        tie_word_embeddings=True,
     ),
     "layer norm": replace(TINY, norm="layer"),
-}  # fmt: skip
+}
 
 
 def logits(model: Transformer, T: int) -> Tensor:
@@ -101,7 +106,8 @@ def test_a_launch_follows_from_shapes_alone(T: int, monkeypatch: pytest.MonkeyPa
     and launches are determined by shapes, as a CUDA graph needs."""
     launches = record_launches(monkeypatch)
     shapes = [tuple(t.shape) for t in call_all("meta", T, BF16)]
-    row, heads = (2, T, 4096), (2, T, 32, 128)
+    row = (2, T, 4096)
+    heads = (2, T, 32, 128)
     assert shapes == [(2, 1, 4096), row, row, heads, (2, T, 40, 128), (2, T, 14336)]
     assert [(launch.kernel, launch.grid) for launch in launches] == [
         ("norm_rows", (2,)),

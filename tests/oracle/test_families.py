@@ -169,7 +169,8 @@ def test_self_speculation_changes_nothing(
 )
 def test_a_standalone_draft_changes_nothing(name: str, kv: KVSection) -> None:
     """The draft has the target's weights: what reads the whole text is accepted."""
-    target, draft = stored(name).load(), stored(name).load()
+    target = stored(name).load()
+    draft = stored(name).load()
     found = speculate(target, kv, 3, draft=draft, lengths=LENGTHS, num_new=40, seed=2)
     assert found.accepts_all == (kv.policy == "full" or kv.budget == 200)
 
@@ -201,7 +202,8 @@ def test_the_config_counts_what_the_model_holds(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sums_over_ranks_in_a_layer(name: str) -> None:
-    model, calls = stored(name).load(), []
+    model = stored(name).load()
+    calls = []
 
     def reduce(x: Tensor) -> Tensor:
         calls.append(x.shape)
@@ -248,7 +250,8 @@ def test_a_checkpoint_of_the_bare_body(tmp_path: Path) -> None:
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 256, 256) for i in range(3)}
     save_file(tensors | masks, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    bare, whole = load(tmp_path).state_dict(), model.load().state_dict()
+    bare = load(tmp_path).state_dict()
+    whole = model.load().state_dict()
     torch.testing.assert_close(bare, whole, atol=0, rtol=0)
     del tensors["h.1.ln_1.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -259,7 +262,8 @@ def test_a_checkpoint_of_the_bare_body(tmp_path: Path) -> None:
 def make_attend(model: Transformer) -> Attend:
     """Causal attention over the tokens at hand, limited to the last ones of a layer's window, with
     the sink logits of the model's layers."""
-    kinds, first = model.config.kinds, model.layers.start
+    kinds = model.config.kinds
+    first = model.layers.start
     distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -307,7 +311,8 @@ def run_ranks(path: Path, size: int) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_sharded_and_staged(name: str) -> None:
-    path, expected = stored(name).directory, stored(name).reference.logits(tokens())
+    path = stored(name).directory
+    expected = stored(name).reference.logits(tokens())
     assert expected.std() > 0.5, "logits too small for the tolerance to mean anything"
     whole = run(load(path), tokens())
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
@@ -350,7 +355,8 @@ def yarn(theta: float, factor: float, trained: int, **others: Any) -> RopeConfig
     ids=str,
 )
 def test_rope_table(rope: RopeConfig) -> None:
-    length, head_dim = 20000, 64
+    length = 20000
+    head_dim = 64
     fields = {"rope_type", "factor", *ROPE_FIELDS.get(rope.rope_type, ())}
     parameters = {"rope_theta": rope.theta} | {name: getattr(rope, name) for name in fields}
     changes = {"rope_parameters": parameters, "head_dim": head_dim}
@@ -368,7 +374,8 @@ def test_yarn_warms_what_it_rotates(rotary_dim: int | None, interleaved: bool) -
     transformers, which multiplies the tables for q and for k by the attention factor."""
     torch.manual_seed(0)
     rope = yarn(1e4, 8.0, 32, rotary_dim=rotary_dim, interleaved=interleaved)
-    heads, rows = torch.randn(1, 50, 5, 32), rope_table(rope, 32, 50)[None]
+    heads = torch.randn(1, 50, 5, 32)
+    rows = rope_table(rope, 32, 50)[None]
     q, k, _ = rotate(rows, rope)(heads.clone(), 3, 1)
     scaled = apply_rope(heads[..., : rotary_dim or 32], rows * rope.attention_factor, interleaved)
     theirs = torch.cat([scaled, heads[..., rotary_dim or 32 :]], dim=-1)
@@ -385,7 +392,9 @@ def bfloat16_error(backend: AttentionBackend) -> float:
     """The error of attention with ALiBi at the end of a long text, relative to float64 on equal
     inputs."""
     torch.manual_seed(0)
-    length, heads, size = 3000, ALIBI.num_heads, ALIBI.head_dim
+    length = 3000
+    heads = ALIBI.num_heads
+    size = ALIBI.head_dim
     drawn = torch.randn(1, length + 1, 3 * heads, size).bfloat16()
     slopes = alibi_slopes(ALIBI)
     place = alibi(torch.arange(length + 1)[None], slopes, ALIBI.cached_head_dim)

@@ -32,8 +32,10 @@ def baseline_of(drafter: str, policy: str | None) -> RunRecord:
 
 def of_first_batch(record: RunRecord) -> RunRecord:
     """What a baseline says of the prompts of its first batch."""
-    section, workload = record.config["workload"], record.workload
-    num_batches, size = section["num_batches"], section["batch_size"]
+    section = record.config["workload"]
+    workload = record.workload
+    num_batches = section["num_batches"]
+    size = section["batch_size"]
     assert record.samples is not None and workload is not None and workload.sources is not None
 
     def cut(name: str, values: Any) -> Any:

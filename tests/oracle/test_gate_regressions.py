@@ -28,13 +28,15 @@ from magicdec.speculation.steps.steps import DecodeSteps
 SUBJECT = Subject(batch_size=4, num_batches=1, prefix_len=384, gen_len=16)
 BUDGET = 129
 CONFIGS: dict[str, RunConfig] = {
-    **{name: SUBJECT.config("self", KVSection(name, BUDGET), 4)
-       for name in ("streaming_llm", "snapkv", "retrieval")},
+    **{
+        name: SUBJECT.config("self", KVSection(name, BUDGET), 4)
+        for name in ("streaming_llm", "snapkv", "retrieval")
+    },
     "auto": SUBJECT.config(
         "self", KVSection("streaming_llm", BUDGET), "auto", step_cost=(0.3, 0.1)
     ),
     "eagle": SUBJECT.config("eagle", KVSection("full"), 4),
-}  # fmt: skip
+}
 Plant = Callable[[pytest.MonkeyPatch], Any]
 
 
@@ -76,7 +78,8 @@ def dead_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the whole run."""
-    drafted, calls = DecodeSteps._drafted, list[int]()
+    drafted = DecodeSteps._drafted
+    calls = list[int]()
 
     def draft(self: DecodeSteps, *args: Any) -> Any:
         proposal = drafted(self, *args)
@@ -114,21 +117,27 @@ def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTS: dict[str, tuple[str, Plant, str]] = {
     "a row accepts nothing": ("streaming_llm", dead_row, "WRONG, first at sequence 3, token "),
     "one draft of the run is wrong": (
-        "streaming_llm", one_wrong_draft, "prompt 2, step 2: other tokens drafted"
+        "streaming_llm",
+        one_wrong_draft,
+        "prompt 2, step 2: other tokens drafted",
     ),
     "the budget is one less": (
-        "streaming_llm", budget_off_by_one,
+        "streaming_llm",
+        budget_off_by_one,
         "prompt 0, step 0: its draft forwards read 522 keys, was 526",
     ),
     "a policy is another": (
-        "snapkv", swapped,
+        "snapkv",
+        swapped,
         "prompt 0, step 0: its draft forwards read other positions (526 keys, as before)",
     ),
     "the query of the prompt chooses": ("retrieval", prompt_query, "read other positions"),
     "a head reads the states of the token before": (
-        "eagle", earlier_states, "other tokens drafted"
+        "eagle",
+        earlier_states,
+        "other tokens drafted",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANTS)

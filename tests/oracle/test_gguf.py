@@ -40,7 +40,13 @@ from magicdec.setup.loading import load_kind
 from magicdec.setup.model_checks import check_fits, check_saves
 from magicdec.setup.model_plan import Kinds
 
-HIDDEN, HEADS, KV_HEADS, SIZE, WIDE, LAYERS, VOCAB = 256, 4, 2, 64, 512, 2, 97
+HIDDEN = 256
+HEADS = 4
+KV_HEADS = 2
+SIZE = 64
+WIDE = 512
+LAYERS = 2
+VOCAB = 97
 
 
 @pytest.mark.parametrize("filling", [None, 0, 255, 127, 128])
@@ -376,7 +382,9 @@ def test_a_sentencepiece_vocabulary_is_that_of_the_library(
     expected = sentencepiece.SentencePieceProcessor(model_proto=stream.getvalue())
     ids = range(expected.get_piece_size())
     kinds = [
-        *((expected.is_unknown, 2), (expected.is_control, 3), (expected.is_byte, 6)),
+        (expected.is_unknown, 2),
+        (expected.is_control, 3),
+        (expected.is_byte, 6),
         (lambda i: expected.id_to_piece(i) in user_defined, 4),
     ]
     types = [next((kind for is_kind, kind in kinds if is_kind(i)), 1) for i in ids]

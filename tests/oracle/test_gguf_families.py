@@ -40,9 +40,12 @@ from magicdec.model.families.hf_config import parse_hf_config, to_hf_config
 from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.names import STORED
 
-NUM_EXPERTS, NUM_USED, WIDTH = 4, 2, 256
+NUM_EXPERTS = 4
+NUM_USED = 2
+WIDTH = 256
 WINDOW = 24
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 
 
 @dataclass(frozen=True)

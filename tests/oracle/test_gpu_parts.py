@@ -44,18 +44,25 @@ def card(
 ) -> list[str]:
     """A GPU for whole commands. Returns the names of the kernels that were run."""
     answers: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "current_device": 0,
-        "get_device_name": "No GPU", "get_device_capability": (9, 0),
-        "mem_get_info": (78 * GIB, 80 * GIB), "get_device_properties": CARD,
-        "max_memory_allocated": 0, "reset_peak_memory_stats": None,
-    }  # fmt: skip
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": "No GPU",
+        "get_device_capability": (9, 0),
+        "mem_get_info": (78 * GIB, 80 * GIB),
+        "get_device_properties": CARD,
+        "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, _answer=answer: _answer)
     monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda first, last: 1.0)
     monkeypatch.setattr(CudaGraphs, "__init__", lambda self, device: None)
     monkeypatch.setattr(CudaGraphs, "record", lambda self, work: Recorder().record(work))
     monkeypatch.setattr(triton, "count_resident", lambda *kernel: 4)  # nothing is compiled
-    tile, exact = triton.choose_tile, {"IN_FLOAT32": True}  # as bfloat16 is interpreted
+    # As bfloat16 is interpreted.
+    tile = triton.choose_tile
+    exact = {"IN_FLOAT32": True}
     monkeypatch.setattr(triton, "choose_tile", lambda *sizes: tile(*sizes) | exact)
     monkeypatch.setattr(timing, "GPU_BANDWIDTH_BYTES", 1 << 16)
     make = torch.Generator
@@ -68,7 +75,8 @@ def unrun(card: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that are launched, but not run."""
     names = list[str]()
     monkeypatch.setattr(launches.Launches, "start", lambda self, name, *call: names.append(name))
-    zeros, new_zeros = torch.zeros, torch.Tensor.new_zeros
+    zeros = torch.zeros
+    new_zeros = torch.Tensor.new_zeros
     monkeypatch.setattr(torch, "empty", zeros)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_zeros)
     return names
@@ -78,9 +86,15 @@ def run(stage: Any, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The cells of a stage, in sizes that an interpreter computes in seconds."""
     heads = {"tiny": replace(TINY.heads["tiny"], D=16)}
     small = replace(
-        TINY, backends=("triton", "flash_attn"), heads=heads, contexts=(64,), budgets=(17,),
-        copied_bytes=1 << 12, places=((2, 40),), attention_tokens=(1,),
-    )  # fmt: skip
+        TINY,
+        backends=("triton", "flash_attn"),
+        heads=heads,
+        contexts=(64,),
+        budgets=(17,),
+        copied_bytes=1 << 12,
+        places=((2, 40),),
+        attention_tokens=(1,),
+    )
     monkeypatch.setattr(scale, "TINY", small)
     results = Results(folder / f"{name}.json", gpu_suite.made_with("cuda", True), 600)
     stage.run(Suite(DEVICE, True, folder, results, True))

@@ -55,7 +55,13 @@ def test_packing_loses_nothing(kind: NumberFormat, num_outputs: int, count: int,
 
 @settings(max_examples=60)
 @given(
-    *(formats, outputs, groups, seeds, st.booleans(), st.booleans(), st.booleans()),
+    formats,
+    outputs,
+    groups,
+    seeds,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
     st.integers(2, 45),
 )
 def test_the_result_of_a_row_is_its_own(
@@ -112,7 +118,8 @@ def test_shards_make_the_whole_layers_or_are_refused(
             assert re.search(r"choose --target_dtype bfloat16, or fewer ranks$", str(no.value))
             return
         check_stored_groups(*checked)
-        stored, plain = Kinds("float32", STORED), Kinds("float32", "float32")
+        stored = Kinds("float32", STORED)
+        plain = Kinds("float32", "float32")
         parts = [load_kind(source, shard, stored, CPU) for shard in shards]
         whole = load_kind(source, Shard(), plain, CPU)
         alike = [load_kind(source, shard, plain, CPU) for shard in shards]

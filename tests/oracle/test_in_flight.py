@@ -47,9 +47,12 @@ from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.recorder import Eager
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
-MOST_DRAFTS, MOST_NEW, EOS = 4, 20, 7
+MOST_DRAFTS = 4
+MOST_NEW = 20
+EOS = 7
 OBSERVED = 16  # tokens that policies run again at most
-FEW, SEEDS = 3, 30
+FEW = 3
+SEEDS = 30
 MAX_TOKENS = 40 + MOST_NEW + MOST_DRAFTS
 PROMPTS = random_prompts([1, 2, 3, 5, 8, 13, 16, 21, 33, 40], 97)
 SAMPLINGS = (
@@ -84,7 +87,8 @@ EACH_CASE = [
     case if index in FEW_CASES else pytest.param(*case, marks=pytest.mark.wide)
     for index, case in enumerate(CASES)
 ]
-LONE, MODEL = tiny_transformer(seed=1), tiny_transformer(seed=1)
+LONE = tiny_transformer(seed=1)
+MODEL = tiny_transformer(seed=1)
 PACKED = pack(tiny_transformer(seed=1))
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
@@ -93,10 +97,12 @@ class RandomLength(DraftLength):
     """Draft lengths from 0 to `max_gamma` in any order, in some steps another for each row. Now and
     then, steps are measured when requests join, which changes nothing."""
 
-    max_gamma, choices = MOST_DRAFTS, range(MOST_DRAFTS + 1)
+    max_gamma = MOST_DRAFTS
+    choices = range(MOST_DRAFTS + 1)
 
     def __init__(self, random: Random, per_row: bool = True) -> None:
-        self.random, self.per_row = random, per_row
+        self.random = random
+        self.per_row = per_row
         self.acceptance = Acceptance(MOST_DRAFTS)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
@@ -124,11 +130,14 @@ class Schedule:
         """What the draw has chosen."""
         prompts = [len(request.prompt_ids) for request in self.requests]
         return {
-            "attention": type(self.runner.backend).__name__, "rows": self.runner.num_rows,
-            "has pool": self.limits.num_blocks is not None, "chunk": self.chunk,
-            "prefill": self.limits.prefill_tokens, "requests": len(prompts),
+            "attention": type(self.runner.backend).__name__,
+            "rows": self.runner.num_rows,
+            "has pool": self.limits.num_blocks is not None,
+            "chunk": self.chunk,
+            "prefill": self.limits.prefill_tokens,
+            "requests": len(prompts),
             "is long": max(prompts) > 16,
-        }  # fmt: skip
+        }
 
 
 def draw_backend(random: Random) -> AttentionBackend:
@@ -144,14 +153,17 @@ def draw_schedule(
     # Speculation keeps the distribution of sampled tokens, not the tokens.
     samplings = SAMPLINGS if drafter is None else SAMPLINGS[:2]
     spread = random.choice((0.0, 2.0, 10.0))
-    requests, prompts = [], random.choice((PROMPTS, PROMPTS[:6], PROMPTS[:6]))
+    requests = []
+    prompts = random.choice((PROMPTS, PROMPTS[:6], PROMPTS[:6]))
     for number in range(random.randint(3, 6)):
-        sampling, new = random.choice(samplings), random.choice((1, 9, MOST_NEW, MOST_NEW))
+        sampling = random.choice(samplings)
+        new = random.choice((1, 9, MOST_NEW, MOST_NEW))
         (request,) = make_requests([random.choice(prompts)], new, (EOS,), sampling)
         request = replace(request, request_id=number)
         request.arrived_s = random.uniform(0, spread)
         requests.append(request)
-    num_rows, blocks = random.randint(2, 4), {}
+    num_rows = random.randint(2, 4)
+    blocks = {}
     step_tokens = 1 if drafter is None else 1 + MOST_DRAFTS
     if random.random() < 0.75:
         size = backend.block_size(8)
@@ -161,7 +173,8 @@ def draw_schedule(
     following = MOST_NEW + step_tokens - 1
     runner = make_runner(PACKED if is_native else MODEL, num_rows, MAX_TOKENS, backend, following)
     executor = Executor(PACKED, runner.group) if is_native else None
-    prefill_tokens, chunk = random.choice((None, 1, 6, 16)), random.choice((3, 8, 64))
+    prefill_tokens = random.choice((None, 1, 6, 16))
+    chunk = random.choice((3, 8, 64))
     room = WindowRoom(2 * step_tokens + OBSERVED, max(chunk, step_tokens + 2))
     runner = replace(runner, executor=executor, window_room=room, **blocks)
     block_size, num_blocks = runner.caches.limits
@@ -176,7 +189,8 @@ def lone_output(request: Request) -> list[int]:
     key = request.prompt_ids, request.sampling
     if key not in lone_outputs:
         runner = make_runner(LONE, 1, MAX_TOKENS)
-        alone, engine = Request(0, request.prompt_ids, request.sampling), Engine(runner, 64)
+        alone = Request(0, request.prompt_ids, request.sampling)
+        engine = Engine(runner, 64)
         engine.prefill([alone])
         setup = Setup(runner, DecodingSection(), KVSection("full"))
         lone_outputs[key] = decode(engine, "autoregressive", setup)[0].output_ids
@@ -195,14 +209,20 @@ def serve(
     schedule: Schedule, drafter: str | None, kv: KVSection, random: Random, records: bool = False
 ) -> Counter[str]:
     """Serve the requests, and check each step's books. Returns how often things happened."""
-    runner, seen = schedule.runner, Counter[str]()
+    runner = schedule.runner
+    seen = Counter[str]()
     draft = None
     if drafter is not None and drafter.removeprefix(NGRAM_AND) in NAMED:
         has_head = drafter.endswith(EAGLE)
         draft = make_draft(
-            head() if has_head else MODEL, kv, runner.num_rows, MAX_TOKENS, chunk=8,
-            max_drafts=MOST_DRAFTS, max_following=runner.max_following,
-        )  # fmt: skip
+            head() if has_head else MODEL,
+            kv,
+            runner.num_rows,
+            MAX_TOKENS,
+            chunk=8,
+            max_drafts=MOST_DRAFTS,
+            max_following=runner.max_following,
+        )
         if has_head:
             runner.keep_states(FITTED.capture)
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
@@ -210,13 +230,18 @@ def serve(
     pa = 0.2 if can_stop and random.random() < 0.5 else None
     decoding = DecodingSection("speculative", drafter or "self", MOST_DRAFTS, pa=pa)
     setup = Setup(
-        runner, decoding, kv, draft=draft,
-        draft_length=RandomLength(random, not records), recorder=Recorder() if records else Eager(),
+        runner,
+        decoding,
+        kv,
+        draft=draft,
+        draft_length=RandomLength(random, not records),
+        recorder=Recorder() if records else Eager(),
         is_in_flight=True,
-    )  # fmt: skip
+    )
     strategy = make_strategy("speculative" if drafter else "autoregressive", setup)
     engine = Engine(runner, schedule.chunk, schedule.limits, VirtualClock())
-    scheduler, execute = engine.scheduler, engine.execute
+    scheduler = engine.scheduler
+    execute = engine.execute
     forward = None if runner.executor is None else runner.executor.forward
 
     def counted(parts: Sequence[NativeForward], *args: Any) -> Any:
@@ -292,7 +317,8 @@ def drawn(is_drafting: bool) -> list[dict[str, Any]]:
     """What the draw chooses for each seed, which depends on the drafter only so far."""
     found = []
     for seed in range(SEEDS):
-        random, drafter = Random(seed), "self" if is_drafting else None
+        random = Random(seed)
+        drafter = "self" if is_drafting else None
         found.append(draw_schedule(random, drafter, draw_backend(random), False).values)
     return found
 

@@ -35,7 +35,8 @@ def rule_of(kind: str, committed: list[int], sinks: int, room: int, window: int 
         return FULL
     if kind == "streaming_llm":
         return StreamingLLM(sinks, sinks + room)
-    policy, lengths = VerifiedKV(sinks, room, sinks + room, window), torch.tensor(committed)
+    policy = VerifiedKV(sinks, room, sinks + room, window)
+    lengths = torch.tensor(committed)
     scores = torch.rand(2, len(committed), 3, MOST // 16)
     return BlockRanges(policy, policy.top_blocks(lengths, scores, 2).to(DEVICE))
 
@@ -54,15 +55,27 @@ def cache_of(lengths: list[int]) -> KVCache:
     rows=st.lists(
         st.tuples(st.integers(0, 80), st.integers(0, 8), st.booleans()), min_size=1, max_size=3
     ),
-    kind=st.sampled_from(KINDS), num_new=st.integers(1, 9) | st.just(300),
-    sinks=st.integers(0, 9), room=st.integers(1, 60), window=st.none() | st.integers(1, 90),
-    says_committed=st.booleans(), has_offsets=st.booleans(), is_captured=st.booleans(),
-)  # fmt: skip
+    kind=st.sampled_from(KINDS),
+    num_new=st.integers(1, 9) | st.just(300),
+    sinks=st.integers(0, 9),
+    room=st.integers(1, 60),
+    window=st.none() | st.integers(1, 90),
+    says_committed=st.booleans(),
+    has_offsets=st.booleans(),
+    is_captured=st.booleans(),
+)
 @example([(80, 3, True), (0, 2, False)], "full", 1, 0, 1, 9, True, True, True)
 def test_the_kernel_and_torch_compute_the_same_view(
-    rows: list[tuple[int, int, bool]], kind: str, num_new: int, sinks: int, room: int,
-    window: int | None, says_committed: bool, has_offsets: bool, is_captured: bool,
-) -> None:  # fmt: skip
+    rows: list[tuple[int, int, bool]],
+    kind: str,
+    num_new: int,
+    sinks: int,
+    room: int,
+    window: int | None,
+    says_committed: bool,
+    has_offsets: bool,
+    is_captured: bool,
+) -> None:
     settled = [length for length, _, _ in rows]
     cache = cache_of([length + tail for length, tail, _ in rows])
     batch = BatchRows.of((2, 0, 3)[: len(rows)], DEVICE, 9 if is_captured else None)
@@ -100,8 +113,10 @@ for launch in test_kernel_view.launch_all():
 
 
 def launch_all() -> list[Any]:
-    recorder, cache = Recorder(), cache_of([40, 9])
-    rows, committed = BatchRows.of((2, 0), DEVICE, 9), Lengths.of([38, 7], DEVICE)
+    recorder = Recorder()
+    cache = cache_of([40, 9])
+    rows = BatchRows.of((2, 0), DEVICE, 9)
+    committed = Lengths.of([38, 7], DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_view, "kernels", lambda device: recorder)
         for kind in KINDS:

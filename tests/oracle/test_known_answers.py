@@ -19,7 +19,8 @@ FLAGS = ("--B", 2, "--prefix_len", 1024, "--gen_len", 16, "--num_batches", 1)
 )
 def test_a_run_scores_both_passes(dataset: str, drive: Drive) -> None:
     found = drive("selfspec", "--dataset", dataset, *FLAGS, "--warmup_batches", 0)
-    (record,), saved = found.records, found.saved
+    (record,) = found.records
+    saved = found.saved
     tokenizer = load_tokenizer(Path(__file__).parents[2] / "magicdec" / "demo" / "target")
     work = build_workload(dataset, tokenizer, 1, Wanted(1024, 2, 123, gen_len=16))
     assert [row["prompt_ids"] for row in saved] == [list(prompt) for prompt in work.prompts]

@@ -35,10 +35,12 @@ from magicdec.setup.session import RankSession
 
 pytestmark = pytest.mark.two_threads
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32 = torch.float32
+BF16 = torch.bfloat16
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 # Without dot products for bfloat16 and for bytes.
-AVX2, AVX512 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)
+AVX2 = ("-march=x86-64-v3",)
+AVX512 = ("-march=x86-64-v4",)
 EVERYTHING = replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True)
 PARALLEL = replace(EVERYTHING, residual="parallel", gated_mlp=False)
 CONFIGS = {"plain": TINY, "biases": EVERYTHING, "parallel": PARALLEL}
@@ -60,13 +62,17 @@ KINDS = [
 @pytest.mark.parametrize("shape", [(64, 2), (1, 32), (33, 64), (97, 48), (130, 67), (256, 704)])
 @pytest.mark.parametrize(("dtype", "flags"), KINDS)
 def test_a_packed_layer_multiplies_and_a_row_keeps_its_bits(
-    dtype: torch.dtype, flags: tuple[str, ...], shape: tuple[int, int], rows: int,
+    dtype: torch.dtype,
+    flags: tuple[str, ...],
+    shape: tuple[int, int],
+    rows: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     found = library(*flags)
     monkeypatch.setattr(packed, "library", lambda: found)
     torch.manual_seed(0)
-    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
+    weight = torch.randn(shape).to(dtype)
+    bias = torch.randn(shape[0]).to(dtype)
     x = torch.randn(rows, shape[1]).to(dtype)
 
     def make(bias: Tensor | None, partial: bool = False) -> nn.Module:
@@ -93,13 +99,12 @@ def test_a_prefill_equals_torch_too(
     found = library(*flags)
     monkeypatch.setattr(packed, "library", lambda: found)
     torch.manual_seed(0)
-    weight, bias = torch.randn(shape).to(BF16), torch.randn(shape[0]).to(BF16)
+    weight = torch.randn(shape).to(BF16)
+    bias = torch.randn(shape[0]).to(BF16)
     for rows, tokens in ((1, 32), (3, 43), (2, 80)):
         x = torch.randn(rows, tokens, shape[1]).to(BF16)
-        out, expected = (
-            PackedLinear(weight, bias)(x),
-            F.linear(*map(Tensor.double, (x, weight, bias))),
-        )
+        out = PackedLinear(weight, bias)(x)
+        expected = F.linear(*map(Tensor.double, (x, weight, bias)))
         assert (out.double() - expected).abs().max() <= expected.abs().max() * 2**-7
 
 
@@ -205,7 +210,8 @@ def test_packing_leaves_the_bytes_of_the_weights_as_they_are() -> None:
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64}
     fitting, _ = int8_twins(replace(TINY, num_heads=4, num_kv_heads=4, **sizes), BF16)
     for model, is_padded in ((padded, True), (fitting, False)):
-        plain, stored = weight_bytes(model), stored_bytes(model)
+        plain = weight_bytes(model)
+        stored = stored_bytes(model)
         pack(model)
         assert weight_bytes(model) == plain
         assert not is_padded or stored_bytes(model) > stored
@@ -216,7 +222,8 @@ def stored_bytes(model: Transformer) -> int:
 
 
 SOURCE = Path(__file__).with_name("kernels_on_stdin.cpp")
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+COMPILER = "aarch64-linux-gnu-g++"
+EMULATOR = "qemu-aarch64"
 needs_emulator = pytest.mark.skipif(
     not (shutil.which(COMPILER) and shutil.which(EMULATOR)),
     reason="on Debian: apt install g++-aarch64-linux-gnu qemu-user",
@@ -233,19 +240,29 @@ def test_linear_layers_and_attention_equal_torch(tmp_path: Path) -> None:
     flags = ("-std=c++20", "-O3", "-fopenmp", "-static", "-DHEAD_SIZE=64")
     subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(program)], check=True)
     torch.manual_seed(0)
-    num_rows, out, width = 13, 100, 130
+    num_rows = 13
+    out = 100
+    width = 130
     x, weight, bias = (
         torch.randn(*s).bfloat16() for s in ((num_rows, width), (out, width), (out,))
     )
-    length, heads, kv_heads = 333, 6, 2
+    length = 333
+    heads = 6
+    kv_heads = 2
     q = torch.randn(length, heads, 64).bfloat16()
     k, v = torch.randn(2, length, kv_heads, 64).bfloat16()
     grouped = [quantizer(torch.randn(out, 128)) for quantizer in (INT4, INT8)]
     sent = as_bytes(
-        torch.tensor([num_rows, out, width]), x, weight, bias,
+        torch.tensor([num_rows, out, width]),
+        x,
+        weight,
+        bias,
         *(part for each in grouped for part in (each.numbers, each.scale)),
-        torch.tensor([length, heads, kv_heads]), q, k, v,
-    )  # fmt: skip
+        torch.tensor([length, heads, kv_heads]),
+        q,
+        k,
+        v,
+    )
     command = [EMULATOR, str(program)]
     done = subprocess.run(command, input=sent, capture_output=True, check=True, timeout=300)
     numbers = torch.frombuffer(bytearray(done.stdout), dtype=torch.bfloat16)
@@ -259,5 +276,5 @@ def test_linear_layers_and_attention_equal_torch(tmp_path: Path) -> None:
     torch.testing.assert_close(linear.view(wide.shape).double(), wide, rtol=0.01, atol=0.01)
     attended = torch.nn.functional.scaled_dot_product_attention(
         *(each.double().transpose(0, 1) for each in (q, k, v)), is_causal=True, enable_gqa=True
-    ).transpose(0, 1)  # fmt: skip
+    ).transpose(0, 1)
     torch.testing.assert_close(mixed.view(attended.shape).double(), attended, rtol=0.02, atol=0.01)

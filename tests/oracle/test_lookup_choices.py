@@ -27,8 +27,10 @@ def share(outcomes: Sequence[Outcome], evidence: Evidence, prior: float, weight:
         if each != evidence:
             continue
         if count >= 32:
-            right, count = right / 2, count / 2
-        right, count = right + is_right, count + 1
+            right = right / 2
+            count = count / 2
+        right = right + is_right
+        count = count + 1
     return (right + weight * prior) / (count + weight)
 
 
@@ -36,8 +38,10 @@ class PlainLookup:
     """`shared` are the outcomes of all texts."""
 
     def __init__(self, corpus: Sequence[int], shared: list[Outcome]) -> None:
-        self.corpus, self.shared = list(corpus), shared
-        self.text, self.own = list[int](), list[Outcome]()
+        self.corpus = list(corpus)
+        self.shared = shared
+        self.text = list[int]()
+        self.own = list[Outcome]()
         self.guess: list[tuple[int, Evidence]] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -59,7 +63,8 @@ class PlainLookup:
     def matches(self, source: Sequence[int]) -> list[tuple[int, int]]:
         """(length, place) of the 16 newest places before which the last three tokens of the text or
         more stand, up to 32 of them."""
-        end, found = self.text[-32:], []
+        end = self.text[-32:]
+        found = []
         for place in range(len(source) - 1, 2, -1):
             length = 0
             while length < min(place, len(end)) and source[place - 1 - length] == end[-1 - length]:
@@ -73,7 +78,8 @@ class PlainLookup:
         places += [(n, self.corpus, p) for n, p in self.matches(self.corpus)]
         longest = max((length for length, _, _ in places), default=0)
         places = [each for each in places if 2 * each[0] >= longest]
-        proposal, survival = list[tuple[int, float]](), 1.0
+        proposal = list[tuple[int, float]]()
+        survival = 1.0
         self.guess = []
         for number in range(count):
             known = [*self.text, *(token for token, _ in self.guess)]
@@ -83,10 +89,8 @@ class PlainLookup:
                 if source is self.text or place + number < len(source)
             ]
             places = [
-                each
-                for each in places
-                if each[1] is self.text or each[2] + number < len(each[1])
-            ]  # fmt: skip
+                each for each in places if each[1] is self.text or each[2] + number < len(each[1])
+            ]
             if not followers:
                 break
             tokens = [token for _, token in followers]
@@ -129,15 +133,19 @@ def test_lookups_propose_and_learn_what_a_search_of_the_whole_text_does(
     with pytest.MonkeyPatch.context() as patch:
         priors = tuple(min(0.99, trust * prior) for prior in suffix_index.PRIORS)
         patch.setattr(suffix_index, "PRIORS", priors)
-        general, outcomes, index = LookupRates(), list[Outcome](), SuffixIndex(corpus)
+        general = LookupRates()
+        outcomes = list[Outcome]()
+        index = SuffixIndex(corpus)
         lookups = [Lookup(index if corpus else None, general) for _ in range(2)]
         plains = [PlainLookup(corpus, outcomes) for _ in range(2)]
         for lookup, plain in zip(lookups, plains, strict=True):
             lookup.extend(start)
             plain.extend(start)
         for which, num_right, count, others in steps:
-            lookup, plain = lookups[which], plains[which]
-            found, expected = lookup.propose(count), plain.propose(count)
+            lookup = lookups[which]
+            plain = plains[which]
+            found = lookup.propose(count)
+            expected = plain.propose(count)
             assert [token for token, _ in found] == [token for token, _ in expected]
             assert [p for _, p in found] == pytest.approx([p for _, p in expected])
             right = [token for token, _ in expected][:num_right]
@@ -149,7 +157,8 @@ def test_lookups_propose_and_learn_what_a_search_of_the_whole_text_does(
 
 
 def test_nothing_is_learned_of_what_follows_a_wrong_token() -> None:
-    lookup, plain = Lookup(), PlainLookup((), [])
+    lookup = Lookup()
+    plain = PlainLookup((), [])
     for each in (lookup, plain):
         each.extend([*range(3, 20), *range(3, 10)])
         assert [token for token, _ in each.propose(3)] == [10, 11, 12]

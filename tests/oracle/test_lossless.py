@@ -118,7 +118,8 @@ def test_tokens_far_past_the_window_are_the_baselines(
 ) -> None:
     """The window moves on: 150 tokens after prompts of different lengths, with a budget of 40. A
     standalone draft has the target's weights and rolls."""
-    model, kv = tiny_transformer(seed=1), KVSection(policy, 40, 4)
+    model = tiny_transformer(seed=1)
+    kv = KVSection(policy, 40, 4)
     draft = model if drafter == "model" else None
     found = speculate(
         model, kv, gamma, draft=draft, lengths=[3, 50], num_new=150, seed=4, backend=backend
@@ -133,7 +134,8 @@ def test_tokens_far_past_the_window_are_the_baselines(
 @pytest.mark.parametrize("gamma", [1, 30])
 def test_few_or_many_drafts_over_everything_are_accepted(gamma: int) -> None:
     """Of a policy that chooses by what verifications have seen, in native kernels."""
-    kv, sizes = KVSection("verified", 5000, 16), {"lengths": [100, 3, 60], "num_new": 40}
+    kv = KVSection("verified", 5000, 16)
+    sizes = {"lengths": [100, 3, 60], "num_new": 40}
     assert speculate(tiny_transformer(), kv, gamma, backend=NativeBackend, **sizes).accepts_all
 
 
@@ -155,23 +157,41 @@ def test_a_request_for_one_token_needs_no_step() -> None:
     seed=st.integers(0, 100),
 )
 def test_any_ragged_batch(
-    drafter: str, lengths: list[int], num_new: list[int], gamma: int, sinks: int, window: int,
-    chunk: int, block_size: int, seed: int,
-) -> None:  # fmt: skip
-    model, kv = tiny_transformer(seed=seed % 3), KVSection("streaming_llm", sinks + window, sinks)
+    drafter: str,
+    lengths: list[int],
+    num_new: list[int],
+    gamma: int,
+    sinks: int,
+    window: int,
+    chunk: int,
+    block_size: int,
+    seed: int,
+) -> None:
+    model = tiny_transformer(seed=seed % 3)
+    kv = KVSection("streaming_llm", sinks + window, sinks)
     speculate(
-        model, kv, gamma, draft=model if drafter == "model" else None, lengths=lengths,
-        num_new=num_new[: len(lengths)], seed=seed, chunk=64 if drafter == "model" else chunk,
-        draft_chunk=chunk, block_size=block_size,
-    )  # fmt: skip
+        model,
+        kv,
+        gamma,
+        draft=model if drafter == "model" else None,
+        lengths=lengths,
+        num_new=num_new[: len(lengths)],
+        seed=seed,
+        chunk=64 if drafter == "model" else chunk,
+        draft_chunk=chunk,
+        block_size=block_size,
+    )
 
 
 def test_speculation_adds_no_second_prefill_and_no_kv_memory() -> None:
     """A step of the speculative pass has gamma draft forwards and one verification. No forward runs
     the prompt again."""
-    kv, sizes = KVSection("streaming_llm", 20, 4), {"lengths": [64, 64], "num_new": 30}
+    kv = KVSection("streaming_llm", 20, 4)
+    sizes = {"lengths": [64, 64], "num_new": 30}
     found = speculate(tiny_transformer(), kv, 3, chunk=32, **sizes)
-    prefill, baseline, counts = 2 * 2, 29, found.runner.counts
+    prefill = 2 * 2
+    baseline = 29
+    counts = found.runner.counts
     assert counts.num_forwards == prefill + baseline + len(found.accepted) * (3 + 1)
     assert counts.num_tokens == 2 * 64 + 2 * 29 + sum(map(len, found.accepted)) * (3 + 4)
     per_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
@@ -183,7 +203,8 @@ def test_a_draft_costs_its_forwards_and_no_more() -> None:
     model = tiny_transformer()
     found = speculate(model, KVSection("full"), 3, draft=model, lengths=[64, 64], num_new=31)
     assert found.draft is not None and found.draft.runner is not None
-    chunks, steps = 2 * 64 // found.draft.prefill_chunk, len(found.accepted)
+    chunks = 2 * 64 // found.draft.prefill_chunk
+    steps = len(found.accepted)
     counts = found.draft.runner.counts
     assert counts.num_forwards == chunks + 3 * steps
     # One token more a row in every step but the first: the last that was accepted.
@@ -203,7 +224,8 @@ def test_drafting_changes_no_committed_token_of_the_cache() -> None:
 
 def test_a_smaller_or_larger_padding_of_the_vocabulary_is_no_obstacle() -> None:
     """Ids of the padding are never text; a draft may still prefer one."""
-    prompts, kv = random_prompts([20, 9], 90), KVSection("full")
+    prompts = random_prompts([20, 9], 90)
+    kv = KVSection("full")
     for vocab_size in (90, 120):
         config = replace(SMALL, vocab_size=vocab_size)
         for sampling in (SamplingSection(), SamplingSection(temperature=1.5)):
@@ -217,14 +239,18 @@ def test_a_smaller_or_larger_padding_of_the_vocabulary_is_no_obstacle() -> None:
 
 def test_after_steps_without_drafts_chunks_take_all_that_is_pending() -> None:
     """A target of other weights holds the prompts; the drafter has taken them."""
-    kv, cpu, lengths = KVSection("streaming_llm", 30, 4), torch.device("cpu"), [50, 9]
+    kv = KVSection("streaming_llm", 30, 4)
+    cpu = torch.device("cpu")
+    lengths = [50, 9]
     draft = make_draft(tiny_transformer(), kv, 2, 200)
     engine = Engine(make_runner(tiny_transformer(seed=3), 2, 200), 64)
     engine.prefill(make_requests(random_prompts(lengths, TINY.vocab_size), 100))
     setup = DraftSetup(engine.runner, DecodingSection("speculative", "model"), kv, draft)
-    drafter, running = make_drafter("model", setup), engine.scheduler.running
+    drafter = make_drafter("model", setup)
+    running = engine.scheduler.running
     drafter.admit(running)
-    rows, cache = BatchRows.of([0, 1], cpu), engine.runner.cache
+    rows = BatchRows.of([0, 1], cpu)
+    cache = engine.runner.cache
     assert draft.runner is not None
 
     def commit(uncached: int) -> None:

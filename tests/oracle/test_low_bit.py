@@ -70,17 +70,23 @@ def packed_layer(
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("cpu", CPUS)
 def test_a_packed_layer_multiplies_and_a_row_keeps_its_bits(
-    cpu: str, dtype: torch.dtype, weights: str, shape: tuple[int, int], rows: int,
+    cpu: str,
+    dtype: torch.dtype,
+    weights: str,
+    shape: tuple[int, int],
+    rows: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """The sums over a group are exact integers, so that every CPU computes the same bits. Groups of
     int8 have 32, 64 and 128 inputs here."""
-    ours, found = library(), library(*CPUS[cpu])
+    ours = library()
+    found = library(*CPUS[cpu])
     monkeypatch.setattr(packed, "library", lambda: found)
     torch.manual_seed(0)
     numbers = make_numbers(weights, torch.randn(shape))
     group = numbers.format.group
-    bias, x = torch.randn(shape[0]).to(dtype), torch.randn(rows, shape[1]).to(dtype)
+    bias = torch.randn(shape[0]).to(dtype)
+    x = torch.randn(rows, shape[1]).to(dtype)
     x[0, :group] = 0.0
     for b in (None, bias):
         linear = packed_layer(numbers, b)
@@ -122,7 +128,8 @@ def test_the_plain_layer(dtype: torch.dtype, weights: str, monkeypatch: pytest.M
     monkeypatch.setattr(grouped, "WIDENED", 1 << 13)  # several parts
     torch.manual_seed(0)
     numbers = make_numbers(weights, torch.randn(130, 96))
-    bias, x = torch.randn(130).to(dtype), torch.randn(2, 3, 96).to(dtype)
+    bias = torch.randn(130).to(dtype)
+    x = torch.randn(2, 3, 96).to(dtype)
     linear = GroupedLinear(numbers, bias)
     expected = F.linear(x.double(), numbers.dense().double(), bias.double())
     assert linear(x).dtype == dtype
@@ -135,9 +142,11 @@ def test_int4_groups_are_rounded_to_the_nearest_of_sixteen_numbers() -> None:
     torch.manual_seed(0)
     group = 32
     weight = torch.randn(50, 128)
-    weight[3], weight[4, :group] = 0.0, torch.arange(-8.0, 24.0) / 4
+    weight[3] = 0.0
+    weight[4, :group] = torch.arange(-8.0, 24.0) / 4
     found = make_numbers("int4", weight)
-    numbers, scales = found.numbers, found.scale
+    numbers = found.numbers
+    scales = found.scale
     assert numbers.dtype == torch.int8 and scales.dtype == BF16 and scales.shape == (50, 4)
     assert -8 <= int(numbers.min()) < int(numbers.max()) <= 8 - 1
     step = scales.abs().double().repeat_interleave(group, 1)
@@ -185,7 +194,8 @@ def pack_copy(model: Transformer) -> Transformer:
 def clone(linear: nn.Module) -> packed.Linear:
     assert isinstance(linear, nn.Linear)
     kind = type(linear)(1, 1, bias=False, device="meta")
-    kind.weight, kind.bias = linear.weight, linear.bias
+    kind.weight = linear.weight
+    kind.bias = linear.bias
     return kind
 
 
@@ -285,7 +295,8 @@ def test_requests_in_flight_emit_the_tokens_of_their_lone_runs(weights: str) -> 
 @pytest.mark.parametrize(
     "flags",
     [
-        *("--draft_weights int8", "--draft_weights int4"),
+        "--draft_weights int8",
+        "--draft_weights int4",
         "--draft_weights int4 --drafter ngram+self --gamma 4",
     ],
 )

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.wide
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+F32 = torch.float32
 FORMATS = (
     INT4.format(32),
     INT8.format(128),
@@ -48,16 +49,25 @@ def make_layer(
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        ("int4", (64, 32)), ("int4", (97, 96)), ("int4", (130, 352)), ("int4", (4100, 64)),
-        ("int8", (64, 32)), ("int8", (97, 48)), ("int8", (130, 256)), ("int8", (4100, 64)),
+        ("int4", (64, 32)),
+        ("int4", (97, 96)),
+        ("int4", (130, 352)),
+        ("int4", (4100, 64)),
+        ("int8", (64, 32)),
+        ("int8", (97, 48)),
+        ("int8", (130, 256)),
+        ("int8", (4100, 64)),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_a_layer_multiplies_and_a_row_keeps_its_bits(
-    dtype: torch.dtype, kind: str, shape: tuple[int, int], rows: tuple[int, ...],
+    dtype: torch.dtype,
+    kind: str,
+    shape: tuple[int, int],
+    rows: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Inputs and outputs that fill no tile, and two tiles of rows. `serves` is for CUDA alone."""
     torch.manual_seed(0)
     monkeypatch.setattr(triton, "serves", lambda *of_call: True)

@@ -45,9 +45,11 @@ from magicdec.systems.pipeinfer.path_drafter import candidate_of, pack_candidate
 from magicdec.systems.pipeinfer.run_stage import predict
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 KV = KVSection("streaming_llm", 24, 4)
-GREEDY, WARM = SamplingSection(), SamplingSection(temperature=0.8)
+GREEDY = SamplingSection()
+WARM = SamplingSection(temperature=0.8)
 FILTERED = SamplingSection(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
 PENALISED = SamplingSection(repetition_penalty=1.2)
 PROMPTS = random_prompts([40, 31], TINY.vocab_size)
@@ -68,7 +70,8 @@ def decode_until_overflow(
     draft: Any = None,
 ) -> str:
     """What a decoding says in whose third step the logits of `broken` overflow."""
-    engine, done = Engine(runner, 64), list[float]()
+    engine = Engine(runner, 64)
+    done = list[float]()
     engine.prefill(make_requests(PROMPTS, 20, sampling=sampling))
     name = "autoregressive" if drafter is None else "speculative"
     section = DecodingSection(name, drafter, 3)
@@ -106,9 +109,11 @@ def test_the_logits_of_a_draft_model_count(
     sampling: SamplingSection, make_recorder: Callable[[], Any], breaks_draft: bool
 ) -> None:
     """They cannot make a token wrong, but the acceptance would be that of no model."""
-    model, small = tiny_transformer(), tiny_transformer(SMALL, seed=1)
+    model = tiny_transformer()
+    small = tiny_transformer(SMALL, seed=1)
     draft = make_draft(small, KV, 2, 80, SDPABackend(16))
-    runner, broken = make_runner(model, 2, 80, SDPABackend(16)), small if breaks_draft else model
+    runner = make_runner(model, 2, 80, SDPABackend(16))
+    broken = small if breaks_draft else model
     found = decode_until_overflow(runner, broken, "model", sampling, make_recorder(), draft)
     assert found.startswith(f"decode step {STEPS + 1}: ")
 
@@ -117,7 +122,8 @@ def test_the_logits_of_a_draft_model_count(
 @pytest.mark.parametrize("drafter", [None, "self", "ngram"])
 def test_native_steps_end_at_the_step(drafter: str | None, dtype: torch.dtype) -> None:
     """Their kernels are compiled for finite numbers alone."""
-    model, group = pack(tiny_transformer(dtype=dtype)), Group((0,), 0)
+    model = pack(tiny_transformer(dtype=dtype))
+    group = Group((0,), 0)
     executor = Executor(model, group)
     runner = ModelRunner(model, NativeBackend(), group, 2, 80, executor=executor)
     found = decode_until_overflow(runner, model, drafter, GREEDY)
@@ -126,7 +132,8 @@ def test_native_steps_end_at_the_step(drafter: str | None, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_native_chain_of_drafts_says_that_its_logits_are_not_finite(dtype: torch.dtype) -> None:
-    model, group = pack(tiny_transformer(dtype=dtype)), Group((0,), 0)
+    model = pack(tiny_transformer(dtype=dtype))
+    group = Group((0,), 0)
     runner = ModelRunner(model, NativeBackend(), group, 1, 80, executor=Executor(model, group))
     runner.allocate(0)
     place = torch.tensor([[5]]), [0], runner.policy
@@ -189,7 +196,8 @@ def test_a_prompt_whose_logits_overflow_has_no_first_token() -> None:
 def test_pipelined_speculation_commits_no_token_without_a_margin() -> None:
     logits = torch.randn(2, 9)
     logits[1, 3] = INF
-    tokens, margins = [1, 3], predict(logits, logits.sum(dim=1))[2:]
+    tokens = [1, 3]
+    margins = predict(logits, logits.sum(dim=1))[2:]
     scheduler = PipelinedScheduler(Options(mode="iterative"))
     _, (launch, *_) = scheduler.submit([4, 5], 4)
     assert isinstance(launch, RunLaunch)
@@ -220,7 +228,8 @@ def broken_after(directory: Path, num_tokens: int) -> Path:
     model = transformers.GPT2LMHeadModel(config)
     body = model.transformer
     with torch.no_grad():
-        body.wte.weight[:, 0], body.wpe.weight[:, 0] = 3e37, -3e37
+        body.wte.weight[:, 0] = 3e37
+        body.wpe.weight[:, 0] = -3e37
         body.wpe.weight[num_tokens:, 0] = 3.3e38
         body.ln_f.weight[0] = body.ln_f.bias[0] = 0
     model.save_pretrained(directory)
@@ -240,7 +249,8 @@ SHORT = ("--prefix_len", 64, "--gen_len", 16, "--dtype", "float32", "--ignore_eo
 def test_a_run_leaves_a_failed_record(
     words: Sequence[object], tmp_path: Path, command: Command
 ) -> None:
-    out, model = tmp_path / "records.jsonl", broken_after(tmp_path / "model", 69)
+    out = tmp_path / "records.jsonl"
+    model = broken_after(tmp_path / "model", 69)
     ended = command("run", "--model", model, *SHORT, "--B", 1, "--out", out, *words)
     assert ended.code == 1
     (record,) = map(json.loads, out.read_text().splitlines())
@@ -252,10 +262,19 @@ def test_a_run_leaves_a_failed_record(
 
 
 def test_serving_leaves_a_failed_record(tmp_path: Path, command: Command) -> None:
-    out, model = tmp_path / "records.jsonl", broken_after(tmp_path / "model", 69)
+    out = tmp_path / "records.jsonl"
+    model = broken_after(tmp_path / "model", 69)
     ended = command(
-        *("serve", "--model", model, *SHORT, "--num_requests", 2, "--modes", "sequential"),
-        *("--out", out),
+        "serve",
+        "--model",
+        model,
+        *SHORT,
+        "--num_requests",
+        2,
+        "--modes",
+        "sequential",
+        "--out",
+        out,
     )
     assert ended.code == 1
     (record,) = map(json.loads, out.read_text().splitlines())

@@ -58,7 +58,8 @@ class PlainScheduler:
 
     def leave(self, text: Text) -> None:
         self.joined.remove(text)
-        text.row, text.num_blocks = None, 0
+        text.row = None
+        text.num_blocks = 0
 
     def step(self) -> dict[str, list[tuple[int, ...]]]:
         """What the next step does, by the names of `StepPlan`."""
@@ -101,13 +102,15 @@ class PlainScheduler:
 
     def prefill(self) -> list[tuple[int, ...]]:
         """As many tokens as a step may, of those first that were admitted first."""
-        room, parts = self.limits.prefill_tokens or 1000, []
+        room = self.limits.prefill_tokens or 1000
+        parts = []
         for text in self.joined:
             count = min(room, text.left)
             if count:
                 start = text.cached - text.left
                 parts.append((text.row or 0, text.number, start, start + count))
-                text.left, room = text.left - count, room - count
+                text.left = text.left - count
+                room = room - count
         return [part[1:] for part in sorted(parts)]
 
     def emitted(self, number: int, count: int) -> None:
@@ -146,15 +149,23 @@ seen = Counter[str]()
     cancels=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 20)), max_size=3),
 )
 def test_requests_are_served_in_the_order_of_the_rules(
-    drawn: list[tuple[int, int, int]], num_rows: int, spare: int, step_tokens: int,
-    prefill_tokens: int | None, counts: list[int], cancels: list[tuple[int, int]],
-) -> None:  # fmt: skip
+    drawn: list[tuple[int, int, int]],
+    num_rows: int,
+    spare: int,
+    step_tokens: int,
+    prefill_tokens: int | None,
+    counts: list[int],
+    cancels: list[tuple[int, int]],
+) -> None:
     needed = max(prompt + max(new, 2) - 2 + step_tokens for prompt, new, _ in drawn)
     limits = BatchLimits(
-        block_size=BLOCK, num_blocks=-(-needed // BLOCK) + spare, step_tokens=step_tokens,
+        block_size=BLOCK,
+        num_blocks=-(-needed // BLOCK) + spare,
+        step_tokens=step_tokens,
         prefill_tokens=prefill_tokens,
-    )  # fmt: skip
-    scheduler, plain = Scheduler(num_rows, limits), PlainScheduler(num_rows, limits)
+    )
+    scheduler = Scheduler(num_rows, limits)
+    plain = PlainScheduler(num_rows, limits)
     requests = [Request(i, (1,) * n, SamplingParams(new)) for i, (n, new, _) in enumerate(drawn)]
     plain.texts = [
         Text(i, arrived, prompt, new, has_left=True)
@@ -171,7 +182,8 @@ def test_requests_are_served_in_the_order_of_the_rules(
                 text = plain.texts[number]
                 text.has_left |= text.row is None
                 plain.cancelled += [number] if text.row is not None else []
-        plan, expected = scheduler.schedule(), plain.step()
+        plan = scheduler.schedule()
+        expected = plain.step()
         if plan is None:
             assert not any(expected.values()), expected
             if time > 12:

@@ -98,9 +98,11 @@ def test_unchanged_code_passes_with_other_kernels_and_threads(
     for each other for long where other tests keep the cores busy: that is one run only."""
     cases = [STREAMING[0], DRAFT[0]]
     configs = [replace(c, model=replace(c.model, dtype=dtype)) for c in cases]
-    old, changes = [baselines[0], baselines[-1]], [("sdpa", 1, configs), ("auto", 2, configs[1:])]
+    old = [baselines[0], baselines[-1]]
+    changes = [("sdpa", 1, configs), ("auto", 2, configs[1:])]
     if dtype == "bfloat16":
-        old, changes = records_of(configs), [("grouped", 1, configs)]
+        old = records_of(configs)
+        changes = [("grouped", 1, configs)]
     for backend, threads, some in changes:
         changed = [replace(c, attention=replace(c.attention, backend=backend)) for c in some]
         found = compare(records_of(changed, threads), old)
@@ -111,7 +113,8 @@ def test_the_command_saves_cases_and_runs_them_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once in processes of its own, which take longer to start than to run the cases."""
-    path, junit = tmp_path / "gate.jsonl", tmp_path / "gate.xml"
+    path = tmp_path / "gate.jsonl"
+    junit = tmp_path / "gate.xml"
 
     def measure_here(configs: Sequence[RunConfig], *_: Any) -> list[Result]:
         return [result for _, result in run_cases(list(enumerate(configs)))]

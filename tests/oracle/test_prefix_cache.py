@@ -84,7 +84,8 @@ def lone_output(request: Request) -> list[int]:
     key = request.prompt_ids, request.sampling
     if key not in lone_outputs:
         runner = make_runner(LONE, 1, len(request.prompt_ids) + MOST_NEW)
-        alone, engine = Request(0, request.prompt_ids, request.sampling), Engine(runner, 64)
+        alone = Request(0, request.prompt_ids, request.sampling)
+        engine = Engine(runner, 64)
         engine.prefill([alone])
         setup = Setup(runner, DecodingSection(), KVSection("full"))
         lone_outputs[key] = decode(engine, "autoregressive", setup)[0].output_ids
@@ -126,9 +127,12 @@ def draw_runner(random: Random, talk: Talk, is_native: bool) -> ModelRunner:
     least = -(-talk.most_tokens // size)
     num_blocks = least + random.choice((0, 1, 2, 2 * least))
     runner = make_runner(
-        PACKED if is_native else MODEL, random.randint(1, 3), talk.most_tokens, backend,
+        PACKED if is_native else MODEL,
+        random.randint(1, 3),
+        talk.most_tokens,
+        backend,
         MOST_NEW + MOST_DRAFTS + OBSERVED,
-    )  # fmt: skip
+    )
     executor = Executor(PACKED, runner.group) if is_native else None
     pool = {"block_tokens": 8, "num_blocks": num_blocks}
     return replace(runner, executor=executor, shares_prefixes=True, **pool)
@@ -222,9 +226,14 @@ def serve(
         own.draft_log = runner.draft_log
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
     setup = Setup(
-        runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,
-        draft_length=RandomLength(random), recorder=Eager(), is_in_flight=True,
-    )  # fmt: skip
+        runner,
+        DecodingSection("speculative", drafter or "self", MOST_DRAFTS),
+        kv,
+        draft=draft,
+        draft_length=RandomLength(random),
+        recorder=Eager(),
+        is_in_flight=True,
+    )
     strategy = make_strategy("speculative" if drafter else "autoregressive", setup)
     limits = BatchLimits(
         talk.most_tokens, *runner.caches.limits, 1 + MOST_DRAFTS, random.choice((None, 6, 16))
@@ -287,7 +296,8 @@ def serve(
 
 def check_books(runner: ModelRunner, found: Collection[int] = ()) -> None:
     """Each block of the pool is free, kept for a text, or in rows, or was found for one."""
-    cache, prefixes = runner.cache, runner.caches.prefixes
+    cache = runner.cache
+    prefixes = runner.caches.prefixes
     assert prefixes is not None
     in_rows = {block for blocks in cache.blocks for block in blocks} | set(found)
     idle = {node.block for node in prefixes._idle}
@@ -395,9 +405,13 @@ def test_a_draft_model_prefills_what_it_does_not_share(monkeypatch: pytest.Monke
     monkeypatch.setattr(own, "release", note)
     monkeypatch.setattr(model_drafter, "prefill", noted)
     setup = Setup(
-        runner, DecodingSection("speculative", "model", MOST_DRAFTS), FULL, draft=draft,
-        recorder=Eager(), is_in_flight=True,
-    )  # fmt: skip
+        runner,
+        DecodingSection("speculative", "model", MOST_DRAFTS),
+        FULL,
+        draft=draft,
+        recorder=Eager(),
+        is_in_flight=True,
+    )
     strategy = make_strategy("speculative", setup)
     limits = BatchLimits(160, *runner.caches.limits, 1 + MOST_DRAFTS)
     engine = Engine(runner, 64, limits, VirtualClock())
@@ -487,10 +501,12 @@ def test_blocks_that_several_rows_hold_count_once(num_blocks: int) -> None:
 @given(st.data())
 def test_a_path_is_what_was_kept_of_a_text(data: st.DataObject) -> None:
     """Beside a list of the texts that rows have left, as long as nothing is evicted."""
-    cache, size = PrefixCache(2), 2
+    cache = PrefixCache(2)
+    size = 2
     text = st.lists(st.integers(0, 1), min_size=1, max_size=9)
     rows: dict[int, list[int]] = {}
-    known, blocks = set[tuple[int, ...]](), iter(range(10**6))
+    known = set[tuple[int, ...]]()
+    blocks = iter(range(10**6))
     held: dict[int, list[int]] = {}
     contents: dict[int, list[int]] = {}  # the tokens in each block
 

@@ -107,7 +107,9 @@ def fp8_table(block: list[int] | None, **more: Any) -> dict[str, Any]:
 
 CHANNEL = {"strategy": "channel", "symmetric": True}
 DYNAMIC = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
-INT, FLOAT, PACK = "int-quantized", "float-quantized", "pack-quantized"
+INT = "int-quantized"
+FLOAT = "float-quantized"
+PACK = "pack-quantized"
 BF16 = torch.bfloat16
 # By name: the table of the config, what makes a layer, and the bits and scale of its numbers.
 FORMATS: dict[str, tuple[dict[str, Any], Making, tuple[int, str, bool] | None]] = {

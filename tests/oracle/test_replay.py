@@ -68,7 +68,9 @@ from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 PAIRS = sorted(served_pairs(), key=str)
 MIXED = [
-    *(("ngram+self", "streaming_llm"), ("ngram+self", "snapkv"), ("ngram+model", "full")),
+    ("ngram+self", "streaming_llm"),
+    ("ngram+self", "snapkv"),
+    ("ngram+model", "full"),
     ("ngram+eagle", "full"),
 ]
 PROMPTS = [60, 1, 30, 80, 20]
@@ -113,9 +115,11 @@ def started(
     """An engine that has prefilled the prompts, and its snapshots."""
     config = replace(TINY, layer_kinds=(LayerKind(sliding_window),))
     dtype = torch.float32 if kind == "greedy" else torch.float64
-    model, size = tiny_transformer(config, dtype=dtype), max(PROMPTS) + max(NUM_NEW) + MOST
+    model = tiny_transformer(config, dtype=dtype)
+    size = max(PROMPTS) + max(NUM_NEW) + MOST
     runner = make_runner(model.to(device), len(PROMPTS), size, SDPABackend(block_size))
-    engine, prompts = Engine(runner, 64), random_prompts(PROMPTS, TINY.vocab_size)
+    engine = Engine(runner, 64)
+    prompts = random_prompts(PROMPTS, TINY.vocab_size)
     rows = zip(prompts, NUM_NEW, KINDS[kind], strict=True)
     requests = [Request(i, p, make_params(s, n, (), i)) for i, (p, n, s) in enumerate(rows)]
     return engine, engine.prefill(requests)
@@ -191,11 +195,13 @@ def test_replayed_steps_emit_the_same_tokens(
     drafter: str | None, policy: str | None, kind: str
 ) -> None:
     engine, snapshots = started(kind)
-    kv, recorder = section_of(policy), Recorder()
+    kv = section_of(policy)
+    recorder = Recorder()
     eager = run(engine, snapshots, drafter, kv, 4, None)
     ours = run(engine, snapshots, drafter, kv, 4, recorder)
     check_same((drafter, policy), kind, eager, ours)
-    (_, accepted, read), counts = ours, eager[2]
+    _, accepted, read = ours
+    counts = eager[2]
     assert recorder.recorded and recorder.replayed >= len(accepted)
     if accepted == eager[1]:
         assert read.num_forwards == counts.num_forwards
@@ -213,7 +219,8 @@ def test_graphs_on_a_gpu_sample_the_same_tokens(
     drafter: str | None, policy: str | None, kind: str
 ) -> None:
     engine, snapshots = started(kind, device="cuda")
-    kv, graphs = section_of(policy), CudaGraphs(torch.device("cuda"))
+    kv = section_of(policy)
+    graphs = CudaGraphs(torch.device("cuda"))
     eager = run(engine, snapshots, drafter, kv, 4, None)
     check_same((drafter, policy), kind, eager, run(engine, snapshots, drafter, kv, 4, graphs))
 
@@ -237,7 +244,8 @@ def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
     """Some steps draft nothing. The measurement of `--gamma auto` comes first, of one row and of
     all."""
     engine, snapshots = started(kind)
-    kv, recorder = section_of(policy), Recorder()
+    kv = section_of(policy)
+    recorder = Recorder()
     eager, ours = (
         run(engine, snapshots, drafter, kv, "auto", each, OneAlone(SCRIPT))
         for each in (None, recorder)
@@ -289,14 +297,20 @@ def test_a_full_replayed_draft_is_accepted_after_any_pause(kv: KVSection) -> Non
     draft = make_draft(runner.model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
     engine.rewind(snapshots)
     setup = Setup(
-        runner, DecodingSection("speculative", "model", "auto"), kv, draft=draft,
-        draft_length=Scripted(SCRIPT), recorder=Recorder(),
-    )  # fmt: skip
+        runner,
+        DecodingSection("speculative", "model", "auto"),
+        kv,
+        draft=draft,
+        draft_length=Scripted(SCRIPT),
+        recorder=Recorder(),
+    )
     steps: list[tuple[int, list[int]]] = []
     decode(
-        engine, "speculative", setup,
+        engine,
+        "speculative",
+        setup,
         lambda ids, out, s: steps.append((out.padded_gamma, out.num_accepted or [])),
-    )  # fmt: skip
+    )
     assert {n for n, _ in steps} == set(SCRIPT)
     assert all(accepted == [n] * len(accepted) for n, accepted in steps)
 
@@ -304,7 +318,8 @@ def test_a_full_replayed_draft_is_accepted_after_any_pause(kv: KVSection) -> Non
 def test_replayed_steps_of_measured_draft_lengths_emit_the_same_tokens() -> None:
     """The measurement runs one row alone while the others are not active. Then all rows go on."""
     engine, snapshots = started()
-    kv, recorder = section_of("streaming_llm"), Recorder()
+    kv = section_of("streaming_llm")
+    recorder = Recorder()
     expected = run(engine, snapshots, None, kv, 4, None)[0]
     assert run(engine, snapshots, "self", kv, "auto", recorder)[0] == expected
     assert recorder.recorded == 1 + 2 * 8
@@ -325,7 +340,8 @@ def test_a_row_that_ended_in_its_last_block_writes_into_no_other_row(
     runner = make_runner(tiny_transformer(), 2, 60 + num_new + 4, SDPABackend(block_size))
     engine = Engine(runner, 64)
     requests = make_requests(random_prompts([60, 4], TINY.vocab_size, seed), [num_new, 60])
-    snapshots, kv = engine.prefill(requests), replace(section_of(policy), budget=budget)
+    snapshots = engine.prefill(requests)
+    kv = replace(section_of(policy), budget=budget)
     expected = run(engine, snapshots, "self", kv, 4, None)[0]
     assert max(runner.cache.lengths) == runner.max_tokens - 1
     assert run(engine, snapshots, "self", kv, 4, Recorder())[0] == expected
@@ -377,7 +393,9 @@ def test_the_recorder_refuses_what_a_graph_refuses(name: str) -> None:
 def test_a_replay_reads_the_present_values_of_tensors() -> None:
     """This holds for updates in place and through views. Values of the host stay as they were when
     it was recorded."""
-    x, total, factor = torch.tensor([1, 2, 3]), torch.zeros(1, dtype=torch.int64), [2]
+    x = torch.tensor([1, 2, 3])
+    total = torch.zeros(1, dtype=torch.int64)
+    factor = [2]
 
     def work() -> torch.Tensor:
         total.add_(x[1:].sum() * factor[0])
@@ -411,10 +429,13 @@ def test_a_failed_capture_says_its_first_error_and_restores_the_stream(
 ) -> None:
     streams = ["the program's"]
     for name, value in {
-        "Stream": str, "CUDAGraph": object, "graph_pool_handle": lambda: None,
-        "graph": BrokenCapture(streams), "current_stream": lambda device: streams[-1],
+        "Stream": str,
+        "CUDAGraph": object,
+        "graph_pool_handle": lambda: None,
+        "graph": BrokenCapture(streams),
+        "current_stream": lambda device: streams[-1],
         "set_stream": streams.append,
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
     def work() -> torch.Tensor:
@@ -456,9 +477,12 @@ def test_graphs_are_captured_after_all_earlier_ones_have_gone(
     """The next batch captures its steps when those of the last one are freed. On an H200 torch then
     failed with "use_count > 0", and where a graph was freed within a capture, the capture did."""
     for name, value in {
-        "Stream": str, "CUDAGraph": Capture, "graph_pool_handle": lambda: None,
-        "graph": Capture(), "current_stream": lambda device: None,
-    }.items():  # fmt: skip
+        "Stream": str,
+        "CUDAGraph": Capture,
+        "graph_pool_handle": lambda: None,
+        "graph": Capture(),
+        "current_stream": lambda device: None,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     graphs = CudaGraphs(torch.device("cpu"))
     for number in range(3):
@@ -560,7 +584,8 @@ def test_replayed_steps_of_tritons_attention_emit_the_eager_tokens(
     engine = Engine(runner, 26)
     prompts = random_prompts([26, 1], TINY.vocab_size)
     snapshots = engine.prefill(make_requests(prompts, [3, 4]))
-    kv, recorder = KVSection(policy, 20, 4, 8), Recorder()
+    kv = KVSection(policy, 20, 4, 8)
+    recorder = Recorder()
     expected, accepted, counts = run(engine, snapshots, "self", kv, 2, None)
     launches.clear()
     found, replayed, read = run(engine, snapshots, "self", kv, 2, recorder)
@@ -578,7 +603,9 @@ def test_replayed_steps_emit_the_tokens_of_torchs_operators(
     runner = make_runner(tiny_transformer(), 3, 20 + 7 + 3, SDPABackend(16))
     engine = Engine(runner, 20)
     requests = make_requests(random_prompts([20, 1, 9], TINY.vocab_size), [4, 7, 5])
-    snapshots, recorder, model = engine.prefill(requests), Recorder(), runner.model
+    snapshots = engine.prefill(requests)
+    recorder = Recorder()
+    model = runner.model
     kv = KVSection("full") if policy is None else KVSection(policy, 12, 4)
     expected, accepted, _ = run(engine, snapshots, drafter, kv, 3, None)
     assert type(model.elementwise) is Elementwise and not launches

@@ -23,7 +23,9 @@ from magicdec.model.transformer import Transformer
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 from magicdec.speculation.rolling_runner import RollingRunner
 
-VOCAB, MAX_TOKENS, TAIL = TINY.vocab_size, 600, 40
+VOCAB = TINY.vocab_size
+MAX_TOKENS = 600
+TAIL = 40
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa": SDPABackend,
     "grouped": GroupedBackend,
@@ -37,16 +39,15 @@ class WrittenOut:
     layer."""
 
     def __init__(self, model: Transformer, policy: StreamingLLM) -> None:
-        self.model, self.policy = model, policy
+        self.model = model
+        self.policy = policy
         self.k: list[Tensor] = [torch.empty(0, model.config.num_kv_heads, 16)] * 2
         self.v = list(self.k)
 
     def forward(self, ids: list[int], settled: int) -> Tensor:
         """Logits [T, V] of `ids`, which follow the tokens of the row."""
-        sinks, window = (
-            self.policy.num_sink_tokens,
-            self.policy.budget - self.policy.num_sink_tokens,
-        )
+        sinks = self.policy.num_sink_tokens
+        window = self.policy.budget - self.policy.num_sink_tokens
         held = len(self.k[0])
         first = max(min(sinks, settled), settled - window)
         seen = [*range(min(sinks, settled)), *range(first, held + len(ids))]
@@ -98,8 +99,10 @@ def forward(
     for i, plain in enumerate(rows.values()):
         expected = plain.forward(ids[i].tolist(), settled[i])
         assert torch.allclose(logits[i], expected, atol=5e-4, rtol=1e-4), (
-            i, settled[i], (logits[i] - expected).abs().max(),
-        )  # fmt: skip
+            i,
+            settled[i],
+            (logits[i] - expected).abs().max(),
+        )
 
 
 @pytest.mark.narrow("values", "pairs")
@@ -170,7 +173,8 @@ def test_a_row_serves_another_text_after_its_release() -> None:
 def test_rotating_the_sinks_often_adds_no_error() -> None:
     """In bfloat16, the rotated keys are within one rounding of an exact rotation of the original
     keys."""
-    policy, model = StreamingLLM(4, 24), tiny_transformer(dtype=torch.bfloat16)
+    policy = StreamingLLM(4, 24)
+    model = tiny_transformer(dtype=torch.bfloat16)
     runner = RollingRunner(
         model, SDPABackend(), Group((0,), 0), 1, MAX_TOKENS, policy, max_tail=TAIL, block_size=8
     )
@@ -196,9 +200,14 @@ def test_storage_does_not_grow_with_the_text(backend: str) -> None:
     sizes = []
     for max_tokens in (400, 4000, 40_000):
         runner = RollingRunner(
-            tiny_transformer(), BACKENDS[backend](), Group((0,), 0), 2, max_tokens, policy,
+            tiny_transformer(),
+            BACKENDS[backend](),
+            Group((0,), 0),
+            2,
+            max_tokens,
+            policy,
             max_tail=TAIL,
-        )  # fmt: skip
+        )
         sizes.append(runner.cache.num_bytes)
     per_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     # The sinks take a block of 64. Window and tail, 65 + 40 tokens, take two blocks, and a third

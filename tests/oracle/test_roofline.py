@@ -66,7 +66,8 @@ def test_kv_bytes_are_what_the_kernel_counts(
 
     engine = Engine(runner, 16)
     engine.prefill(make_requests(random_prompts(LENGTHS, config.vocab_size), 20))
-    counts, keys = runner.counts.copy(), keys_read()
+    counts = runner.counts.copy()
+    keys = keys_read()
     decode(engine, strategy, Setup(runner, DecodingSection(strategy, "self", 3), kv))
     keys = keys_read() - keys
     used = runner.counts.minus(counts)
@@ -83,7 +84,8 @@ def test_bytes_read_are_those_of_the_keys() -> None:
     for row in range(2):
         runner.cache.allocate(row, 70)
     for ids in (torch.ones(2, 40, dtype=torch.long), torch.ones(2, 1, dtype=torch.long)):
-        counts, keys = runner.counts.copy(), kernel(TINY.head_dim).magicdec_keys_read()
+        counts = runner.counts.copy()
+        keys = kernel(TINY.head_dim).magicdec_keys_read()
         runner.forward(ids, [0, 1])
         keys = kernel(TINY.head_dim).magicdec_keys_read() - keys
         used = runner.counts.minus(counts)
@@ -104,7 +106,8 @@ def test_steps_touch_no_new_memory(is_packed: bool, num_new: int) -> None:
     if is_packed:
         pack(model)
     runner = make_runner(model, 4, 200, NativeBackend())
-    rows, ids = range(4), torch.randint(0, 50, (4, num_new))
+    rows = range(4)
+    ids = torch.randint(0, 50, (4, num_new))
     for row in rows:
         runner.allocate(row)
     runner.forward(torch.randint(0, 50, (4, 150)), rows)
@@ -120,7 +123,9 @@ def test_steps_touch_no_new_memory(is_packed: bool, num_new: int) -> None:
     assert take_steps() < STEPS, "pages, of all steps together"
 
 
-BUDGET, GAMMA, NUM_NEW = 48, 3, [60, 60, 40]
+BUDGET = 48
+GAMMA = 3
+NUM_NEW = [60, 60, 40]
 PAIRS = sorted((d, p) for d, p in served_pairs() if p not in (None, "full"))
 
 
@@ -140,7 +145,8 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
             reads.extend(forward.view.count_keys().tolist())
 
     monkeypatch.setattr(ModelRunner, "_run_layers", spy)
-    model, kv = tiny_transformer(), KVSection(policy, BUDGET, 4, 8)
+    model = tiny_transformer()
+    kv = KVSection(policy, BUDGET, 4, 8)
     runner = make_runner(model, 3, 100 + max(NUM_NEW) + GAMMA)
     draft = None
     if drafter == "model":

@@ -25,8 +25,24 @@ from magicdec.records.reading import load_records
 from magicdec.setup.prepare import Prepared, prepare
 
 WORDS = (
-    *("--model", "demo", "--draft", "model:demo-draft", "--kv_policy", "full", "--gamma", "3"),
-    *("--dtype", "float32", "--prefix_len", "96", "--gen_len", "21", "--B", "3", "--threads", "1"),
+    "--model",
+    "demo",
+    "--draft",
+    "model:demo-draft",
+    "--kv_policy",
+    "full",
+    "--gamma",
+    "3",
+    "--dtype",
+    "float32",
+    "--prefix_len",
+    "96",
+    "--gen_len",
+    "21",
+    "--B",
+    "3",
+    "--threads",
+    "1",
 )
 TRIES = 5
 DRAFTING = ("static+draft", "inflight+draft", "ring+draft", "sync", "async")
@@ -75,7 +91,8 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
         if not any(steps_of(records["async"]).values()):
             records |= served(command, folder, "async")
     for name in DRAFTING:
-        record, metrics = records[name], records[name]["metrics"]
+        record = records[name]
+        metrics = records[name]["metrics"]
         assert record["status"] == "ok", name
         steps = steps_of(record)
         if name != "async":
@@ -109,7 +126,11 @@ def llm_results() -> list[RequestOutput]:
     )
     prompts = prepare(config, Launch()).workload.prompts
     llm = LLM(
-        *("demo", "model:demo-draft", 3, config.kv, "float32"),
+        "demo",
+        "model:demo-draft",
+        3,
+        config.kv,
+        "float32",
         max_tokens=128,
         max_concurrency=3,
         threads=1,

@@ -55,7 +55,8 @@ TOY = replace(TINY, vocab_size=6, bos_token_id=None, eos_token_ids=())
 PROMPT = (3, 1, 4, 1, 5, 5, 3, 0, 2, 4, 4, 1)
 SECTION = SamplingSection(temperature=1.7, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3)
 NUM_TOKENS = 3
-ROWS, ROUNDS = 500, 2
+ROWS = 500
+ROUNDS = 2
 
 
 @cache
@@ -101,7 +102,8 @@ def emitted(
     runner = make_runner(tiny_transformer(TOY), ROWS, 32, backend)
     if drafter == "self in int8":
         copy_of_it = low_bit_copy(runner.model, "int8", is_packed=False)
-        drafter, runner.drafting = "self", runner.with_model(copy_of_it, None)
+        drafter = "self"
+        runner.drafting = runner.with_model(copy_of_it, None)
     if drafter.endswith(EAGLE):
         runner.keep_states(FITTED.capture)
         head = toy_head()
@@ -152,7 +154,9 @@ def test_rows_with_their_own_number_of_drafts_sample_from_the_targets_distributi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Up to 4 tokens of a lookup in some rows, beside one of the model in the others."""
-    model, kv, ragged = pack(tiny_transformer(TOY)), KVSection("streaming_llm", 3, 1), 0
+    model = pack(tiny_transformer(TOY))
+    kv = KVSection("streaming_llm", 3, 1)
+    ragged = 0
     plan = MixedDrafter.plan
 
     def counted(*arguments: Any) -> DraftPlan:
@@ -164,11 +168,13 @@ def test_rows_with_their_own_number_of_drafts_sample_from_the_targets_distributi
     monkeypatch.setattr(MixedDrafter, "plan", counted)
     runner = make_runner(model, ROWS, 32, NativeBackend())
     runner = replace(runner, executor=Executor(model, runner.group))
-    length, counts = FixedLength(1, Acceptance(1)), Counter[tuple[int, ...]]()
+    length = FixedLength(1, Acceptance(1))
+    counts = Counter[tuple[int, ...]]()
     length.cost = DraftCost(0.0, 0.01)
     decoding = DecodingSection("speculative", "ngram+self", 4)
     for seed in range(ROUNDS):
-        engine, section = Engine(runner, 16), replace(SECTION, seed=seed)
+        engine = Engine(runner, 16)
+        section = replace(SECTION, seed=seed)
         engine.prefill(make_requests([PROMPT] * ROWS, NUM_TOKENS, sampling=section))
         setup = Setup(runner, decoding, kv, draft_length=length)
         counts.update(tuple(r.output_ids) for r in decode(engine, "speculative", setup))
@@ -177,9 +183,11 @@ def test_rows_with_their_own_number_of_drafts_sample_from_the_targets_distributi
 
 def stopping_counts(num_rounds: int, pa: float) -> Counter[tuple[int, ...]]:
     """What single rows emit, each of which stops for itself."""
-    runner, kv = make_runner(tiny_transformer(TOY), 1, 32), KVSection("streaming_llm", 3, 1)
+    runner = make_runner(tiny_transformer(TOY), 1, 32)
+    kv = KVSection("streaming_llm", 3, 1)
     setup = Setup(runner, DecodingSection("speculative", "self", 2, pa=pa), kv)
-    engine, counts = Engine(runner, 16), Counter[tuple[int, ...]]()
+    engine = Engine(runner, 16)
+    counts = Counter[tuple[int, ...]]()
     for seed in range(num_rounds):
         section = replace(SECTION, seed=seed)
         engine.prefill(make_requests([PROMPT], NUM_TOKENS, sampling=section))
@@ -202,7 +210,9 @@ def test_chains_that_stop_sample_from_the_targets_distribution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the test sees a rule that depends on the token which it drops."""
-    expected, seen, pa = exact_distribution(SECTION), Counter[bool](), 0.3
+    expected = exact_distribution(SECTION)
+    seen = Counter[bool]()
+    pa = 0.3
 
     def noted(*arguments: Any) -> Tensor:
         share = confidence(*arguments)
@@ -220,7 +230,9 @@ def test_chains_that_stop_sample_from_the_targets_distribution(
 @pytest.mark.parametrize("drafter", ["ngram", pytest.param("model", marks=pytest.mark.wide)])
 def test_drafts_in_a_ring_sample_from_the_targets_distribution(drafter: str) -> None:
     """Two stages, two lanes of many samples."""
-    model, num_rows, draft = tiny_transformer(TOY), ROWS // 5, None
+    model = tiny_transformer(TOY)
+    num_rows = ROWS // 5
+    draft = None
     if drafter == "model":
         draft = make_draft(tiny_transformer(TOY, seed=4), KVSection("full", -1), num_rows, 32)
     requests = make_requests([PROMPT] * ROWS * ROUNDS, NUM_TOKENS, sampling=SECTION)
@@ -255,7 +267,9 @@ def test_greedy_requests_with_penalties_emit_the_baselines_tokens(
     repetition: float, presence: float
 ) -> None:
     section = SamplingSection(repetition_penalty=repetition, presence_penalty=presence)
-    model, kv, lengths = tiny_transformer(), KVSection("streaming_llm", 20, 4), [5, 40, 1]
+    model = tiny_transformer()
+    kv = KVSection("streaming_llm", 20, 4)
+    lengths = [5, 40, 1]
     ours = speculate(model, kv, lengths=lengths, sampling=section)
     assert ours.counts != {0}
     if (repetition, presence) != (1.0, 0.0):

@@ -52,8 +52,10 @@ def errors(case: Case, sinks: Tensor, out: Tensor, mass: Tensor, window: int | N
     k, v = case.read()
     found = []
     for i, keys in enumerate(case.view.key_positions()[:, 0].tolist()):
-        row, seen = case.view.rows[i], [s for s in keys if s >= 0]
-        length, blocks = case.view.lengths[i], case.view.num_weight_blocks
+        row = case.view.rows[i]
+        seen = [s for s in keys if s >= 0]
+        length = case.view.lengths[i]
+        blocks = case.view.num_weight_blocks
         exact = exact_attention(case.q[i], k[row], v[row], seen, length, window, blocks, sinks)
         of_weights = (mass[i].double() - exact.mass).abs().max() / case.view.num_new
         found += [float((out[i].double() - exact.out).abs().max()), float(of_weights)]
@@ -122,8 +124,11 @@ def test_weights_that_keys_receive(dtype: torch.dtype) -> None:
     for row in (1, 0):
         runner.allocate(row)
     runner.cache.k.normal_()
-    size, window, length = TINY.head_dim, 5, 170
-    rows, queries = torch.tensor([1, 0]), torch.randn(2, window, 6, size).to(dtype)
+    size = TINY.head_dim
+    window = 5
+    length = 170
+    rows = torch.tensor([1, 0])
+    queries = torch.randn(2, window, 6, size).to(dtype)
     sinks = with_sinks(runner.backend, 6, dtype)
     keys = runner.cache.first_keys(1, rows, length)
     native = Executor.received(runner.cache, 1, rows, queries, 0, length, sinks)

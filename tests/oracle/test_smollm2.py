@@ -30,7 +30,8 @@ pytestmark = [
     pytest.mark.skipif(not FILE.is_file(), reason="run scripts/fetch_smollm2.py"),
     pytest.mark.two_threads,
 ]
-LENGTH, TEXTS = 2000, 16
+LENGTH = 2000
+TEXTS = 16
 HEADS = {"q_proj": 9, "k_proj": 3}
 
 
@@ -38,11 +39,17 @@ def reference() -> Any:
     """Transformers' Llama with the weights of the file, put into its order here."""
     reader = gguf.GGUFReader(FILE)
     config = transformers.LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     weights: dict[str, Tensor] = {}
     for tensor in reader.tensors:

@@ -67,9 +67,12 @@ def test_the_choice_is_the_definition(group: int, window: int, pooling: str) -> 
 @pytest.mark.parametrize("flags", [(), ("-U__AMX_BF16__",)], ids=["any", "dot products"])
 @pytest.mark.parametrize(("heads", "window"), [(2, 32), (6, 5), (10, 33)])  # 165 queries: blocks
 def test_scores_in_the_tiles_of_the_cache(
-    heads: int, window: int, flags: tuple[str, ...], dtype: torch.dtype,
+    heads: int,
+    window: int,
+    flags: tuple[str, ...],
+    dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     build = native.kernel
     monkeypatch.setattr(
         "magicdec.runner.native_steps.executor.kernel", lambda size: build(size, *flags)
@@ -79,7 +82,8 @@ def test_scores_in_the_tiles_of_the_cache(
     for row in (2, 0, 1):
         runner.allocate(row)
     runner.cache.k.normal_()
-    rows, queries = torch.tensor([1, 2]), torch.randn(2, window, heads, 64).to(dtype)
+    rows = torch.tensor([1, 2])
+    queries = torch.randn(2, window, heads, 64).to(dtype)
     for first, length in ((0, 199), (70, 128), (3, 40)):
         keys = runner.cache.first_keys(1, rows, length)[:, :, first:]
         wanted = received_weights(runner, queries.float(), keys.float())
@@ -138,7 +142,8 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     # What no forward would write: had the choice written anything, it would show.
     runner.cache.k.mul_(1.05)
     runner.cache.v.mul_(1.05)
-    full, values = runner.cache.k.clone(), runner.cache.v.clone()
+    full = runner.cache.k.clone()
+    values = runner.cache.v.clone()
     reader = CopiedKV(runner, SnapKV(24, 8))
     reader.admit(batch.requests)
     assert torch.equal(runner.cache.k, full) and torch.equal(runner.cache.v, values)
@@ -191,10 +196,8 @@ def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots = full.slots(torch.tensor([0]), torch.arange(60).unsqueeze(0))
         kept_k, kept_v = full.read(layer, slots.gather(2, chosen[layer]))
-        keys, values = (
-            torch.cat([kept_k, k.transpose(1, 2)], 2),
-            torch.cat([kept_v, v.transpose(1, 2)], 2),
-        )
+        keys = torch.cat([kept_k, k.transpose(1, 2)], 2)
+        values = torch.cat([kept_v, v.transpose(1, 2)], 2)
         group = TINY.num_heads // TINY.num_kv_heads
         heads = q[0, 0].view(TINY.num_kv_heads, group, TINY.head_dim)
         weights = (heads @ keys[0].mT / TINY.head_dim**0.5).softmax(-1)

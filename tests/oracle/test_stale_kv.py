@@ -29,7 +29,8 @@ from magicdec.kv.layout import TILE
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.speculation.policies.policy import FullKV
 
-NUM_NEW, NUM_DRAFTS = 20, 4
+NUM_NEW = 20
+NUM_DRAFTS = 4
 DRAFTS = [
     ("self", KVSection("full")),
     ("self", KVSection("streaming_llm", 17, 0)),
@@ -45,7 +46,9 @@ DRAFTS = [
 @contextmanager
 def spoiled() -> Iterator[None]:
     """Blocks that no row has are full of NaN: all of a new cache, and what rows give back."""
-    init, release, evict = KVCache.__init__, KVCache.release, KVCache.evict
+    init = KVCache.__init__
+    release = KVCache.release
+    evict = KVCache.evict
     give_back = KVCache.give_back
 
     def spoil(cache: KVCache, blocks: list[int]) -> None:
@@ -81,7 +84,8 @@ def spoiled() -> Iterator[None]:
 def decoded(name: str, dtype: torch.dtype, drafter: str, kv: KVSection) -> Any:
     """The tokens of both passes over a ragged batch, and the accepted drafts of each step."""
     backend = {**ON_CPUS, "native steps": NativeBackend}[name]()
-    model, size = pack(tiny_transformer(dtype=dtype)), (len(RAGGED), max(RAGGED) + NUM_NEW + 12)
+    model = pack(tiny_transformer(dtype=dtype))
+    size = (len(RAGGED), max(RAGGED) + NUM_NEW + 12)
     runner = make_runner(model, *size, backend)
     if name == "native steps":
         runner = replace(runner, executor=Executor(model, runner.group))
@@ -111,7 +115,9 @@ def test_triton_loads_no_masked_slot() -> None:
     torch.manual_seed(0)
     backend = TritonBackend()
     case = make_case(backend, (4, 2, 16), FullKV(), 3, [2, 0, 1], torch.float32)
-    clean, cache, device = case.run(backend).clone(), case.view.cache, case.k.device
+    clean = case.run(backend).clone()
+    cache = case.view.cache
+    device = case.k.device
     for row, length in enumerate(LENGTHS):
         places = torch.arange(length, MAX_TOKENS, device=device).unsqueeze(0)
         stale = case.k[row : row + 1, length:] * float("nan")

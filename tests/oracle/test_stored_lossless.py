@@ -52,7 +52,9 @@ from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 ALONE = Launch(0, 1, 0, 1)
-LENGTHS, NEW, GAMMA = (5, 70, 1, 33), (20, 16, 20, 9), 3
+LENGTHS = (5, 70, 1, 33)
+NEW = (20, 16, 20, 9)
+GAMMA = 3
 MOST = max(LENGTHS) + max(NEW) + GAMMA
 BUDGET = 40
 # By name: --linear and --dtype. In bfloat16 only native kernels compute a row's bits whatever else
@@ -219,7 +221,8 @@ def test_requests_in_flight_emit_the_baselines_tokens(
 ) -> None:
     """Two rows for four requests, which arrive one after the other, and prefill in parts."""
     opened = loaded.open(name, how := DRAFTS[draft], arithmetic, rows=2)
-    runner, config = opened.runner, opened.run.config
+    runner = opened.runner
+    config = opened.run.config
     drafts = opened.draft.runner if opened.draft is not None else None
     keep_queries(drafts or runner, config.kv)
     decoding = DecodingSection("speculative", how.drafter, GAMMA)
@@ -250,10 +253,33 @@ def test_two_ranks_emit_the_tokens_of_lone_requests(
     alone = ["--batch_ranks", "first"] * has_stages
     out = tmp_path / "out.jsonl"
     done = launch(
-        *("inflight_benchmark.py", "--model", stored(name), "--device", "cpu", "--threads", 1),
-        *("--linear", linear, "--dtype", dtype, "--num_requests", 3, "--B", 2, "--out", out),
-        *("--dataset", text_file, "--prefix_len", "uniform:5:60", "--gen_len", "uniform:9:20"),
-        *("--modes", *modes, *alone, *how.flags(stored(name))),
+        "inflight_benchmark.py",
+        "--model",
+        stored(name),
+        "--device",
+        "cpu",
+        "--threads",
+        1,
+        "--linear",
+        linear,
+        "--dtype",
+        dtype,
+        "--num_requests",
+        3,
+        "--B",
+        2,
+        "--out",
+        out,
+        "--dataset",
+        text_file,
+        "--prefix_len",
+        "uniform:5:60",
+        "--gen_len",
+        "uniform:9:20",
+        "--modes",
+        *modes,
+        *alone,
+        *how.flags(stored(name)),
         num_ranks=2,
     )
     assert done.returncode == 0, done.stderr

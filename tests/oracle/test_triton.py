@@ -64,16 +64,21 @@ def test_splits_are_merged_by_their_log_sum_exp(
     the new tokens of the longest row lie in two tiles, which two programs read. 20 tokens of 4
     heads for each KV head are two tiles of queries. A block of the cache has two tiles of keys."""
     torch.manual_seed(0)
-    backend, lengths, rows = TritonBackend(split), [127, 3, 0], [2, 0, 1]
+    backend = TritonBackend(split)
+    lengths = [127, 3, 0]
+    rows = [2, 0, 1]
     cache, k, v = fill(backend, 2, 64, lengths, dtype, 256, layers=1, block=128)
     q = torch.randn(3, num_new, 8, 64).to(DEVICE, dtype)
     view = make_view(cache, rows, policy, num_new)
-    case, tolerance = Case(view, q, k, v), 2e-6 if dtype == torch.float32 else 2e-2
+    case = Case(view, q, k, v)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
     out, mass = case.run(backend, "run_with_weights")
     repeated, lse = case.run(backend, "run_with_lse")
     assert torch.equal(repeated, out) and repeated.dtype == dtype and lse.dtype == torch.float32
     for i, keys in enumerate(view.key_positions()[:, 0].tolist()):
-        seen, row, blocks = [s for s in keys if s >= 0], rows[i], view.num_weight_blocks
+        seen = [s for s in keys if s >= 0]
+        row = rows[i]
+        blocks = view.num_weight_blocks
         exact = exact_attention(q[i], k[row], v[row], seen, lengths[row], num_blocks=blocks)
         assert (out[i].double() - exact.out).abs().max() < tolerance
         assert (lse[i].double() - exact.lse).abs().max() < 10 * tolerance
@@ -81,9 +86,11 @@ def test_splits_are_merged_by_their_log_sum_exp(
 
 
 @given(
-    num_keys=st.integers(1, 140_000), num_programs=st.integers(1, 3000),
-    capacity=st.sampled_from([108, 132, 264, 396, 792]), block_n=st.sampled_from([16, 32, 64]),
-)  # fmt: skip
+    num_keys=st.integers(1, 140_000),
+    num_programs=st.integers(1, 3000),
+    capacity=st.sampled_from([108, 132, 264, 396, 792]),
+    block_n=st.sampled_from([16, 32, 64]),
+)
 def test_splits_fill_the_device(
     num_keys: int, num_programs: int, capacity: int, block_n: int
 ) -> None:
@@ -138,7 +145,8 @@ def test_weight_blocks_are_those_of_the_policies() -> None:
 )
 def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
     """As in test_lossless, with our kernels. The tokens are also those of the reference backend."""
-    config, sizes = replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2), {"lengths": [5, 37]}
+    config = replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2)
+    sizes = {"lengths": [5, 37]}
     ours, reference = (
         speculate(tiny_transformer(config).to(DEVICE), kv, 3, num_new=8, backend=build, **sizes)
         for build in (TritonBackend, SDPABackend)
@@ -162,7 +170,9 @@ SIZES: dict[str, list[Any]] = {
 
 def launch_case(case: dict[str, Any]) -> list[launches.Launch]:
     """What our backend launches on a GPU for a forward of such sizes."""
-    dtype, size, num_new = getattr(torch, case["dtype"]), case["size"], case["num_new"]
+    dtype = getattr(torch, case["dtype"])
+    size = case["size"]
+    num_new = case["num_new"]
     backend = TritonBackend(case["num_splits"])
     cache = KVCache(CacheShape(1, 2, size, 64, 8, PLAIN), 2, 4, dtype, torch.device("cpu"))
     for row in (0, 1):
@@ -226,9 +236,12 @@ def test_kernels_fit_gpus_that_are_not_here(size: int, compiled: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
 def test_the_driver_interprets_the_kernels_on_a_cpu_and_says_so(
-    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path,
+    launch: Launch,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A user who asks for Triton on a CPU need not set anything."""
     monkeypatch.delenv("TRITON_INTERPRET")
     kinds = "--attention triton --elementwise triton --device cpu --dtype float32"

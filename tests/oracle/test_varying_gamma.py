@@ -36,16 +36,19 @@ from magicdec.speculation.mixed import LOOKUP_ALONE, MixedDrafter
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
 
-MOST, NEW = 5, [120, 9, 90, 61]
+MOST = 5
+NEW = [120, 9, 90, 61]
 
 
 class Scripted(DraftLength):
     """A draft length that follows a list."""
 
-    max_gamma, choices = MOST, range(MOST + 1)
+    max_gamma = MOST
+    choices = range(MOST + 1)
 
     def __init__(self, counts: Sequence[int]) -> None:
-        self.counts, self.acceptance = cycle(counts), Acceptance(MOST)
+        self.counts = cycle(counts)
+        self.acceptance = Acceptance(MOST)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         seconds = measure(batch)
@@ -64,7 +67,8 @@ def run(
 ) -> tuple[list[list[int]], list[list[int]], list[tuple[int, list[int]]]]:
     """The tokens of the baseline, those of speculation, and (drafted, accepted) of the steps with
     drafts."""
-    model, max_tokens = tiny_transformer(seed=1), 70 + 120 + MOST
+    model = tiny_transformer(seed=1)
+    max_tokens = 70 + 120 + MOST
     runner = make_runner(model, 4, max_tokens, backend())
     draft = None
     if drafter == "model":
@@ -72,7 +76,8 @@ def run(
     engine = Engine(runner, 32)
     requests = make_requests(random_prompts([5, 70, 1, 33], 97), NEW, sampling=sampling)
     snapshots = engine.prefill(requests)
-    outputs, steps = [], []
+    outputs = []
+    steps = []
     for name in ("autoregressive", "speculative"):
         engine.rewind(snapshots)
         decoding = DecodingSection("speculative", drafter, MOST)
@@ -142,12 +147,14 @@ class Judged(Scripted):
 @pytest.mark.parametrize(("drafter", "policy"), [("self", "snapkv"), ("model", "full")])
 def test_a_full_draft_is_accepted_after_any_lookup(drafter: str, policy: str) -> None:
     """As after a pause, also if lookups of the same rows were wrong."""
-    model, kv = tiny_transformer(seed=1), KVSection(policy, 300, window_size=8)
+    model = tiny_transformer(seed=1)
+    kv = KVSection(policy, 300, window_size=8)
     runner = make_runner(model, 4, 70 + 120 + MOST, NativeBackend())
     draft = make_draft(model, kv, 4, runner.max_tokens, NativeBackend(), max_drafts=MOST)
     engine = Engine(runner, 32)
     engine.prefill(make_requests(random_prompts([5, 70, 1, 33], 7), NEW))
-    decoding, length = DecodingSection("speculative", f"ngram+{drafter}", MOST), Judged(COUNTS)
+    decoding = DecodingSection("speculative", f"ngram+{drafter}", MOST)
+    length = Judged(COUNTS)
     length.rows = []
     decode(engine, "speculative", Setup(runner, decoding, kv, draft=draft, draft_length=length))
     by_model = [(drafted, accepted) for drafted, accepted in length.rows if drafted]
@@ -156,12 +163,14 @@ def test_a_full_draft_is_accepted_after_any_lookup(drafter: str, policy: str) ->
 
 
 def test_a_draft_models_cache_has_no_drafts_in_place_of_those_of_a_lookup() -> None:
-    kv, cpu = KVSection("full"), torch.device("cpu")
+    kv = KVSection("full")
+    cpu = torch.device("cpu")
     draft = make_draft(tiny_transformer(seed=2), kv, 2, 200)
     engine = Engine(make_runner(tiny_transformer(seed=1), 2, 200), 64)
     engine.prefill(make_requests(random_prompts([50, 9], 97), 100))
     setup = DraftSetup(engine.runner, DecodingSection("speculative", "ngram+model", 3), kv, draft)
-    drafter, running = make_drafter("ngram+model", setup), engine.scheduler.running
+    drafter = make_drafter("ngram+model", setup)
+    running = engine.scheduler.running
     assert isinstance(drafter, MixedDrafter) and draft.runner is not None
     drafter._uses_model = False  # as after a step of lookups alone
     drafter.admit(running)
@@ -185,11 +194,14 @@ def test_rows_verified_together_have_drafts_of_their_own_number(
     monkeypatch.setattr(NgramDrafter, "look_up", look_up)
     engine = Engine(make_runner(tiny_transformer(seed=1), 2, 200), 64)
     engine.prefill(make_requests(random_prompts([50, 9], 97), 100))
-    section, running = DecodingSection("speculative", "ngram+self", 8), engine.scheduler.running
+    section = DecodingSection("speculative", "ngram+self", 8)
+    running = engine.scheduler.running
     setup = DraftSetup(engine.runner, section, KVSection("full"))
-    drafter, length = make_drafter("ngram+self", setup), FixedLength(2, Acceptance(2))
+    drafter = make_drafter("ngram+self", setup)
+    length = FixedLength(2, Acceptance(2))
     drafter.admit(running)
-    length.cost, length.lookup_cost = DraftCost(0.0, 0.05), DraftCost(0.0, 0.025)
+    length.cost = DraftCost(0.0, 0.05)
+    length.lookup_cost = DraftCost(0.0, 0.025)
     plan = drafter.plan(running, 2, length, can_join)
     if not can_join:  # then the lookup alone is worth more than 2 tokens of each row
         assert plan == DraftPlan([8, 0], [0, 0])
@@ -216,7 +228,8 @@ def test_the_time_of_lookups_alone_is_observed_and_that_beside_a_model_is_not(
         return [[p for _, p in lookups.proposals[row]] for row in rows]
 
     class Noted(Scripted):
-        cost, lookup_cost = DraftCost(0.0, 0.05), DraftCost(0.0, 0.025)
+        cost = DraftCost(0.0, 0.05)
+        lookup_cost = DraftCost(0.0, 0.025)
 
         def observe(self, batch: Batch, gamma: int, *rest: Any) -> None:
             _, seconds, judged, verified = rest
@@ -225,7 +238,8 @@ def test_the_time_of_lookups_alone_is_observed_and_that_beside_a_model_is_not(
             super().observe(batch, gamma, *rest)
 
     monkeypatch.setattr(NgramDrafter, "look_up", look_up)
-    noted, model = set[tuple[bool, bool, int]](), pack(tiny_transformer(seed=1))
+    noted = set[tuple[bool, bool, int]]()
+    model = pack(tiny_transformer(seed=1))
     runner = make_runner(model, 2, 150, NativeBackend())
     runner = replace(runner, executor=Executor(model, runner.group))
     engine = Engine(runner, 64)
@@ -245,14 +259,17 @@ def test_sampled_steps_without_drafts_emit_the_baselines_tokens() -> None:
 
 def test_calibration_is_not_timed_as_a_phase_of_a_step() -> None:
     runner = make_runner(tiny_transformer(seed=1), 2, 70 + 30 + MOST, GroupedBackend())
-    engine, phases, drafted = Engine(runner, 32), [], []
+    engine = Engine(runner, 32)
+    phases = []
+    drafted = []
 
     def phase(name: str) -> AbstractContextManager[None]:
         phases.append(name)
         return nullcontext()
 
     engine.prefill(make_requests(random_prompts([5, 70], 97), 30))
-    section, kv = DecodingSection("speculative", "self", MOST), KVSection("streaming_llm", 40, 4)
+    section = DecodingSection("speculative", "self", MOST)
+    kv = KVSection("streaming_llm", 40, 4)
     setup = Setup(runner, section, kv, phase=phase, draft_length=Scripted(COUNTS))
     decode(engine, "speculative", setup, lambda ids, out, s: drafted.append(out.padded_gamma))
     expected = [["draft", "verify"] if count else ["decode"] for count in drafted]

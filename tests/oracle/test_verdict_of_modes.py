@@ -40,15 +40,44 @@ from magicdec.systems.batching import Batching
 from magicdec.systems.modes import Pass
 
 WORDS = (
-    *("--model", "demo", "--attention", "sdpa", "--linear", "torch", "--native_steps", "off"),
-    *("--draft", "self", "--kv_policy", "streaming_llm", "--budget", "65", "--gamma", "4"),
-    *("--num_requests", "8", "--prefix_len", "96", "--gen_len", "48", "--B", "4"),
-    *("--arrival", "burst", "--threads", "1"),
+    "--model",
+    "demo",
+    "--attention",
+    "sdpa",
+    "--linear",
+    "torch",
+    "--native_steps",
+    "off",
+    "--draft",
+    "self",
+    "--kv_policy",
+    "streaming_llm",
+    "--budget",
+    "65",
+    "--gamma",
+    "4",
+    "--num_requests",
+    "8",
+    "--prefix_len",
+    "96",
+    "--gen_len",
+    "48",
+    "--B",
+    "4",
+    "--arrival",
+    "burst",
+    "--threads",
+    "1",
 )
 STAGES = (*WORDS[:8], *WORDS[16:])  # without a draft
 SHORT = (
     *WORDS[:16],
-    *("--num_requests", "5", "--prefix_len", "48", "--gen_len", "16"),
+    "--num_requests",
+    "5",
+    "--prefix_len",
+    "48",
+    "--gen_len",
+    "16",
     *WORDS[22:],
 )
 
@@ -183,9 +212,16 @@ def test_a_lone_mode_with_wrong_steps_diverges(tmp_path: Path) -> None:
 
 def test_stages_are_judged_by_the_engine_if_a_mode_is_one(tmp_path: Path) -> None:
     prepared = prepare_as(
-        "serve", tmp_path, *STAGES, "--prefix_cache", "--modes", "ring", "iterative", "inflight",
+        "serve",
+        tmp_path,
+        *STAGES,
+        "--prefix_cache",
+        "--modes",
+        "ring",
+        "iterative",
+        "inflight",
         world_size=2,
-    )  # fmt: skip
+    )
     systems = {system.passes[0].mode: system for system in prepared.systems}
     engine = systems["inflight"]
     for mode, rows in (("ring", "inflight"), ("iterative", "sequential")):

@@ -46,7 +46,8 @@ def verdict_of(record: RunRecord) -> Correctness:
 def test_an_honest_run_passes_and_says_what_could_hide(dtype: str) -> None:
     record = run(dtype)
     found = verdict_of(record)
-    judged, forwards = found.judged_again, found.forwards
+    judged = found.judged_again
+    forwards = found.forwards
     assert record.passed and judged is not None and forwards is not None
     assert judged.num_steps == judged.num_steps_of_all > 60 and judged.num_wrong == 0
     assert judged.num_tokens >= 2 * 4 * 47
@@ -91,9 +92,12 @@ def decode(
     engine.prefill(requests)
     witness = Witness.of(runner, 3, 8, 24, "1", 8)
     setup = Setup(
-        runner, decoding, KVSection("streaming_llm", 17, num_sink_tokens=2), recorder=recorder,
+        runner,
+        decoding,
+        KVSection("streaming_llm", 17, num_sink_tokens=2),
+        recorder=recorder,
         witness=witness,
-    )  # fmt: skip
+    )
     strategy = make_strategy("speculative", setup)
     engine.begin(strategy)
     witness.is_watching = True
@@ -132,7 +136,8 @@ def test_steps_of_every_kind_are_judged_again_as_they_were(kind: str) -> None:
 def test_replayed_steps_leave_their_logits() -> None:
     model = tiny_transformer()
     eager, _, outputs = decode(make_runner(model, 3, 96, SDPABackend()), SELF)
-    runner, recorder = make_runner(model, 3, 96, SDPABackend()), Recorder()
+    runner = make_runner(model, 3, 96, SDPABackend())
+    recorder = Recorder()
     replayed, finished, found = decode(runner, SELF, recorder)
     assert found == outputs and recorder.replayed > 3
     judged = judge_again(replayed, finished, runner)
@@ -158,7 +163,8 @@ def test_a_wider_model_may_be_loaded_in_parts(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_wider_model_reads_the_prompts_of_the_run() -> None:
     """Its logits are those of the run's own float64 model, whatever the layout of the cache."""
-    model, backend = tiny_transformer(), NativeBackend()
+    model = tiny_transformer()
+    backend = NativeBackend()
     runner = make_runner(model, 2, 96, backend)
     engine = Engine(runner, 64)
     requests = make_requests(random_prompts((70, 33), 97), 2)
@@ -177,7 +183,8 @@ def test_the_wider_model_has_as_many_rows_and_layers_as_fit(
     """K and V of its rows count, and not the weights alone."""
     runner = make_runner(tiny_transformer(), 2, 96, NativeBackend())
     texts = wider.WiderTexts(runner, lambda part: pytest.fail("nothing is loaded"), SDPABackend)
-    shape, num_layers = runner.cache.shape, runner.model.config.num_layers
+    shape = runner.cache.shape
+    num_layers = runner.model.config.num_layers
     row_bytes = 2 * 8 * shape.num_kv_heads * shape.head_dim * 96
     monkeypatch.setattr(wider, "PART_BYTES", 3 * row_bytes)
     assert texts.most_rows(96) == 3 and texts.most_rows(96 * 4) == 1

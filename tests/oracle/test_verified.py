@@ -133,7 +133,8 @@ def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None
     strategy.admit(batch)
     told: list[tuple[int, Tensor]] = []
     views = []
-    run, run_with_weights = runner.backend.run, runner.backend.run_with_weights
+    run = runner.backend.run
+    run_with_weights = runner.backend.run_with_weights
 
     def spy(layer, q, k, v, view):  # type: ignore[no-untyped-def]
         views.append((layer, view))
@@ -148,7 +149,9 @@ def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None
     chosen = []
     for _ in range(4):
         settled = list(runner.cache.lengths)
-        masses, views[:], told[:] = dict(told), [], []
+        masses = dict(told)
+        views[:] = []
+        told[:] = []
         engine.scheduler.commit(batch, strategy.step(batch), 0.0)
         assert len(views) == 3 * 2 and len(told) == 2, "3 drafts and a verification of 2 layers"
         for layer, view in views:
@@ -246,7 +249,8 @@ def test_scores_are_a_softmax_over_the_blocks_that_may_be_chosen(
 ) -> None:
     torch.manual_seed(0)
     blocks = [(min(pair), max(pair)) for pair in blocks]
-    queries, means = torch.randn(2, 4, 3, rep, 16), torch.randn(2, 4, 3, 50, 16)
+    queries = torch.randn(2, 4, 3, rep, 16)
+    means = torch.randn(2, 4, 3, 50, 16)
     rows = torch.tensor([2, 0, 3][: len(blocks)])
     found = score_blocks(queries, means, rows, blocks, 45)
     logits = queries[:, rows] @ means[:, rows, :, :45].mT * 16**-0.5
@@ -264,7 +268,9 @@ def test_mean_keys(dtype: torch.dtype) -> None:
     runner.cache.k.normal_()
     for row in (2, 0, 1):
         runner.allocate(row)
-    rows, first, last = [1, 2], [3, 0], [17, 9]
+    rows = [1, 2]
+    first = [3, 0]
+    last = [17, 9]
     means = torch.zeros(TINY.num_layers, 3, TINY.num_kv_heads, 20, TINY.head_dim)
     add_mean_keys(runner.cache, rows, first, last, means)
     for layer in range(TINY.num_layers):

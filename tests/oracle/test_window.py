@@ -47,7 +47,8 @@ def test_tokens_are_those_of_transformers_and_drafts_read_no_key_before_the_wind
 ) -> None:
     """One prompt is longer than the window, one text grows past it. The only keys before it that
     drafts read are those of blocks that were chosen when the step began; the backend masks them."""
-    forward, runner = ModelRunner.forward, make_runner(mistral, 2, 150 + 40 + 4)
+    forward = ModelRunner.forward
+    runner = make_runner(mistral, 2, 150 + 40 + 4)
     num_checked = 0
 
     def note(self: ModelRunner, ids: Tensor, rows: Any, *how: Any, **more: Any) -> Tensor:
@@ -77,7 +78,8 @@ def test_a_rolling_draft_keeps_its_sinks(mistral: Transformer) -> None:
     """Its cache is shorter than the window, so it drafts as if its model had no window."""
     plain = Transformer(replace(mistral.config, layer_kinds=(LayerKind(None),)))
     plain.load_state_dict(mistral.state_dict())
-    kv, accepted = KVSection("streaming_llm", 24, 4), []
+    kv = KVSection("streaming_llm", 24, 4)
+    accepted = []
     for drafting in (mistral, plain):
         found = speculate(mistral, kv, 3, draft=drafting, lengths=LENGTHS, num_new=40, seed=6)
         accepted.append(found.accepted)

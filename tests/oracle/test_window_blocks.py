@@ -62,7 +62,10 @@ KINDS = {
     "two": (LayerKind(21), LayerKind(9), LayerKind()),
     "all": (LayerKind(12),) * 2,
 }
-NUM_NEW, GAMMA, CHUNK, OBSERVED = 12, 3, 16, 5
+NUM_NEW = 12
+GAMMA = 3
+CHUNK = 16
+OBSERVED = 5
 SECTIONS = [
     ("self", KVSection("full")),
     ("self", KVSection("streaming_llm", 17, 0)),
@@ -203,9 +206,23 @@ def test_requests_in_flight(
 
 
 FLAGS = (
-    *("--dtype", "float32", "--attention", "grouped", "--native_steps", "off", "--ignore_eos"),
-    *("--threads", "1", "--prefill_chunk", str(CHUNK), "--num_requests", "5"),
-    *("--prefix_len", "uniform:120:200", "--gen_len", "uniform:8:30"),
+    "--dtype",
+    "float32",
+    "--attention",
+    "grouped",
+    "--native_steps",
+    "off",
+    "--ignore_eos",
+    "--threads",
+    "1",
+    "--prefill_chunk",
+    str(CHUNK),
+    "--num_requests",
+    "5",
+    "--prefix_len",
+    "uniform:120:200",
+    "--gen_len",
+    "uniform:8:30",
 )
 
 
@@ -220,7 +237,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def requests_of(system: System) -> list[Request]:
     """Those that the system is to serve."""
-    prompts, shapes = system.run.workload.prompts, system.options.shapes
+    prompts = system.run.workload.prompts
+    shapes = system.options.shapes
     return requests_to_serve(prompts, shapes, 0.0, SamplingSection())
 
 
@@ -305,7 +323,8 @@ def test_going_back_further_than_was_said_is_an_error() -> None:
 
 
 def test_a_text_that_is_hardly_longer_than_the_window_is_kept() -> None:
-    room, size = WindowRoom(30, 64), 64
+    room = WindowRoom(30, 64)
+    size = 64
     block_size = lambda tokens: -(-tokens // size) * size  # noqa: E731
     whole, small, large = storages_of([None, 40, 900], room, 3, 1000, block_size)
     assert whole == large and (whole.block_size, whole.num_blocks, whole.held) == (1024, 3, None)

@@ -39,8 +39,11 @@ from magicdec.speculation.steps.speculative import Speculative
 from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
-NUM_REQUESTS, NUM_ROWS, SEED = 6, 3, 1
-MOST_NEW, MOST_DRAFTS = 30, 4
+NUM_REQUESTS = 6
+NUM_ROWS = 3
+SEED = 1
+MOST_NEW = 30
+MOST_DRAFTS = 4
 MOST_RESERVED = 10  # tokens of a step; more than it drafts, so that requests are preempted
 LENGTHS = (1, 9, 18, 40, 47, 64, 70, 96)
 FOLLOWING = MOST_NEW + MOST_RESERVED + 2  # tokens after a prompt, drafts included
@@ -163,7 +166,8 @@ def places_of_copies(
     """For each KV head, the position of each committed cell of a row of a copy: where the context
     has the same key and the same value. What a standalone draft has appended itself since the
     choice is nowhere else, and lies in the order of the text."""
-    row, count = torch.tensor([view.rows[place]]), int(view.committed[place])
+    row = torch.tensor([view.rows[place]])
+    count = int(view.committed[place])
     assert runner.offsets is not None
     context = count + int(runner.offsets[row])
     copies, originals = (
@@ -173,7 +177,8 @@ def places_of_copies(
     equal = torch.ones(copies[0].shape[0], count, context, dtype=torch.bool)
     for copy, original in zip(copies, originals, strict=True):  # K, V: [G, tokens, D]
         equal &= (copy[:, :, None] == original[:, None]).all(dim=3)
-    is_there, offset = equal.any(dim=2), int(runner.offsets[row])
+    is_there = equal.any(dim=2)
+    offset = int(runner.offsets[row])
     assert is_there.all() or not is_target, "every cell holds what the context holds somewhere"
     places = torch.where(is_there, equal.int().argmax(dim=2), torch.arange(count) + offset)
     found: list[list[int]] = places.tolist()
@@ -186,7 +191,8 @@ def dictated(random: Random, vocab_size: int) -> Any:
     real = steps_module.judge
 
     def judge(runner: ModelRunner, sampling: Any, proposal: Proposal, *args: Any) -> Judgement:
-        found, drafts = real(runner, sampling, proposal, *args), proposal.ids
+        found = real(runner, sampling, proposal, *args)
+        drafts = proposal.ids
         if drafts.shape[1] == 0:
             return found
         following = torch.tensor([random.randrange(3, vocab_size) for _ in drafts])
@@ -210,7 +216,8 @@ def watched(random: Random, vocab_size: int, source: ModelRunner) -> Iterator[Wa
 
 def watch_views(patch: pytest.MonkeyPatch, watch: Watch) -> None:
     """Note the views that are made within draft forwards."""
-    make_views, admit = ModelRunner.make_views, CopiedKV.admit
+    make_views = ModelRunner.make_views
+    admit = CopiedKV.admit
 
     def made(runner: ModelRunner, *args: Any) -> LayerViews:
         views = make_views(runner, *args)
@@ -243,8 +250,10 @@ def noted(watch: Watch, call: Any, is_draft: bool) -> Any:
 
 def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) -> None:
     """Note what is admitted, drafted and verified."""
-    admit, measure = Speculative.admit, Speculative.measure
-    draft, verify = DecodeSteps.draft, DecodeSteps.verify
+    admit = Speculative.admit
+    measure = Speculative.measure
+    draft = DecodeSteps.draft
+    verify = DecodeSteps.verify
 
     def admitted(strategy: Speculative, batch: Batch) -> None:
         for request in batch.requests:
@@ -259,7 +268,8 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
             if watch.is_measuring:
                 watch.of(request).append(Measured(request.cached_ids, count))
                 continue
-            text, row = request.cached_ids, torch.tensor([request.row])
+            text = request.cached_ids
+            row = torch.tensor([request.row])
             places = torch.arange(len(text))[None]
             layers = range(len(source.model.layers))
             keys = torch.stack([source.caches.read(layer, row, places)[0][0] for layer in layers])
@@ -274,7 +284,8 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
         if proposal is None or watch.is_measuring:
             return lines
         for place, request in enumerate(batch.requests):
-            (text, newest), ids = texts[place], proposal.ids[place].tolist()
+            text, newest = texts[place]
+            ids = proposal.ids[place].tolist()
             if proposal.counts is not None:
                 ids = ids[: proposal.counts[place]]
             watch.of(request).append(Verified(text, (newest, *ids), lines[place][0]))
@@ -321,9 +332,14 @@ def serve(
     draft = None
     if drafter.endswith("model"):
         draft = make_draft(
-            tiny_transformer(config, SEED), kv, NUM_ROWS, MAX_TOKENS, chunk=8,
-            max_drafts=MOST_DRAFTS, max_following=FOLLOWING,
-        )  # fmt: skip
+            tiny_transformer(config, SEED),
+            kv,
+            NUM_ROWS,
+            MAX_TOKENS,
+            chunk=8,
+            max_drafts=MOST_DRAFTS,
+            max_following=FOLLOWING,
+        )
     of_drafts = runner if draft is None or draft.runner is None else draft.runner
     keep_queries(of_drafts, kv)
     draft_length: Any = RandomLength(random, per_row=random.random() < 0.5)
@@ -349,7 +365,7 @@ def make_target(config: ModelConfig, is_native: bool, is_short: bool) -> ModelRu
     backend = NativeBackend() if is_native else GroupedBackend()
     runner = make_runner(
         pack(model) if is_native else model, NUM_ROWS, MAX_TOKENS, backend, FOLLOWING
-    )  # fmt: skip
+    )
     if is_native:
         runner = replace(runner, executor=Executor(model, runner.group))
     if is_short:

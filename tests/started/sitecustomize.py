@@ -7,7 +7,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-PLAN, TIMING = "magicdec.setup.memory_plan", "magicdec.hardware.timing"
+PLAN = "magicdec.setup.memory_plan"
+TIMING = "magicdec.hardware.timing"
 SMALL = 1 << 22
 
 

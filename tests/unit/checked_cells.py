@@ -26,7 +26,8 @@ def next_token(text: int) -> int:
 
 def generate(prompt: Sequence[int], max_new_tokens: int, eos: int) -> list[int]:
     """What the target writes alone."""
-    text, output = EMPTY, list[int]()
+    text = EMPTY
+    output = list[int]()
     for token in prompt:
         text = read(text, token)
     while len(output) < max_new_tokens and eos not in output:
@@ -47,7 +48,9 @@ class CheckedModels:
         cancelled: set[int],
         seed: int,
     ) -> None:
-        self.prompts, self.acceptance, self.seed = prompts, acceptance, seed
+        self.prompts = prompts
+        self.acceptance = acceptance
+        self.seed = seed
         self.cancelled = cancelled
         self.num_layers = machine.layers  # of a stage; one that computed fewer skipped the run
         self.stages: list[dict[tuple[int, int], Cell]] = [{} for _ in machine.stage_s]
@@ -73,7 +76,8 @@ class CheckedModels:
         text = None if is_skipped else self._read(launch, cells)
         texts: list[int | None] = []
         for position, token in zip(launch.positions, launch.tokens, strict=True):
-            before, text = text, None if text is None else read(text, token)
+            before = text
+            text = None if text is None else read(text, token)
             texts.append(text)
             written = before is not None and text is not None
             cells[launch.lane, position] = (before, text) if written else None

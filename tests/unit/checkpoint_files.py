@@ -18,9 +18,21 @@ from magicdec.model.families.hf_config import to_hf_config
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
-    "tiny", 50, 2, 32, 40, 4, 2, 8, 64, qkv_bias=True, architecture="Qwen2ForCausalLM",
-    bos_token_id=1, eos_token_ids=(2,), dtype="float32",
-)  # fmt: skip
+    "tiny",
+    50,
+    2,
+    32,
+    40,
+    4,
+    2,
+    8,
+    64,
+    qkv_bias=True,
+    architecture="Qwen2ForCausalLM",
+    bos_token_id=1,
+    eos_token_ids=(2,),
+    dtype="float32",
+)
 EVEN = replace(CONFIG, intermediate_size=64)  # its inputs are whole groups
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 Tensors = dict[str, Tensor]

@@ -56,7 +56,8 @@ class Hub:
         return self.ranges_of.get(name, [])
 
     def answer(self, http: BaseHTTPRequestHandler) -> None:
-        path, sent = unquote(urlsplit(http.path).path), http.headers.get("Authorization")
+        path = unquote(urlsplit(http.path).path)
+        sent = http.headers.get("Authorization")
         if path.startswith("/api/") and not path.startswith("/api/models/"):
             return self.refuse(http, 404)  # the library asks for more than the model
         self.requests.append((path, http.headers.get("Range"), sent))
@@ -111,7 +112,8 @@ class Hub:
         return entries
 
     def send_file(self, http: BaseHTTPRequestHandler, name: str) -> None:
-        data, first = self.files[name], 0
+        data = self.files[name]
+        first = 0
         whole = len(data)
         if name == self.damaged:
             data = bytes([data[0] ^ 1]) + data[1:]
@@ -130,7 +132,8 @@ class Hub:
         self.ranges_of.setdefault(name, []).append(asked)
         if self.cut_after is not None and whole > self.cut_after:
             http.wfile.write(data[first : first + self.cut_after])
-            self.cut_after, http.close_connection = None, True
+            self.cut_after = None
+            http.close_connection = True
         elif self.stall_after is not None and whole > self.stall_after:
             http.wfile.write(data[first : first + self.stall_after])
             http.wfile.flush()

@@ -27,10 +27,32 @@ FILES = {
     "pth": "model.pth",
 }
 STRANGE: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**63, 2**64 - 1, 10**30, 1.5, float("inf"), float("nan"), "",
-    "F32", "U64", "\0", "../../etc/passwd", "x" * 10_000, [], [[]], {}, [0, 2**64 - 1], [-1, 4],
-    {"a": {"b": []}}, [2**40, 2**40],
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    2**64 - 1,
+    10**30,
+    1.5,
+    float("inf"),
+    float("nan"),
+    "",
+    "F32",
+    "U64",
+    "\0",
+    "../../etc/passwd",
+    "x" * 10_000,
+    [],
+    [[]],
+    {},
+    [0, 2**64 - 1],
+    [-1, 4],
+    {"a": {"b": []}},
+    [2**40, 2**40],
+]
 
 
 def mutate_bytes(data: bytes, first: int, last: int, rng: random.Random) -> bytes:
@@ -110,7 +132,8 @@ def main(kind: str, directory: Path, count: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.signal(signal.SIGPROF, stop)
     file = directory / FILES[kind]
-    data, outcomes = file.read_bytes(), Counter[str]()
+    data = file.read_bytes()
+    outcomes = Counter[str]()
     for seed in range(count):
         file.write_bytes(mutate(kind, data, random.Random(seed)))
         signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)

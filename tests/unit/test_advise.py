@@ -48,8 +48,10 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
     def of_all(value: float) -> dict[str, float]:
         return dict.fromkeys(DTYPES, value)
 
-    rates, none = of_all(1e11), of_all(0.0)
-    overhead, kv_rates = of_all(1e-5), of_all(1e10)
+    rates = of_all(1e11)
+    none = of_all(0.0)
+    overhead = of_all(1e-5)
+    kv_rates = of_all(1e10)
     return MachineFile(description, 1e10, rates, overhead, kv_rates, link, None, rates, none)
 
 
@@ -58,8 +60,11 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
     [
         (
             MeasuredDraft("--draft self", 1.35, (1.28, 1.41), 1.3),
-            ("Speculation pays here", "net speedup of 1.35x [1.28, 1.41] (95 % interval) over",
-             "; sure, because the plan expected 1.30x here too."),
+            (
+                "Speculation pays here",
+                "net speedup of 1.35x [1.28, 1.41] (95 % interval) over",
+                "; sure, because the plan expected 1.30x here too.",
+            ),
         ),
         (
             MeasuredDraft("--draft ngram", 1.35, (1.28, 1.41)),
@@ -75,7 +80,7 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
         ),
         (MeasuredDraft("--draft self", 1.1, None, 1.1), ("unsure, because so few batches",)),
     ],
-)  # fmt: skip
+)
 def test_the_advice_is_one_sentence(best: MeasuredDraft, said: tuple[str, ...]) -> None:
     sentence = describe_advice(Finding(best), PLACE, "the plan expects; ")
     assert all(words in sentence for words in said), sentence
@@ -168,8 +173,9 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
         """The best net speedup of the runs with these policies, the sentence and the command."""
         records = {
             f"--draft self --kv_policy {p} --budget {b}": r
-            for (p, b), r in runs.items() if p in policies
-        }  # fmt: skip
+            for (p, b), r in runs.items()
+            if p in policies
+        }
         plan = advice.make_plan(args, records, BASELINES)
         sentence, blank, line = advice.find_advice(args, records, plan).split("\n")
         assert sentence.endswith(".") and blank == ""
@@ -215,11 +221,13 @@ def test_every_source_is_tried() -> None:
     found = [(c.decoding.drafter, c.kv.policy, c.kv.budget) for c in configs.values()]
     policies = [name for name in KV_POLICIES if name not in ("full", "streaming_llm")]
     assert found == [
-        ("self", "streaming_llm", 65), ("self", "streaming_llm", 257),
-        *(("self", policy, 257) for policy in policies), *[("self", "streaming_llm", 257)] * 2,
+        ("self", "streaming_llm", 65),
+        ("self", "streaming_llm", 257),
+        *(("self", policy, 257) for policy in policies),
+        *[("self", "streaming_llm", 257)] * 2,
         ("ngram", "streaming_llm", 257),
         *(("ngram+self", "streaming_llm", budget) for budget in (65, 257)),
-    ]  # fmt: skip
+    ]
     assert notes == []
     configs, notes = module.make_configs(read("--budget", "20", "--draft", "ngram", "self"))
     assert list(configs)[:2] == ["--draft ngram", "--draft self --budget 20 --gamma 4"]
@@ -276,7 +284,8 @@ def test_times_have_units() -> None:
 
 def test_several_ranks_have_a_machine_file_of_their_own(tmp_path: Path) -> None:
     """That of another number of ranks is kept, and the one beside it is probed once."""
-    path, beside = tmp_path / "machine.json", tmp_path / "machine-nproc2.json"
+    path = tmp_path / "machine.json"
+    beside = tmp_path / "machine-nproc2.json"
     machine_file(world_size=1).save(path)
     args = read("--machine", str(path), "--nproc", "2")
     found, (note,) = module.find_machine(args)
@@ -389,7 +398,8 @@ def test_a_signal_ends_the_passes_and_not_the_report(
 ) -> None:
     """It comes with the second pass of the second batch."""
     machine_file(world_size=1).save(tmp_path / "machine.json")
-    count, original = [0], Run.measure_pass
+    count = [0]
+    original = Run.measure_pass
 
     def measure_pass(self: Run, *given: Any) -> None:
         count[0] += 1
@@ -480,15 +490,17 @@ def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
         config.check(record.environment.world_size)
         found = resolve(config, machine).to_dict()
         for section in ("decoding", "kv", "sampling", "workload"):
-            ours, theirs = found[section], record.config[section]
+            ours = found[section]
+            theirs = record.config[section]
             same = [k for k in theirs if not k.endswith("_reason") and k in ours]
             same = [k for k in same if k != "step_cost"]  # of cases of the gate, without a flag
             if record.config["decoding"]["drafter"] == "ngram" and section == "kv":
                 continue  # it reads no cache
             differing = {
-                k: (ours[k], theirs[k]) for k in same
+                k: (ours[k], theirs[k])
+                for k in same
                 if ours[k] != theirs[k] and not (section == "kv" and k not in _used(record.config))
-            }  # fmt: skip
+            }
             assert differing == {}, section
         assert (found["draft"] or {}).get("model") == (record.config["draft"] or {}).get("model")
 
@@ -514,8 +526,9 @@ def test_the_config_command_chooses_a_record(command: Command, tmp_path: Path) -
 
 def test_the_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     checks = [
-        doctor.Check("a", True, "there"), doctor.Check("b", False, "not there"),
-    ]  # fmt: skip
+        doctor.Check("a", True, "there"),
+        doctor.Check("b", False, "not there"),
+    ]
     for more, code, last in (
         ([], 0, "Everything that a run needs works."),
         ([doctor.Check("c", False, "broken", is_needed=True)], 1, "A run needs what is MISSING."),
@@ -562,15 +575,19 @@ def test_the_best_of_many_drafts_without_a_gain_is_not_sure() -> None:
     pay in about 22 of 100 cases."""
     record = next(r for r in load_records(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
     assert record.metrics is not None
-    chance, num_sure, num_cases = np.random.default_rng(0), 0, 400
+    chance = np.random.default_rng(0)
+    num_sure = 0
+    num_cases = 400
     for _ in range(num_cases):
         records = {}
         for draft in range(10):
             ratios = np.exp(chance.normal(0, 0.05, 5)).tolist()
             metrics = dataclasses.replace(
-                record.metrics, net_speedup=float(np.median(ratios)), net_speedup_per_batch=ratios,
+                record.metrics,
+                net_speedup=float(np.median(ratios)),
+                net_speedup_per_batch=ratios,
                 net_speedup_interval=ratio_interval(ratios),
-            )  # fmt: skip
+            )
             records[f"--draft ngram --gamma {draft}"] = dataclasses.replace(record, metrics=metrics)
         num_sure += advice.find_advice(read(), records, None).startswith("Speculation pays here")
     assert num_sure < 0.05 * num_cases

@@ -95,9 +95,10 @@ def test_a_trace_is_read_in_the_order_of_arrival_and_begins_at_0(tmp_path: Path)
     path = write_trace(tmp_path / "t.jsonl", [*LINES, ""])
     lines = [f"--arrival trace: {path}, line {number}" for number in (1, 2, 3)]
     assert read_trace("--arrival trace", path) == [
-        RequestShape(200.0, 900, 1, lines[1]), RequestShape(200.0, 30, 64, lines[2]),
+        RequestShape(200.0, 900, 1, lines[1]),
+        RequestShape(200.0, 30, 64, lines[2]),
         RequestShape(700.5, 5, 2, lines[0]),
-    ]  # fmt: skip
+    ]
     arrival = parse_arrival(f"trace:{path}")
     shapes = make_shapes(arrival, None, "4096", None, seed=0)
     assert [asdict(s)["arrival_ms"] for s in shapes] == [0.0, 0.0, 500.5]

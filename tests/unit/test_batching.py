@@ -42,7 +42,8 @@ from magicdec.systems.system import PassObserver, make_requests
 LENGTHS = [(5, 9), (40, 3), (1, 30), (17, 1), (33, 12), (8, 20), (24, 5)]
 ARRIVALS_MS = [0, 2, 3, 30, 31, 90, 200]  # a step of the virtual clock takes 1 ms
 MODES = ["sequential", "static", "dynamic", "inflight"]
-CPU, ALONE = torch.device("cpu"), Ranks(0, 1, 0, 1)
+CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, 0, 1)
 
 
 def batches(
@@ -53,7 +54,8 @@ def batches(
     concurrency: int | None = None,
 ) -> list[object]:
     """(start, requests) of each batch, if every batch takes 10 s."""
-    clock, starts = VirtualClock(), list[object]()
+    clock = VirtualClock()
+    starts = list[object]()
     requests = [Request(i, (1,), SamplingParams(1), arrived_s=at) for i, at in enumerate(arrived_s)]
 
     def serve(batch: Sequence[Request] | Arrivals) -> None:
@@ -69,8 +71,12 @@ def batches(
 def test_each_batching_gives_the_engine_its_batches() -> None:
     arrivals = [0.0, 1.0, 3.0, 4.0, 40.0]
     assert batches("sequential", arrivals, 2, 5.0) == [
-        (0, [0]), (10, [1]), (20, [2]), (30, [3]), (40, [4]),
-    ]  # fmt: skip
+        (0, [0]),
+        (10, [1]),
+        (20, [2]),
+        (30, [3]),
+        (40, [4]),
+    ]
     assert batches("static", arrivals, 2, 5.0) == [(1, [0, 1]), (11, [2, 3]), (40, [4])]
     assert batches("static", arrivals, 3, 5.0) == [(3, [0, 1, 2]), (40, [3, 4])]
     assert batches("inflight", arrivals, 2, 5.0) == [(0, [0, 1, 2, 3, 4])]
@@ -96,8 +102,21 @@ def make_batching(checkpoint: Path, folder: Path, num_rows: int, *flags: object)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     experiment = parse(
-        *("--model", checkpoint, "--dtype", "float32", "--threads", 1, "--device", "cpu"),
-        *("--arrival", f"trace:{trace}", "--B", num_rows, "--window_ms", 20, *flags),
+        "--model",
+        checkpoint,
+        "--dtype",
+        "float32",
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--arrival",
+        f"trace:{trace}",
+        "--B",
+        num_rows,
+        "--window_ms",
+        20,
+        *flags,
     )
     (batching,) = prepare(experiment.config, experiment.options, ALONE).systems
     assert isinstance(batching, Batching)
@@ -109,7 +128,8 @@ def make_batching(checkpoint: Path, folder: Path, num_rows: int, *flags: object)
 def serve(batching: Batching, mode: str) -> tuple[list[Request], StepCounts]:
     batching.clock = GroupClock(VirtualClock(1e-3), Group((0,), 0), CPU)
     observer = PassObserver(StepCounts(batching.now))
-    prompts, shapes = batching.run.workload.prompts, batching.options.shapes
+    prompts = batching.run.workload.prompts
+    shapes = batching.options.shapes
     requests = make_requests(prompts, shapes, batching.now(), SamplingSection())
     batching.serve(Pass.named(mode), requests, observer)
     return requests, observer.counts
@@ -118,8 +138,10 @@ def serve(batching: Batching, mode: str) -> tuple[list[Request], StepCounts]:
 def lone_outputs(batching: Batching) -> list[list[int]]:
     """The tokens of each request in a static batch of its own."""
     assert batching.runner is not None
-    runner, outputs = make_runner(batching.runner.model, 1, 64), []
-    prompts, shapes = batching.run.workload.prompts, batching.options.shapes
+    runner = make_runner(batching.runner.model, 1, 64)
+    outputs = []
+    prompts = batching.run.workload.prompts
+    shapes = batching.options.shapes
     for prompt, shape in zip(prompts, shapes, strict=True):
         request = Request(0, prompt[: shape.prompt_len], SamplingParams(shape.output_len))
         engine = Engine(runner, 64)
@@ -133,7 +155,8 @@ def lone_outputs(batching: Batching) -> list[list[int]]:
 def test_every_mode_serves_the_tokens_of_lone_runs(tiny_checkpoint: Path, tmp_path: Path) -> None:
     batching = make_batching(tiny_checkpoint, tmp_path, 3, "--prefill_tokens", 16)
     assert batching.runner is not None
-    expected, metrics = lone_outputs(batching), dict[str, ServingMetrics]()
+    expected = lone_outputs(batching)
+    metrics = dict[str, ServingMetrics]()
     for mode in MODES:
         requests, counts = serve(batching, mode)
         assert [r.output_ids for r in requests] == expected, mode
@@ -217,17 +240,46 @@ def measured(experiment: ServeCommand) -> MeasuredPasses:
 def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """All of the command but its process, with a pool of blocks that is too small for three
     requests, so that one is preempted."""
-    trace, out = tmp_path / "trace.jsonl", tmp_path / "new" / "serving.jsonl"
+    trace = tmp_path / "trace.jsonl"
+    out = tmp_path / "new" / "serving.jsonl"
     lines = [{"arrival_ms": 5.0 + i, "prompt_len": 40 - i, "output_len": 60} for i in range(4)]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     experiment = parse(
-        *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
-        *("--arrival", f"trace:{trace}", "--B", "3", "--prefill_tokens", "32"),
-        *("--block_tokens", "16", "--cache_tokens", "160", "--window_ms", "3", "--prefix_cache"),
-        *("--draft", "self", "--budget", "20", "--num_sink_tokens", "4", "--gamma", "3"),
-        *("--goodput", "ttft:100000", "e2el:0.001", "--out", str(out)),
+        "--model",
+        str(tiny_checkpoint),
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--arrival",
+        f"trace:{trace}",
+        "--B",
+        "3",
+        "--prefill_tokens",
+        "32",
+        "--block_tokens",
+        "16",
+        "--cache_tokens",
+        "160",
+        "--window_ms",
+        "3",
+        "--prefix_cache",
+        "--draft",
+        "self",
+        "--budget",
+        "20",
+        "--num_sink_tokens",
+        "4",
+        "--gamma",
+        "3",
+        "--goodput",
+        "ttft:100000",
+        "e2el:0.001",
+        "--out",
+        str(out),
     )
-    records, names = measured(experiment).records, [*MODES, "inflight+draft"]
+    records = measured(experiment).records
+    names = [*MODES, "inflight+draft"]
     assert out.read_text() == "".join(to_json(record) + "\n" for record in records)
     read = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record.name for record in records] == names
@@ -283,12 +335,42 @@ def test_every_rank_count_serves_the_same_tokens(
     draft on one of the ranks, whose tokens are of the same distribution only."""
     out = tmp_path / "out.jsonl"
     done = launch(
-        "inflight_benchmark.py", "--model", tiny_checkpoint, "--num_requests", 4, "--prefix_len",
-        20, "--gen_len", "uniform:2:9", "--arrival", "poisson:5", "--modes", "sequential",
-        "dynamic", "inflight", "inflight+draft", "--window_ms", 4, "--dtype", "float32",
-        "--out", out, "--temperature", 0.8, "--top_p", 0.9, "--draft", f"model:{tiny_checkpoint}",
-        "--budget", 20, "--num_sink_tokens", 4, "--draft_ranks", 1, num_ranks=2,
-    )  # fmt: skip
+        "inflight_benchmark.py",
+        "--model",
+        tiny_checkpoint,
+        "--num_requests",
+        4,
+        "--prefix_len",
+        20,
+        "--gen_len",
+        "uniform:2:9",
+        "--arrival",
+        "poisson:5",
+        "--modes",
+        "sequential",
+        "dynamic",
+        "inflight",
+        "inflight+draft",
+        "--window_ms",
+        4,
+        "--dtype",
+        "float32",
+        "--out",
+        out,
+        "--temperature",
+        0.8,
+        "--top_p",
+        0.9,
+        "--draft",
+        f"model:{tiny_checkpoint}",
+        "--budget",
+        20,
+        "--num_sink_tokens",
+        4,
+        "--draft_ranks",
+        1,
+        num_ranks=2,
+    )
     assert done.returncode == 0, done.stderr
     assert "all 4 requests have the tokens" not in done.stdout, "only --verbose says it of each"
     assert "inflight+draft: sampled, so the tokens of drafts are not compared" in done.stdout
@@ -314,14 +396,17 @@ def test_the_measured_pass_replays_what_its_warm_up_captured(
     monkeypatch.setattr(recorder, "CudaGraphs", lambda device: object())
     monkeypatch.setattr(build, "make_strategy", lambda name, setup: [name])
     decoding = SimpleNamespace(
-        strategy="speculative", cuda_graphs=graphs, model_drafter="model",
+        strategy="speculative",
+        cuda_graphs=graphs,
+        model_drafter="model",
         gamma=gamma,
-    )  # fmt: skip
+    )
     system = object.__new__(batching.Batching)
     system.runner = cast(Any, SimpleNamespace(device=None, drafting=None))
     config = SimpleNamespace(decoding=decoding, kv=None, sampling=SimpleNamespace(temperature=1.0))
     system.run = cast(Any, SimpleNamespace(config=config, corpus=()))
-    drafting, plain = Pass("inflight", True), Pass("inflight", False)
+    drafting = Pass("inflight", True)
+    plain = Pass("inflight", False)
     warm_up, _ = system._strategy(drafting)
     assert (system._strategy(drafting)[0] is warm_up) == is_kept
     assert system._strategy(plain) == ([BASELINE], None)

@@ -101,7 +101,8 @@ def test_a_compiler_that_cannot_compile_the_kernels_is_passed_over(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is tried once. If no other one is there, a line says what it refused."""
-    good, old = build.find_compiler(), home / "bin" / "g++"
+    good = build.find_compiler()
+    old = home / "bin" / "g++"
     assert good is not None
     old.parent.mkdir()
     old.write_text(f"#!/bin/sh\necho x >> {home}/calls\necho 'g++: error: c++20?' >&2\nexit 1\n")

@@ -102,8 +102,10 @@ def test_what_has_no_drafts_has_no_rate_and_few_prompts_no_interval() -> None:
     unknown = asdict(groups["qa"])
     assert unknown.pop("num_prompts") == 1
     assert {key for key, value in unknown.items() if value is None} == {
-        *("draft_acceptance_rate", "draft_acceptance_rate_interval"),
-        *("mean_acceptance_length", "mean_acceptance_length_interval"),
+        "draft_acceptance_rate",
+        "draft_acceptance_rate_interval",
+        "mean_acceptance_length",
+        "mean_acceptance_length_interval",
     }
     assert {value for value in unknown.values() if value is not None} == {0}
     few = acceptance_by(["few"] * (FEWEST_PROMPTS - 1), Verifications(verified()))["few"]
@@ -153,7 +155,11 @@ def test_the_table_of_categories_has_room_in_80_columns(
     assert [cell.strip() for cell in lines[3].strip("┃").split("┃")] == head
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
     assert [row[0] for row in cells] == [
-        *("coding", "qa", "summarization", "writing", "all prompts"),
+        "coding",
+        "qa",
+        "summarization",
+        "writing",
+        "all prompts",
     ]
     assert cells[1] == ["qa", "1", "0", "", ""]
     groups = metrics.acceptance_by_category or {}

@@ -497,7 +497,8 @@ def test_a_run_has_the_template_around_its_prompts(chat_model: Path) -> None:
     config = run_config(str(chat_model), prompt_format=CHAT, **sizes)
     prepared = prepare(config, Launch())
     tokenizer = prepared.tokenizer
-    before, after = [1, *tokenizer.encode("Q: ")], [*tokenizer.encode("\nA:"), 2]
+    before = [1, *tokenizer.encode("Q: ")]
+    after = [*tokenizer.encode("\nA:"), 2]
     for prompt in prepared.workload.prompts:
         assert len(prompt) == 64
         assert [*prompt[: len(before)]] == before and [*prompt[-len(after) :]] == after

@@ -76,7 +76,9 @@ class Recorder(WeightSource):
 
     def __init__(self, source: WeightSource) -> None:
         super().__init__()
-        self.source, self.elements, self.largest = source, 0, 0
+        self.source = source
+        self.elements = 0
+        self.largest = 0
         self.tensors = source.tensors
 
     def read(self, name: str, index: Index = ()) -> Tensor:

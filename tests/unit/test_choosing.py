@@ -12,7 +12,8 @@ from magicdec.runner.sampling.metadata import NO_TOP_K, Filters, Penalties, Samp
 from magicdec.runner.sampling.randomness import Purpose
 from magicdec.runner.sampling.sampling import probabilities, process
 
-VOCAB, CPU = 20, torch.device("cpu")
+VOCAB = 20
+CPU = torch.device("cpu")
 WARM = SamplingParams(9, temperature=1.0, seed=5)
 PENALISED = SamplingParams(9, repetition_penalty=1.5, presence_penalty=0.5)
 BOTH = SamplingParams(9, temperature=0.5, top_k=3, presence_penalty=1.0, seed=8)
@@ -47,7 +48,8 @@ def test_take_equals_metadata_made_from_the_longer_outputs() -> None:
     output."""
     choosing = SamplingMetadata.of(requests_of(OUTPUTS), VOCAB, CPU)
     ids = torch.tensor([[5, 5, 6], [8, 9, 10], [1, 11, 12], [13, 14, 15], [16, 17, 18]])
-    counts, active = torch.tensor([2, 3, 1, 3, 2]), torch.tensor([1, 1, 1, 1, 0]).bool()
+    counts = torch.tensor([2, 3, 1, 3, 2])
+    active = torch.tensor([1, 1, 1, 1, 0]).bool()
     outputs = [list(output) for output in OUTPUTS]
     for _ in range(2):
         choosing.take(ids, counts, active)

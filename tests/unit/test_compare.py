@@ -63,9 +63,14 @@ def failed() -> Record:
 
 def with_ties() -> Record:
     correctness = diverged(0.07)["correctness"] | {
-        "num_excused": 2, "num_diverged": 0, "margin_bound": 0.15, "expected_differing": 2.6,
-        "most_differing": 7, "num_short": 3, "num_short_reference": 4,
-    }  # fmt: skip
+        "num_excused": 2,
+        "num_diverged": 0,
+        "margin_bound": 0.15,
+        "expected_differing": 2.6,
+        "most_differing": 7,
+        "num_short": 3,
+        "num_short_reference": 4,
+    }
     return make(status="ok_with_ties", correctness=correctness)
 
 
@@ -275,7 +280,8 @@ def test_a_verdict_says_what_its_parts_have_found(capsys: pytest.CaptureFixture[
     measured = ForwardErrors(9, 8, 8, 0.023, 0.024, 1.04, 1.3, 1.8, 4.0, 1, 0.5, 3, 0.0222)
 
     def line(parts: Correctness) -> str:
-        run, none = make(), dict.fromkeys(("metrics", "baseline_metrics"))
+        run = make()
+        none = dict.fromkeys(("metrics", "baseline_metrics"))
         status = {"status": parts.status, "correctness": asdict(parts)}
         return " ".join(printed(run | status | (none if not parts.passed else {}), capsys).split())
 
@@ -337,8 +343,10 @@ def test_the_speedup_of_a_run_is_that_of_every_other_table(
     assert record.metrics is not None
     ratios = [1.2, 1.5, 1.4]
     speedup = {
-        "speedup": 1.4, "speedup_per_batch": ratios, "speedup_interval": ratio_interval(ratios)
-    }  # fmt: skip
+        "speedup": 1.4,
+        "speedup_per_batch": ratios,
+        "speedup_interval": ratio_interval(ratios),
+    }
     ours = replace(record, metrics=replace(record.metrics, **speedup))
     rows = dict(table_rows(ours))
     shown = [row for label, row in rows.items() if label.startswith("speedup")]

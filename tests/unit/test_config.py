@@ -30,7 +30,8 @@ from magicdec.config.sections import (
 from magicdec.config.setting import Declared, declared
 from magicdec.distributed.groups import Launch
 
-DRIVER, LONGSPEC = DRIVERS["selfspec"].config, DRIVERS["longspec"].config
+DRIVER = DRIVERS["selfspec"].config
+LONGSPEC = DRIVERS["longspec"].config
 
 
 def parsed(*argv: object, driver: RunConfig = DRIVER) -> RunConfig:
@@ -162,7 +163,8 @@ def test_a_flag_that_would_do_nothing_is_refused(
 
 def test_the_help_has_two_levels() -> None:
     parser = parser_of(DRIVER)
-    short, whole = parser.format_help(), parser.format_help_all()
+    short = parser.format_help()
+    whole = parser.format_help_all()
     assert "--gamma" in short and "--prefill_chunk" not in short and "--help_all shows" in short
     assert "--prefill_chunk" in whole and len(re.findall(r"^  --", short, re.M)) <= 13
     assert parser.format_help_all() == whole
@@ -171,7 +173,8 @@ def test_the_help_has_two_levels() -> None:
 @pytest.mark.parametrize("driver", [DRIVER, LONGSPEC], ids=["selfspec", "longspec"])
 def test_every_flag_reaches_its_own_field(driver: RunConfig) -> None:
     for section, field, default in fields(driver):
-        choices, most = field.setting.choices, field.setting.most
+        choices = field.setting.choices
+        most = field.setting.most
         given: Any = {int: 77, float: 7.5, bool: not default}.get(type(default), "77")
         if choices:
             given = next(c for c in choices if c != default)
@@ -501,7 +504,7 @@ GRAPHS = [
     ("--temperature 0.5 --top_p 0.9", "on", "auto: on"),
     ("--presence_penalty 1", "on", "auto: on"),
     ("--device cpu", "off", "auto: off, --device cpu has none"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("flags", "graphs", "why"), GRAPHS)
@@ -529,7 +532,8 @@ def test_nothing_of_a_run_on_cuda_is_left_to_its_ranks() -> None:
 
 @pytest.mark.parametrize("name", ["flash_attn"])
 def test_the_verified_policy_needs_a_backend_that_tells(name: str) -> None:
-    machine, message = Machine(2, has_cuda=True), f"--attention {name} does not return attention"
+    machine = Machine(2, has_cuda=True)
+    message = f"--attention {name} does not return attention"
     flags = ("--attention", name, "--dtype", "bfloat16", "--kv_policy")
     with pytest.raises(ValueError, match=f"{message} weights, which --kv_policy verified"):
         resolve(parsed(*flags, "verified"), machine)

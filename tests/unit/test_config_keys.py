@@ -135,7 +135,8 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("architecture", WALKED)
 def test_another_value_is_computed_or_refused(architecture: str) -> None:
     """Each field of the class that is not irrelevant, changed by itself."""
-    raw, base = saved(architecture), parse(saved(architecture))
+    raw = saved(architecture)
+    base = parse(saved(architecture))
     kinds = {"layer_types": ["full_attention"] * 3}
     ignored = {"multi_query"} if architecture == "FalconForCausalLM" else set()
     changed = 0

@@ -130,7 +130,8 @@ def test_a_template_may_move_messages_but_not_answers(tmp_path: Path) -> None:
         for order in ((1, 2, 0, 3), (2, 1, 0, 3))
     )
     item = asked("b", "d", system="a")
-    texts, later = [[1], [2]], [[3]]
+    texts = [[1], [2]]
+    later = [[3]]
     for frame, expected in ((after[0], True), (after[1], True)):
         roles = roles_of_turns(item, 2)
         talk = conversation_of(item, (0,), texts, later, {roles[1]: frame}, 2, 99, 1)
@@ -192,8 +193,21 @@ def test_a_conversation_goes_on_without_the_token_that_ends_an_answer() -> None:
 
 
 WORDS = (
-    *("--num_requests", "5", "--turns", "3", "--concurrency", "2", "--gen_len", "6"),
-    *("--prefix_len", "400", "--dtype", "float32", "--threads", "1", "--ignore_eos"),
+    "--num_requests",
+    "5",
+    "--turns",
+    "3",
+    "--concurrency",
+    "2",
+    "--gen_len",
+    "6",
+    "--prefix_len",
+    "400",
+    "--dtype",
+    "float32",
+    "--threads",
+    "1",
+    "--ignore_eos",
 )
 
 
@@ -216,10 +230,21 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
     """The prompt of each turn has the answers before it, by a lone greedy run of that prompt."""
     modes = ("sequential", "static", "inflight", "inflight+draft", "ring", "ring+draft", "async")
     experiment = parse_as(
-        "serve", tmp_path, *WORDS, "--model", str(tiny_checkpoint),
-        "--dataset", chats(tmp_path / "set.jsonl"), "--draft", "ngram", "--prefix_cache",
-        "--block_tokens", "16", "--modes", *modes,
-    )  # fmt: skip
+        "serve",
+        tmp_path,
+        *WORDS,
+        "--model",
+        str(tiny_checkpoint),
+        "--dataset",
+        chats(tmp_path / "set.jsonl"),
+        "--draft",
+        "ngram",
+        "--prefix_cache",
+        "--block_tokens",
+        "16",
+        "--modes",
+        *modes,
+    )
     records = measured(experiment).records
     assert [record.status for record in records] == ["ok"] * len(modes)
     first = records[0]
@@ -256,11 +281,25 @@ def test_two_ranks_ask_the_same_turns(
     ranks of the first stage."""
     out = tmp_path / "out.jsonl"
     done = launch(
-        "inflight_benchmark.py", *WORDS[:-1], "--model", tiny_checkpoint,
-        "--dataset", chats(tmp_path / "set.jsonl"), "--draft", "ngram", "--prefix_cache",
-        "--modes", "sequential", "inflight+draft", "ring", "--device", "cpu", "--out", out,
+        "inflight_benchmark.py",
+        *WORDS[:-1],
+        "--model",
+        tiny_checkpoint,
+        "--dataset",
+        chats(tmp_path / "set.jsonl"),
+        "--draft",
+        "ngram",
+        "--prefix_cache",
+        "--modes",
+        "sequential",
+        "inflight+draft",
+        "ring",
+        "--device",
+        "cpu",
+        "--out",
+        out,
         num_ranks=2,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     first, *others = read_records(out, ServingRecord)
     expected = answered_by_transformers(tiny_checkpoint, first.workload.sources or [])

@@ -158,9 +158,15 @@ print(len(seen), max(seen) - before)
 def test_memory_is_a_part_of_the_model(tmp_path: Path, name: str) -> None:
     """200 MB of weights with tensors of up to 16 MB are converted with 64 MB of memory."""
     config = replace(
-        CONFIG, vocab_size=4096, hidden_size=1024, intermediate_size=2048, num_heads=16,
-        num_kv_heads=16, head_dim=64, num_layers=4,
-    )  # fmt: skip
+        CONFIG,
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=64,
+        num_layers=4,
+    )
     tensors = make_tensors(config)
     write(tmp_path, tensors, config)
     command = [sys.executable, "-c", WATCHED, str(tmp_path), str(tmp_path / name)]
@@ -275,9 +281,11 @@ def test_the_command_quantises(
     ],
 )
 def test_refusals(
-    args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     assert run(monkeypatch, *args) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1

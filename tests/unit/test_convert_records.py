@@ -51,7 +51,8 @@ def test_a_record_of_version_2_becomes_the_one_of_version_3(
     lines = [
         parse_line(line, RunRecord).to_json() for line in BASELINES.read_text().splitlines()[:2]
     ]
-    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old = tmp_path / "old.jsonl"
+    new = tmp_path / "new.jsonl"
     old.write_text("".join(f"{as_before(line)}\n" for line in lines))
     convert_records.main(old, new)
     assert new.read_text().splitlines() == lines

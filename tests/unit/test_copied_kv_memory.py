@@ -39,7 +39,8 @@ FLAGS = "--dtype", "float32", "--threads", "1", "--attention", "grouped"
 
 def query_bytes(prepared: Prepared) -> int:
     """What the plan of the draft's KV has beside caches: the newest queries of prompts."""
-    w, policy = prepared.config.workload, make_policy(prepared.config.kv)
+    w = prepared.config.workload
+    policy = make_policy(prepared.config.kv)
     record_file = w.batch_size * min(policy.observed_tokens, w.prefix_len)
     return 4 * record_file * TINY.num_layers * TINY.num_heads * TINY.head_dim
 
@@ -58,19 +59,36 @@ def mixed_lengths(random: Random) -> list[tuple[int, int]]:
 def test_what_is_copied_in_flight_is_what_was_planned(
     seed: int, drafter: str, tiny_checkpoint: Path, tmp_path: Path, made: list[int]
 ) -> None:
-    random, trace = Random(seed), tmp_path / "trace.jsonl"
+    random = Random(seed)
+    trace = tmp_path / "trace.jsonl"
     lines = [
         {"arrival_ms": float(i), "prompt_len": prompt_len, "output_len": output_len}
         for i, (prompt_len, output_len) in enumerate(mixed_lengths(random))
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     draft = "self" if drafter == "self" else f"model:{tiny_checkpoint}"
-    experiment = COMMANDS["inflight"].parse([
-        *("--model", str(tiny_checkpoint), *FLAGS, "--arrival", f"trace:{trace}"),
-        *("--B", str(random.randint(1, 3)), "--modes", "inflight", "inflight+draft"),
-        *("--draft", draft, *COPIED, "--gamma", str(random.randint(1, 4))),
-        *("--out", str(tmp_path / "out.jsonl")),
-    ], ALONE)  # fmt: skip
+    experiment = COMMANDS["inflight"].parse(
+        [
+            "--model",
+            str(tiny_checkpoint),
+            *FLAGS,
+            "--arrival",
+            f"trace:{trace}",
+            "--B",
+            str(random.randint(1, 3)),
+            "--modes",
+            "inflight",
+            "inflight+draft",
+            "--draft",
+            draft,
+            *COPIED,
+            "--gamma",
+            str(random.randint(1, 4)),
+            "--out",
+            str(tmp_path / "out.jsonl"),
+        ],
+        ALONE,
+    )
     prepared = prepare(experiment.config, experiment.options, ALONE)
     (batching,) = prepared.systems
     plan = batching.plan(Pass.named("inflight+draft"), (0,))
@@ -92,17 +110,37 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     seed: int, tiny_checkpoint: Path, tmp_path: Path, made: list[int]
 ) -> None:
     """Its requests do not say how far their rows grow."""
-    experiment = COMMANDS["pipeline"].parse([
-        *("--model", str(tiny_checkpoint), *FLAGS, "--device", "cpu", "--modes", "async"),
-        *("--prefix_len", "uniform:1:120", "--gen_len", "uniform:2:60", "--num_requests", "4"),
-        *("--seed", str(seed), "--draft", "self", *COPIED),
-        *("--out", str(tmp_path / "r.jsonl")),
-    ], ALONE)  # fmt: skip
+    experiment = COMMANDS["pipeline"].parse(
+        [
+            "--model",
+            str(tiny_checkpoint),
+            *FLAGS,
+            "--device",
+            "cpu",
+            "--modes",
+            "async",
+            "--prefix_len",
+            "uniform:1:120",
+            "--gen_len",
+            "uniform:2:60",
+            "--num_requests",
+            "4",
+            "--seed",
+            str(seed),
+            "--draft",
+            "self",
+            *COPIED,
+            "--out",
+            str(tmp_path / "r.jsonl"),
+        ],
+        ALONE,
+    )
     (pipeline,) = prepare(experiment.config, experiment.options, ALONE).systems
     assert isinstance(pipeline, SpeculativePipeline)
     drafting = pipeline.drafting
     assert drafting is not None and drafting.draft_source is not None
-    alone, models = Group((0,), 0), LoadedModels(torch.device("cpu"), Silent())
+    alone = Group((0,), 0)
+    models = LoadedModels(torch.device("cpu"), Silent())
     groups = ParallelGroups(0, 1, alone, draft=alone)
     draft = load_draft(drafting, groups, models)
     assert draft is not None
@@ -147,7 +185,9 @@ def test_a_pipelines_drafter_needs_no_more_than_that(seed: int) -> None:
 def test_rows_that_are_far_behind_copy_nothing_past_the_end_of_others(seed: int) -> None:
     """One row decodes without drafts nearly to its end, beside one that always drafts and is at its
     end first."""
-    new, gamma, budget = 24, 3, 12
+    new = 24
+    gamma = 3
+    budget = 12
     prompts = random_prompts([9, 40], TINY.vocab_size, seed)
     room = 40 + new + gamma
     runner = make_runner(tiny_transformer(), 2, room, max_following=new + gamma)
@@ -180,7 +220,9 @@ def test_rows_that_are_far_behind_copy_nothing_past_the_end_of_others(seed: int)
 
 def test_a_short_prompt_keeps_what_its_own_end_still_sees() -> None:
     """Under a sliding window, beside a row that has room for more than the window."""
-    new, gamma, budget = 8, 3, 12
+    new = 8
+    gamma = 3
+    budget = 12
     room = 60 + new + gamma
     model = tiny_transformer(replace(TINY, layer_kinds=(LayerKind(24),)))
     runner = make_runner(model, 2, room, max_following=new + gamma)

@@ -46,7 +46,8 @@ def self_speculation(
 def test_bytes_and_flops_of_llama_2_7b_by_hand() -> None:
     cost = Deployment(LLAMA_2_7B, A100, 2).forward(3, 2, 10)
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
-    matrices, norms = 32 * layer + 32000 * 4096, 65 * 4096
+    matrices = 32 * layer + 32000 * 4096
+    norms = 65 * 4096
     assert cost.weight_bytes == 2 * (matrices + norms)
     # All that is published but the embedding.
     assert cost.weight_bytes == 2 * (6_738_415_616 - 32000 * 4096)
@@ -112,10 +113,12 @@ def test_the_rank_with_most_heads_counts() -> None:
 
 
 def test_an_all_reduce_by_hand() -> None:
-    link, node_link = Link(1e-5, 1e9), Link(1e-4, 1e8)
+    link = Link(1e-5, 1e9)
+    node_link = Link(1e-4, 1e8)
     assert link.all_reduce_s(1e6, 4) == pytest.approx(1e-5 + 1.5e-3)
     hardware = Hardware(1, 1, link=link, node_link=node_link)
-    within, between = link.all_reduce_s(1e6, 4), node_link.all_reduce_s(1e6, 2)
+    within = link.all_reduce_s(1e6, 4)
+    between = node_link.all_reduce_s(1e6, 2)
     assert hardware.all_reduce_s(1e6, 8, 2) == pytest.approx(within + between)
     assert hardware.all_reduce_s(1e6, 2, 2) == pytest.approx(between)
     assert hardware.all_reduce_s(1e6, 4, 1) == pytest.approx(within)
@@ -157,7 +160,8 @@ def test_expected_tokens() -> None:
 
 
 def test_a_step_by_hand() -> None:
-    target, draft = Deployment(LLAMA_2_7B, A100, 2), Deployment(TINY, A100, 2)
+    target = Deployment(LLAMA_2_7B, A100, 2)
+    draft = Deployment(TINY, A100, 2)
     p = SpeculationCost(target, draft, 100, (0.9, 0.5)).predict(4, 5000, 2)
     assert p.draft_s == pytest.approx(draft.seconds(4, 1, 100) + draft.seconds(4, 1, 101))
     assert p.verify_s == target.seconds(4, 3, 5000) and p.decode_s == target.seconds(4, 1, 5000)
@@ -196,9 +200,11 @@ def test_what_comes_before_the_first_step_by_hand() -> None:
 def test_a_standalone_draft_takes_the_prompts_one_after_the_other() -> None:
     """Chunk by chunk; a chunk has logits of one token."""
     own = Deployment(LLAMA_2_7B, A100, 2)
-    whole, rest = own.seconds(1, 512, 0, 1), own.seconds(1, 88, 512, 1)
+    whole = own.seconds(1, 512, 0, 1)
+    rest = own.seconds(1, 88, 512, 1)
     assert prefill_seconds(own, 4, 600) == pytest.approx(4 * (whole + rest))
-    cost, of_one = own.forward(1, 512, 0), own.forward(1, 512, 0, 1)
+    cost = own.forward(1, 512, 0)
+    of_one = own.forward(1, 512, 0, 1)
     assert cost.linear_flops - of_one.linear_flops == 511 * 2 * 32000 * 4096
     target = Deployment(LLAMA_31_8B, A100, 2)
     way = SpeculationCost(target, own, 64, 0.9)

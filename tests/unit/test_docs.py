@@ -24,7 +24,8 @@ TODAY = [page for page in PAGES if not page.startswith("docs/log/")]
 # Written with a folder and as source or text, or within what is committed of the repository.
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/[\w-]+\.(py|md|sh|cpp|h)|results/(baselines|paper)/\S*")
 DRIVERS = {f"tests/{name}_benchmark.py": name for name in KNOWN} | {"tests/probe.py": "probe"}
-MOST_README_LINES, WIDEST_README_LINE = 200, 120
+MOST_README_LINES = 200
+WIDEST_README_LINE = 120
 TERM = re.compile(r"^\| \*\*(.+)\*\* \|.*\|(.*)\|(.*)\|$", re.MULTILINE)  # of the glossary
 
 
@@ -73,7 +74,8 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
             if shown[:1] == ["magicdec"]:
                 found.append((shown[1], [w for w in shown if w.startswith("--")]))
             elif starts:
-                driver, flags = shown[starts[0]], shown[starts[0] + 1 :]
+                driver = shown[starts[0]]
+                flags = shown[starts[0] + 1 :]
                 found.append((DRIVERS[driver], [w for w in flags if w.startswith("--")]))
     return found
 

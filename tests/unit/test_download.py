@@ -50,9 +50,12 @@ def start(hub: Hub, directory: Path, *args: str) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     command = [sys.executable, str(ROOT / "download.py"), *args, "--out_dir", str(directory / "m")]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**kept, "PYTHONPATH": str(ROOT), **environment(hub, directory)},
-    )  # fmt: skip
+    )
 
 
 Fetch = Callable[..., tuple[int, str, str]]
@@ -87,7 +90,10 @@ def test_only_what_is_needed(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     code, out, err = fetch(hub, tmp_path)
     assert code == 0, err
     assert held(tmp_path) == {
-        *("config.json", "tokenizer.json", "model.safetensors", "download.json"),
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "download.json",
     }
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         assert (tmp_path / "m" / name).read_bytes() == SINGLE[name]

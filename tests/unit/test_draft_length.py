@@ -38,7 +38,8 @@ from magicdec.speculation.forecast import (
 from magicdec.speculation.steps import calibration
 from magicdec.speculation.steps.calibration import measure_steps, repeated
 
-CPU, MOST = torch.device("cpu"), 8
+CPU = torch.device("cpu")
+MOST = 8
 
 
 def make_length(most: int = MOST) -> AutoLength:
@@ -75,8 +76,11 @@ class World:
         """Seconds until every row has `wanted` tokens more, or of `most_steps` steps. `counts` is
         what each group of rows drafted, `lengths` what each row did, `emitted` how many tokens
         there were."""
-        draws, total, self.emitted = random.Random(seed), 0.0, 0
-        self.counts, self.lengths = list[int](), list[list[int]]()
+        draws = random.Random(seed)
+        total = 0.0
+        self.emitted = 0
+        self.counts = list[int]()
+        self.lengths = list[list[int]]()
         batch = make_batch(rows, wanted=wanted)
         length.begin(batch, self.measure)
         while batch.requests and len(self.lengths) < most_steps:
@@ -84,9 +88,11 @@ class World:
             for count in sorted(set(self.lengths[-1])):
                 pairs = zip(batch.requests, self.lengths[-1], strict=True)
                 group = Batch(tuple(r for r, n in pairs if n == count))
-                accepted, drafted = [], self.draw_length(draws, len(group.requests), count)
+                accepted = []
+                drafted = self.draw_length(draws, len(group.requests), count)
                 for request in group.requests:
-                    taken, rate = 0, self.rates.get(request.request_id, self.rate)
+                    taken = 0
+                    rate = self.rates.get(request.request_id, self.rate)
                     while taken < drafted and draws.random() < rate:
                         taken += 1
                     accepted.append(taken)
@@ -95,7 +101,8 @@ class World:
                 seconds = self.seconds(len(group.requests), drafted)
                 judged = [count] * len(group.requests)
                 length.observe(group, drafted, accepted if count else (), seconds, judged)
-                total, self.emitted = total + seconds, self.emitted + sum(accepted) + len(accepted)
+                total = total + seconds
+                self.emitted = self.emitted + sum(accepted) + len(accepted)
                 self.counts.append(count)
             going = [r for r in batch.requests if len(r.output_ids) < wanted]
             batch = Batch(tuple(going))
@@ -105,7 +112,8 @@ class World:
         """Of a chain that stops when all rows have; at once if none is sure of its first token."""
         if not self.unsure:
             return count
-        going, drafted = rows, 0
+        going = rows
+        drafted = 0
         while going and drafted < count:
             going = sum(draws.random() >= self.unsure for _ in range(going))
             drafted += going > 0
@@ -149,7 +157,9 @@ WORLDS = {
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.wide), 8])
 def test_never_slower_than_decoding_and_near_the_best(name: str, rows: int) -> None:
     """Batches of 128 tokens a row after a warm-up of one, as in a run: mean of twenty."""
-    world, against_decode, against_best = WORLDS[name], [], []
+    world = WORLDS[name]
+    against_decode = []
+    against_best = []
     for seed in range(20):
         length = make_length()
         world.run(length, rows, 128, seed)
@@ -181,7 +191,8 @@ def test_fewer_are_drafted_where_each_token_reads_more_experts() -> None:
 def test_few_unlucky_drafts_do_not_end_drafting(rate: float) -> None:
     """One row whose drafts pay a little, as those of a small model do: three batches after a short
     warm-up are within 3 % of the best fixed length. Without hope the mean is 0.967 at 0.75."""
-    world, shares = World(decode=1.0, draft=0.5, verify=0.15, rate=rate), []
+    world = World(decode=1.0, draft=0.5, verify=0.15, rate=rate)
+    shares = []
     for seed in range(30):
         length = make_length()
         world.run(length, 1, 32, seed)
@@ -201,7 +212,8 @@ def test_chains_that_stop_are_forecast_without_bias(rows: int) -> None:
         def decide(self, batch: Batch) -> list[int]:
             return [500, 2500, 0, 0, *[next(turns)] * 2]
 
-    turns, length = cycle(range(1, MOST + 1)), InTurn(MOST, Group((0,), 0), CPU)
+    turns = cycle(range(1, MOST + 1))
+    length = InTurn(MOST, Group((0,), 0), CPU)
     STOPPING.run(length, rows, 10**6, most_steps=3000)
     length.times.settle()
     tokens = tokens_of_steps(length.acceptance.rates())
@@ -228,7 +240,8 @@ def test_where_no_acceptance_could_pay_nothing_is_drafted() -> None:
 
 def test_worthless_drafts_are_tried_rarely_and_forever() -> None:
     """Text changes: a draft that was of no use is tried again, at a bounded cost."""
-    length, world = make_length(), replace(WORTHLESS)
+    length = make_length()
+    world = replace(WORTHLESS)
     world.run(length, 4, 100)
     seconds = world.run(length, 4, 2000)
     assert 0 < sum(count > 0 for count in world.counts) < 2000 / 20
@@ -240,7 +253,8 @@ def test_worthless_drafts_are_tried_rarely_and_forever() -> None:
 
 def test_a_growing_context_brings_speculation_back() -> None:
     """Decoding gets dearer with context, drafting on a budget does not."""
-    length, world = make_length(), World(decode=1.0, draft=0.9, verify=0.05, rate=0.9)
+    length = make_length()
+    world = World(decode=1.0, draft=0.9, verify=0.05, rate=0.9)
     world.run(length, 4, 100)
     assert world.counts[-1] == 0
     world.decode = 4.0
@@ -262,7 +276,8 @@ def test_times_between_one_row_and_all() -> None:
 
 def test_one_measurement_serves_a_batch_size_and_context() -> None:
     """Until the warm-up has ended, after which steps are measured again."""
-    measured, length = [], make_length()
+    measured = []
+    length = make_length()
 
     def measure(batch: Batch) -> Sequence[float]:
         measured.append(len(batch.requests))
@@ -282,7 +297,9 @@ def test_one_measurement_serves_a_batch_size_and_context() -> None:
 @pytest.mark.parametrize(("factor", "times"), [(10.0, 2), (0.1, 2), (1.5, 1), (0.7, 1)])
 def test_steps_are_measured_again_if_something_disturbed_that(factor: float, times: int) -> None:
     """Once, with the next batch. Drafts that seemed slow would not be tried for a long time."""
-    measured, length, batch = [], make_length(), make_batch(1)
+    measured = []
+    length = make_length()
+    batch = make_batch(1)
     factors = iter([factor, 1.0, 1.0])
 
     def measure(batch: Batch) -> Sequence[float]:
@@ -305,7 +322,9 @@ def test_all_ranks_measure_again_as_the_first_says() -> None:
             return 1 - x
 
     for factor, times in ((1.0, 2), (10.0, 1)):
-        measured, length, batch = list[int](), AutoLength(MOST, Told((0, 1), 1), CPU), make_batch(1)
+        measured = list[int]()
+        length = AutoLength(MOST, Told((0, 1), 1), CPU)
+        batch = make_batch(1)
 
         def measure(batch: Batch, measured: list[int] = measured) -> Sequence[float]:
             measured.append(len(batch.requests))
@@ -332,7 +351,8 @@ def test_no_more_is_drafted_than_is_still_wanted() -> None:
     [(2.0, DraftCost(0.2, 0.1)), (1.0, DraftCost(1.4, 0.2)), (7.0, DraftCost(0, 0.0286))],
 )
 def test_what_drafts_cost_is_in_steps_of_decoding(decode: float, cost: DraftCost) -> None:
-    length, batch = make_length(), make_batch(2)
+    length = make_length()
+    batch = make_batch(2)
     length.begin(batch, lambda batch: [decode, *(2.4 + 0.2 * n for n in range(1, MOST + 1))])
     length.lengths(batch)
     assert length.cost == cost
@@ -341,7 +361,8 @@ def test_what_drafts_cost_is_in_steps_of_decoding(decode: float, cost: DraftCost
 
 def test_what_a_lookup_costs_is_that_of_steps_in_which_no_model_drafts() -> None:
     """Its drafts are taken to cost half of a model's, and no more beside them than a model's."""
-    length, batch = make_length(), make_batch(2)
+    length = make_length()
+    batch = make_batch(2)
     length.begin(batch, lambda batch: [2.0, *(4.0 + 0.4 * n for n in range(1, MOST + 1))])
     costs = []
     for seconds in (None, 2.9, 2.9, 20.0, 100.0, 100.0, 100.0):
@@ -362,7 +383,8 @@ def test_all_ranks_do_as_the_first_says() -> None:
             assert index == 0
             return torch.tensor([500, 2500, 100, 900, 3, 5])
 
-    length, batch = AutoLength(MOST, Told((0, 1), 1), CPU), make_batch(2)
+    length = AutoLength(MOST, Told((0, 1), 1), CPU)
+    batch = make_batch(2)
     length.begin(batch, DEAR.measure)
     counts = []
     for _ in range(14):
@@ -536,7 +558,8 @@ def test_longer_drafts_are_never_faster(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_proposal_is_repeated_with_its_probabilities() -> None:
-    ids, probs = torch.tensor([[4, 5], [6, 7]]), torch.rand(2, 2, 9)
+    ids = torch.tensor([[4, 5], [6, 7]])
+    probs = torch.rand(2, 2, 9)
     found = repeated(Proposal(ids, probs), 5)
     assert found.ids.tolist() == [[4, 5, 4, 5, 4], [6, 7, 6, 7, 6]]
     assert found.probabilities is not None
@@ -560,7 +583,8 @@ def test_rates_are_rates(steps: list[tuple[int, int, int]]) -> None:
 
 
 def test_accepted_padding_is_not_counted() -> None:
-    padded, plain = Acceptance(3), Acceptance(3)
+    padded = Acceptance(3)
+    plain = Acceptance(3)
     padded.observe([4, 9], [1, 0], [3, 2])
     plain.observe([4, 9], [1, 0], [1, 0])
     assert (padded.judged, padded.accepted) == (plain.judged, plain.accepted) == ([1, 0, 0],) * 2
@@ -578,7 +602,9 @@ def test_rows_differ_and_are_forgotten() -> None:
     acceptance = Acceptance(3)
     for _ in range(100):
         acceptance.observe([4, 9], [3, 3], [3, 0])
-    good, bad, mean = acceptance.rates(4)[0], acceptance.rates(9)[0], acceptance.rates()[0]
+    good = acceptance.rates(4)[0]
+    bad = acceptance.rates(9)[0]
+    mean = acceptance.rates()[0]
     assert bad < 0.7 * mean and good > 1.15 * mean
     acceptance.keep_rows(())
     assert acceptance.rates(4) == acceptance.rates(9) == acceptance.rates()
@@ -601,7 +627,8 @@ def draw(rates: list[float], count: int, draws: random.Random) -> int:
 
 
 def test_mean_and_variance_of_a_step() -> None:
-    rates, draws = [0.9, 0.7, 0.4], random.Random(0)
+    rates = [0.9, 0.7, 0.4]
+    draws = random.Random(0)
     for count, (mean, variance) in enumerate(tokens_of_steps(rates)):
         sample = [draw(rates, count, draws) for _ in range(40000)]
         assert fmean(sample) == pytest.approx(mean, abs=0.02)
@@ -631,13 +658,16 @@ def test_the_time_until_done_is_that_of_simulation(
     rows: int, rates: list[float], wanted: int, apart: int, within: float
 ) -> None:
     """The mean of tokens alone falls short of it."""
-    draws, count, wants = random.Random(1), len(rates), [wanted - apart * r for r in range(rows)]
+    draws = random.Random(1)
+    count = len(rates)
+    wants = [wanted - apart * r for r in range(rows)]
 
     def seconds(active: int) -> float:
         return 1.0 + 0.2 * active
 
     def simulate() -> float:
-        left, total = list(wants), 0.0
+        left = list(wants)
+        total = 0.0
         while left:
             total += seconds(len(left))
             left = [n - draw(rates, count, draws) for n in left]

@@ -13,7 +13,8 @@ import torch
 from magicdec.kv.draft_log import DIGITS, Digest, DraftLog, digest_of_ranks
 from magicdec.kv.layer_views import LayerViews, LayerWindows
 
-LAYERS, HEADS = 3, 2
+LAYERS = 3
+HEADS = 2
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -46,7 +47,8 @@ def shared(*ranges: tuple[int, int]) -> torch.Tensor:
 
 def digest_of(*forwards: torch.Tensor, cache: Any = None, chain: int = 1) -> Digest:
     """Of a step with these forwards of one row."""
-    log, cache = DraftLog(), cache or cache_of()
+    log = DraftLog()
+    cache = cache or cache_of()
     for ranges in forwards:
         log.read(views_of(view_of(cache, ranges)), None, chain)
     (digest,) = log.digests([0]) or [("", 0)]
@@ -79,7 +81,8 @@ def test_layers_with_another_window_count_for_themselves() -> None:
         (found,) = log.digests([0]) or [("", 0)]
         return found
 
-    narrow, other = shared((0, 0), (130, 140)), shared((0, 0), (129, 139))
+    narrow = shared((0, 0), (130, 140))
+    other = shared((0, 0), (129, 139))
     assert digest(WHOLE, WHOLE)[0] == digest_of(WHOLE)[0]
     assert digest(WHOLE, narrow)[1] == (2 * 56 + 10) // 3
     assert (
@@ -115,7 +118,8 @@ def test_another_set_of_one_head_of_one_layer_is_seen() -> None:
 
 
 def test_a_chain_is_its_forwards_one_after_the_other() -> None:
-    one, two = shared((0, 16), (100, 140)), shared((0, 16), (100, 141))
+    one = shared((0, 16), (100, 140))
+    two = shared((0, 16), (100, 141))
     assert digest_of(one, chain=2) == digest_of(one, two)
     assert digest_of(one, chain=2)[1] == 56 + 57
     assert digest_of(two, one)[0] != digest_of(one, two)[0], "the order matters"
@@ -123,7 +127,8 @@ def test_a_chain_is_its_forwards_one_after_the_other() -> None:
 
 def test_entries_of_a_copy_are_the_positions_that_they_hold() -> None:
     """A row of 5 chosen tokens of 40 and what followed them, of which the newest 6 are read."""
-    copy, source = cache_of(), cache_of()
+    copy = cache_of()
+    source = cache_of()
     positions = torch.tensor([[[3, 30, 7, 38, 39], [1, 2, 3, 38, 39]]])  # [B, G, N]
     offsets = torch.tensor([35])
     log = DraftLog()
@@ -159,7 +164,9 @@ def test_a_step_begins_with_nothing_and_captured_steps_have_no_log() -> None:
 
 def test_what_ranks_have_logged_becomes_one_digest_that_follows_from_all_of_them() -> None:
     """In four digits, so that the numbers here are fixed ones that show it."""
-    tokens, reads, others = "1111", "2222", "3333"
+    tokens = "1111"
+    reads = "2222"
+    others = "3333"
     same = digest_of_ranks([(tokens + reads, 260)] * 3)
     assert same == (tokens + reads, 260) == digest_of_ranks([(tokens + reads, 260)])
     found = [
@@ -168,5 +175,6 @@ def test_what_ranks_have_logged_becomes_one_digest_that_follows_from_all_of_them
     ]
     assert all(text[:DIGITS] == tokens and number == 260 for text, number in found)
     assert len({text for text, _ in found} | {tokens + reads, tokens + others}) == 5
-    (text, _), half = digest_of_ranks([(tokens + reads, 1), (others + reads, 1)]), slice(DIGITS)
+    text, _ = digest_of_ranks([(tokens + reads, 1), (others + reads, 1)])
+    half = slice(DIGITS)
     assert text[half] not in (tokens, others) and text[DIGITS:] == reads

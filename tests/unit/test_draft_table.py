@@ -24,10 +24,19 @@ AXES = st.sets(st.integers(2, 40), max_size=4).map(lambda values: [1, *sorted(va
 
 def cell(batch_size: int, prefix_len: int, gamma: int) -> PlanCell:
     return PlanCell(
-        batch_size=batch_size, prefix_len=prefix_len, gamma=gamma, budget=None, decode_ms=1.0,
-        draft_ms=None, verify_ms=None, tokens_per_step=1.0, speedup=1.0 + gamma, begin_ms=0.0,
-        net_speedup=1.0, break_even_gen_len=None,
-    )  # fmt: skip
+        batch_size=batch_size,
+        prefix_len=prefix_len,
+        gamma=gamma,
+        budget=None,
+        decode_ms=1.0,
+        draft_ms=None,
+        verify_ms=None,
+        tokens_per_step=1.0,
+        speedup=1.0 + gamma,
+        begin_ms=0.0,
+        net_speedup=1.0,
+        break_even_gen_len=None,
+    )
 
 
 def entries_of(table: DraftTable) -> list[list[int]]:
@@ -67,16 +76,18 @@ def test_a_length_that_no_context_changes_has_entries_without_contexts() -> None
     cells = [cell(B, S, K) for B, K in ((1, 3), (4, 3), (8, 0)) for S in (1, 100)]
     config = json.loads(DraftTable(cells, 200, {"method": "x"}).vllm())
     assert config == {
-        "method": "x", "num_speculative_tokens": 3,
+        "method": "x",
+        "num_speculative_tokens": 3,
         "num_speculative_tokens_per_batch_size": [[1, 7, 3], [8, 8, 0]],
-    }  # fmt: skip
+    }
     nothing = json.loads(DraftTable([cell(1, 1, 0)], 9).vllm())
     assert nothing["num_speculative_tokens"] == 1, "vLLM refuses 0"
     assert nothing["num_speculative_tokens_per_batch_size"] == [[1, 1, 0]]
 
 
 def test_the_command_writes_what_it_predicts(command: Command, tmp_path: Path) -> None:
-    model, lines = tmp_path / "vllm.json", tmp_path / "people.csv"
+    model = tmp_path / "vllm.json"
+    lines = tmp_path / "people.csv"
     flags = (
         f"--model llama-3.1-8b --draft model:llama-3.2-1b {BY_HAND} --conditional_acceptance 0.7 "
         "--B 32 256 --prefix_len 4000 32000"
@@ -116,9 +127,10 @@ def test_measured_runs_stand_beside_predictions() -> None:
             (r.config["decoding"]["gamma"], r.config["kv"]["budget"], r.metrics.speedup)
             for r in load_records(BASELINES)
             if drafting_of(r.config) == ("self", policy, None)
-            and r.metrics and r.metrics.speedup
+            and r.metrics
+            and r.metrics.speedup
             and r.config["workload"]["prefix_len"] == 4096
-        ]  # fmt: skip
+        ]
         best = max(runs, key=lambda run: run[2])
         assert table.measured[8, 4096] == best
         # Of one rank; of two ranks, and sampled, which have short prompts.
@@ -138,14 +150,16 @@ def test_runs_that_draft_otherwise_are_not_measurements_of_a_plan(
 ) -> None:
     """However fast they are."""
     first = next(
-        r for r in load_records(BASELINES)
+        r
+        for r in load_records(BASELINES)
         if (r.config["decoding"]["drafter"], r.config["kv"]["policy"]) == ("model", "snapkv")
-    )  # fmt: skip
+    )
     assert first.metrics is not None and first.metrics.speedup is not None
     fast = replace(
-        first, metrics=replace(first.metrics, speedup=100.0),
+        first,
+        metrics=replace(first.metrics, speedup=100.0),
         config=first.config | {"decoding": first.config["decoding"] | other},
-    )  # fmt: skip
+    )
     path = tmp_path / "runs.jsonl"
     path.write_text(f"{first.to_json()}\n{fast.to_json()}\n")
     flags = f"{BY_HAND} --dtype float32 --draft model:demo-draft --acceptance {path} "
@@ -157,7 +171,8 @@ def test_runs_that_draft_otherwise_are_not_measurements_of_a_plan(
 
 def test_a_file_is_read_once_for_the_plan_and_all_tables(command: Command, tmp_path: Path) -> None:
     """So that what it says of its records is said once."""
-    file, kinds = tmp_path / "r.jsonl", ("vllm", "csv")
+    file = tmp_path / "r.jsonl"
+    kinds = ("vllm", "csv")
     file.write_bytes(BASELINES.read_bytes())
     assert command("plan", *BY_HAND.split(), "--acceptance", "0.8", "--out", file).code == 0
     exports = [word for kind in kinds for word in (kind, tmp_path / kind)]

@@ -98,7 +98,8 @@ def users(model: Transformer) -> list[Elementwise]:
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_loaded_model_has_what_was_chosen(name: str) -> None:
-    cpu, source = torch.device("cpu"), find_model("--model", "demo-draft")
+    cpu = torch.device("cpu")
+    source = find_model("--model", "demo-draft")
     found = users(load_kind(source, Shard(), Kinds("bfloat16", "bfloat16", "torch", name), cpu))
     layers = source.config.num_layers
     assert len(found) == 3 * layers + 2

@@ -64,7 +64,9 @@ def test_what_cannot_be_emulated_is_refused(words: str, message: str, command: C
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_are_accepted_as_often_as_asked_for(drafter: str, temperature: float) -> None:
     model = tiny_transformer()
-    rows, new, gamma = 24, 60, 3
+    rows = 24
+    new = 60
+    gamma = 3
     size = rows, 10 + new + gamma
     runner = make_runner(model, *size)
     draft = None
@@ -105,9 +107,11 @@ def test_other_prompts_of_the_same_length_have_other_luck() -> None:
         engine = Engine(runner, 64)
         engine.prefill(make_requests(random_prompts([10, 10], TINY.vocab_size, seed), 50))
         decode(
-            engine, "speculative", Setup(runner, decoding, KVSection("full")),
+            engine,
+            "speculative",
+            Setup(runner, decoding, KVSection("full")),
             lambda ids, output, s, to=accepted: to.append(output.num_accepted or []),
-        )  # fmt: skip
+        )
         found.append(accepted)
     assert found[0] == found[1] != found[2]
     assert {row[0] == row[1] for row in found[0] if len(row) == 2} == {True, False}

@@ -104,7 +104,8 @@ def test_what_snapkv_chose_once_must_not_all_leave_the_window() -> None:
 
 def test_costs_of_a_window() -> None:
     """Beyond the window, a forward reads and multiplies only the window for each token."""
-    plain, windowed = PLAIN, replace(PLAIN, layer_kinds=(LayerKind(64),))
+    plain = PLAIN
+    windowed = replace(PLAIN, layer_kinds=(LayerKind(64),))
     hardware = Hardware(1e9, 1e9)
     for S in (10, 59, 60, 61, 100):
         whole, cut = (Deployment(c, hardware, 4).forward(2, 5, S) for c in (plain, windowed))

@@ -74,14 +74,17 @@ def test_a_pipe_and_a_device_are_refused_without_waiting(name: str, tmp_path: Pa
     ("name", "text"),
     [
         *((name, DEEP) for name in ("book.jsonl", "config.json", "model.safetensors.index.json")),
-        *(
-            ("book.jsonl", '{"text": ' + DEEP),
-            ("machine.json", DEEP),
-            ("flags.toml", f"a = {DEEP}"),
-        ),
-        *(("runs.jsonl", DEEP), ("trace.jsonl", DEEP), ("model.pth.manifest.json", DEEP)),
-        *(("config.json", f'{{"num_hidden_layers": {LONG}}}'), ("flags.toml", f"B = {LONG}")),
-        *(("book.json", f"[{LONG}]"), ("book.jsonl", LONG), ("tokenizer.json", DEEP)),
+        ("book.jsonl", '{"text": ' + DEEP),
+        ("machine.json", DEEP),
+        ("flags.toml", f"a = {DEEP}"),
+        ("runs.jsonl", DEEP),
+        ("trace.jsonl", DEEP),
+        ("model.pth.manifest.json", DEEP),
+        ("config.json", f'{{"num_hidden_layers": {LONG}}}'),
+        ("flags.toml", f"B = {LONG}"),
+        ("book.json", f"[{LONG}]"),
+        ("book.jsonl", LONG),
+        ("tokenizer.json", DEEP),
         ("trace.jsonl", f'{{"arrival_ms": 0, "prompt_len": {LONG[:400]}, "output_len": 1}}'),
         ("runs.jsonl", '{"schema_version": 3, "kind": ["run"]}'),
         ("runs.jsonl", '{"schema_version": 3, "kind": {"run": 1}}'),
@@ -156,7 +159,8 @@ def test_an_index_may_not_leave_its_directory(file: str, tmp_path: Path) -> None
 
 
 def test_a_partial_file_does_not_follow_a_link(tmp_path: Path) -> None:
-    victim, out = tmp_path / "victim", tmp_path / "out.csv"
+    victim = tmp_path / "victim"
+    out = tmp_path / "out.csv"
     victim.write_text("mine")
     (tmp_path / "out.partial.csv").symlink_to(victim)
     with complete_file("--out", out) as partial:

@@ -39,7 +39,8 @@ from magicdec.setup.model_plan import Kinds
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.norm.weight"
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def spoiled(
@@ -150,8 +151,19 @@ def test_a_run_is_refused_in_one_line(
     save_file(tensors, tmp_path / "model.safetensors")
     out = tmp_path / "records.jsonl"
     ended = command(
-        *("run", "--model", tmp_path, "--prefix_len", 64, "--gen_len", 8, "--B", 1),
-        *("--budget", 32, "--out", out),
+        "run",
+        "--model",
+        tmp_path,
+        "--prefix_len",
+        64,
+        "--gen_len",
+        8,
+        "--B",
+        1,
+        "--budget",
+        32,
+        "--out",
+        out,
     )
     assert ended.code == 2
     last = ended.err.splitlines()[-1]

@@ -343,7 +343,8 @@ def test_a_path_that_does_not_exist_is_refused_at_once(
     assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1
 
 
-HEADS, STAGES = "ranks cannot share 4 attention heads", "stages cannot share 6 layers"
+HEADS = "ranks cannot share 4 attention heads"
+STAGES = "stages cannot share 6 layers"
 
 
 @pytest.mark.parametrize(
@@ -414,9 +415,14 @@ def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
     env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     for said in ("fetching org/model into checkpoints/org/model", ""):
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **env},
-            capture_output=True, text=True, timeout=HANG, check=True,
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+            check=True,
+        )
         assert done.stdout.splitlines()[-1] == "checkpoints/org/model demo"
         assert (said in done.stderr) if said else (done.stderr == "")
     assert (tmp_path / "checkpoints/org/model/model.safetensors").read_bytes() == b"not read here"

@@ -100,8 +100,12 @@ def test_a_request_waits_is_prefilled_and_decodes(tmp_path: Path, drawn: list[Fi
     spans = {
         0: [(WAITING, 100, 300), (PREFILL, 300, 700), (DECODE, 700, 2000)],
         1: [
-            *((WAITING, 100, 300), (PREFILL, 300, 700), (DECODE, 700, 900)),
-            *((WAITING, 900, 1200), (PREFILL, 1200, 1500), (DECODE, 1500, 2000)),
+            (WAITING, 100, 300),
+            (PREFILL, 300, 700),
+            (DECODE, 700, 900),
+            (WAITING, 900, 1200),
+            (PREFILL, 1200, 1500),
+            (DECODE, 1500, 2000),
         ],
     }
     assert bars(ax) == {

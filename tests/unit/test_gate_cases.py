@@ -169,7 +169,8 @@ def test_a_case_of_several_ranks_is_run_on_as_many() -> None:
     assert {b.config["kv"]["policy"] for b in ON_RANKS[:-1]} == policies
     assert describe(ON_RANKS[-1]) == apart
     for baseline in ON_RANKS:
-        config, w = case_of(baseline), baseline.config["workload"]
+        config = case_of(baseline)
+        w = baseline.config["workload"]
         assert num_ranks(config) == 2 and config.parallel.rank_group == (0, 1)
         assert config.parallel.collectives == "auto" and config.parallel.threads is None
         assert w["batch_size"] * w["num_batches"] == LEAST_PROMPTS
@@ -203,13 +204,17 @@ def test_the_user_chooses_the_ranks_of_the_new_cases() -> None:
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_the_case(
-    fields: dict[str, Any], said: str, tmp_path: Path, command: Command,
+    fields: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Before any process starts."""
     monkeypatch.setattr("magicdec.cli.gate.num_cores", lambda: 2)
     monkeypatch.setattr("magicdec.cli.gate.measure", None)
-    path, baseline = tmp_path / "old.jsonl", with_fields(ON_RANKS[-1], **fields)
+    path = tmp_path / "old.jsonl"
+    baseline = with_fields(ON_RANKS[-1], **fields)
     path.write_text(replace(baseline, seal="").to_json() + "\n")
     for words in (("gate",), ("gate", "save")):
         code, _, err = command(*words, "--baseline", path)

@@ -39,7 +39,9 @@ CASES = [
     with_fields(drawn(), config__decoding__drafter="ngram"),
 ]
 NAMES = [describe(case) for case in CASES]
-FIRST, SECOND, LAST = 0, 1, len(CASES) - 1
+FIRST = 0
+SECOND = 1
+LAST = len(CASES) - 1
 Change = Callable[[list[Result]], Any]
 """What happens to the results of all cases on their way, in place."""
 
@@ -114,10 +116,12 @@ CHANGES: dict[str, tuple[Change, list[int], str]] = {
     "the last never came": (lose(LAST), [LAST], "no result came back"),
     "two never came": (lose(SECOND, 5), [SECOND, 5], "no result came back"),
     "the text of an error": (
-        lambda found: found.__setitem__(LAST, "no memory"), [LAST], "failed: no memory"
+        lambda found: found.__setitem__(LAST, "no memory"),
+        [LAST],
+        "failed: no memory",
     ),
     "an error without text": (lambda found: found.__setitem__(0, ""), [FIRST], "failed"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -276,7 +280,8 @@ def test_ranks_stop_after_a_case_that_failed_on_any_of_them(
     monkeypatch.setattr(
         measuring, "_run_group", lambda group, _: zip((n for n, _ in group), results, strict=True)
     )
-    numbered, failed = list(enumerate([absent, *cases])), (2, "RuntimeError: no room")
+    numbered = list(enumerate([absent, *cases]))
+    failed = (2, "RuntimeError: no room")
     first, other = (list(run_cases(numbered, Launch(rank, 2, rank, 2))) for rank in (0, 1))
     assert first == [(0, "absent"), (1, CASES[1]), failed, (3, APART)]
     assert other == [failed, (3, APART)]
@@ -351,7 +356,8 @@ def ranks() -> int:
 @pytest.fixture
 def sleeping_gate(tmp_path: Path, ranks: int) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A gate whose two processes sleep after their first case, and their numbers."""
-    script, folder = tmp_path / "gate.py", tmp_path / "pids"
+    script = tmp_path / "gate.py"
+    folder = tmp_path / "pids"
     script.write_text(GATE)
     folder.mkdir()
     words = [sys.executable, script, folder, str(ranks)]

@@ -81,7 +81,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Raw], Any], str]] = {
         lambda samples: samples["draft_kv_tokens"].__setitem__(0, 258),
         "draft_kv_tokens [258], was [257]",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
@@ -127,7 +127,7 @@ REASONS = {
     "config__parallel__device": ("cuda", "a GPU sums in any order"),
     "config__model__dtype": ("bfloat16", "bfloat16 rounds"),
     "config__decoding__gamma": ("auto", "the draft length follows from measured times"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field", REASONS)
@@ -166,7 +166,8 @@ def test_a_baseline_without_a_log_is_compared_by_statistics() -> None:
 
 
 def test_an_edited_baseline_is_refused_with_its_line(tmp_path: Path, command: Command) -> None:
-    path, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    path = tmp_path / "old.jsonl"
+    new = tmp_path / "new.jsonl"
     line = logged().to_json()
     new.write_text(line + "\n")
     raw = json.loads(line)
@@ -206,7 +207,9 @@ def pair_of_passes(before: PassSamples, after: PassSamples) -> PairedCounts:
 
 def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:
     """Over 400 pairs of passes, the second of which loses what the first pairs say on average."""
-    rng, level, margin = np.random.default_rng(0), 0.99, 0.02
+    rng = np.random.default_rng(0)
+    level = 0.99
+    margin = 0.02
     chances = draw_chances(rng, 16, 0.7, 0.1)
     rate = float(count_by_prompt(pass_of(rng, chances)).rates.mean())
 
@@ -216,7 +219,9 @@ def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:
         )
 
     said = [change_with(1.0).seen_loss(rate, level, margin) for _ in range(60)]
-    target, low, high = float(np.mean(said)), 0.0, 0.5
+    target = float(np.mean(said))
+    low = 0.0
+    high = 0.5
     for _ in range(10):  # the share of the chances by which the rate falls so much
         share = (low + high) / 2
         lost = np.mean([-change_with(1 - share).relative for _ in range(30)])
@@ -227,7 +232,8 @@ def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:
 
 
 def test_the_worst_prompt_is_named_where_one_is_dead_and_not_by_chance() -> None:
-    rng, alarms = np.random.default_rng(1), 0
+    rng = np.random.default_rng(1)
+    alarms = 0
     chances = draw_chances(rng, 16, 0.7, 0.1)
     for _ in range(300):
         worst = pair_of_passes(pass_of(rng, chances), pass_of(rng, chances)).worst_prompt()

@@ -74,7 +74,8 @@ def gate(
     there: Path, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> Gate:
     """The gate of a case that was measured there, whose result is the same here."""
-    baseline, result = record_at(there), record_at(here)
+    baseline = record_at(there)
+    result = record_at(here)
     assert result.workload is not None and result.workload.draft is not None
     draft = replace(result.workload.draft, model="small")
     result = replace(result, workload=replace(result.workload, model="large", draft=draft))
@@ -94,9 +95,10 @@ def gate(
 
     def run(**changed: str) -> tuple[int, str, str]:
         places = {
-            "model": here / "large", "draft": f"model:{here / 'small'}",
+            "model": here / "large",
+            "draft": f"model:{here / 'small'}",
             "dataset": here / "text.txt",
-        }  # fmt: skip
+        }
         words = [w for name, value in (places | changed).items() for w in (f"--{name}", value)]
         return command("gate", "--baseline", tmp_path / "gate.jsonl", *words)
 

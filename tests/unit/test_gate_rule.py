@@ -102,7 +102,9 @@ def test_unchanged_acceptance_rarely_fails_many_rows_at_once() -> None:
 
 def test_the_rule_case_by_case(gate: Gate) -> None:
     """New records, baselines and flags, with the exit code and what is said."""
-    good, sixteen, three = drawn(), drawn(num_prompts=16), drawn(num_prompts=3)
+    good = drawn()
+    sixteen = drawn(num_prompts=16)
+    three = drawn(num_prompts=3)
     little = with_losses(good, 0.004, seed=1)
     nothing = record_of(draw_pass(np.random.default_rng(0), np.full(3, 1e-9), 4, 63))
     of_one = np.array([0.9, *[1e-9] * 7])
@@ -110,7 +112,8 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
     unchecked = with_fields(
         good, correctness__reference=None, correctness__identical=None, baseline_metrics=None
     )
-    bad, wrong = parse_record(failed()), parse_record(diverged())
+    bad = parse_record(failed())
+    wrong = parse_record(diverged())
     ties = with_fields(good, status="ok_with_ties", correctness=with_ties()["correctness"])
     stale = [drawn(0.3), drawn(0.81)]
     every = ("--require_all",)
@@ -123,7 +126,10 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([three], [three], (), 0, "1 same"),  # equal counts need no statistics
         ([with_losses(three, 0.2)], [three], (), 3, "not comparable, 3 prompts; 4 are needed"),
         (
-            [with_losses(three, 0.2)], [three], ("--margin", "0.5"), 0,
+            [with_losses(three, 0.2)],
+            [three],
+            ("--margin", "0.5"),
+            0,
             "tolerated, within the margin of 50 %",
         ),
         ([nothing], [three], (), 1, "no draft is accepted any more"),
@@ -145,10 +151,15 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([good], [good, with_fields(drawn(0.3), config__model__dtype="bfloat16")], (), 0, "same"),
         ([good], [], (), 3, "not comparable: the baseline has no such record"),
         ([good], [drawn(budget=65)], (), 3, "not comparable: the baseline has no such record"),
-        ([with_fields(good, metrics__draft_acceptance_rate=None)], [good], (), 3,
-         "not comparable: the new record has no draft_acceptance_rate"),
+        (
+            [with_fields(good, metrics__draft_acceptance_rate=None)],
+            [good],
+            (),
+            3,
+            "not comparable: the new record has no draft_acceptance_rate",
+        ),
         ([good], [with_fields(good, samples=None)], (), 3, "the baseline has no samples"),
-    ):  # fmt: skip
+    ):
         found, out = gate(new, old, *flags)
         assert found == code and said in out, (code, said, out)
 
@@ -230,7 +241,8 @@ def test_a_run_at_another_budget_is_not_taken_for_this_one(gate: Gate) -> None:
 
 
 def test_the_reports_say_what_was_printed(gate: Gate, tmp_path: Path) -> None:
-    junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
+    junit = tmp_path / "junit.xml"
+    summary = tmp_path / "summary.md"
     old = [drawn(budget=b) for b in (33, 65, 129, 200)]
     new = [old[0], drawn(0.4, budget=65), with_fields(old[2], config__workload__gen_len=9)]
     code, _ = gate(new, old, "--junit", str(junit), "--summary", str(summary))

@@ -165,9 +165,11 @@ def test_a_gpu_of_an_old_capability_is_refused(
     capabilities: list[tuple[int, int]], serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {
-        "is_available": lambda: True, "device_count": lambda: len(capabilities),
-        "get_device_capability": capabilities.__getitem__, "get_device_name": "GPU {}".format,
-    }.items():  # fmt: skip
+        "is_available": lambda: True,
+        "device_count": lambda: len(capabilities),
+        "get_device_capability": capabilities.__getitem__,
+        "get_device_name": "GPU {}".format,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     machine = probe_machine(Launch())
     assert machine.has_cuda == serves

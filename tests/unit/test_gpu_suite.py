@@ -62,7 +62,8 @@ def run_stage(out: Path, stage: str) -> int:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of all stages. The script starts the last one, into an empty folder, with the files
     of the others, which run in this process, because each process takes seconds to import torch."""
-    earlier, out = tmp_path_factory.mktemp("earlier"), tmp_path_factory.mktemp("gpu")
+    earlier = tmp_path_factory.mktemp("earlier")
+    out = tmp_path_factory.mktemp("gpu")
     for stage in gpu_suite.STAGES:
         if stage not in ("tests", "summary"):
             assert run_stage(earlier, stage) == 0, stage
@@ -151,7 +152,8 @@ def test_a_failed_cell_costs_no_other(tmp_path: Path) -> None:
 def test_what_tests_found_before_they_failed_is_kept(
     seconds: int, problem: str, tmp_path: Path
 ) -> None:
-    file, sleep = tmp_path / "test_some.py", 60 if seconds < 60 else 0
+    file = tmp_path / "test_some.py"
+    sleep = 60 if seconds < 60 else 0
     file.write_text(
         "import pytest, time\n"
         "def test_good(): pass\n"
@@ -223,7 +225,9 @@ def test_what_cannot_be_recorded_is_measured_without_graphs(
 def test_a_layer_is_read_again_only_after_twice_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(L2_cache_size=60 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    cuda, small = torch.device("cuda", 0), 2 * 4101 * 8 * 128 * 2  # B=1, S=4096
+    # B=1, S=4096.
+    cuda = torch.device("cuda", 0)
+    small = 2 * 4101 * 8 * 128 * 2
     layers = attention.num_layers(small, cuda)
     assert (layers - 1) * small <= 120 << 20 < layers * small
     assert attention.num_layers(2 << 30, cuda) == attention.num_layers(1, torch.device("cpu")) == 1
@@ -231,7 +235,8 @@ def test_a_layer_is_read_again_only_after_twice_the_cache(monkeypatch: pytest.Mo
 
 def test_batches_fit_beside_the_weights() -> None:
     """Llama-3.1-8B needs 131072 bytes per token: 32 rows of 32768 do not fit on an H200."""
-    config, sizes = PRESETS["llama-3.1-8b"].config, FULL.batch_sizes
+    config = PRESETS["llama-3.1-8b"].config
+    sizes = FULL.batch_sizes
     gib = 1 << 30
     assert latency.fitting_places((2,), [64], config, None) == {2: [64]}
     places = latency.fitting_places(sizes, [4096, 16384, 32768, 65536], config, 139 * gib)
@@ -247,9 +252,12 @@ def test_predictions_are_drafts_and_verification_against_decoding() -> None:
         return {"phase": phase, "T": T, "ms_median": ms, "budget": budget, "B": 1, "context": 9}
 
     rows = [
-        row("decode", 1, 10.0), row("verify", 2, 11.0), row("verify", 3, 20.0),
-        row("draft", 1, 2.0, 513), row("draft", 1, 1.0, 257),
-    ]  # fmt: skip
+        row("decode", 1, 10.0),
+        row("verify", 2, 11.0),
+        row("verify", 3, 20.0),
+        row("draft", 1, 2.0, 513),
+        row("draft", 1, 1.0, 257),
+    ]
     found = predict.predict(rows, 513, 0.8)
     assert found["gamma"] == 1 and found["predicted_speedup"] == pytest.approx(1.8 * 10 / 13)
     by_gamma = found["predicted_speedup_by_gamma"]
@@ -337,8 +345,12 @@ def test_parts_have_what_those_before_them_did_not_use(
     assert not quick.run_parts(names, tmp_path, [], quick.QUICK_SECONDS)
     assert list(machine.limits) == names
     assert machine.limits == {
-        "broken": 90, "demo_tokens": 150, "llama31": 150, "whole_runs": 90, "peers": 150,
-    }  # fmt: skip
+        "broken": 90,
+        "demo_tokens": 150,
+        "llama31": 150,
+        "whole_runs": 90,
+        "peers": 150,
+    }
     assert "| llama31 | 150 | 0 | 0 | 0 |" in (tmp_path / "summary.md").read_text()
     machine = Machine(monkeypatch, {})
     assert quick.run_parts(["peers", "broken"], tmp_path, [], quick.AGAIN_SECONDS)
@@ -556,7 +568,9 @@ def test_attention_that_is_wrong_fails_its_cell(
 def test_acceptance_is_drawn_at_its_rate() -> None:
     """The number of accepted drafts is that of drafts of which each is accepted with the rate if
     those before it were."""
-    B, gamma, rate = 4, 3, 0.8
+    B = 4
+    gamma = 3
+    rate = 0.8
     ids = torch.zeros(B, gamma + 1, dtype=torch.int64)
     before = whole_runs.steps.judge
     total = 0.0
@@ -583,7 +597,8 @@ def test_numbers_of_a_gpu_are_read_off_its_files(
         {"phase": "verify", "B": 8, "context": 4096, "T": 5, "bytes": 16e9, "ms_median": 11.0},
     ]
     broken = {"copy_bandwidth": {"bytes_per_s": 3.2e12}}
-    dates, failed = {"copy_bandwidth": "2026-12-01"}, {"imports": "ImportError: x"}
+    dates = {"copy_bandwidth": "2026-12-01"}
+    failed = {"imports": "ImportError: x"}
     files = {
         "broken": {"cells": broken, "dates": dates, "failed": failed},
         "llama31": {"cells": {"B8": {"rows": rows}}, "failed": {}},

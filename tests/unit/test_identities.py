@@ -63,25 +63,32 @@ def test_consistent_samples_are_those_of_a_run() -> None:
     for samples in (ours, base):
         for key in ("step_ms", "padded_gamma", "num_accepted", "num_emitted"):
             getattr(samples, key)[1] = []
-        samples.sequence_tokens[1], samples.sequence_ms[1] = [0, 0], [0.0, 0.0]
+        samples.sequence_tokens[1] = [0, 0]
+        samples.sequence_ms[1] = [0.0, 0.0]
     del ours.draft_ms[2:], ours.verify_ms[2:], base.decode_ms[6:]
     check_run({"autoregressive": base, "speculative": ours}, prefill)
 
 
 # A statement that changes the samples `ours`, `base` or `prefill`, and what is said then.
 FAULTS = {
-    "a step's time is halved where it drafts":
-        ("ours.step_ms[0][0] = 10.0", "step 0: the time of its phases"),
-    "the clock of sequences starts late":
-        ("ours.sequence_ms[1] = [59.5, 59.5]", "its sequence_ms"),
-    "all sequences have the TTFT of the first":
-        ("prefill.ttft_ms[0] = [100.0, 100.0]", "does not rise"),
-    "a TTFT after the end of prefill":
-        ("prefill.ttft_ms[0] = [100.0, 301.0]", "the last TTFT"),
-    "a token is counted that no step emitted":
-        ("ours.sequence_tokens[1] = [6, 3]", "1 \\+ num_accepted|its tokens"),
-    "more is accepted than was drafted":
-        ("ours.num_accepted[1][0] = [3, 1]", r"padded_gamma 2, num_accepted \[3, 1\]"),
+    "a step's time is halved where it drafts": (
+        "ours.step_ms[0][0] = 10.0",
+        "step 0: the time of its phases",
+    ),
+    "the clock of sequences starts late": ("ours.sequence_ms[1] = [59.5, 59.5]", "its sequence_ms"),
+    "all sequences have the TTFT of the first": (
+        "prefill.ttft_ms[0] = [100.0, 100.0]",
+        "does not rise",
+    ),
+    "a TTFT after the end of prefill": ("prefill.ttft_ms[0] = [100.0, 301.0]", "the last TTFT"),
+    "a token is counted that no step emitted": (
+        "ours.sequence_tokens[1] = [6, 3]",
+        "1 \\+ num_accepted|its tokens",
+    ),
+    "more is accepted than was drafted": (
+        "ours.num_accepted[1][0] = [3, 1]",
+        r"padded_gamma 2, num_accepted \[3, 1\]",
+    ),
     "more is emitted than was accepted": ("ours.num_emitted[0][0] = [3, 2]", "num_emitted"),
     "an accepted token is lost": ("ours.num_emitted[0][0] = [2, 1]", "num_emitted"),
     "a row is missing from a step": ("base.num_emitted[0][3] = []", "running sequences"),
@@ -89,7 +96,7 @@ FAULTS = {
     "a phase is missing": ("ours.draft_ms.pop()", "times in draft_ms"),
     "calibration is counted twice": ("ours.begin_ms[0] = -35.0", "begin_ms is -35.0"),
     "a batch is missing": ("ours.begin_ms.pop()", "numbers of batches differ"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

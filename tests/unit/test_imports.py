@@ -40,8 +40,15 @@ HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 SHARED = {
     "attention": {"backend", "library", "sinks", "triton_kernels"},
     "speculation": {
-        *("drafter", "draft_length", "forecast", "draft_kv", "block_kv", "policy"),
-        *("observation", "block_choice", "suffix_index"),
+        "drafter",
+        "draft_length",
+        "forecast",
+        "draft_kv",
+        "block_kv",
+        "policy",
+        "observation",
+        "block_choice",
+        "suffix_index",
         "streaming_llm",  # whose budget bounds the cache of `rolling_runner`
     },
 }
@@ -68,7 +75,9 @@ def room_of(module: str) -> str:
 
 def allowed(importer: str, imported: str) -> bool:
     """May `importer` (bench.run.run) import `imported` (runner.model_runner)?"""
-    here, there, file = room_of(importer), room_of(imported), imported.rpartition(".")[2]
+    here = room_of(importer)
+    there = room_of(imported)
+    file = imported.rpartition(".")[2]
     if (importer, imported) == ("speculation.mixed", "speculation.ngram"):
         return True  # of which it is made
     if here == there:
@@ -93,7 +102,11 @@ def test_imports_go_one_way() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("names", "runner/request", "runner/step_plan", "engine/scheduler", "records/record"),
+        "names",
+        "runner/request",
+        "runner/step_plan",
+        "engine/scheduler",
+        "records/record",
         *(f"config/{path.stem}" for path in sorted((PACKAGE / "config").glob("*.py"))),
     ],
 )

@@ -23,7 +23,8 @@ def handler() -> Iterator[None]:
 
 
 def test_ctrl_c_is_raised_when_the_library_has_returned() -> None:
-    interrupts, answers = Interrupts(), list[int]()
+    interrupts = Interrupts()
+    answers = list[int]()
     may_wait = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: int(not interrupts.is_kept))
     with pytest.raises(KeyboardInterrupt), interrupts.kept():
         answers.append(may_wait())
@@ -59,7 +60,8 @@ def test_another_thread_keeps_nothing() -> None:
 
 def test_ctrl_c_reaches_no_child_and_waits_until_all_are_started() -> None:
     """Also where another thread takes the signal, such as that of a progress bar."""
-    goes_on, started = threading.Event(), list[subprocess.Popen[bytes]]()
+    goes_on = threading.Event()
+    started = list[subprocess.Popen[bytes]]()
     thread = threading.Thread(target=goes_on.wait)
     thread.start()
     try:

@@ -176,7 +176,9 @@ def test_intervals_of_a_run_are_those_of_their_own_values() -> None:
 
 
 OF_DRAFTS = (
-    *("draft_acceptance_rate", "mean_acceptance_length", "mean_emitted_tokens"),
+    "draft_acceptance_rate",
+    "mean_acceptance_length",
+    "mean_emitted_tokens",
     "acceptance_per_position",
 )
 
@@ -212,7 +214,8 @@ def check_pairs(row: dict[str, Any], kind: type) -> int:
             ends = row[f"{name}{SUFFIX}"] or [[]] * len(values)
             triples = [(each, *both) for each, both in zip(values, ends, strict=True) if both]
         else:
-            low, high = row[f"{name}{SUFFIX}_low"], row[f"{name}{SUFFIX}_high"]
+            low = row[f"{name}{SUFFIX}_low"]
+            high = row[f"{name}{SUFFIX}_high"]
             assert (low is None) == (high is None) and (value is not None or low is None), name
             triples = [] if low is None else [(value, low, high)]
         for each, low, high in triples:

@@ -27,7 +27,9 @@ from magicdec.records.samples import PassSamples
 NUM_TRIALS = 1000
 MOST_WITHOUT = 5  # of these trials may have no interval
 WIDE = pytest.mark.wide
-FAIR, GOOD = (0.55, 0.12, 4, 63), (0.8, 0.1, 2, 63)  # drafts
+# Drafts.
+FAIR = (0.55, 0.12, 4, 63)
+GOOD = (0.8, 0.1, 2, 63)
 
 
 @cache

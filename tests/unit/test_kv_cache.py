@@ -24,7 +24,8 @@ def test_written_tokens_are_read_back_from_interleaved_blocks() -> None:
     for row, tokens in ((1, 7), (0, 20), (2, 3), (1, 20)):  # in turns: blocks interleave
         cache.allocate(row, tokens)
     assert cache.blocks[1] != sorted(range(min(cache.blocks[1]), min(cache.blocks[1]) + 5))
-    k, v = torch.randn(2, 17, 3, 8), torch.randn(2, 17, 3, 8)
+    k = torch.randn(2, 17, 3, 8)
+    v = torch.randn(2, 17, 3, 8)
     rows = torch.tensor([1, 0])
     slots = cache.slots(rows, torch.arange(17).expand(2, -1))
     cache.write(1, slots, k, v)

@@ -70,7 +70,8 @@ def view_of(case: Case) -> KVView:
     cache = make_cache(len(case.rows), ROW_TOKENS, 1)
     for number, row in enumerate(case.rows):
         cache.advance([number], row.before)
-    numbers, rule = range(len(case.rows)), case.rule or FULL
+    numbers = range(len(case.rows))
+    rule = case.rule or FULL
     committed = Lengths.of([row.committed for row in case.rows], torch.device("cpu"))
     return make_view(cache, numbers, rule, case.num_new, committed, case.window)
 
@@ -88,7 +89,8 @@ def test_a_view_has_the_keys_of_an_enumeration(block: int) -> None:
 
 
 def check(case: Case) -> None:
-    view, rows = view_of(case), case.rows
+    view = view_of(case)
+    rows = case.rows
     old = [case.old(row) for row in rows]
     assert view.lengths == tuple(row.before for row in rows)
     assert view.lengths == tuple(view.seq_lens.tolist())
@@ -142,7 +144,8 @@ def test_a_window_never_makes_ranges_by_head_a_full_view() -> None:
     assert view.num_visible == (5,) and not view.is_full
 
 
-CAPACITY, MOST_TAIL = 128, 5
+CAPACITY = 128
+MOST_TAIL = 5
 
 
 def device_rows(numbers: list[int], active: list[bool]) -> BatchRows:
@@ -164,7 +167,8 @@ def policies(kind: str, sinks: int, room: int, window: int | None, committed: li
         return (StreamingLLM(sinks, sinks + room),) * 2
     policy = VerifiedKV(sinks, max(1, room // 2), sinks + room, window)
     mass = torch.rand(2, len(committed), 3, CAPACITY // WEIGHTS_BLOCK)
-    lengths, most = torch.tensor(committed), max(policy.split(c)[1] for c in committed)
+    lengths = torch.tensor(committed)
+    most = max(policy.split(c)[1] for c in committed)
     blocks = -(-max(committed) // WEIGHTS_BLOCK)
     whole = min(policy.budget // WEIGHTS_BLOCK, CAPACITY // WEIGHTS_BLOCK)
     return (
@@ -177,7 +181,8 @@ def policies(kind: str, sinks: int, room: int, window: int | None, committed: li
 @given(
     rows=st.lists(
         st.tuples(st.integers(1, 117), st.integers(0, MOST_TAIL), st.booleans()),
-        min_size=1, max_size=4,
+        min_size=1,
+        max_size=4,
     ),
     kind=st.sampled_from(["full", "streaming_llm", "verified"]),
     num_new=st.integers(1, 6),
@@ -185,23 +190,34 @@ def policies(kind: str, sinks: int, room: int, window: int | None, committed: li
     room=st.integers(1, 130),
     window=st.none() | st.integers(8, 127),
     drafts=st.booleans(),
-)  # fmt: skip
+)
 # Near the end of a row, budget and tail can reach its capacity without showing all its tokens.
 @example(
-    rows=[(117, 0, True)], kind="streaming_llm", num_new=6, sinks=4, room=109, window=None,
+    rows=[(117, 0, True)],
+    kind="streaming_llm",
+    num_new=6,
+    sinks=4,
+    room=109,
+    window=None,
     drafts=True,
-)  # fmt: skip
+)
 def test_a_captured_view_shows_the_keys_of_the_hosts_view(
-    rows: list[tuple[int, int, bool]], kind: str, num_new: int, sinks: int, room: int,
-    window: int | None, drafts: bool,
-) -> None:  # fmt: skip
+    rows: list[tuple[int, int, bool]],
+    kind: str,
+    num_new: int,
+    sinks: int,
+    room: int,
+    window: int | None,
+    drafts: bool,
+) -> None:
     """This holds for active rows; rows that have ended see only their new tokens. `is_full` is true
     only for a full view, and no row sees more tokens than the bound on the host."""
     cache = make_cache(num_rows=len(rows), block_size=64, blocks_per_row=CAPACITY // 64)
     committed = [c for c, _, _ in rows] if drafts else [c + t for c, t, _ in rows]
     for row, (settled, tail, _) in enumerate(rows):
         cache.advance([row], settled + tail)
-    numbers, active = list(range(len(rows))), [a for *_, a in rows]
+    numbers = list(range(len(rows)))
+    active = [a for *_, a in rows]
     asked: tuple[Visible, Visible] = policies(kind, sinks, room, window, committed)
     given_host = committed if drafts else None
     given_device = Lengths.of(committed, torch.device("cpu")) if drafts else None

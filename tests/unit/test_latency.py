@@ -122,10 +122,15 @@ def test_forwards_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     timings = time_place(*place, advance=lambda: None)
     cells = [cell for cell, *_ in timings]
     assert names(cells) == [
-        ("decode", 1, None), ("verify", 3, None), ("verify", 3, "verified"),
-        ("draft", 1, "streaming_llm"), ("draft", 1, "snapkv"), ("first_draft", 1, "verified"),
-        ("draft", 1, "verified"), ("draft", 1, "full"),
-    ]  # fmt: skip
+        ("decode", 1, None),
+        ("verify", 3, None),
+        ("verify", 3, "verified"),
+        ("draft", 1, "streaming_llm"),
+        ("draft", 1, "snapkv"),
+        ("first_draft", 1, "verified"),
+        ("draft", 1, "verified"),
+        ("draft", 1, "full"),
+    ]
     assert ran == [*cells, *reversed(cells), *cells]
     assert [len(seconds) for _, seconds, *_ in timings] == [2] * len(cells)
 
@@ -167,7 +172,8 @@ def test_recorded_forwards_do_what_the_others_do() -> None:
 def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
     runner = make_runner(tiny_transformer(), 2, 64)
     batch = fill(runner, 50)
-    whole, watched = runner.forward, []
+    whole = runner.forward
+    watched = []
 
     def forward(*args: Any, watch: AttentionObserver | None = None, **more: Any) -> torch.Tensor:
         watched.append(watch is not None)
@@ -245,8 +251,9 @@ def test_a_share_above_100_percent_is_null_with_its_reason(monkeypatch: pytest.M
     shares = [["100.0 %", "100.0 %"], ["-", "50.0 %"], ["50.0 %", "-"]]
     assert [cells[-2:] for cells in table.body if cells] == shares
     assert [line.rpartition(": more than")[0] for line in table.below] == [
-        "of bytes, where none is shown", "of products, where none is shown",
-    ]  # fmt: skip
+        "of bytes, where none is shown",
+        "of products, where none is shown",
+    ]
 
 
 def test_other_programs_only_add_to_the_time_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +314,8 @@ def test_products_by_themselves_are_those_of_the_first_outputs(linear: str) -> N
     assert seconds_of_products(tiny_transformer(), 3, torch.device("cpu")) > 0
 
 
-ALONE, MODELS = Launch(0, 1, 0, 1), Models(TINY)
+ALONE = Launch(0, 1, 0, 1)
+MODELS = Models(TINY)
 PLANNED = (
     KVSection("snapkv", 24, 4, window_size=8),
     KVSection("streaming_llm", 24, 4),

@@ -15,7 +15,8 @@ from magicdec.model.config import LayerKind
 from magicdec.model.families.hf_config import parse_hf_config
 from magicdec.model.mixers import LinearAttention
 
-SLIDING, LINEAR = "sliding_attention", "linear_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 WINDOWS = {"use_sliding_window": True, "sliding_window": 40}
 MIXTURE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GPT_OSS = MODELS["gpt-oss"][1]

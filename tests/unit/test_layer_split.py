@@ -151,7 +151,8 @@ def choose(
         return [text, *map(json.dumps, others)]
 
     monkeypatch.setattr("magicdec.systems.stages.auto_split.exchange_texts", exchange)
-    launch, grid = Launch(0, ranks, 0, 1), StageGrid(2, ranks // 2)
+    launch = Launch(0, ranks, 0, 1)
+    grid = StageGrid(2, ranks // 2)
     stages = stages or [grid.ranks_of(stage) for stage in range(2)]
     return choose_split(asked, stages, 12, launch, "given", lambda: first)
 
@@ -183,7 +184,8 @@ def test_ends_of_the_model_count_on_the_stages_that_have_them(
 ) -> None:
     """The first stage embeds, the last has the head; ranks without a stage have no times."""
     no_stage = {"asked": "auto", "host": 0, "times": None}
-    others, stages = [said(0, 1e-3), said(0, 1e-3, 5e-3), no_stage], ((0,), (1,), (2,))
+    others = [said(0, 1e-3), said(0, 1e-3, 5e-3), no_stage]
+    stages = ((0,), (1,), (2,))
     first = RankTimes(1e-3, 1e-4, 2e-4)
     three = choose(monkeypatch, others, stages=stages, first=first)
     assert three.layer_split == "5,6,1" and "and 0.2, 0.1, 5 ms beside layers" in three.reason

@@ -81,7 +81,8 @@ def test_runs_that_differ_have_rows_that_differ(
     tmp_path: Path, command: Command, section: str, key: str, value: object, label: str
 ) -> None:
     """One run alone, and several that are alike, say it above the table."""
-    path, other = tmp_path / "runs.jsonl", record(1, 1.25)
+    path = tmp_path / "runs.jsonl"
+    other = record(1, 1.25)
     other["config"].setdefault(section, {})[key] = value
     write(path, [other])
     shown = " ".join(command("table", path).out.split())
@@ -92,7 +93,8 @@ def test_runs_that_differ_have_rows_that_differ(
 
 
 def test_low_bit_drafts_are_told_from_others(tmp_path: Path, command: Command) -> None:
-    path, low_bit = tmp_path / "runs.jsonl", record(1, 1.5)
+    path = tmp_path / "runs.jsonl"
+    low_bit = record(1, 1.5)
     low_bit["config"]["decoding"]["draft_weights"] = "int4"
     write(path, [record(1, 1.25), low_bit])
     *_, names, _, row = command("table", path).out.splitlines()
@@ -164,7 +166,8 @@ def test_numbers_are_whole_where_runs_differ_in_many_settings(
 ) -> None:
     """Then a line has more than 80 columns. The dtype of the weights is no column of its own where
     it is that of the activations."""
-    runs, path = [record(1, 1.25), record(2, 12345.5)], tmp_path / "runs.jsonl"
+    runs = [record(1, 1.25), record(2, 12345.5)]
+    path = tmp_path / "runs.jsonl"
     other = runs[1]["config"]
     other["model"] |= {"model": "another-model-with-a-name", "dtype": "bfloat16"}
     other["model"]["target_dtype"] = "bfloat16"
@@ -229,7 +232,8 @@ def test_a_choice_that_does_nothing_is_refused(
 
 def test_a_table_says_which_runs_had_a_busy_host(tmp_path: Path, command: Command) -> None:
     """In a line on top and in their rows, in every form; CSV has the share of each."""
-    path, made = tmp_path / "runs.jsonl", [record(B, 1.25) for B in (1, 2, 4)]
+    path = tmp_path / "runs.jsonl"
+    made = [record(B, 1.25) for B in (1, 2, 4)]
     for each, taken in zip(made, (0.48, 0.099, None), strict=True):
         each["environment"]["cores_taken"] = taken
     write(path, made)

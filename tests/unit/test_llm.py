@@ -151,7 +151,8 @@ def test_the_metrics_of_a_request_are_those_of_its_times_and_steps(
     single = llm.submit(PROMPTS[2], 1, ignore_eos=True)
     first, second = (stream.result() for stream in streams)
     for stream, result in zip(streams, (first, second), strict=True):
-        request, metrics = stream._request, result.metrics
+        request = stream._request
+        metrics = result.metrics
         times = request.token_times_s
         assert metrics.ttft_ms == 1e3 * (times[0] - request.arrived_s)
         assert metrics.e2el_ms == 1e3 * (times[-1] - request.arrived_s)

@@ -21,7 +21,9 @@ from magicdec.runner.sampling.sampling import make_params, probabilities, proces
 from magicdec.runner.sampling.verification import verify
 
 CPU = torch.device("cpu")
-VOCAB, FIRST = 6, 2  # FIRST: the prompt's only token
+# FIRST: the prompt's only token.
+VOCAB = 6
+FIRST = 2
 NUM_REQUESTS = 8_000
 Rule = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -46,13 +48,16 @@ class Toy:
     decoding: penalties with history, filters, random numbers by output position."""
 
     def __init__(self, target: Tensor, draft: Tensor | None, section: SamplingSection) -> None:
-        self.target, self.draft, self.section = target, draft, section
+        self.target = target
+        self.draft = draft
+        self.section = section
 
     def propose(self, requests: list[Request], count: int) -> tuple[Tensor, Tensor | None]:
         last = torch.tensor([(*r.prompt_ids, *r.output_ids)[-1] for r in requests])
         choosing = SamplingMetadata.of(requests, len(self.target), CPU)
         draws = draws_of(choosing)
-        ids, probs = torch.empty(len(requests), 0, dtype=torch.long), []
+        ids = torch.empty(len(requests), 0, dtype=torch.long)
+        probs = []
         for place in range(count):
             if self.draft is None:  # deterministic drafts: a function of the last token
                 last = (last * 2 + 1) % len(self.target)
@@ -179,7 +184,8 @@ def test_wrong_acceptance_rules_change_the_distribution(rule: Rule, drafter: str
 
 
 Key = Callable[[Tensor, int], Tensor]
-NUM_DRAFTS, PROMPT_LEN = 2, 1
+NUM_DRAFTS = 2
+PROMPT_LEN = 1
 
 
 def seeds_of(count: int) -> Tensor:
@@ -187,7 +193,8 @@ def seeds_of(count: int) -> Tensor:
 
 
 def test_the_noise_depends_on_seed_position_and_token_alone() -> None:
-    seeds, positions = seeds_of(3), torch.tensor([[0, 1, 70_000], [5, 4, 4], [1, 2, 0]])
+    seeds = seeds_of(3)
+    positions = torch.tensor([[0, 1, 70_000], [5, 4, 4], [1, 2, 0]])
     noise = exponentials(seeds, positions, torch.arange(50))
     assert noise.shape == (3, 3, 50) and noise.dtype == torch.float64
     for row in range(3):
@@ -203,12 +210,14 @@ def test_the_noise_depends_on_seed_position_and_token_alone() -> None:
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {}], ids=str)
 def test_noise_for_kept_tokens_alone_has_the_same_bits(filters: dict[str, float]) -> None:
-    logits, positions = torch.randn(6, 2003) * 3, [7, 8, 8, 70_000, 3, 0]
+    logits = torch.randn(6, 2003) * 3
+    positions = [7, 8, 8, 70_000, 3, 0]
     section = SamplingSection(temperature=0.7, seed=5, **filters)
     params = make_params(section, 1, (), 4)
     probs = probabilities(logits.unsqueeze(0), Filters.of([params], CPU))
     assert bool(filters) == ((probs > 0).sum(dim=-1).max() < 2003 / FEW)
-    seeds, places = torch.tensor([params.seed]), torch.tensor([positions])
+    seeds = torch.tensor([params.seed])
+    places = torch.tensor([positions])
     expected = perturb(probs, seeds, places, params.temperature)[0]
     coupled = CoupledSampling(section)
     assert torch.equal(coupled.perturbed(logits, 4, positions), expected)
@@ -255,7 +264,9 @@ class CoupledToy(Toy):
     def step_together(self, outputs: list[list[int]], seeds: Tensor) -> None:
         lengths = torch.tensor([len(output) for output in outputs]) + PROMPT_LEN
         last = torch.tensor([(FIRST, *output)[-1] for output in outputs])
-        rows, drafts, predicted = last, [], []
+        rows = last
+        drafts = []
+        predicted = []
         for place in range(NUM_DRAFTS):
             if self.draft is None:
                 rows = (rows * 2 + 1) % VOCAB
@@ -274,7 +285,8 @@ class CoupledToy(Toy):
 
     def first_two(self) -> Tensor:
         """The first two tokens of every request: [N, 2]."""
-        seeds, outputs = seeds_of(NUM_REQUESTS), [list[int]() for _ in range(NUM_REQUESTS)]
+        seeds = seeds_of(NUM_REQUESTS)
+        outputs = [list[int]() for _ in range(NUM_REQUESTS)]
         while waiting := [i for i, output in enumerate(outputs) if len(output) < 2]:
             self.step_together([outputs[i] for i in waiting], seeds[waiting])
         return torch.tensor([output[:2] for output in outputs])
@@ -312,7 +324,8 @@ def test_drafts_are_right_as_often_as_computed(drafter: str) -> None:
     draft = DRAFTERS[drafter]
     assert draft is not None
     p, q = (x[FIRST].double().softmax(dim=-1) for x in (TARGET, draft))
-    seeds, positions = seeds_of(40_000), torch.zeros(40_000, 1, dtype=torch.int64)
+    seeds = seeds_of(40_000)
+    positions = torch.zeros(40_000, 1, dtype=torch.int64)
     both = [
         perturb(x.expand(40_000, 1, -1), seeds, positions, 1.0).argmax(-1).flatten() for x in (p, q)
     ]
@@ -326,7 +339,8 @@ def test_drafts_are_right_as_often_as_computed(drafter: str) -> None:
 
 def test_the_best_candidates_are_drawn_without_replacement() -> None:
     p = TARGET[FIRST].double().softmax(dim=-1)
-    seeds, positions = seeds_of(20_000), torch.zeros(20_000, 1, dtype=torch.int64)
+    seeds = seeds_of(20_000)
+    positions = torch.zeros(20_000, 1, dtype=torch.int64)
     tokens = perturb(p.expand(20_000, 1, -1), seeds, positions, 0.7).topk(2).indices[:, 0]
     pairs = p.unsqueeze(1) * p / (1 - p.unsqueeze(1))
     for value in p_values(tokens, pairs.fill_diagonal_(0)):

@@ -28,9 +28,13 @@ def of(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, Any] = {
-    "budget": 99, "num_sink_tokens": 5, "window_size": 9, "pooling": "max", "reselect_every": 7,
+    "budget": 99,
+    "num_sink_tokens": 5,
+    "window_size": 9,
+    "pooling": "max",
+    "reselect_every": 7,
     "recent_window": 3,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("policy", KV_POLICIES)
@@ -106,7 +110,8 @@ def test_another_draft_model_is_another_thing() -> None:
     ],
 )
 def test_sampling_is_a_condition(name: str, value: float, comparable: bool) -> None:
-    new, old = json.loads(drawn().to_json()), json.loads(drawn().to_json())
+    new = json.loads(drawn().to_json())
+    old = json.loads(drawn().to_json())
     new["config"]["sampling"][name] = value
     del old["config"]["sampling"]  # records from before there was any
     (found,) = compare([parse_record(new)], [parse_record(old)])

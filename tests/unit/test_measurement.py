@@ -45,12 +45,16 @@ from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.steps import build
 from magicdec.speculation.steps.strategy import Phase, Setup
 
-PROMPT, CHUNK, NEW = 20, 8, 7
+PROMPT = 20
+CHUNK = 8
+NEW = 7
 PREFILL_S = [[0.2, 0.1], [0.3, 0.3], [0.2, 0.5]]  # by batch and row
 SLOWNESS = [1.0, 2.0, 4.0]  # of the machine in each batch
 BASELINE_STEP_S = [0.020, 0.015, 0.030]  # of each batch, before the slowness
 UNMEASURED = 100.0  # slowness of the passes that must change no number
-ADMIT_S, RELEASE_S = 0.05, 0.006  # both lie outside the decode steps
+# Both lie outside the decode steps.
+ADMIT_S = 0.05
+RELEASE_S = 0.006
 LAUNCH_S = 0.02  # of ADMIT_S; the rest is computed while the host goes on
 CALIBRATION_S = 0.01  # of all rows, and of one row
 BANDWIDTHS = [2e9, 3e9]  # before and after
@@ -184,7 +188,9 @@ def measured(
     """A whole run of the script."""
     results = tmp_path_factory.mktemp("scripted") / "runs.jsonl"
     prepared = prepare(make_config(tiny_checkpoint, text_file, results), Launch(0, 1, 0, 1))
-    script, bandwidths, weights = Script(), iter(BANDWIDTHS), []
+    script = Script()
+    bandwidths = iter(BANDWIDTHS)
+    weights = []
     forward = script.prefill_forward(ModelRunner.forward)
 
     def make_strategy(name: str, setup: Setup) -> ScriptedStrategy:
@@ -237,7 +243,8 @@ def test_the_forwards_of_a_step_are_those_that_it_ran(measured: Measured) -> Non
 
 def test_metrics_of_the_steps(measured: Measured) -> None:
     """By hand: a batch of speculation takes 60 ms before the slowness, which is 7 in sum."""
-    metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
+    metrics = measured.record.metrics
+    baseline = measured.record.baseline_metrics
     assert metrics is not None and baseline is not None
     found = asdict(metrics)
     expected = {
@@ -264,7 +271,8 @@ def test_metrics_of_the_steps(measured: Measured) -> None:
 
 def test_tpot_is_the_time_from_the_first_step_to_the_own_last_token(measured: Measured) -> None:
     """Row 0 ends after 48 ms, row 1 12 ms of a step and 6 ms of a release later; 6 tokens each."""
-    metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
+    metrics = measured.record.metrics
+    baseline = measured.record.baseline_metrics
     assert metrics is not None and baseline is not None
     tpot_ms = sorted(ms * slowness for ms in (48 / 6, 66 / 6) for slowness in SLOWNESS)
     assert metrics.mean_tpot_ms == pytest.approx(sum(tpot_ms) / 6)
@@ -284,7 +292,8 @@ def test_prefill_rate_and_the_ttft_of_each_sequence(measured: Measured) -> None:
 
 
 def test_the_speedup_is_the_median_of_batches(measured: Measured) -> None:
-    metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
+    metrics = measured.record.metrics
+    baseline = measured.record.baseline_metrics
     assert metrics is not None and baseline is not None
     assert metrics.speedup_per_batch == [pytest.approx(x) for x in (2.0, 1.5, 3.0)]
     assert metrics.speedup == pytest.approx(2.0)
@@ -295,7 +304,8 @@ def test_the_net_speedup_begins_at_the_end_of_prefill(measured: Measured) -> Non
     """Each strategy is admitted in 50 ms; the last sequence ends after 66 ms of speculation. Each
     of its 6 tokens takes 11 ms then, so that it gains 9, 4 and 19 ms with each. The first batch
     also pays 20 ms of calibration, which it has back after 3 tokens."""
-    metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
+    metrics = measured.record.metrics
+    baseline = measured.record.baseline_metrics
     assert metrics is not None and baseline is not None
     begin = [50 + 20, 50, 50]
     net = [
@@ -312,7 +322,8 @@ def test_calibration_is_counted_once_in_the_warm_up_and_once_in_the_batches(
     measured: Measured,
 ) -> None:
     """The batches have one shape."""
-    metrics, samples = measured.record.metrics, measured.record.samples
+    metrics = measured.record.metrics
+    samples = measured.record.samples
     assert metrics is not None and samples is not None
     warm_up = 1e3 * 2 * CALIBRATION_S * UNMEASURED
     assert samples["speculative"].calibration_ms == [pytest.approx(20), 0, 0]
@@ -327,7 +338,8 @@ def test_the_bandwidth_is_the_larger_of_those_before_and_after(measured: Measure
 
 def test_bandwidth_is_the_best_of_all_reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks, the second of which reads fastest while the first reads slowest."""
-    clock, reads = Clock(), iter([0.5, 0.25, 0.1])
+    clock = Clock()
+    reads = iter([0.5, 0.25, 0.1])
 
     class Buffer:
         def sum(self) -> None:

@@ -97,8 +97,15 @@ def test_weights_are_those_of_the_model(tied: bool, shard: Shard, biases: bool) 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(TINY, vocab_size=128, hidden_size=64, num_heads=4, num_kv_heads=4,
-        intermediate_size=64, tie_word_embeddings=tied)  # fmt: skip
+    config = replace(
+        TINY,
+        vocab_size=128,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=64,
+        tie_word_embeddings=tied,
+    )
     monkeypatch.setattr("magicdec.model.linear.packed.library", lambda: FakeLibrary)
     model = Transformer(config).to(torch.bfloat16)
     model.pack()
@@ -157,9 +164,10 @@ class FakeLibrary:
 def speculative(drafter: str, kv: KVSection, backend: str = "auto") -> RunConfig:
     """Under a rolling cache, prompts are longer than a chunk."""
     config = RunConfig(
-        kv=kv, decoding=DecodingSection("speculative", drafter, 3),
+        kv=kv,
+        decoding=DecodingSection("speculative", drafter, 3),
         attention=AttentionSection(backend),
-    )  # fmt: skip
+    )
     if drafter == "self":
         return config
     config = replace(config, model=TargetSection(), draft=DraftSection())
@@ -232,7 +240,8 @@ def test_caches_are_those_of_a_run(
 def test_what_a_mode_loads_is_what_was_planned(
     mode: str, options: str, tmp_path: Path, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, load = list[int](), loading.load_kind
+    weights = list[int]()
+    load = loading.load_kind
 
     def record_model(*args: Any) -> Transformer:
         weights.append(parameter_bytes(model := load(*args)))
@@ -257,9 +266,14 @@ def config_of(
 ) -> ResolvedConfig:
     """For a preset in bfloat16 on CPUs."""
     machine = Machine(
-        num_cpus=8, world_size=ranks, local_world_size=ranks, has_cuda=False, has_compiler=False,
-        shared_memory_obstacle=None, has_bfloat16_products=False,
-    )  # fmt: skip
+        num_cpus=8,
+        world_size=ranks,
+        local_world_size=ranks,
+        has_cuda=False,
+        has_compiler=False,
+        shared_memory_obstacle=None,
+        has_bfloat16_products=False,
+    )
     config = RunConfig(
         model=ModelSection(f"random:{name}", "bfloat16"),
         workload=WorkloadSection(batch_size=B, prefix_len=prefix),
@@ -300,7 +314,8 @@ def test_int8_weights_are_a_byte_each() -> None:
     config = replace(config, model=replace(config.model, target_dtype="int8"))
     plan = plan_rank(config, Models(model), 0)
     matrices = 16 * (2048 * (2048 + 512 + 512 + 2048) + 3 * 2048 * 8192)
-    head, norms = 128256 * 2048, 33 * 2048
+    head = 128256 * 2048
+    norms = 33 * 2048
     scales = (matrices + head) // 128 * 2
     assert plan.weights == matrices + head + scales + 2 * (head + norms)
     section = ResolvedDraft("demo-draft", (0,), Choice("grouped"), Choice("off"), "int8")
@@ -341,7 +356,8 @@ def test_a_plan_that_no_gpu_of_the_host_holds_is_refused() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
-    config, models = config_of("llama-2-7b", B=64), Models(PRESETS["llama-2-7b"].config)
+    config = config_of("llama-2-7b", B=64)
+    models = Models(PRESETS["llama-2-7b"].config)
     plan = needed(config, models, ALONE)
     assert check_memory(config, models, ALONE, plan.total).endswith(
         f"on this host; {plan.total / 1e9:.2f} GB free"
@@ -352,8 +368,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert text.endswith(f"; --B {B} at this prefix or --prefix_len {prefix} at this B would fit")
 
     def total(batch_size: int, prefix_len: int) -> int:
-        changed = replace(config.workload, batch_size=batch_size, prefix_len=prefix_len,
-            gen_len=64)  # fmt: skip
+        changed = replace(config.workload, batch_size=batch_size, prefix_len=prefix_len, gen_len=64)
         return needed(replace(config, workload=changed), models, ALONE).total
 
     assert total(B, 4096) <= 64 * 10**9 < total(B + 1, 4096)
@@ -362,7 +377,8 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 
 
 def test_advice_at_the_edges() -> None:
-    config, models = config_of("llama-2-7b", B=16), Models(PRESETS["llama-2-7b"].config)
+    config = config_of("llama-2-7b", B=16)
+    models = Models(PRESETS["llama-2-7b"].config)
 
     def free(B: int, prefix: int) -> int:
         return needed(config_of("llama-2-7b", B=B, prefix=prefix), models, ALONE).total
@@ -449,7 +465,9 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "grouped": GroupedBackend,
     "sdpa": SDPABackend,
 }
-ROWS, PREFIX, NEW = 3, 900, 8
+ROWS = 3
+PREFIX = 900
+NEW = 8
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
@@ -458,7 +476,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
         run()
     assert profiler.profiler is not None
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held, most = 0, 0
+    held = 0
+    most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
         most = max(most, held)
@@ -477,10 +496,15 @@ def make_model_plan(backend: str, kv: KVSection) -> ModelPlan:
 
 
 @pytest.mark.parametrize(
-    "kv", [KVSection("snapkv", 60), KVSection("snapkv", 60, window_size=8), KVSection("verified"),
-     KVSection("retrieval")],
+    "kv",
+    [
+        KVSection("snapkv", 60),
+        KVSection("snapkv", 60, window_size=8),
+        KVSection("verified"),
+        KVSection("retrieval"),
+    ],
     ids=["snapkv", "snapkv, window of 8", "verified", "retrieval"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
     """The caches that a reader keeps are counted apart."""
@@ -502,7 +526,8 @@ def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chunk_of_a_prompt(backend: str) -> None:
     runner = make_runner(tiny_transformer(), 1, PREFIX, BACKENDS[backend]())
-    engine, chunk = Engine(runner, 128), 128
+    engine = Engine(runner, 128)
+    chunk = 128
     requests = make_requests(random_prompts([PREFIX - 1], TINY.vocab_size), NEW)
     found = peak_bytes(lambda: engine.prefill(requests))
     plan = make_model_plan(backend, KVSection("full"))

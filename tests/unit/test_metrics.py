@@ -69,7 +69,8 @@ def test_acceptance_counts_survivors() -> None:
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
 def test_acceptance_agrees_with_itself(counts: list[int]) -> None:
     result = acceptance([[counts]], [[5]])
-    survived, rate = result.acceptance_per_position, result.draft_acceptance_rate
+    survived = result.acceptance_per_position
+    rate = result.draft_acceptance_rate
     length = result.mean_acceptance_length
     assert survived is not None and rate is not None and length is not None
     assert len(survived) == 5
@@ -90,10 +91,13 @@ def test_padding_is_no_draft() -> None:
     """Of two rows with 3 and 0 proposed tokens in a step of 4, the first accepted 2; in the next
     step the second alone had drafts. What they accept of their padding says nothing."""
     samples = replace(
-        PassSamples.empty(), sequence_tokens=[[7, 6]], padded_gamma=[[4, 4]],
-        num_drafted=[[[3, 0], [0, 2]]], num_accepted=[[[2, 1], [0, 2]]],
+        PassSamples.empty(),
+        sequence_tokens=[[7, 6]],
+        padded_gamma=[[4, 4]],
+        num_drafted=[[[3, 0], [0, 2]]],
+        num_accepted=[[[2, 1], [0, 2]]],
         num_emitted=[[[3, 2], [4, 4]]],
-    )  # fmt: skip
+    )
     metrics = acceptance_of(samples)
     assert metrics["num_spec_steps"] == 2
     assert (
@@ -149,9 +153,11 @@ def observed(*batches: Sequence[tuple[float, list[int] | None]]) -> PassSamples:
 
 def test_decode_metrics_by_hand() -> None:
     samples = observed([(0.25, [1, 0]), (0.25, [2])], [(0.5, [3])])
-    samples.sequence_tokens, samples.sequence_ms = [[10, 20], [20]], [[100, 500], [500]]
+    samples.sequence_tokens = [[10, 20], [20]]
+    samples.sequence_ms = [[100, 500], [500]]
     samples.num_tokens = [30, 20]
-    samples.bytes_read, samples.peak_memory_bytes = [[10**9, 10**9], [2 * 10**9, 0]], [[3, 5], [7]]
+    samples.bytes_read = [[10**9, 10**9], [2 * 10**9, 0]]
+    samples.peak_memory_bytes = [[3, 5], [7]]
     samples.observe_phases({"draft": [0.1] * 3, "verify": [0.1, 0.2, 0.3]})
     metrics = decode_metrics(samples, bandwidth=1e10, is_drafting=True)
     assert metrics.decode_tokens_per_s == 50.0
@@ -255,7 +261,8 @@ def test_calibration_without_a_warm_up_is_that_of_the_batches() -> None:
 
 
 def test_steps_that_are_not_faster_never_break_even() -> None:
-    baseline, same = timed([0], [[10.0]], [[4]]), timed([1], [[10.0]], [[4]])
+    baseline = timed([0], [[10.0]], [[4]])
+    same = timed([1], [[10.0]], [[4]])
     assert break_even_gen_len(baseline, same) is None
     assert break_even_gen_len(baseline, timed([0], [[9.0]], [[4]])) == 2
     assert break_even_gen_len(baseline, timed([0], [[]], [[0]])) is None
@@ -288,7 +295,8 @@ def test_drafts_accepted_past_the_end_of_a_row_were_not_emitted() -> None:
     samples.begin_batch()
     samples.observe(StepOutput([[1], [1, 1, 1, 1]], 3, [3, 3]), 0.1)
     samples.observe(StepOutput([[1]]), 0.1)
-    samples.sequence_tokens, samples.sequence_ms = [[1, 5]], [[100, 200]]
+    samples.sequence_tokens = [[1, 5]]
+    samples.sequence_ms = [[100, 200]]
     samples.num_tokens = [6]
     metrics = decode_metrics(samples, 1e9, True)
     assert (metrics.mean_acceptance_length, metrics.mean_emitted_tokens) == (4.0, 2.5)

@@ -116,8 +116,15 @@ def test_classes_and_aliases_are_type_names() -> None:
 # Other names of the draft length (`gamma`), of its bound (`max_gamma`) and of the drafts of a step
 # (`num_drafted`).
 OTHER_GAMMAS = {
-    *("num_drafts", "draft_tokens", "most_drafts", "most_draft_tokens", "num_draft_steps"),
-    *("num_draft", "draft_len", "num_proposed", "num_speculative_tokens"),
+    "num_drafts",
+    "draft_tokens",
+    "most_drafts",
+    "most_draft_tokens",
+    "num_draft_steps",
+    "num_draft",
+    "draft_len",
+    "num_proposed",
+    "num_speculative_tokens",
 }
 
 
@@ -146,5 +153,9 @@ def test_the_draft_length_has_one_name() -> None:
 
 def test_identifiers_are_found_everywhere() -> None:
     assert identifiers("def f(num_drafts): return a.most_drafts(draft_len=b)") == {
-        *("num_drafts", "a", "most_drafts", "draft_len", "b")
+        "num_drafts",
+        "a",
+        "most_drafts",
+        "draft_len",
+        "b",
     }

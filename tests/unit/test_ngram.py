@@ -42,7 +42,8 @@ def expected_places(tokens: Sequence[int], end: Sequence[int]) -> list[tuple[int
 
 @given(parts=st.lists(TEXT, min_size=1, max_size=4), path=st.lists(st.integers(0, 3), max_size=5))
 def test_places_are_those_of_a_search(parts: list[list[int]], path: list[int]) -> None:
-    index, tokens = SuffixIndex(), list[int]()
+    index = SuffixIndex()
+    tokens = list[int]()
     for part in parts:
         index.extend(part)
         tokens += part
@@ -68,7 +69,8 @@ def test_a_bounded_index_knows_the_newest_tokens(tokens: list[int], most: int) -
 @pytest.mark.parametrize("tokens", [[5] * 1000, list(range(7)) * 150, [*range(500)] * 2])
 def test_a_search_compares_few_tokens(tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts in which everything matches. A count of comparisons, not a time."""
-    index, calls = SuffixIndex(tokens), []
+    index = SuffixIndex(tokens)
+    calls = []
     matching = SuffixIndex._matching
     monkeypatch.setattr(
         SuffixIndex, "_matching", lambda *args: calls.append(args) or matching(*args)
@@ -124,7 +126,8 @@ def test_probabilities_rise_with_the_match_and_are_learned() -> None:
             text = [1000 * round_number + n for n in range(8)]
             lookup.extend([*text, *text[:4]])
             proposal = lookup.propose(3)
-            first, last = first or proposal, proposal
+            first = first or proposal
+            last = proposal
             lookup.extend(text[4:] if is_right else [5])
         if is_right:
             assert last[0][1] > 0.8 and len(last) == 3 > len(first)
@@ -135,7 +138,8 @@ def test_probabilities_rise_with_the_match_and_are_learned() -> None:
 @pytest.mark.parametrize("can_join", [False, True])
 def test_what_a_step_verifies_is_worth_its_time(can_join: bool) -> None:
     """The best number, by trying all."""
-    certain, doubtful = [0.9**n for n in range(1, 20)], [0.3, 0.1]
+    certain = [0.9**n for n in range(1, 20)]
+    doubtful = [0.3, 0.1]
     assert best_length([doubtful], DraftCost(0, 0.3)) == best_length([[]], LOOKUP) == (0, 1.0)
     for survivals, token in (
         ([certain], 0.1),
@@ -175,7 +179,8 @@ def test_a_drafter_follows_the_output_of_each_request(
     lookups = [Lookup(None, general) for _ in requests]
     for lookup, request in zip(lookups, requests, strict=True):
         lookup.extend(request.prompt_ids)
-    on_device, length = DeviceBatch.of(batch, 100, CPU), FixedLength(4)
+    on_device = DeviceBatch.of(batch, 100, CPU)
+    length = FixedLength(4)
     length.cost = DraftCost(0.05, 0.05)
     for i, emitted in enumerate(outputs):
         requests[i % 2].output_ids += emitted

@@ -19,11 +19,14 @@ HOMES = {
     "Setup": {"speculation/steps/build.py"},
     "CudaGraphs": {"speculation/steps/recorder.py"},
     "make_drafter": {
-        *("speculation/steps/speculative.py", "speculation/mixed.py"),
+        "speculation/steps/speculative.py",
+        "speculation/mixed.py",
         "systems/ring/recurrent.py",  # whose first stage drafts, and judges what comes home
     },
     "acceptance_metrics": {
-        *("records/acceptance.py", "bench/serving/metrics.py", "predict/simulator/run.py"),
+        "records/acceptance.py",
+        "bench/serving/metrics.py",
+        "predict/simulator/run.py",
         "llm.py",
     },
 }

@@ -22,7 +22,9 @@ from magicdec.hardware.other_load import (
 )
 from magicdec.records.environment import Environment
 
-RANKS, OTHER = (100, 101), 900  # children of the launcher 99, and a program of somebody else
+# Children of the launcher 99, and a program of somebody else.
+RANKS = (100, 101)
+OTHER = 900
 SECONDS = 10
 
 
@@ -75,7 +77,7 @@ def write_proc(
         ("stolen by the hypervisor", {"own_s": 7.5, "stolen_s": 5.0}, 0.25, True),
         ("no run queue is counted", {"own_s": 7.5, "other_s": 5.0, "waited_s": None}, None, False),
     ],
-)  # fmt: skip
+)
 def test_cores_are_taken_where_others_compute_and_the_run_waits(
     tmp_path: Path, case: str, numbers: dict[str, float], taken: float | None, is_busy: bool
 ) -> None:

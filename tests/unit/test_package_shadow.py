@@ -58,7 +58,8 @@ def test_an_editable_install_is_a_folder_on_the_path(tmp_path: Path) -> None:
     """It comes after the current directory. A folder without `__init__.py` there gives way to a
     package in a later folder of the path, but not to the import hook that an editable install of
     another layout would be."""
-    clone, site = tmp_path / "magicdec", tmp_path / "site"
+    clone = tmp_path / "magicdec"
+    site = tmp_path / "site"
     (clone / "magicdec").mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE", "magicdec/__init__.py"):
         shutil.copy(ROOT / name, clone / name)

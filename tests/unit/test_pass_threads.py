@@ -72,7 +72,8 @@ def test_the_numbers_are_those_of_the_thread_of_python_that_computes() -> None:
 
 
 def test_the_number_is_what_it_was_after_use() -> None:
-    before, count = torch.get_num_threads(), ThreadCount()
+    before = torch.get_num_threads()
+    count = ThreadCount()
     with pytest.raises(KeyError), use_threads(before + 2), count.during():
         assert num_threads() == (before + 2,) * 2
         raise KeyError
@@ -80,7 +81,8 @@ def test_the_number_is_what_it_was_after_use() -> None:
 
 
 def test_what_changes_during_a_pass_is_seen() -> None:
-    count, before = ThreadCount(), torch.get_num_threads()
+    count = ThreadCount()
+    before = torch.get_num_threads()
     with count.during():
         torch.set_num_threads(before + 1)
     assert count.of_rank(2, before) == RankThreads(2, before, before, before + 1)
@@ -227,8 +229,10 @@ def test_each_rank_has_its_own_and_one_process_those_of_its_host(
     config: RunConfig, cores: int, threads: int
 ) -> None:
     """Ranks 2 and 3 are on another host. One process has no more threads than cores."""
-    whole, each = prepare(config, ALONE), Pass.named("inflight")
-    parallel, machine = replace(PARALLEL, threads=3), replace(whole.machine, num_cpus=cores)
+    whole = prepare(config, ALONE)
+    each = Pass.named("inflight")
+    parallel = replace(PARALLEL, threads=3)
+    machine = replace(whole.machine, num_cpus=cores)
     for is_on_all, of_ranks in ((True, [3, 3, 3, 3]), (False, [threads, 0, 0, 0])):
         expected = []
         for launch in (Launch(rank, 4, rank % 2, 2) for rank in range(4)):
@@ -251,9 +255,25 @@ def serve(tiny_checkpoint: Path, text_file: Path, tmp_path: Path) -> Serve:
     def run(command: str) -> dict[str, list[int]]:
         out = tmp_path / "r.jsonl"
         words = [
-            *("--model", tiny_checkpoint, "--dataset", text_file, "--dtype", "float32"),
-            *("--device", "cpu", "--threads", 1, "--num_requests", 2, "--prefix_len", 12),
-            *("--gen_len", 4, "--out", out, *FLAGS[command][0]),
+            "--model",
+            tiny_checkpoint,
+            "--dataset",
+            text_file,
+            "--dtype",
+            "float32",
+            "--device",
+            "cpu",
+            "--threads",
+            1,
+            "--num_requests",
+            2,
+            "--prefix_len",
+            12,
+            "--gen_len",
+            4,
+            "--out",
+            out,
+            *FLAGS[command][0],
         ]
         argv = list(map(str, words))
         assert COMMANDS[command].parse(argv, ALONE).run(argv, ALONE) == 0
@@ -266,14 +286,23 @@ def serve(tiny_checkpoint: Path, text_file: Path, tmp_path: Path) -> Serve:
 FLAGS: dict[str, tuple[tuple[object, ...], list[str]]] = {  # and the modes
     "inflight": (("--modes", "sequential", "inflight"), ["sequential", "inflight"]),
     "recurrent": (
-        ("--draft", "ngram", "--gamma", 2), ["sequential", "inflight", "ring", "ring+draft"],
+        ("--draft", "ngram", "--gamma", 2),
+        ["sequential", "inflight", "ring", "ring+draft"],
     ),
     "pipeline": (
-        ("--draft", "ngram", "--layer_split", "1.0/head",
-         "--modes", "sequential", "iterative", "sync"),
+        (
+            "--draft",
+            "ngram",
+            "--layer_split",
+            "1.0/head",
+            "--modes",
+            "sequential",
+            "iterative",
+            "sync",
+        ),
         ["sequential", "iterative", "sync"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("command", FLAGS)

@@ -241,7 +241,9 @@ def test_vllm_scores_prompts_whatever_the_order_of_its_outputs(
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     peer = VLLM.__new__(VLLM)
-    peer.engine, peer.count, peer.emitted = Engine(), 1, {"0": [7]}
+    peer.engine = Engine()
+    peer.count = 1
+    peer.emitted = {"0": [7]}
     assert peer.score([[3, 4, 5], [6, 7, 8]]) == [[-4.0, -5.0], [-7.0, -8.0]]
 
 
@@ -300,7 +302,8 @@ def test_generations_of_every_text_and_peer_are_measured(
 class FakeWorker:
     """Emits 0s; a peer named "odd" emits or verifies 1s."""
 
-    version, can_verify = "0", True
+    version = "0"
+    can_verify = True
 
     def __init__(self, start: PeerStart, dtype: str, sizes: Sizes) -> None:
         self.name = start.name
@@ -388,7 +391,9 @@ def rotate(x: np.ndarray, position: int, interleaved: bool) -> np.ndarray:
 
 def test_interleaved_rows_give_the_same_scores() -> None:
     rng = np.random.default_rng(0)
-    heads, size, width = 3, 8, 24
+    heads = 3
+    size = 8
+    width = 24
     q, k = rng.normal(size=(2, heads * size, width))
     x, y = rng.normal(size=(2, width))
     scores = []

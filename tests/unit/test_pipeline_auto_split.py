@@ -73,7 +73,8 @@ class Choice:
         assert system.layout.stages == layout.stages
         assert system.layout.draft_rank == layout.draft_rank
         (self.step,) = steps
-        self.split, self.reason = system.layer_split, system.split
+        self.split = system.layer_split
+        self.reason = system.split
 
 
 EMBEDS, PASSES, HEAD = (RankTimes(1e-3, 0.0, own) for own in (1e-4, None, 2.5e-3))
@@ -117,7 +118,8 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     compute = RunStage.compute
 
     def noted(part: RunStage, launch: Any, *place: Any) -> Any:
-        out, model = compute(part, launch, *place), part.runner.model
+        out = compute(part, launch, *place)
+        model = part.runner.model
         assert isinstance(out, tuple) == model.has_head
         assert not model.has_head or len(out) == 2 * launch.num_rows, "tokens and margins"
         assert torch.get_num_threads() == 1, "as in the run"
@@ -127,7 +129,8 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
         return out
 
     monkeypatch.setattr(RunStage, "compute", noted)
-    layout, threads = make_layout("0,auto/1.0", 5, 6), torch.get_num_threads()
+    layout = make_layout("0,auto/1.0", 5, 6)
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     timing = timing_of(alone, layout)
     passing = {(1, False, False, 3, 50), (4, False, False, 3, 50)}

@@ -78,7 +78,11 @@ def test_ranks_of_a_stage_follow_each_other() -> None:
     assert [layout.group_of(rank) for rank in (0, 1, 4, 5)] == [(0,), (1, 2), (3, 4), (5,)]
     names = [layout.describe(rank) for rank in range(6)]
     assert names == [
-        *("head", "stage 0 shard 0", "stage 0 shard 1", "stage 1 shard 0", "stage 1 shard 1"),
+        "head",
+        "stage 0 shard 0",
+        "stage 0 shard 1",
+        "stage 1 shard 0",
+        "stage 1 shard 1",
         "draft",
     ]
     with pytest.raises(ValueError, match="names 3 ranks, but 4 were started; start 3, or equally"):
@@ -157,11 +161,15 @@ def crowded() -> Observed:
     """A prompt, run 1, run 2 of three rows, which is stopped in the second stage, and run 3, the
     only one that finds this stage idle. The third rank drafts."""
     head = [
-        Span(SpanKind.PROMPT, 0, 0.0, 0.0, 1), Span(SpanKind.RESULT, 0, 4.0, 4.0),
-        Span(SpanKind.LAUNCH, 1, 1.0, 1.0, 1), Span(SpanKind.RESULT, 1, 6.0, 6.0),
-        Span(SpanKind.LAUNCH, 2, 2.0, 2.0, 3), Span(SpanKind.RESULT, 2, 8.0, 8.0, 1),
-        Span(SpanKind.LAUNCH, 3, 8.0, 8.0, 1), Span(SpanKind.RESULT, 3, 9.5, 9.5),
-    ]  # fmt: skip
+        Span(SpanKind.PROMPT, 0, 0.0, 0.0, 1),
+        Span(SpanKind.RESULT, 0, 4.0, 4.0),
+        Span(SpanKind.LAUNCH, 1, 1.0, 1.0, 1),
+        Span(SpanKind.RESULT, 1, 6.0, 6.0),
+        Span(SpanKind.LAUNCH, 2, 2.0, 2.0, 3),
+        Span(SpanKind.RESULT, 2, 8.0, 8.0, 1),
+        Span(SpanKind.LAUNCH, 3, 8.0, 8.0, 1),
+        Span(SpanKind.RESULT, 3, 9.5, 9.5),
+    ]
     times_s = [[(0.0, 1.0), (1.0, 2.0), (2.0, 3.5), (8.0, 8.5)]]
     times_s += [[(1.5, 4.0), (4.0, 6.0), (6.0, 7.0), (8.75, 9.25)]]
     stages = [
@@ -211,7 +219,8 @@ def prepared(
 def test_the_plan_of_the_draft_is_what_its_rank_holds(policy: str, tmp_path: Path) -> None:
     words = ("--layer_split", "1.0/1.0", "--linear", "torch", "--kv_policy", policy)
     system = prepared(tmp_path, *words, "--dtype", "float32", world_size=2)
-    drafting, plans = system.drafting, [system.plan(SYNC, [rank]) for rank in range(2)]
+    drafting = system.drafting
+    plans = [system.plan(SYNC, [rank]) for rank in range(2)]
     assert drafting is not None and plans[0].draft_weights == 0
     group = Group((1,), 0)
     loaded = LoadedModels(torch.device("cpu"), make_progress(False))

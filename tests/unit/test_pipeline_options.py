@@ -58,8 +58,13 @@ def test_bad_input_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "name",
     [
-        *("magicdec", "model's norm_eps", "model's weights", "n_samples"),
-        *("layers of ring", "layers of iterative", "messages of iterative"),
+        "magicdec",
+        "model's norm_eps",
+        "model's weights",
+        "n_samples",
+        "layers of ring",
+        "layers of iterative",
+        "messages of iterative",
     ],
 )
 def test_ranks_that_disagree_are_refused(name: str, tmp_path: Path) -> None:
@@ -118,8 +123,10 @@ def test_times_of_layers_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     ring = prepared(tmp_path, "--layer_split", "auto", world_size=1).system_of(Pass.named("ring"))
     assert isinstance(ring, Ring)
     assert ring.layer_split == "6" and ring.split == ""
-    config, threads = ring.run.config, torch.get_num_threads()
-    step, computed = DecodeStep(rows=2, context=50), list[tuple[int, int]]()
+    config = ring.run.config
+    threads = torch.get_num_threads()
+    step = DecodeStep(rows=2, context=50)
+    computed = list[tuple[int, int]]()
     compute = Stage.compute
 
     def noted(stage: Stage, x: torch.Tensor, *place: Any, **more: Any) -> torch.Tensor:

@@ -137,7 +137,8 @@ def test_nothing_is_drafted_while_enough_runs_are_in_flight() -> None:
 
 
 def test_requests_take_turns_at_drafting() -> None:
-    scheduler, asked = PipelinedScheduler(Options(gamma=1, pa=0.0, lanes=2)), list[int]()
+    scheduler = PipelinedScheduler(Options(gamma=1, pa=0.0, lanes=2))
+    asked = list[int]()
     for _ in range(2):
         scheduler.submit([1], 20)
     for run in range(2):

@@ -77,7 +77,8 @@ class Recount:
 
     def launch(self, launch: RunLaunch) -> None:
         """What a lane holds from the first position on is void."""
-        request, known = launch.request, len(self.texts[launch.request])
+        request = launch.request
+        known = len(self.texts[launch.request])
         self.forget(request, launch.first)
         drafts = [
             (place, token)
@@ -95,7 +96,9 @@ class Recount:
     def commit(self, commit: Commit) -> None:
         """Checks what it says of runs: all whose drafts are accepted, and that with the first
         rejected one; what follows that is cancelled."""
-        request, judged, num_cancelled = commit.request, list[JudgedRun](), 0
+        request = commit.request
+        judged = list[JudgedRun]()
+        num_cancelled = 0
         for token in commit.tokens:
             text = self.texts[request]
             draft, run = self.drafts.get((request, len(text)), (None, -1))
@@ -171,7 +174,8 @@ class CheckedScheduler(PipelinedScheduler):
         already.update(named)
         recount: Recount = self.__dict__["recount"]
         recount.observe(actions)
-        counts, names = self.counts, ("runs", "speculative_runs")
+        counts = self.counts
+        names = ("runs", "speculative_runs")
         assert {n: getattr(counts, n) for n in names} == {n: getattr(recount, n) for n in names}
         known = counts.num_drafted + counts.num_cancelled
         assert known + sum(count for count, _ in recount.open.values()) == recount.launched
@@ -182,13 +186,15 @@ class CheckedScheduler(PipelinedScheduler):
 def run_random(seed: int) -> None:
     """One random schedule: the output of every request is what the target writes alone."""
     chooser = random.Random(seed)
-    options, machine = random_options(chooser), random_machine(chooser)
+    options = random_options(chooser)
+    machine = random_machine(chooser)
     num_requests = chooser.choice([1, 1, 2, 4])
     prompts = [
         [chooser.randrange(VOCABULARY) for _ in range(chooser.randint(1, 4))]
         for _ in range(num_requests)
     ]
-    eos, length = chooser.choice([-1, 3]), chooser.randint(1, 16)
+    eos = chooser.choice([-1, 3])
+    length = chooser.randint(1, 16)
     scheduler = CheckedScheduler(options, prefill_chunk=chooser.choice([None, 2]))
     acceptance = ACCEPTANCE[seed % 4]
     cancelled = set[int]()

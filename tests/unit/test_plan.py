@@ -28,10 +28,15 @@ BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.js
 BY_HAND = "--bandwidth 2039 --flops 312"
 MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
-    4e10, {"float32": 1e11, "bfloat16": 8e11}, {"float32": 2e-4, "bfloat16": 0.0},
-    {"float32": 3e10, "bfloat16": 2e10}, Link(1e-5, 1e9), None,
-    {"float32": 1e11, "bfloat16": 8e11}, {"float32": 0.0, "bfloat16": 0.0},
-)  # fmt: skip
+    4e10,
+    {"float32": 1e11, "bfloat16": 8e11},
+    {"float32": 2e-4, "bfloat16": 0.0},
+    {"float32": 3e10, "bfloat16": 2e10},
+    Link(1e-5, 1e9),
+    None,
+    {"float32": 1e11, "bfloat16": 8e11},
+    {"float32": 0.0, "bfloat16": 0.0},
+)
 
 Run = Callable[[str], tuple[int, str, str]]
 
@@ -96,8 +101,9 @@ def test_hardware_from_a_file_and_what_flags_add(run: Run) -> None:
         4e10, 1e11, 2e-4, 3e10, Link(1e-5, 1e9), None, 1e11, 0.0
     )
     assert asked.target.dtype_bytes == 4
-    more = make("--machine machine.json --acceptance 0.8 --overhead_us 6 --link 5 "
-                "--link_latency_us 0")  # fmt: skip
+    more = make(
+        "--machine machine.json --acceptance 0.8 --overhead_us 6 --link 5 --link_latency_us 0"
+    )
     assert more.target.hardware == Hardware(4e10, 8e11, 1e-6, 2e10, Link(0.0, 5e9), None, 8e11, 0.0)
 
 
@@ -109,9 +115,10 @@ def test_a_draft_of_its_own(run: Run) -> None:
     own = make(flags + names)
     assert (own.draft.config.name, own.draft.tp, own.target.tp) == ("llama-68m", 1, 8)
     assert not own.is_self_speculation
-    assert own.predict(32, 32768).speedup > make(flags + "--model llama-2-7b-32k --tp 8").predict(
-        32, 32768
-    ).speedup  # fmt: skip
+    assert (
+        own.predict(32, 32768).speedup
+        > make(flags + "--model llama-2-7b-32k --tp 8").predict(32, 32768).speedup
+    )
     assert "draft: llama-68m on 1 rank" in run(flags + names)[1]
 
 
@@ -197,7 +204,7 @@ def test_acceptance_of_a_golden_file(tmp_path: Path) -> None:
         ("mini: !!python/object/apply:os.getcwd []", "it is no YAML (could not determine"),
         ("[" * 9999, "it is no YAML (RecursionError)"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_golden_file_is_one_line(text: str, message: str, run: Run) -> None:
     Path("golden.yaml").write_text(text)
     code, _, err = run(f"{BY_HAND} --acceptance golden.yaml")
@@ -265,7 +272,8 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
     a conditional one predicts too little."""
     flags = f"{BY_HAND} --model llama-2-7b --B 64 --prefix_len 30000 --max_gamma 4 --budget 257"
     for record in load_records(BASELINES):
-        decoding, metrics = record.config["decoding"], record.metrics
+        decoding = record.config["decoding"]
+        metrics = record.metrics
         kind = decoding["drafter"], decoding["gamma"], record.config["kv"]["policy"]
         if kind[:2] != ("self", 4) or kind[2] == "full" or metrics is None:
             continue
@@ -321,7 +329,8 @@ def test_some_budgets_of_records() -> None:
     assert snapkv[257] != everything[257]
 
 
-LINK, FAR = "--link 3 --link_latency_us 1", "--node_link 3 --node_link_latency_us 1"
+LINK = "--link 3 --link_latency_us 1"
+FAR = "--node_link 3 --node_link_latency_us 1"
 PLAIN = f"{BY_HAND} --acceptance 0.8"
 
 

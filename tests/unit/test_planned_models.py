@@ -120,7 +120,8 @@ def test_a_sequences_state_is_that_of_transformers() -> None:
     architecture = "Qwen3_5ForCausalLM"
     model = transformers.Qwen3_5ForCausalLM(config_of(architecture)).eval()
     found = model(torch.arange(10)[None], use_cache=True).past_key_values
-    linear, full = found.layers[0], found.layers[3]
+    linear = found.layers[0]
+    full = found.layers[3]
     config = parse(saved(architecture))
     channels = 2 * 2 * 8 + 4 * 24
     assert linear.recurrent_states[0].numel() == 4 * 8 * 24
@@ -148,7 +149,8 @@ def test_a_tokens_cache_by_hand() -> None:
 def test_a_forward_of_linear_layers_reads_their_states_and_writes_one_a_token() -> None:
     config = PRESETS["qwen3.5-27b"].config
     deployment = Deployment(config, H, 2)
-    entry, state = 65536, costs.state_bytes(config, Shard(), 2)
+    entry = 65536
+    state = costs.state_bytes(config, Shard(), 2)
     assert deployment.forward(3, 1, 100).kv_bytes == 3 * (101 * entry + 2 * state)
     assert deployment.forward(3, 5, 100).kv_bytes == 3 * (105 * entry + 6 * state)
     # A part of a prompt: only the last token's state is kept.
@@ -353,5 +355,7 @@ def test_names_of_the_images_places_and_of_fixed_fields_do_not_count() -> None:
     with pytest.raises(ValueError, match="partial_rotary_factor is stated twice"):
         parse(raw | {"partial_rotary_factor": 0.5})
     assert not set(FIXED) & {field for fields in FREE.values() for field in fields} - {
-        *("rope_scaling", "rope_theta", "partial_rotary_factor"),
+        "rope_scaling",
+        "rope_theta",
+        "partial_rotary_factor",
     }

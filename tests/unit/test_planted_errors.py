@@ -75,11 +75,14 @@ def test_a_fault_of_every_property_is_seen() -> None:
 @pytest.mark.wide
 def test_a_fault_that_no_test_sees_is_named() -> None:
     """And one whose text is not there any more, and one that leaves no code to test."""
-    done, file = plant("-c", CONTROL), "bench/run/run.py"
+    done = plant("-c", CONTROL)
+    file = "bench/run/run.py"
     lines = [line for line in done.stdout.splitlines() if f" {file} " in line]
     verdicts = [line.split("test_")[0].split() for line in lines]
     assert verdicts == [
-        ["MISPLACED", file, "lost"], ["NOT", "SEEN", file, "harmless"], ["seen", file, "wrong"],
+        ["MISPLACED", file, "lost"],
+        ["NOT", "SEEN", file, "harmless"],
+        ["seen", file, "wrong"],
         ["NOT", "RUN", file, "syntax"],
-    ], done.stdout + done.stderr  # fmt: skip
+    ], done.stdout + done.stderr
     assert "its text occurs 0 times" in lines[0] and done.returncode == 1

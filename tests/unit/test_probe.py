@@ -21,10 +21,15 @@ from magicdec.predict import probe
 
 MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
-    4e10, {"float32": 1e11, "bfloat16": 8e11}, {"float32": 2e-4, "bfloat16": 0.0},
-    {"float32": 3e10, "bfloat16": 2e10}, None, Link(1e-5, 1e9),
-    {"float32": 5e10, "bfloat16": 1e11}, {"float32": 1e-6, "bfloat16": 0.0},
-)  # fmt: skip
+    4e10,
+    {"float32": 1e11, "bfloat16": 8e11},
+    {"float32": 2e-4, "bfloat16": 0.0},
+    {"float32": 3e10, "bfloat16": 2e10},
+    None,
+    Link(1e-5, 1e9),
+    {"float32": 5e10, "bfloat16": 1e11},
+    {"float32": 1e-6, "bfloat16": 0.0},
+)
 
 
 def broken(**fields: Any) -> str:
@@ -66,8 +71,10 @@ def test_a_probe_measures_everything(
     """With one rank and few short rounds, rates are positive and there is no link."""
     for name, value in (("STRETCHES", 1), ("ROUNDS", 2), ("CONTEXT", 64)):
         monkeypatch.setattr(probe, name, value)
-    threads, launch = torch.get_num_threads(), Launch(0, 1, 0, 1)
-    machine, parallel = Machine(threads), ParallelSection(device="cpu", threads=threads)
+    threads = torch.get_num_threads()
+    launch = Launch(0, 1, 0, 1)
+    machine = Machine(threads)
+    parallel = ParallelSection(device="cpu", threads=threads)
     config = resolve(RunConfig(parallel=parallel), machine)
     found = probe.measure(config, machine, launch)
     assert found.link is None and found.node_link is None and found.read_bytes_per_s > 0

@@ -215,7 +215,8 @@ def test_served_prompts_keep_their_lengths() -> None:
 def test_requests_are_whole_prompts(tmp_path: Path) -> None:
     words = ("--dataset", name_of("sharegpt", "sharegpt.json"), "--num_requests", "3")
     prepared = prepare_as("serve", tmp_path, *words, "--modes", "sequential", "inflight")
-    prompts, shapes = prepared.run.workload.prompts, prepared.options.shapes
+    prompts = prepared.run.workload.prompts
+    shapes = prepared.options.shapes
     assert prepared.run.describe_workload().prefix_len == max(map(len, prompts))
     requests = make_requests(prompts, shapes, 0.0, SamplingSection())
     assert [request.prompt_ids for request in requests] == [*prompts]

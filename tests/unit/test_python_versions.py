@@ -31,7 +31,8 @@ def pins(text: str) -> Iterator[tuple[str, str]]:
 def refusals(constraints: str, least: str) -> tuple[list[str], int]:
     """The pins that `least` cannot install, as their own metadata says, and how many are known: the
     installed distributions of that version."""
-    found, known = [], 0
+    found = []
+    known = 0
     for name, version in pins(constraints):
         try:
             about = metadata(name)

@@ -24,7 +24,8 @@ from magicdec.model.transformer import Transformer
 from magicdec.names import QUANTIZERS, STORED, load_named
 
 TIED = replace(EVEN, tie_word_embeddings=True)
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def test_by_hand() -> None:
@@ -130,7 +131,8 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
                 name = next(n for n in source.weights.tensors if n.endswith(TABLES))
             whole = source.weights.read(name).float()
             whole = whole.T if piece.transposed else whole
-            rows, columns = slice(*piece.rows), slice(*(piece.columns or (0, None)))
+            rows = slice(*piece.rows)
+            columns = slice(*(piece.columns or (0, None)))
             is_whole = any(word in parameter for word in NO_MATRICES)
             if len(piece.full_shape) == 1 or is_whole:
                 parts.append(whole[rows] + piece.offset)
@@ -182,7 +184,8 @@ def test_stored_int8_is_int8_made_while_loading(
     assert stored.config.stored_bytes is not None
     assert 1 + 2 / 128 < stored.config.stored_bytes < 1 + 2 / 32
     for shard in (Shard(), Shard(1, 2)):
-        made, read = load(source, shard), load(stored, shard, stored_as=STORED)
+        made = load(source, shard)
+        read = load(stored, shard, stored_as=STORED)
         assert made.keys() == read.keys()
         assert all(torch.equal(made[n], read[n]) for n in made)
         again = load(stored, shard)  # quantised once more: the same numbers
@@ -243,7 +246,8 @@ def test_an_int8_checkpoint_with_a_scale_for_each_output(
     source = family("gpt2" if transposed else "qwen2.5")
     directory = Path(str(source.tokenizer_path))
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
-    tensors, expected = {}, {}
+    tensors = {}
+    expected = {}
     converted_source = quantized(source, "int8")
     for name, header in converted_source.tensors.items():
         if header.numbers is None:
@@ -275,7 +279,9 @@ class Counting(WeightSource):
 
     def __init__(self, source: ModelSource) -> None:
         super().__init__()
-        self.source, self.largest, self.reads = source.weights, 0, 0
+        self.source = source.weights
+        self.largest = 0
+        self.reads = 0
         self.tensors = source.weights.tensors
 
     def read(self, name: str, index: Index = ()) -> Tensor:
@@ -337,30 +343,35 @@ def change(directory: Path, **tensors: Tensor | None) -> Path:
     return directory
 
 
-SCALE, LEAST = f"{Q_PROJ}_scale", f"{Q_PROJ}_least"
+SCALE = f"{Q_PROJ}_scale"
+LEAST = f"{Q_PROJ}_least"
 WRONG = {
     "no scale": (SCALE, None, f"{Q_PROJ} is stored as int8, expected floating-point"),
     "no numbers": (Q_PROJ, None, f"{Q_PROJ} is missing"),
     "a matrix in float": (
-        Q_PROJ, torch.zeros(32, 32),
+        Q_PROJ,
+        torch.zeros(32, 32),
         f"{Q_PROJ} is stored as float32, expected int8 or uint8",
     ),
     "a scale of int32": (
-        SCALE, torch.zeros(32, 1, dtype=torch.int32),
+        SCALE,
+        torch.zeros(32, 1, dtype=torch.int32),
         f"{SCALE} is stored as int32, expected float32 or bfloat16 or float16",
     ),
     "groups of 8": (SCALE, torch.zeros(32, 4), "makes no groups of 16, 32, 64, 128 of 32 inputs"),
     "a minimum of another dtype": (
-        f"{Q_PROJ}_minimum", torch.zeros(32, 1),
+        f"{Q_PROJ}_minimum",
+        torch.zeros(32, 1),
         "weight_minimum is stored as float32, expected bfloat16",
     ),
     "no least number": (LEAST, None, f"{LEAST} is missing"),
     "another least number": (LEAST, torch.tensor([-8], dtype=torch.int8), "is -8, which no"),
     "another number of inputs": (
-        Q_PROJ, torch.zeros(32, 64, dtype=torch.int8),
+        Q_PROJ,
+        torch.zeros(32, 64, dtype=torch.int8),
         f"{Q_PROJ} has shape (32, 64), expected (32, 32)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -45,7 +45,8 @@ def test_random_slices_agree(name: str, index: Index) -> None:
 
 
 def test_random_values() -> None:
-    matrix, bias = whole("a.weight"), whole("a.bias")
+    matrix = whole("a.weight")
+    bias = whole("a.bias")
     assert abs(matrix.std() - 0.02) < 1e-3 and abs(matrix.mean()) < 1e-3
     assert 0.01 < bias.std() < 0.03
     assert torch.equal(whole("input_layernorm.weight"), torch.ones(9))

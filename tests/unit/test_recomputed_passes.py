@@ -27,14 +27,31 @@ from magicdec.records.record import Record
 
 # What no request says: there is only a condition, such as that percentiles rise.
 OF_STEPS = {
-    *("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms", "mean_in_flight", "num_steps"),
-    *("num_decode_steps", "median_step_ms", "stalled_steps", "stalled_ms", "longest_stall_ms"),
-    *("longest_stall_median_ms", "peak_memory_bytes"),
+    "mean_itl_ms",
+    "p50_itl_ms",
+    "p90_itl_ms",
+    "p99_itl_ms",
+    "mean_in_flight",
+    "num_steps",
+    "num_decode_steps",
+    "median_step_ms",
+    "stalled_steps",
+    "stalled_ms",
+    "longest_stall_ms",
+    "longest_stall_median_ms",
+    "peak_memory_bytes",
 }
 # Those of which other values can have been measured, too.
 FREE = {
-    *("p50_itl_ms", "p90_itl_ms", "p99_itl_ms", "num_decode_steps", "median_step_ms"),
-    *("stalled_steps", "longest_stall_ms", "longest_stall_median_ms", "peak_memory_bytes"),
+    "p50_itl_ms",
+    "p90_itl_ms",
+    "p99_itl_ms",
+    "num_decode_steps",
+    "median_step_ms",
+    "stalled_steps",
+    "longest_stall_ms",
+    "longest_stall_median_ms",
+    "peak_memory_bytes",
 }
 
 

@@ -104,7 +104,8 @@ def run_record(
     """What a run of these samples would write, without the run."""
     launch = Launch(0, 1, 0, 1)
     drafter = None if strategy == "autoregressive" else "model" if has_draft else "self"
-    decoding, draft = DecodingSection(strategy, drafter), DraftSection() if has_draft else None
+    decoding = DecodingSection(strategy, drafter)
+    draft = DraftSection() if has_draft else None
     config = resolve(RunConfig(draft=draft, decoding=decoding), Machine(2))
     prompts = (1, 2), (3, 4)
     places = (0, 1), (2, 3)
@@ -113,9 +114,15 @@ def run_record(
     source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]
     draft_source = source if has_draft else None
     prepared = Prepared(
-        config, launch, Machine(2), source, draft_source, tokenizer=cast(Any, None),
-        tokenizer_name="demo", workload=workload,
-    )  # fmt: skip
+        config,
+        launch,
+        Machine(2),
+        source,
+        draft_source,
+        tokenizer=cast(Any, None),
+        tokenizer_name="demo",
+        workload=workload,
+    )
     passes = dict.fromkeys((*(["autoregressive"] if correctness.reference else []), strategy))
     samples = {name: sample_pass(name) for name in passes}
     if has_draft:
@@ -138,9 +145,13 @@ def failed_record() -> RunRecord:
     memory = describe_memory(MemoryPlan(1, 2), None)
     error = "RuntimeError: no"
     return RunRecord(
-        status="failed", config=ran.config, environment=environment, error=error,
-        workload=ran.workload, memory=memory,
-    )  # fmt: skip
+        status="failed",
+        config=ran.config,
+        environment=environment,
+        error=error,
+        workload=ran.workload,
+        memory=memory,
+    )
 
 
 RECORDS = {
@@ -254,17 +265,27 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         key for key in trained if trained[key] is None
     }
     assert withheld == {
-        *("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position"),
-        *("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
-        *(
-            "acceptance_histogram",
-            "judged_per_position",
-            "mean_draft_tokens",
-            "mean_emitted_tokens",
-        ),
-        *("speedup", "speedup_per_batch", "net_speedup", "net_speedup_per_batch"),
-        *("total_speedup", "total_speedup_per_batch"),
-        *("decode_tokens_per_s", "mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
+        "draft_acceptance_rate",
+        "mean_acceptance_length",
+        "acceptance_per_position",
+        "num_spec_steps",
+        "num_draft_tokens",
+        "num_accepted_draft_tokens",
+        "acceptance_histogram",
+        "judged_per_position",
+        "mean_draft_tokens",
+        "mean_emitted_tokens",
+        "speedup",
+        "speedup_per_batch",
+        "net_speedup",
+        "net_speedup_per_batch",
+        "total_speedup",
+        "total_speedup_per_batch",
+        "decode_tokens_per_s",
+        "mean_tpot_ms",
+        "p50_tpot_ms",
+        "p90_tpot_ms",
+        "p99_tpot_ms",
     }
 
 
@@ -391,7 +412,8 @@ def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path, version:
 
 
 def test_a_compressed_file_is_read_and_a_torn_one_is_named(tmp_path: Path) -> None:
-    path, packed = tmp_path / "runs.jsonl.gz", gzip.compress(f"{small().to_json()}\n".encode())
+    path = tmp_path / "runs.jsonl.gz"
+    packed = gzip.compress(f"{small().to_json()}\n".encode())
     path.write_bytes(packed)
     assert [record.to_json() for record in load_records(path)] == [small().to_json()]
     for torn in (packed[:-12], b"no gzip", packed[:20] + bytes(8) + packed[28:]):

@@ -177,9 +177,18 @@ def test_a_key_is_needed_unless_it_can_be_null() -> None:
 
 def test_latency_is_a_record_with_a_table(tmp_path: Path) -> None:
     row = LatencyRow(
-        "decode", 2, 64, 1, tokens=2, ms_median=1.0, ms_p10=0.5, ms_p90=2.0, bytes=9,
-        roofline_fraction=0.5, products_fraction=0.2,
-    )  # fmt: skip
+        "decode",
+        2,
+        64,
+        1,
+        tokens=2,
+        ms_median=1.0,
+        ms_p10=0.5,
+        ms_p90=2.0,
+        bytes=9,
+        roofline_fraction=0.5,
+        products_fraction=0.2,
+    )
     base = small()
     config = base.config | {"grid": {"repeats": 3}, "attention": {"backend": "native"}}
     environment = replace(base.environment, read_bandwidth_bytes_per_s=1e9)
@@ -188,8 +197,9 @@ def test_latency_is_a_record_with_a_table(tmp_path: Path) -> None:
     (read,) = read_records(tmp_path / "runs.jsonl", LatencyRecord)
     assert read.to_json() == record.to_json()
     (table,) = tables([record])
-    assert table.body == [["2", "64", "decode", "2", "1.000", "0.500", "2.000", "1.00x", "0.0",
-                           "50.0 %", "20.0 %"]]  # fmt: skip
+    assert table.body == [
+        ["2", "64", "decode", "2", "1.000", "0.500", "2.000", "1.00x", "0.0", "50.0 %", "20.0 %"]
+    ]
     raw = json.loads(record.to_json())
     assert list(raw) == ["kind", "schema_version", "status", "config", "environment", "rows"]
     assert (raw["schema_version"], raw["kind"]) == (3, "latency")

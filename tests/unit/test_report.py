@@ -45,9 +45,15 @@ for raw in RAW:  # as `run` writes them, without what the gate has logged and se
     for samples in raw["samples"].values():
         samples["draft_hashes"] = samples["draft_keys"] = None
 FIGURES = (
-    *("speedup_map", "pareto_front", "speedup_by_acceptance", "acceptance_by_budget"),
-    *("length_by_context", "speedup_by_context"),
-    *("acceptance_by_position", "step_phases", "bandwidth"),
+    "speedup_map",
+    "pareto_front",
+    "speedup_by_acceptance",
+    "acceptance_by_budget",
+    "length_by_context",
+    "speedup_by_context",
+    "acceptance_by_position",
+    "step_phases",
+    "bandwidth",
 )
 Record = dict[str, Any]
 
@@ -97,7 +103,8 @@ EVIL = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
 def write_report(directory: Path, records: list[Record], *words: object) -> tuple[Path, str]:
     """The directory of a report of records, and what was said on stderr."""
     write(directory / "runs.jsonl", records)
-    out, said = directory / "out", StringIO()
+    out = directory / "out"
+    said = StringIO()
     argv = ["magicdec report", directory / "runs.jsonl", "--out", out, *words]
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
         patch.setattr(sys, "argv", list(map(str, argv)))
@@ -325,7 +332,8 @@ def test_results_stand_before_settings(of_study: Path) -> None:
 
 def test_the_files_hold_every_run_and_its_command(everything: tuple[Path, str]) -> None:
     out, _ = everything
-    runs, commands = rows(out / "runs.csv"), rows(out / "commands.csv")
+    runs = rows(out / "runs.csv")
+    commands = rows(out / "commands.csv")
     assert [r["run"] for r in runs] == [r["run"] for r in commands]
     assert len(runs) == len(RAW) + len(study()) + 2 and runs[-1]["status"] == "failed"
     for row, raw in zip(runs, RAW, strict=False):
@@ -340,13 +348,19 @@ def test_the_files_hold_every_run_and_its_command(everything: tuple[Path, str]) 
     ("argv", "ranks", "command"),
     [
         (["selfspec_benchmark.py", "--B", "2"], 1, "python tests/selfspec_benchmark.py --B 2"),
-        (["selfspec_benchmark.py", "--model", "a b"], 2,
-         "torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model 'a b'"),
-        (["magicdec selfspec"], 4,
-         "torchrun --standalone --nproc_per_node=4 --no-python magicdec selfspec"),
+        (
+            ["selfspec_benchmark.py", "--model", "a b"],
+            2,
+            "torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model 'a b'",
+        ),
+        (
+            ["magicdec selfspec"],
+            4,
+            "torchrun --standalone --nproc_per_node=4 --no-python magicdec selfspec",
+        ),
         (["magicdec run", "--nproc", "2"], 2, "magicdec run --nproc 2"),
     ],
-)  # fmt: skip
+)
 def test_a_command_can_be_copied(argv: list[str], ranks: int, command: str) -> None:
     environment: Any = SimpleNamespace(argv=argv, world_size=ranks)
     assert command_of(environment) == command
@@ -394,7 +408,8 @@ def test_repeated_runs_show_their_range_and_one_run_its_interval() -> None:
         {"x": x, "x_interval_low": low, "x_interval_high": high}
         for x, low, high in [(3.0, 0.0, 9.0), (2.0, None, None), (7.0, None, None)]
     )
-    one, all_of_them = summarize(runs[:1], "x"), summarize(runs, "x")
+    one = summarize(runs[:1], "x")
+    all_of_them = summarize(runs, "x")
     assert one == {"x": 3.0, "low": 0.0, "high": 9.0, "runs": 1}
     assert all_of_them == {"x": 3.0, "low": 2.0, "high": 7.0, "runs": 3}
 
@@ -424,9 +439,12 @@ def test_numbers_of_runs_are_short() -> None:
     ],
 )
 def test_bad_input_is_one_line(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     command: Command,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("file", "empty.jsonl"):
         (tmp_path / name).touch()

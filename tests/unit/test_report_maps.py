@@ -31,9 +31,16 @@ from magicdec.output.figures import styled
 MACHINE = ["device", "ranks", "threads"]
 WEIGHTS = ["model", "target_dtype", "draft_model", "draft_weights"]
 OF_MAPS = [
-    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE,
+    *WEIGHTS,
+    "drafter",
+    "kv_policy",
+    "dtype",
+    "dataset",
+    "gen_len",
+    "temperature",
+    *MACHINE,
     "reselect_every",
-]  # fmt: skip
+]
 HELD = {
     draw_speedup: OF_MAPS,
     draw_by_acceptance: ["model", "target_dtype", "dtype", "dataset", "gen_len", *MACHINE],
@@ -111,8 +118,10 @@ def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
     assert shades.compressed().tolist() == [2.0, 1.5], "the colour is the net speedup"
     marks = {int(each.get_x()): each for each in ax.patches if isinstance(each, Rectangle)}
     assert {x: (each.get_hatch(), each.get_linewidth() > 0) for x, each in marks.items()} == {
-        0: ("////", False), 2: (None, True), 3: ("....", False)
-    }  # fmt: skip
+        0: ("////", False),
+        2: (None, True),
+        3: ("....", False),
+    }
     texts = [text.get_text() for text in ax.texts]
     assert "0.90 to\n3.00x" in texts and "1.78x" not in texts and "2.00x" in texts
     assert any(text.startswith("steps 4.50x\n") for text in texts), "the second number"
@@ -124,7 +133,9 @@ def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
 def test_the_best_run_of_a_place_is_the_one_that_is_surely_fast() -> None:
     """Not one that a disturbance made fast, nor one without an interval, nor one of a busy host,
     nor one whose steps alone are fast."""
-    sure, disturbed, short = (2.0, 1.8, 2.2), (2.5, 1.1, 5.0), (3.0, None, None)
+    sure = (2.0, 1.8, 2.2)
+    disturbed = (2.5, 1.1, 5.0)
+    short = (3.0, None, None)
     slow = (0.5, 0.4, 0.6)
     busy = [run | {"is_busy": True} for run in cells((4.0, 3.9, 4.1))]
     runs = frame_of(run | {"B": 1} for run in [*cells(disturbed, sure, short, slow), *busy])

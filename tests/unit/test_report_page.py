@@ -21,7 +21,8 @@ from magicdec.cli.records import report
 __all__ = ["numbers_by_hand"]  # a fixture of all tests here
 pytestmark = pytest.mark.wide
 
-WIDTH, HEIGHT = 1200, 12000
+WIDTH = 1200
+HEIGHT = 12000
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -49,9 +50,16 @@ def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
     """Opens a page. Returns what Chromium prints, and the lines of the page's console."""
     assert CHROMIUM is not None
     command = (
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--window-size={WIDTH},{HEIGHT}", "--enable-logging=stderr", *flags, page.as_uri(),
-    )  # fmt: skip
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size={WIDTH},{HEIGHT}",
+        "--enable-logging=stderr",
+        *flags,
+        page.as_uri(),
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -67,7 +75,8 @@ def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):
         report()
-    page, shot = tmp_path / "out" / "index.html", tmp_path / "page.png"
+    page = tmp_path / "out" / "index.html"
+    shot = tmp_path / "page.png"
     text = page.read_text(encoding="utf-8")
     asked = tmp_path / "out" / "asked.html"
     asked.write_text(text.replace("</body>", QUESTION), encoding="utf-8")

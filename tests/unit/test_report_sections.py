@@ -32,10 +32,17 @@ def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
     request = finished([seconds * number for number in (1, 2, 3)])
     counts = StepCounts(num_steps=3, num_in_flight=3, moves={0: Moves([0.0])})
     metrics = serving_metrics([request], counts, {"ttft": 1500})
-    times = {"arrival_ms": 0.0, "joined_ms": [0.0], "preempted_ms": [],
-             "prefilled_ms": [1e3 * seconds], "first_token_ms": 1e3 * seconds,
-             "finished_ms": 3e3 * seconds, "prompt_len": 1, "output_len": 3,
-             "output_hash": "0"}  # fmt: skip
+    times = {
+        "arrival_ms": 0.0,
+        "joined_ms": [0.0],
+        "preempted_ms": [],
+        "prefilled_ms": [1e3 * seconds],
+        "first_token_ms": 1e3 * seconds,
+        "finished_ms": 3e3 * seconds,
+        "prompt_len": 1,
+        "output_len": 3,
+        "output_hash": "0",
+    }
     uses = [StageUse(4.0, waiting, 0.1, 8, 2, 0.0) for waiting in (1.0, 3.0)]
     ring = asdict(ring_metrics([1, 1], 1, (1, 1), uses, 8, 2.0))
     right = {"status": "ok", "num_differing": 0, "metrics": asdict(metrics), "requests": [times]}
@@ -75,8 +82,13 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
     titles = ["Runs", "Requests that were served"]
     assert [t for t in re.findall("<h2>(.*)</h2>", page) if t in titles] == titles
     figures = re.findall('<figure id="([^"]*)"', page)
-    for name in ("serving_throughput", "serving_goodput", "serving_modes", "ring_stages",
-                 "speculation_stages"):  # fmt: skip
+    for name in (
+        "serving_throughput",
+        "serving_goodput",
+        "serving_modes",
+        "ring_stages",
+        "speculation_stages",
+    ):
         assert name in figures and rows(out / f"{name}.csv"), name
     assert "against the draft's kv budget" in page.lower().replace("&#39;", "'"), (
         "what is left out is named"
@@ -91,7 +103,8 @@ def test_a_batching_is_at_its_own_throughput_and_p90_ttft(out: Path) -> None:
     """Three tokens in 6 s after a first one in 2 s, and in 3 s after 1 s. A bound of 1.5 s is kept
     by the second."""
     found = {(r["pass"], r["arrival"]): r for r in rows(out / "serving_throughput.csv")}
-    slow, fast = found["static", "burst"], found["inflight", "burst"]
+    slow = found["static", "burst"]
+    fast = found["inflight", "burst"]
     assert [float(r["p90_ttft_ms"]) for r in (slow, fast)] == pytest.approx([2000, 1000])
     assert [float(r["output_throughput"]) for r in (slow, fast)] == pytest.approx([0.5, 1.0])
     goodputs = rows(out / "serving_goodput.csv")
@@ -110,9 +123,11 @@ def test_a_mode_of_a_closed_loop_is_a_line_of_its_own(tmp_path: Path, command: C
         (r["mode"], r["concurrency"], float(r["user_tokens_per_s"]), float(r["output_throughput"]))
         for r in found
     ] == [
-        ("inflight", "1", 0.5, 0.5), ("inflight", "4", 0.5, 0.5),
-        ("inflight+draft", "1", 1.0, 1.0), ("inflight+draft", "4", 1.0, 1.0),
-    ]  # fmt: skip
+        ("inflight", "1", 0.5, 0.5),
+        ("inflight", "4", 0.5, 0.5),
+        ("inflight+draft", "1", 1.0, 1.0),
+        ("inflight+draft", "4", 1.0, 1.0),
+    ]
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert 'id="serving_concurrency"' in page and "closed loop" in page
     headings = re.findall("<h3>(Command 1: .*)</h3>", page)

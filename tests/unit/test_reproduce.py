@@ -85,9 +85,12 @@ def test_every_line_says_what_exists_and_why_not(name: str) -> None:
 def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "reproduce" / "magicdec_speedups_a100.sh"
     done = subprocess.run(
-        [script], capture_output=True, text=True, check=False,
+        [script],
+        capture_output=True,
+        text=True,
+        check=False,
         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert (
         done.stderr.count("\n") == 1 and "needs 8 CUDA devices, this machine has 0" in done.stderr
@@ -95,7 +98,8 @@ def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
 
 
 def test_a_number_that_a_run_lacks_is_said(tmp_path: Path) -> None:
-    (row, *_), records = published(NAME), tmp_path / "records"
+    row, *_ = published(NAME)
+    records = tmp_path / "records"
     for metrics, reason in ((None, "tokens of its run were wrong"), ({"speedup": None}, "has no")):
         records.write_text(json.dumps({"metrics": metrics}))
         with pytest.raises(Missing, match=reason):
@@ -105,7 +109,8 @@ def test_a_number_that_a_run_lacks_is_said(tmp_path: Path) -> None:
 def test_a_measured_acceptance_is_the_rate_that_is_published(tmp_path: Path) -> None:
     """A record has accepted / drafted tokens, MagicDec the rate of its formula: 0.8 of each draft
     accepted if all before it were, is (0.8 + 0.64 + 0.512 + 0.4096) / 4 of four drafts."""
-    (row, *_), records = published("magicdec_acceptance"), tmp_path / "records"
+    row, *_ = published("magicdec_acceptance")
+    records = tmp_path / "records"
     metrics = {"draft_acceptance_rate": 0.5904, "draft_acceptance_rate_interval": [0.4, 1.0]}
     records.write_text(json.dumps({"metrics": metrics}))
     assert read_measured(row, records) == ("0.800", "0.666 to 1.000")
@@ -180,7 +185,8 @@ def test_a_run_in_a_checkout_leaves_the_packaged_tables_alone(
 def test_a_failed_run_is_named_and_the_others_go_on(
     tmp_path: Path, tables: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    record, started = parse_record(make()), []
+    record = parse_record(make())
+    started = []
 
     def run(words: list[object]) -> Ended:
         started.append(words)

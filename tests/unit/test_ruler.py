@@ -169,7 +169,8 @@ def test_frequent_words_are_the_most_frequent(length: int) -> None:
 
 
 def test_no_word_is_found_inside_another() -> None:
-    adjectives, nouns = ruler_tasks.ADJECTIVES.split(), ruler_tasks.NOUNS.split()
+    adjectives = ruler_tasks.ADJECTIVES.split()
+    nouns = ruler_tasks.NOUNS.split()
     for words, inside in ((adjectives, str.endswith), (nouns, str.startswith)):
         assert len(set(words)) == len(words)
         assert [(a, b) for a in words for b in words if a != b and inside(a, b)] == []

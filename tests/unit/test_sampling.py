@@ -49,7 +49,8 @@ def request(prompt: list[int], output: list[int], **values: float) -> Request:
 
 def penalised(logits: Tensor, request: Request, drafted: list[int]) -> Tensor:
     """The logits [V] of one position after the penalties, computed token by token."""
-    p, out = request.sampling, logits.clone().unsqueeze(0)
+    p = request.sampling
+    out = logits.clone().unsqueeze(0)
     output = [*request.output_ids, *drafted]
     history = torch.tensor([[*request.prompt_ids, *output]])
     out = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(history, out)[0]

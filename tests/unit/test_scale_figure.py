@@ -26,7 +26,8 @@ def cluster(scale: Any) -> Any:
     return scale.GpuCluster(scale.SPECS["h100"], scale.NETWORKS[0])
 
 
-READ, COMPUTE = 0.8 * 3.35e12, 0.6 * 989e12
+READ = 0.8 * 3.35e12
+COMPUTE = 0.6 * 989e12
 
 
 def test_8b_by_hand(scale: Any, cluster: Any) -> None:
@@ -56,8 +57,11 @@ def test_70b_with_drafts_by_hand(scale: Any, cluster: Any) -> None:
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_a_ring_is_that_of_the_simulator(scale: Any, cluster: Any, rows: int) -> None:
-    ring, model, S = scale.Division(1, 4, 8), "llama-3.1-405b", 32768
-    stage_s, hop_s = cluster.seconds(model, 8, 1, 1, S) / 4, cluster.hop_s(model, ring, 1)
+    ring = scale.Division(1, 4, 8)
+    model = "llama-3.1-405b"
+    S = 32768
+    stage_s = cluster.seconds(model, 8, 1, 1, S) / 4
+    hop_s = cluster.hop_s(model, ring, 1)
     machine = SimulatedMachine((stage_s,) * 4, link_s=hop_s)
     work = Work([True], 16, ring_requests=rows)
     _, metrics = run_mode("ring", machine, Options(), work)

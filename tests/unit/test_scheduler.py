@@ -33,7 +33,8 @@ def requests(*max_new_tokens: int, prompt_len: int = 3) -> list[Request]:
 
 def prefilled(*max_new_tokens: int, first: int = 1) -> tuple[Scheduler, list[Request]]:
     """A scheduler with all requests admitted at 0 s and their first tokens emitted at 1 s."""
-    scheduler, new = Scheduler(len(max_new_tokens)), requests(*max_new_tokens)
+    scheduler = Scheduler(len(max_new_tokens))
+    new = requests(*max_new_tokens)
     scheduler.add(new, now=0.0)
     step(scheduler, *[[first]] * len(max_new_tokens), now=1.0)
     return scheduler, new
@@ -121,7 +122,8 @@ def test_tokens_after_the_end_are_dropped() -> None:
 
 
 def test_without_end_tokens_only_the_length_ends_a_request() -> None:
-    scheduler, request = Scheduler(1), Request(0, (1,), SamplingParams(3))
+    scheduler = Scheduler(1)
+    request = Request(0, (1,), SamplingParams(3))
     scheduler.add([request], now=0.0)
     step(scheduler, [EOS])
     step(scheduler, [EOS, EOS, EOS])
@@ -129,7 +131,8 @@ def test_without_end_tokens_only_the_length_ends_a_request() -> None:
 
 
 def test_times_of_tokens_are_those_of_the_step_or_of_each_prefill() -> None:
-    scheduler, new = Scheduler(2), requests(5, 1)
+    scheduler = Scheduler(2)
+    new = requests(5, 1)
     scheduler.add(new, now=0.0)
     batch = next_batch(scheduler)
     scheduler.commit(batch, StepOutput([[1], [2]], emitted_s=[0.5, 0.9]), now=1.0)
@@ -140,7 +143,8 @@ def test_times_of_tokens_are_those_of_the_step_or_of_each_prefill() -> None:
 
 
 def test_the_newest_token_is_not_cached() -> None:
-    scheduler, (request,) = Scheduler(1), requests(9, prompt_len=4)
+    scheduler = Scheduler(1)
+    (request,) = requests(9, prompt_len=4)
     scheduler.add([request], now=0.0)
     assert request.num_cached == 4 and request.cached_ids == (0, 1, 2, 3)
     step(scheduler, [7])
@@ -179,7 +183,8 @@ def test_outputs_do_not_depend_on_the_tokens_per_step(
     streams: list[tuple[int, list[int]]], sizes: list[int]
 ) -> None:
     """Speculation emits several tokens of a row in one step. The row ends at the same token."""
-    scheduler, new = Scheduler(len(streams)), requests(*(n for n, _ in streams))
+    scheduler = Scheduler(len(streams))
+    new = requests(*(n for n, _ in streams))
     scheduler.add(new, now=0.0)
     num_steps = 0
     while (plan := scheduler.schedule()) is not None:
@@ -242,7 +247,9 @@ def test_a_request_that_can_never_be_served_is_refused_with_the_numbers() -> Non
 
 def test_a_request_joins_at_the_next_step_and_its_row_is_used_again() -> None:
     scheduler = Scheduler(2)
-    first, second, third = make(0, new=3), make(1, new=9), make(2)
+    first = make(0, new=3)
+    second = make(1, new=9)
+    third = make(2)
     scheduler.add([first], 0.0)
     assert run_step(scheduler).decoding is None
     scheduler.add([second, third], 1.0)
@@ -260,7 +267,9 @@ def test_a_request_joins_at_the_next_step_and_its_row_is_used_again() -> None:
 )
 def test_a_request_that_joins_decodes_in_the_next_step(limits: BatchLimits) -> None:
     """Also where the same plan was repeated before it came."""
-    scheduler, first, second = Scheduler(2, limits), make(0, new=20), make(1, new=20)
+    scheduler = Scheduler(2, limits)
+    first = make(0, new=20)
+    second = make(1, new=20)
     scheduler.add([first], 0.0)
     plans = [run_step(scheduler) for _ in range(4)]
     assert plans[1] is plans[3]
@@ -282,7 +291,8 @@ def test_a_step_prefills_as_many_tokens_as_it_may() -> None:
 
 
 def test_first_come_first_served() -> None:
-    scheduler, admitted = Scheduler(1), list[int]()
+    scheduler = Scheduler(1)
+    admitted = list[int]()
     for number, arrived_s in ((0, 3.0), (1, 1.0), (2, 0.0), (3, 1.0)):
         scheduler.add([make(number, new=5 - number)], arrived_s)
     while (plan := scheduler.schedule()) is not None:
@@ -293,7 +303,8 @@ def test_first_come_first_served() -> None:
 
 def test_the_youngest_request_is_preempted_and_continues_later() -> None:
     scheduler = Scheduler(3, BatchLimits(block_size=4, num_blocks=5))
-    old, young = make(0, prompt=7, new=8), make(1, prompt=3, new=9)
+    old = make(0, prompt=7, new=8)
+    young = make(1, prompt=3, new=9)
     scheduler.add([young], 1.0)
     scheduler.add([old], 0.5)
     plans = [run_step(scheduler) for _ in range(8)]
@@ -309,7 +320,9 @@ def test_the_youngest_request_is_preempted_and_continues_later() -> None:
 
 def test_a_cancelled_request_frees_its_row_in_the_next_step() -> None:
     scheduler = Scheduler(1, BatchLimits(block_size=4, num_blocks=4))
-    first, second, third = make(0), make(1), make(2)
+    first = make(0)
+    second = make(1)
+    third = make(2)
     scheduler.add([first, second, third], 0.0)
     run_step(scheduler)
     scheduler.cancel(first)
@@ -325,19 +338,27 @@ requests_drawn = st.lists(
 
 
 @given(
-    drawn=requests_drawn, num_rows=st.integers(1, 4), spare=st.integers(0, 4),
-    step_tokens=st.integers(1, 4), budget=st.sampled_from([None, 1, 5]),
-)  # fmt: skip
+    drawn=requests_drawn,
+    num_rows=st.integers(1, 4),
+    spare=st.integers(0, 4),
+    step_tokens=st.integers(1, 4),
+    budget=st.sampled_from([None, 1, 5]),
+)
 def test_every_request_ends_and_no_block_is_given_twice(
-    drawn: list[tuple[int, int, int]], num_rows: int, spare: int, step_tokens: int,
+    drawn: list[tuple[int, int, int]],
+    num_rows: int,
+    spare: int,
+    step_tokens: int,
     budget: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Also: another rank, which is given the same requests, has the same state before each step."""
     needed = max(prompt + max(new, 2) - 2 + step_tokens for prompt, new, _ in drawn)
     limits = BatchLimits(
-        block_size=4, num_blocks=-(-needed // 4) + spare, step_tokens=step_tokens,
+        block_size=4,
+        num_blocks=-(-needed // 4) + spare,
+        step_tokens=step_tokens,
         prefill_tokens=budget,
-    )  # fmt: skip
+    )
     ranks = [Scheduler(num_rows, limits) for _ in range(2)]
     for scheduler in ranks:
         for number, (prompt, new, arrived) in enumerate(drawn):
@@ -372,7 +393,8 @@ def test_ranks_that_disagree_stop() -> None:
         runner: Any = SimpleNamespace(num_rows=2, **place)
         return Engine(runner, 64, BatchLimits(), clock=VirtualClock(now))
 
-    first, second = engine(0, 1.0), engine(1, 9.0)
+    first = engine(0, 1.0)
+    second = engine(1, 9.0)
     requests = [[make(number, arrived=arrived) for number, arrived in enumerate((0.0, 5.0))]] * 2
     arrivals = [Arrivals(copy.deepcopy(of_rank)) for of_rank in requests]
     for each, its in zip((first, second), arrivals, strict=True):
@@ -387,7 +409,8 @@ def test_ranks_that_disagree_stop() -> None:
 
 def test_a_step_costs_nothing_for_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is put in order only when it begins to wait."""
-    asked, wait = list[Request](), Scheduler._wait
+    asked = list[Request]()
+    wait = Scheduler._wait
 
     def noted(scheduler: Scheduler, request: Request) -> None:
         asked.append(request)

@@ -226,7 +226,8 @@ def test_an_answer_that_lacks_what_others_have_is_named() -> None:
 @pytest.mark.parametrize("program", COUNTED)
 def test_counters_count_by_difference(program: str) -> None:
     text, expected = COUNTED[program]
-    before, after = counters(text, BEFORE), counters(text, AFTER)
+    before = counters(text, BEFORE)
+    after = counters(text, AFTER)
     found = count_pass(before, after, [ended()])
     assert (found.program, found.counts) == (program, expected)
     taken, report = conclude(ServerCounts(), [ended()], lambda: found)
@@ -254,7 +255,8 @@ def test_counters_count_by_difference(program: str) -> None:
     ],
 )
 def test_counters_of_something_else_are_not_taken(values: tuple[int, ...], message: str) -> None:
-    before, after = counters(VLLM_COUNTERS, BEFORE), counters(VLLM_COUNTERS, values)
+    before = counters(VLLM_COUNTERS, BEFORE)
+    after = counters(VLLM_COUNTERS, values)
     requests = [ended()]
     taken, report = conclude(ServerCounts(), requests, lambda: count_pass(before, after, requests))
     assert taken.reported_total is None and report.source is None
@@ -263,7 +265,8 @@ def test_counters_of_something_else_are_not_taken(values: tuple[int, ...], messa
 
 
 def test_a_restart_shows_by_the_start_of_the_process() -> None:
-    before, after = counters(VLLM_COUNTERS, BEFORE), counters(VLLM_COUNTERS, AFTER)
+    before = counters(VLLM_COUNTERS, BEFORE)
+    after = counters(VLLM_COUNTERS, AFTER)
     with pytest.raises(ValueError, match="restarted"):
         replace(after, started_s=before.started_s and before.started_s + 60).since(before)
 
@@ -271,7 +274,8 @@ def test_a_restart_shows_by_the_start_of_the_process() -> None:
 def test_counters_fill_in_what_answers_lack() -> None:
     """llama.cpp says two sums by request, and of the whole server all."""
     text, expected = COUNTED["llama.cpp"]
-    before, after = counters(text, BEFORE), counters(text, AFTER)
+    before = counters(text, BEFORE)
+    after = counters(text, AFTER)
     requests = [ended()]
     answers = said(ReportedCounts(11, 6), program="llama.cpp")
     taken, report = conclude(answers, requests, lambda: count_pass(before, after, requests))
@@ -288,7 +292,8 @@ def test_counters_fill_in_what_answers_lack() -> None:
 def test_counters_that_count_more_drafts_than_the_answers_are_not_taken() -> None:
     """Other clients may have drafted while this pass emitted all tokens that were counted."""
     text, _ = COUNTED["llama.cpp"]
-    before, after = counters(text, BEFORE), counters(text, AFTER)
+    before = counters(text, BEFORE)
+    after = counters(text, AFTER)
     requests = [ended()]
     answers = said(ReportedCounts(9, 6), program="llama.cpp")
     taken, report = conclude(answers, requests, lambda: count_pass(before, after, requests))
@@ -323,8 +328,11 @@ def test_reported_counts_give_the_metrics_of_the_same_verifications() -> None:
     found = acceptance_metrics(Verifications(reported=without), 6)
     lacking = {name for name, value in found.items() if value != expected[name]}
     assert lacking == {
-        *("mean_emitted_tokens", "mean_emitted_tokens_interval", "judged_per_position"),
-        *("acceptance_per_position", "acceptance_per_position_interval"),
+        "mean_emitted_tokens",
+        "mean_emitted_tokens_interval",
+        "judged_per_position",
+        "acceptance_per_position",
+        "acceptance_per_position_interval",
     } and {found[name] for name in lacking} == {None}
 
 

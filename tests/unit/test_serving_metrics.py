@@ -21,8 +21,10 @@ from magicdec.systems.options import GOODPUT_OF, parse_goodput
 def finished(number: int, arrived_s: float, token_times_s: list[float]) -> Request:
     request = Request(number, (1, 2, 3), SamplingParams(len(token_times_s)))
     request.output_ids = [7] * len(token_times_s)
-    request.token_times_s, request.arrived_s = token_times_s, arrived_s
-    request.first_token_s, request.finished_s = token_times_s[0], token_times_s[-1]
+    request.token_times_s = token_times_s
+    request.arrived_s = arrived_s
+    request.first_token_s = token_times_s[0]
+    request.finished_s = token_times_s[-1]
     return request
 
 
@@ -102,10 +104,16 @@ def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
     """The second request gives its row back after its first two tokens, and gets another."""
     first, second, third = describe_requests(REQUESTS, MOVES, 10.0)
     assert second == RequestRecord(
-        arrival_ms=1000, joined_ms=[1500, 3250], preempted_ms=[3125], prefilled_ms=[3000, 3500],
-        first_token_ms=3000, finished_ms=4000, prompt_len=3, output_len=5,
+        arrival_ms=1000,
+        joined_ms=[1500, 3250],
+        preempted_ms=[3125],
+        prefilled_ms=[3000, 3500],
+        first_token_ms=3000,
+        finished_ms=4000,
+        prompt_len=3,
+        output_len=5,
         output_hash=second.output_hash,
-    )  # fmt: skip
+    )
     assert (first.first_token_ms, third.finished_ms) == (500, 3000)
 
 
@@ -151,16 +159,27 @@ def test_goodput_is_a_list_of_bounds() -> None:
 
 
 REQUEST = RequestRecord(
-    arrival_ms=1000, joined_ms=[2000, 6000], preempted_ms=[5000], prefilled_ms=[3000, 6500],
-    first_token_ms=3000, finished_ms=9000, prompt_len=5, output_len=9, output_hash="0",
-)  # fmt: skip
+    arrival_ms=1000,
+    joined_ms=[2000, 6000],
+    preempted_ms=[5000],
+    prefilled_ms=[3000, 6500],
+    first_token_ms=3000,
+    finished_ms=9000,
+    prompt_len=5,
+    output_len=9,
+    output_hash="0",
+)
 
 
 def test_spans_cover_a_request_from_its_arrival_to_its_end() -> None:
     assert spans_of(REQUEST) == [
-        (WAITING, 1, 1), (PREFILL, 2, 1), (DECODE, 3, 2),
-        (WAITING, 5, 1), (PREFILL, 6, 0.5), (DECODE, 6.5, 2.5),
-    ]  # fmt: skip
+        (WAITING, 1, 1),
+        (PREFILL, 2, 1),
+        (DECODE, 3, 2),
+        (WAITING, 5, 1),
+        (PREFILL, 6, 0.5),
+        (DECODE, 6.5, 2.5),
+    ]
     # Preempted before its text was prefilled again: the next token comes after the second start.
     early = replace(REQUEST, prefilled_ms=[6500, 6500])
     assert spans_of(early)[:3] == [(WAITING, 1, 1), (PREFILL, 2, 3), (WAITING, 5, 1)]

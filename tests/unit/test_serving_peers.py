@@ -29,7 +29,8 @@ NAMES = (
     "magicdec, magicdec-1024, openvino, openvino-2048, openvino-u8, openvino-2048-u8, "
     "transformers-256x2, transformers"
 )
-EXACT, OTHER = WAYS[0], next(way for way in WAYS if way.name == "transformers-256x2")
+EXACT = WAYS[0]
+OTHER = next(way for way in WAYS if way.name == "transformers-256x2")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,8 @@ def test_every_way_has_a_peer_that_serves() -> None:
 
 def test_a_trace_follows_from_its_seed_and_keeps_its_requests_when_arrivals_change() -> None:
     burst, again = (make_trace("burst", 32, 0) for _ in range(2))
-    poisson, other = make_trace("poisson:100", 32, 0), make_trace("burst", 32, 1)
+    poisson = make_trace("poisson:100", 32, 0)
+    other = make_trace("burst", 32, 1)
     assert burst == again and serving_runs.texts(burst) == serving_runs.texts(poisson)
     assert serving_runs.texts(burst) != serving_runs.texts(other)
     assert {r.arrival_s for r in burst} == {0.0} and poisson[0].arrival_s == 0.0
@@ -144,7 +146,8 @@ def test_metrics_are_those_of_serving_benchmarks() -> None:
 
 
 def test_the_cache_has_room_for_all_requests_and_settings_reach_the_peer() -> None:
-    short, long = TimedRequest(0.0, [1] * 10, 5), TimedRequest(0.0, [1] * 90, 10)
+    short = TimedRequest(0.0, [1] * 10, 5)
+    long = TimedRequest(0.0, [1] * 90, 10)
     sizes = sizes_of([[short] * 3, [long]], 2, ServingWay("a", "magicdec", {"batch_tokens": 64}))
     assert sizes == ServingSizes(2, 3, 100, 3 * (15 + 256), 64)
 
@@ -193,7 +196,8 @@ def _fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_fake_workers")
 def test_other_float32_tokens_end_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the peer is not exact."""
-    good, odd = started_here("magicdec", Path()), started_here("transformers", Path("odd"))
+    good = started_here("magicdec", Path())
+    odd = started_here("transformers", Path("odd"))
     versions = {"magicdec": "0", "transformers": "0"}
     assert check_tokens([(EXACT, good), (OTHER, good)], 0, 1) == versions
     with pytest.raises(RuntimeError, match="transformers-256x2 and magicdec emit different"):
@@ -237,8 +241,17 @@ def test_what_is_measured_is_kept_when_it_is_interrupted(
     path = tmp_path / "serving.json"
     options = read_options(
         [
-            *("--ways", "magicdec", "magicdec-1024", "--num_requests", "3", "--repetitions", "1"),
-            *("--json", str(path), "--threads", "1"),
+            "--ways",
+            "magicdec",
+            "magicdec-1024",
+            "--num_requests",
+            "3",
+            "--repetitions",
+            "1",
+            "--json",
+            str(path),
+            "--threads",
+            "1",
         ]
     )
     served = iter(range(20))

@@ -30,9 +30,22 @@ TWO_MEANINGS = {"--out", "--modes", "--format"}
 OWN_CHOICES = {"--modes", "--kv_policy", "--dtype", "--kind"}
 # Spellings that other projects, or earlier versions, have for a concept of the vocabulary.
 SYNONYMS = {
-    *("--mode", "--baselines", "--output_len", "--max_new_tokens", "--batch_size", "--context"),
-    *("--results", "--json", "--num_draft_tokens", "--num_speculative_tokens", "--drafter"),
-    *("--n_predict", "--num_prompts", "--world_size", "--num_ranks", "--policy"),
+    "--mode",
+    "--baselines",
+    "--output_len",
+    "--max_new_tokens",
+    "--batch_size",
+    "--context",
+    "--results",
+    "--json",
+    "--num_draft_tokens",
+    "--num_speculative_tokens",
+    "--drafter",
+    "--n_predict",
+    "--num_prompts",
+    "--world_size",
+    "--num_ranks",
+    "--policy",
 }
 
 
@@ -123,7 +136,8 @@ def test_a_flag_that_is_gone_is_answered_with_what_took_its_place(
 
 def bad_values(each: Declared) -> list[tuple[str, str]]:
     """Texts that the setting refuses, each with what the refusal says after flag and text."""
-    limits, bad = each.setting, list[tuple[str, str]]()
+    limits = each.setting
+    bad = list[tuple[str, str]]()
     is_number = "int" in str(each.kind) or "float" in str(each.kind)
     if limits.least is not None and is_number:
         bad.append((f"{limits.least - 1:g}", f"is too small; it must be at least {limits.least:g}"))

@@ -96,8 +96,9 @@ def test_a_stalled_step_counts_as_the_median_in_the_speedup_and_in_full_in_the_t
     ours = passed(*[steady(1.2, seed=seed) for seed in range(5)])
     quiet = [steady(seed=9 + seed) for seed in range(5)]
     baseline = passed(*quiet)
-    disturbed = passed(*[with_stalls(quiet[0], at_7=98.0), *quiet[1:]])
-    before, after = speedups(baseline, ours), speedups(disturbed, ours)
+    disturbed = passed(with_stalls(quiet[0], at_7=98.0), *quiet[1:])
+    before = speedups(baseline, ours)
+    after = speedups(disturbed, ours)
     assert after == pytest.approx(before, rel=1e-3)
     assert total_speedups(disturbed, ours)[1:] == pytest.approx(before[1:], rel=1e-9)
     assert total_speedups(disturbed, ours)[0] > 2 * before[0]
@@ -188,7 +189,8 @@ def test_a_run_says_how_many_steps_stalled() -> None:
 def with_metrics_of(record: RunRecord, samples: dict[str, PassSamples]) -> RunRecord:
     """The record whose metrics of steps follow from other samples."""
     assert record.metrics is not None and record.baseline_metrics is not None
-    ours, baseline = samples["speculative"], samples["autoregressive"]
+    ours = samples["speculative"]
+    baseline = samples["autoregressive"]
     metrics = replace(record.metrics, **step_metrics(ours))
     return replace(
         record,

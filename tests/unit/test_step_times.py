@@ -31,14 +31,18 @@ from magicdec.runner.request import Batch
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.steps.strategy import Setup
 
-FORWARD_S, READ_S = 0.5, 0.25
-GAMMA, NUM_NEW = 2, 7
+FORWARD_S = 0.5
+READ_S = 0.25
+GAMMA = 2
+NUM_NEW = 7
 
 
 @pytest.fixture(params=["cpu", "cuda"], ids=["at_once", "meanwhile"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Forwards and reads of tensors take time on it."""
-    device, compute, read = Device(request.param), ModelRunner._run_layers, Tensor.tolist
+    device = Device(request.param)
+    compute = ModelRunner._run_layers
+    read = Tensor.tolist
 
     def launched(*args: Any) -> None:
         device.launch(FORWARD_S)
@@ -80,8 +84,11 @@ class Learned(FixedLength):
 def test_a_step_and_its_phases_end_when_the_tokens_are_read(
     name: str, phases_s: dict[str, float], device: Device
 ) -> None:
-    runner, timer = make_runner(tiny_transformer(), 2, 64), PhaseTimer(torch.device(device.kind))
-    engine, length, steps_s = Engine(runner, 16), Learned(GAMMA), list[float]()
+    runner = make_runner(tiny_transformer(), 2, 64)
+    timer = PhaseTimer(torch.device(device.kind))
+    engine = Engine(runner, 16)
+    length = Learned(GAMMA)
+    steps_s = list[float]()
     engine.prefill(make_requests(random_prompts([20, 20], TINY.vocab_size), NUM_NEW))
     decoding = DecodingSection("speculative", "self", GAMMA)
     setup = Setup(
@@ -109,9 +116,11 @@ def test_a_forward_alone_is_timed_from_its_start_to_its_end(
     """Not what was started to prepare it."""
     monkeypatch.setattr(forwards, "synchronize", lambda of: device.wait())
     forward = SimpleNamespace(
-        prepare=lambda: device.launch(2.0), run=lambda: device.launch(FORWARD_S),
-        undo=lambda: device.launch(1.0), counts=None,
-    )  # fmt: skip
+        prepare=lambda: device.launch(2.0),
+        run=lambda: device.launch(FORWARD_S),
+        undo=lambda: device.launch(1.0),
+        counts=None,
+    )
     runner = SimpleNamespace(device=device, counts=ForwardCounts())
     for _ in range(2):
         found = forwards.time_once(cast(Any, forward), cast(Any, runner), Group((0,), 0))

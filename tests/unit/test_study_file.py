@@ -47,7 +47,8 @@ def study(tmp_path: Path) -> Path:
 def test_a_file_has_every_combination(study: Path) -> None:
     found = configs(str(study))
     assert len(found) == 2 * 2 * 2 + 2 * 2
-    selfspec, longspec = found[:8], found[8:]
+    selfspec = found[:8]
+    longspec = found[8:]
     assert {(c.workload.batch_size, c.kv.policy, c.decoding.gamma) for c in selfspec} == {
         (B, policy, gamma)
         for B in (1, 4)
@@ -65,9 +66,22 @@ def test_a_file_has_every_combination(study: Path) -> None:
 
 def test_flags_have_several_values() -> None:
     found = configs(
-        "selfspec", "baseline", "--B", "1", "4", "8", "--prefix_len", "4096", "16384",
-        "--rank_group", "0", "--ignore_eos", "--dtype=float32", "--order_seed", "1",
-    )  # fmt: skip
+        "selfspec",
+        "baseline",
+        "--B",
+        "1",
+        "4",
+        "8",
+        "--prefix_len",
+        "4096",
+        "16384",
+        "--rank_group",
+        "0",
+        "--ignore_eos",
+        "--dtype=float32",
+        "--order_seed",
+        "1",
+    )
     assert len(found) == 2 * 3 * 2
     assert {c.decoding.strategy for c in found} == {"autoregressive", "speculative"}
     assert {(c.workload.batch_size, c.workload.prefix_len) for c in found} == {
@@ -120,19 +134,23 @@ BAD_FILES = {
     "unknown table": ("[base]\nB = 1", "study.toml, line 1: unknown key base; choose"),
     "type": ("out = 3", "study.toml, line 1: --out 3 is not a text"),
     "jobs of Slurm": (
-        "[slurm]\ntime = 3", "study.toml, line 1: [slurm] is gone: an array job of the cluster",
+        "[slurm]\ntime = 3",
+        "study.toml, line 1: [slurm] is gone: an array job of the cluster",
     ),
     "no grid": ("out = 'x'", "study.toml: it has no [[grid]]"),
     "grid of another kind": ("grid = 3", "study.toml: grid must be an array of tables"),
     "common of another kind": ("common = 3", "study.toml: common must be a table"),
     "unknown driver": (
-        "[[grid]]\ndriver = 'baseline'\n[[grid]]\ndriver = 'x'", "study.toml: grid 2: driver = 'x'",
+        "[[grid]]\ndriver = 'baseline'\n[[grid]]\ndriver = 'x'",
+        "study.toml: grid 2: driver = 'x'",
     ),
     "empty axis": (
-        "[[grid]]\ndriver = 'baseline'\nB = []", "study.toml, line 3: grid 1: B is empty",
+        "[[grid]]\ndriver = 'baseline'\nB = []",
+        "study.toml, line 3: grid 1: B is empty",
     ),
     "value twice": (
-        "[[grid]]\ndriver = 'baseline'\nB = [1, 1]", "study.toml, line 3: grid 1: B names 1 twice",
+        "[[grid]]\ndriver = 'baseline'\nB = [1, 1]",
+        "study.toml, line 3: grid 1: B names 1 twice",
     ),
     "unknown flag": (
         "[[grid]]\ndriver = 'baseline'\ngama = 1",
@@ -158,7 +176,7 @@ BAD_FILES = {
         f"[[grid]]\ndriver = 'baseline'\nseed = {list(range(10_001))}",
         "10001 runs, more than 10000",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_FILES)

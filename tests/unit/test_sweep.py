@@ -40,7 +40,8 @@ from magicdec.setup import prepare as preparing
 from magicdec.setup.prepare import prepare
 
 ALONE = groups.Launch(0, 1, 0, 1)
-BUDGET, SINKS = 40, 4
+BUDGET = 40
+SINKS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +106,13 @@ def untimed(record: RunRecord) -> dict[str, Any]:
 
 
 METRICS = (
-    *("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position", "bytes_read"),
-    *("mean_draft_tokens", "mean_emitted_tokens", "kv_tokens_read"),
+    "draft_acceptance_rate",
+    "mean_acceptance_length",
+    "acceptance_per_position",
+    "bytes_read",
+    "mean_draft_tokens",
+    "mean_emitted_tokens",
+    "kv_tokens_read",
 )
 
 
@@ -118,7 +124,8 @@ def test_a_cell_is_the_lone_run(
     asked = variants(base)
     loads: list[object] = []
     prefills: list[object] = []
-    load_kind, prefill = loading.load_kind, Engine.prefill
+    load_kind = loading.load_kind
+    prefill = Engine.prefill
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_kind", lambda *a: (loads.append(a), load_kind(*a))[1])
         patch.setattr(Engine, "prefill", lambda *a: (prefills.append(a), prefill(*a))[1])
@@ -157,7 +164,8 @@ def test_a_failing_cell_is_a_record_and_the_study_goes_on(
     base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cells after it prefill anew. Without `--retry_failed` it is not run again."""
-    asked, execute_in = variants(base)[:4], sweep_module.execute_in
+    asked = variants(base)[:4]
+    execute_in = sweep_module.execute_in
 
     def fails_for_one(session: Any, prepared: Any, *rest: Any) -> Any:
         if prepared.config.kv.policy == "snapkv":
@@ -192,8 +200,10 @@ def test_cells_that_do_not_fit_are_records_that_say_so(
     _, records = run_study(asked, tmp_path / "runs.jsonl")
     errors = {r.config["workload"]["batch_size"]: r.error for r in records}
     for B, expected in (
-        (1, "exceeds the 1024 positions"), (60, "GB are free"), (500, "prefixes"),
-    ):  # fmt: skip
+        (1, "exceeds the 1024 positions"),
+        (60, "GB are free"),
+        (500, "prefixes"),
+    ):
         assert expected in str(errors.pop(B))
     assert errors == {2: None} and len(load_records(tmp_path / "runs.jsonl")) == 4
     assert {r.status for r in records} == {"ok", "failed"}
@@ -309,7 +319,8 @@ def test_a_study_that_is_killed_and_started_again_has_each_record_once(
     """Killed while it writes the record of a random cell, interrupted in another, then left to
     end."""
     (tmp_path / "study.toml").write_text(GRID.format(model=tiny_checkpoint, text=text_file))
-    rng, path = random.Random(0), tmp_path / "runs.jsonl"
+    rng = random.Random(0)
+    path = tmp_path / "runs.jsonl"
     kill_at = rng.randint(2, NUM_CELLS // 2)
     monkeypatch.setenv("KILL_AT", str(kill_at))
     assert launch("small_sweep.py", "study.toml").returncode == -9
@@ -358,16 +369,43 @@ def test_ranks_share_a_study(
     flags = ("--model", tiny_checkpoint, "--dataset", text_file, "--dtype", "float32")
     small = ("--prefix_len", 60, "--gen_len", 6, "--num_batches", 1, "--warmup_batches", 0)
     done = launch(
-        "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2, 900,
-        "--gamma", 1, 3, "--out", "s.jsonl", num_ranks=2,
-    )  # fmt: skip
+        "small_sweep.py",
+        "selfspec",
+        *flags,
+        *small,
+        "--streamingllm_budget",
+        20,
+        "--B",
+        1,
+        2,
+        900,
+        "--gamma",
+        1,
+        3,
+        "--out",
+        "s.jsonl",
+        num_ranks=2,
+    )
     assert done.returncode == 1, "two cells need more prompts than there are"
     records = load_records(tmp_path / "s.jsonl")
     assert Counter(r.status for r in records) == {"ok": 4, "failed": 2}
     assert {r.environment.world_size for r in records} == {2}
     before = (tmp_path / "s.jsonl").read_text()
     again = launch(
-        "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2,
-        "--gamma", 1, 3, "--out", "s.jsonl", num_ranks=2,
-    )  # fmt: skip
+        "small_sweep.py",
+        "selfspec",
+        *flags,
+        *small,
+        "--streamingllm_budget",
+        20,
+        "--B",
+        1,
+        2,
+        "--gamma",
+        1,
+        3,
+        "--out",
+        "s.jsonl",
+        num_ranks=2,
+    )
     assert again.returncode == 0 and (tmp_path / "s.jsonl").read_text() == before

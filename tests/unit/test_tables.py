@@ -104,9 +104,18 @@ def test_csv_has_keys_and_values() -> None:
 @pytest.mark.parametrize(
     ("value", "written"),
     [
-        *(("=1+1", "'=1+1"), ("+cmd", "'+cmd"), ("-cmd", "'-cmd"), ("@SUM", "'@SUM")),
-        *(("-1.5", "-1.5"), ("+3e5", "+3e5"), (-1.5, "-1.5"), (None, ""), (True, "True")),
-        *(("a=1", "a=1"), ("\t=1", "\\x09=1"), (Shown("x", "=2"), "'=2")),
+        ("=1+1", "'=1+1"),
+        ("+cmd", "'+cmd"),
+        ("-cmd", "'-cmd"),
+        ("@SUM", "'@SUM"),
+        ("-1.5", "-1.5"),
+        ("+3e5", "+3e5"),
+        (-1.5, "-1.5"),
+        (None, ""),
+        (True, "True"),
+        ("a=1", "a=1"),
+        ("\t=1", "\\x09=1"),
+        (Shown("x", "=2"), "'=2"),
     ],
 )
 def test_no_cell_of_csv_is_a_formula(value: object, written: str) -> None:
@@ -114,7 +123,8 @@ def test_no_cell_of_csv_is_a_formula(value: object, written: str) -> None:
 
 
 def test_what_a_terminal_acts_on_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    evil, shown = "a\x1b[31mb\x07\x9b\u202e", r"a\x1b[31mb\x07\x9b\u202e"
+    evil = "a\x1b[31mb\x07\x9b\u202e"
+    shown = r"a\x1b[31mb\x07\x9b\u202e"
     table = Table([Column("n", is_text=True)], [[evil]], title=evil, above=[evil], below=[evil])
     table.print()
     printed = capsys.readouterr().out

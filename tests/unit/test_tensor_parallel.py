@@ -12,7 +12,8 @@ from magicdec.distributed.tensor_parallel import Shard, split_evenly
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[int, int, int]:
     """(query heads, KV heads, ranks), with no more ranks than query heads."""
-    num_kv_heads, group = draw(st.integers(1, 16)), draw(st.integers(1, 16))
+    num_kv_heads = draw(st.integers(1, 16))
+    group = draw(st.integers(1, 16))
     num_heads = num_kv_heads * group
     return num_heads, num_kv_heads, draw(st.integers(1, num_heads))
 

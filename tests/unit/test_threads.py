@@ -52,7 +52,7 @@ def test_the_threads_of_a_host_fit_its_cores(text: str, machine: Machine, found:
         ("3", host(4, range(2), 2), "the 2 ranks .* 6 threads on 4 cores; give at most 2 each$"),
         ("2", host(3, range(2, 4), 4), "the 2 ranks of this host would have 4 threads on 3"),
     ],
-)  # fmt: skip
+)
 def test_more_threads_than_cores_are_refused(text: str, machine: Machine, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(parsed("--threads", text), machine)
@@ -62,14 +62,19 @@ def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
     """Also in native code: OpenMP has a number for each thread of Python, which begins as that of
     the environment."""
     share_openmp()
-    openmp, before, seen = ctypes.CDLL(None), torch.get_num_threads(), list[int]()
+    openmp = ctypes.CDLL(None)
+    before = torch.get_num_threads()
+    seen = list[int]()
     stage = FakeStage(2, True, computed=lambda run: seen.append(openmp.omp_get_max_threads()))
-    place, form = Launch(0, 1, 0, 1), MessageForm(1, torch.float32, 0)
+    place = Launch(0, 1, 0, 1)
+    form = MessageForm(1, torch.float32, 0)
     connector = Connector(place, None, form, torch.device("cpu"))
     wires = connect_ranks(connector, PipelineLayout((range(2),), 0), has_drafter=False)
-    member, requests = PipelineRank(0, wires, stage, None), make_requests([(9,)], 3)
+    member = PipelineRank(0, wires, stage, None)
+    requests = make_requests([(9,)], 3)
     torch.set_num_threads(3)
-    count, scheduler = ThreadCount(), PipelinedScheduler(Options(mode="iterative"))
+    count = ThreadCount()
+    scheduler = PipelinedScheduler(Options(mode="iterative"))
     member.serve(scheduler, requests, ignore_step, count)
     member.close()
     torch.set_num_threads(before)

@@ -34,7 +34,8 @@ class Watched(PassProgress):
 
     def __init__(self, ending: Callable[[int], None] = lambda number: None) -> None:
         super().__init__(Silent(), ALONE)
-        self.passes, self.ending = list[str](), ending
+        self.passes = list[str]()
+        self.ending = ending
 
     def end(self) -> None:
         super().end()
@@ -220,7 +221,8 @@ def test_a_draft_that_cannot_run_is_left_out(configs: dict[str, RunConfig]) -> N
 
 def test_a_workload_is_cut_down_to_the_time() -> None:
     asked = WorkloadSection("demo", 2, 2048, 64, num_batches=5)
-    rates, fixed = BaselineTimes(prefill_s=0.001, step_s=0.1), frozenset[str]()
+    rates = BaselineTimes(prefill_s=0.001, step_s=0.1)
+    fixed = frozenset[str]()
     whole = rates.seconds(asked, 10)
     assert fitting(asked, fixed, rates, 10, 2 * whole) == asked
     sizes = [rates.seconds(each, 10) for each in smaller(asked, fixed)]

@@ -253,9 +253,13 @@ def test_a_template_may_name_special_tokens(loaded: dict[str, Tokenizer], kind: 
     tokenizer = loaded[kind]
     name = SPECIAL[kind]
     (special,) = [i for i, piece in tokenizer.pieces.items() if piece == name]
-    the_cat, sat = tokenizer.encode("the cat"), tokenizer.encode(" sat")
+    the_cat = tokenizer.encode("the cat")
+    sat = tokenizer.encode(" sat")
     assert tokenizer.encode_with_special(f"{name}the cat{name} sat") == [
-        *(special, *the_cat, special, *sat)
+        special,
+        *the_cat,
+        special,
+        *sat,
     ]
     assert tokenizer.encode_with_special("the cat") == the_cat
     assert special not in tokenizer.encode(name)
@@ -289,7 +293,8 @@ def test_decode_refuses_ids_without_a_piece(
 def test_ids_without_a_piece_are_shown(loaded: dict[str, Tokenizer], kind: str) -> None:
     """People see the text of a padded vocabulary, and which id stands where."""
     tokenizer = loaded[kind]
-    text, padding = tokenizer.encode("the cat"), tokenizer.vocab_size
+    text = tokenizer.encode("the cat")
+    padding = tokenizer.vocab_size
     assert tokenizer.show(text) == "the cat" and tokenizer.show([]) == ""
     assert tokenizer.show([*text, padding]) == f"the cat<id {padding}>"
     assert tokenizer.show([-1, padding + 7, *text]) == f"<id -1><id {padding + 7}>the cat"

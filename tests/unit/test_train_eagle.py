@@ -24,7 +24,9 @@ pytestmark = pytest.mark.wide
 OPTIONS = ("norm_before_residual", "norm_output", "fc_norm")
 COMBINATIONS = [dict(zip(OPTIONS, values, strict=True)) for values in product((0, 1), repeat=3)]
 CAPTURE = [0, 1, 2]
-VOCAB, SLOTS, STEPS = 60, 12, 4
+VOCAB = 60
+SLOTS = 12
+STEPS = 4
 
 
 @pytest.fixture

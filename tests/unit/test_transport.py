@@ -36,9 +36,14 @@ from magicdec.hardware.environment import free_bytes, shared_memory_obstacle
 from magicdec.setup.memory_check import sharing_ranks
 
 TWO_GPUS = Machine(
-    num_cpus=8, world_size=2, local_world_size=2, has_cuda=True, num_gpus=2, has_compiler=True,
+    num_cpus=8,
+    world_size=2,
+    local_world_size=2,
+    has_cuda=True,
+    num_gpus=2,
+    has_compiler=True,
     shared_memory_obstacle=None,
-)  # fmt: skip
+)
 ONE_GPU = replace(TWO_GPUS, num_gpus=1)
 TWO_HOSTS = replace(TWO_GPUS, local_world_size=1)
 
@@ -150,7 +155,9 @@ class DeviceWork:
     """As NCCL's: it is completed some time after it was started, or fails."""
 
     def __init__(self, seconds: float, error: str | None = None) -> None:
-        self.due, self.error, self.is_waited_for = time.monotonic() + seconds, error, False
+        self.due = time.monotonic() + seconds
+        self.error = error
+        self.is_waited_for = False
 
     def is_completed(self) -> bool:
         return time.monotonic() >= self.due
@@ -204,7 +211,7 @@ A_GPU_EACH = Machine(2, 2, 2, has_cuda=True, num_gpus=2)
         ("auto", "cuda", A_GPU_EACH, "nccl", "auto: CUDA"),
         ("nccl", "cuda", A_GPU_EACH, "nccl", "asked for"),
     ],
-)  # fmt: skip
+)
 def test_what_is_chosen_and_why(
     asked: str, device: str, machine: Machine, name: str, reason: str
 ) -> None:
@@ -244,12 +251,17 @@ def test_the_choice_is_in_the_config_of_several_ranks() -> None:
         ("shared_memory", "cpu", Machine(2, 2, 1), "--collectives shared_memory: several hosts"),
         ("shared_memory", "cpu", Machine(2, 2, 2), "no C\\+\\+ compiler; choose from auto, gloo"),
         ("shared_memory", "cpu", replace(HERE, shared_memory_bytes=1 << 20), f": {LITTLE}; choose"),
-        ("auto", "cuda", replace(A_GPU_EACH, num_gpus=1), "of the 2 ranks of a host, and this one "
-         "has 1; start at most 1, or choose --device cpu --collectives gloo$"),
+        (
+            "auto",
+            "cuda",
+            replace(A_GPU_EACH, num_gpus=1),
+            "of the 2 ranks of a host, and this one "
+            "has 1; start at most 1, or choose --device cpu --collectives gloo$",
+        ),
         ("nccl", "cuda", replace(A_GPU_EACH, num_gpus=1), "^--collectives nccl --device cuda: NC"),
         ("shared_memory", "cuda", A_GPU_EACH, "choose from auto, nccl$"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_a_line(
     asked: str, device: str, machine: Machine, message: str
 ) -> None:

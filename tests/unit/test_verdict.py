@@ -48,9 +48,13 @@ def logits_for(tokens: Sequence[int], second: Sequence[int] = (), gap: float = 0
 
 
 def step_of(
-    request: Request, verdict: Sequence[int], logits: Tensor, drafts: Sequence[int],
-    num_output: int = 1, count: int | None = None,
-) -> KeptStep:  # fmt: skip
+    request: Request,
+    verdict: Sequence[int],
+    logits: Tensor,
+    drafts: Sequence[int],
+    num_output: int = 1,
+    count: int | None = None,
+) -> KeptStep:
     count = len(drafts) if count is None else count
     ids = torch.tensor([list(drafts)]).long()
     return KeptStep((request,), (num_output,), [list(verdict)], logits, ids, (count,))
@@ -66,7 +70,8 @@ RIGHT = [2, 4, 3, 7, 1]
 
 
 def test_a_step_is_judged_by_its_logits_alone() -> None:
-    logits, drafts = logits_for([4, 3, 7, 1]), [4, 3, 6]
+    logits = logits_for([4, 3, 7, 1])
+    drafts = [4, 3, 6]
     right = judged(step_of(request_of([5, 4, 3, 7]), RIGHT, logits, drafts))
     assert (right.num_wrong, right.num_tokens, right.first_wrong) == (0, 3, None)
     # A draft that is second by very little is accepted, in what was decided and in the output.
@@ -109,7 +114,8 @@ def test_penalties_are_applied_again() -> None:
 
 def pass_of(output: Sequence[int], width: int) -> tuple[Witness, list[Request]]:
     """A pass in steps of `width` tokens, of whose logits after token i each is i."""
-    request, steps = request_of(output), []
+    request = request_of(output)
+    steps = []
     for at in range(1, len(output), width):
         tokens = list(output[at : at + width])
         logits = logits_for(tokens)
@@ -120,7 +126,8 @@ def pass_of(output: Sequence[int], width: int) -> tuple[Witness, list[Request]]:
 
 
 def test_logits_are_compared_after_the_same_text_alone() -> None:
-    ours, theirs = pass_of([5, 4, 3, 7, 1, 2, 6], 1), pass_of([5, 4, 3, 7, 2, 2, 6], 2)
+    ours = pass_of([5, 4, 3, 7, 1, 2, 6], 1)
+    theirs = pass_of([5, 4, 3, 7, 2, 2, 6], 2)
     pairs = list(pairs_of(ours, theirs, RUNNER))
     assert [pair.index for pair in pairs] == [0, 1, 2, 3]
     assert all(pair.decode[0] == pair.verify[0] == -pair.index for pair in pairs)
@@ -227,7 +234,8 @@ def test_errors_beyond_what_is_allowed_fire(dtype: str) -> None:
         alike = replace(errors, verify=factor * errors.decode)
         return judge_errors(alike, 252, 252, ALLOWED[dtype])
 
-    within, beyond = judge(0.99 * most), judge(1.01 * most)
+    within = judge(0.99 * most)
+    beyond = judge(1.01 * most)
     assert within.alarms == [] and within.most_error_ratio == pytest.approx(most)
     assert "error_ratio" in beyond.alarms
     generator = torch.Generator().manual_seed(2)
@@ -297,7 +305,8 @@ def test_few_positions_have_a_wide_limit_alone() -> None:
 @pytest.mark.parametrize("part", ["judged_again", "forwards"])
 def test_a_part_of_the_verdict_that_is_bad_makes_the_run_diverge(part: str) -> None:
     fine = Correctness("autoregressive", True, 10, num_excused=0, num_diverged=0)
-    right, equal = JudgedAgain(4, 4, 10, 0), ForwardErrors(9, 0)
+    right = JudgedAgain(4, 4, 10, 0)
+    equal = ForwardErrors(9, 0)
     fine = replace(fine, judged_again=right, forwards=equal)
     assert fine.status == "ok"
     wrong = {"judged_again": replace(right, num_wrong=1)}

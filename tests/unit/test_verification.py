@@ -22,7 +22,9 @@ def exact(values: object) -> Tensor:
 def test_the_residual_distribution_after_a_rejection() -> None:
     p = exact([[[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]])
     q = exact([[[0.2, 0.7, 0.1]]])
-    drafts, zero, one = torch.tensor([[1]]), torch.tensor([0]), torch.tensor([1])
+    drafts = torch.tensor([[1]])
+    zero = torch.tensor([0])
+    one = torch.tensor([1])
     torch.testing.assert_close(residual(drafts, q, p, zero), exact([[0.75, 0.0, 0.25]]))
     torch.testing.assert_close(residual(drafts, None, p, zero), exact([[5 / 7, 0.0, 2 / 7]]))
     assert torch.equal(residual(drafts, q, p, one), p[:, 1]), "the bonus is the target's"
@@ -32,7 +34,8 @@ def test_the_acceptance_rule_at_each_draft() -> None:
     """p/q of the two drafts is 3/7 and 6. If both are accepted, the bonus token follows."""
     p = exact([[[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.0, 0.0, 1.0]]])
     q = exact([[[0.2, 0.7, 0.1], [0.8, 0.1, 0.1]]])
-    drafts, fresh = torch.tensor([[1, 1]]), exact([[0.7, 0.0, 0.0]])
+    drafts = torch.tensor([[1, 1]])
+    fresh = exact([[0.7, 0.0, 0.0]])
     for u, kept, next_id in ((0.428, 2, 2), (0.429, 0, 0)):
         accepted, ids = verify(drafts, q, p, exact([[u, 0.999]]), fresh)
         assert (accepted.tolist(), ids.tolist()) == ([kept], [next_id])
@@ -46,7 +49,8 @@ def test_a_residual_that_rounds_to_zero_is_the_targets_distribution() -> None:
     below_one = math.nextafter(1.0, 0.0)
     p = exact([[[0.0, below_one, 0.0], [1.0, 0.0, 0.0]]])
     q = exact([[[0.0, 1.0, 0.0]]])
-    drafts, u = torch.tensor([[1]]), exact([[below_one]])
+    drafts = torch.tensor([[1]])
+    u = exact([[below_one]])
     for draft_probs in (q, None):
         accepted, ids = verify(drafts, draft_probs, p, u, torch.zeros(1, 2).double())
         assert (accepted.tolist(), ids.tolist()) == ([0], [1])
@@ -54,7 +58,8 @@ def test_a_residual_that_rounds_to_zero_is_the_targets_distribution() -> None:
 
 def test_a_draft_of_probability_zero_is_never_accepted() -> None:
     p = exact([[[0.0, 1.0], [0.5, 0.5]]])
-    drafts, zeros = torch.tensor([[0]]), torch.zeros(1, 2).double()
+    drafts = torch.tensor([[0]])
+    zeros = torch.zeros(1, 2).double()
     for q in (None, exact([[[1.0, 0.0]]]), exact([[[0.0, 1.0]]])):
         accepted, ids = verify(drafts, q, p, zeros[:, :1], zeros)
         assert (accepted.tolist(), ids.tolist()) == ([0], [1])
@@ -111,7 +116,8 @@ def test_chains_of_several_batches_are_one_proposal() -> None:
     """Those that were not drawn at random are certain beside those that were; a batch may have no
     drafts at all."""
     drawn = torch.rand(1, 1, 3).double().softmax(-1)
-    greedy, sampled = Proposal(torch.tensor([[1, 2], [2, 0]])), Proposal(torch.tensor([[0]]), drawn)
+    greedy = Proposal(torch.tensor([[1, 2], [2, 0]]))
+    sampled = Proposal(torch.tensor([[0]]), drawn)
     joined = join([greedy, None, sampled], [[2, 1], [0], [1]])
     assert joined is not None and joined.counts == [2, 1, 0, 1]
     assert joined.ids.tolist() == [[1, 2], [2, 0], [0, 0], [0, 0]]

@@ -16,15 +16,35 @@ from magicdec.systems.pipeinfer.head import Head
 from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages.spans import SpanKind
 
-ALONE, NUM_NEW, NUM_REQUESTS, NUM_LAYERS = Launch(0, 1, 0, 1), 8, 2, 2
+ALONE = Launch(0, 1, 0, 1)
+NUM_NEW = 8
+NUM_REQUESTS = 2
+NUM_LAYERS = 2
 
 
 def measured(checkpoint: Path, folder: Path, *flags: object) -> MeasuredPasses:
     """What a command measures on one thread."""
     words = [
-        *("--model", checkpoint, "--dtype", "float32", "--threads", 1, "--device", "cpu"),
-        *("--num_requests", NUM_REQUESTS, "--prefix_len", 12, "--gen_len", NUM_NEW),
-        *("--arrival", "burst", "--ignore_eos", "--trace", folder / "t.json", *flags),
+        "--model",
+        checkpoint,
+        "--dtype",
+        "float32",
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--num_requests",
+        NUM_REQUESTS,
+        "--prefix_len",
+        12,
+        "--gen_len",
+        NUM_NEW,
+        "--arrival",
+        "burst",
+        "--ignore_eos",
+        "--trace",
+        folder / "t.json",
+        *flags,
     ]
     experiment = COMMANDS["serve"].parse(list(map(str, words)), ALONE)
     prepared = prepare(experiment.config, experiment.options, ALONE)
@@ -35,7 +55,8 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What counts are the runs of the second head, whose numbers come after those of the first."""
-    heads, serve = list[Head](), Head.serve
+    heads = list[Head]()
+    serve = Head.serve
 
     def watched(head: Head) -> None:
         heads.append(head)
@@ -44,12 +65,15 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     monkeypatch.setattr(Head, "serve", watched)
     flags = "--layer_split 1.0/head --emulate_stage_ms 0.1 --emulate_acceptance 0.5 --modes sync"
     measurement = measured(tiny_checkpoint, tmp_path, *flags.split())
-    (record,), (trace,) = measurement.records, measurement.traces
+    (record,) = measurement.records
+    (trace,) = measurement.traces
     assert trace is not None and record.speculation is not None and record.metrics is not None
     warm_up, head = heads
-    first_run, num_runs = head.first_run, head.scheduler.counts.runs
+    first_run = head.first_run
+    num_runs = head.scheduler.counts.runs
     assert first_run == warm_up.scheduler.counts.runs > 0
-    (spans,), use = trace.spans, record.speculation
+    (spans,) = trace.spans
+    use = record.speculation
     of = {what: [span.run for span in spans if span.what is what] for what in SpanKind}
     assert of[SpanKind.STAGE] == of[SpanKind.RESULT] == list(range(first_run, first_run + num_runs))
     assert sorted(of[SpanKind.PROMPT] + of[SpanKind.LAUNCH]) == of[SpanKind.STAGE]
@@ -70,7 +94,8 @@ def test_a_ring_counts_what_comes_after_it(
 ) -> None:
     """The only stage takes 20 ms for a message. Each of two samples has a message for its prompt,
     and one for every further token or verification."""
-    clock, stage_s = Clock(), 0.020
+    clock = Clock()
+    stage_s = 0.020
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", clock.advance)
     drafting = "--modes ring+draft --draft ngram --gamma 3" if has_drafts else "--modes ring"
@@ -83,7 +108,8 @@ def test_a_ring_counts_what_comes_after_it(
     monkeypatch.setattr(Stage, "compute", slow)
     flags = "--B", 1, *drafting.split()
     measurement = measured(tiny_checkpoint, tmp_path, *flags)
-    (record,), (trace,) = measurement.records, measurement.traces
+    (record,) = measurement.records
+    (trace,) = measurement.traces
     assert trace is not None and record.ring is not None and record.metrics is not None
     stages = [span for span in trace.spans[0] if span.what is SpanKind.STAGE]
     num_messages = 2 * NUM_NEW

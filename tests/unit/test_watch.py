@@ -207,7 +207,8 @@ def test_ranks_meet_as_often_as_they_like(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("other", ["magicdec run", "magicdec latency"])
 def test_ranks_with_another_command_are_refused(other: str) -> None:
     """On every rank, where each would wait for what the other never says."""
-    store, said = HashStore(), dict[int, str]()
+    store = HashStore()
+    said = dict[int, str]()
 
     def rank(number: int, command: str) -> None:
         try:
@@ -294,7 +295,8 @@ class Counting(HashStore):
 
     def __init__(self, beats: int) -> None:
         super().__init__()
-        self.beats, self.reads = beats, 0
+        self.beats = beats
+        self.reads = 0
 
     def get(self, key: str) -> bytes:
         self.reads += 1

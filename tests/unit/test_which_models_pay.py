@@ -8,7 +8,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-READ, COMPUTE = 0.8 * 4.8e12, 0.6 * 989e12  # of an H200
+# Of an H200.
+READ = 0.8 * 4.8e12
+COMPUTE = 0.6 * 989e12
 LAYER_S = 5e-6
 Seconds = Callable[[int, int], float]  # of a forward: new tokens of a row, visible tokens
 

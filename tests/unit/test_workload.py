@@ -83,7 +83,8 @@ def test_prefixes_are_the_complete_pieces_of_all_of_a_text(long_books: str) -> N
 
 
 def test_bos_overwrites_a_token_or_nothing(long_books: str) -> None:
-    with_bos, without = build(long_books), build(long_books, bos=None)
+    with_bos = build(long_books)
+    without = build(long_books, bos=None)
     assert {p[0] for p in with_bos.prompts} == {BOS}
     assert all(p[0] == p[1] != BOS for p in without.prompts)
     assert [p[1:] for p in with_bos.prompts] == [p[1:] for p in without.prompts]
@@ -139,8 +140,12 @@ def test_a_text_with_few_prefixes_gives_whole_batches(long_books: str) -> None:
 @pytest.mark.parametrize(
     ("dataset", "skip_tokens", "skipped", "available"),
     [
-        *(("demo", None, 0, 804), ("demo", 8005, 8005, 4), ("recall:pg19", None, 8000, 4)),
-        *(("pg19", None, 8000, 4), ("pg19", 0, 0, 804), ("pg19", 7995, 7995, 5)),
+        ("demo", None, 0, 804),
+        ("demo", 8005, 8005, 4),
+        ("recall:pg19", None, 8000, 4),
+        ("pg19", None, 8000, 4),
+        ("pg19", 0, 0, 804),
+        ("pg19", 7995, 7995, 5),
     ],
 )
 def test_only_of_pg19_the_front_matter_is_skipped_unless_told_otherwise(
@@ -253,7 +258,8 @@ def build_recall(dataset: str, bos: int | None = BOS, length: int = 400, seed: i
 
 
 def test_recall_is_the_same_prefixes_of_books_with_a_cue_at_the_end(tmp_path: Path) -> None:
-    plain, work = build_recall(book(tmp_path)), build_recall(f"recall:{book(tmp_path)}")
+    plain = build_recall(book(tmp_path))
+    work = build_recall(f"recall:{book(tmp_path)}")
     assert (work.dataset, work.sources) == ("recall:book.txt", plain.sources)
     assert (work.num_available, work.skip_tokens) == (5, 0)
     assert work.sha256 != plain.sha256
@@ -284,15 +290,19 @@ def test_recall_refuses_what_it_cannot_use(tmp_path: Path) -> None:
 
 def test_a_corpus_is_text_or_the_tokens_of_earlier_runs(tmp_path: Path) -> None:
     tokenizer = Characters()
-    text, tokens = tmp_path / "book.txt", tmp_path / "tokens.jsonl"
+    text = tmp_path / "book.txt"
+    tokens = tmp_path / "tokens.jsonl"
     text.write_text("The sea was calm.")
     assert encode_corpus(str(text), tokenizer, 128) == (*tokenizer.encode("The sea was calm."),)
     tokens.write_text('{"prompt_ids": [5, 6], "output_ids": [7]}\n{"prompt_ids": [8]}\n')
     assert encode_corpus(str(tokens), tokenizer, 9) == (5, 6, 7, 8)
     with pytest.raises(ValueError, match=r"token ids from 5 to 8 are of another tokenizer"):
         encode_corpus(str(tokens), tokenizer, 8)
-    for name, content in (("none.txt", None), ("bad.jsonl", '{"prompt_ids": [null]}'),
-                          ("empty.txt", "")):  # fmt: skip
+    for name, content in (
+        ("none.txt", None),
+        ("bad.jsonl", '{"prompt_ids": [null]}'),
+        ("empty.txt", ""),
+    ):
         if content is not None:
             (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=rf"^--lookup_corpus \S*{name}: [^\n]+$"):
