@@ -21,11 +21,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import properties_page
 
 ROOT = Path(__file__).parents[2]
-FRONT, INDEX, LOG = "README", "docs/README", "docs/log/README"
+FRONT = "README"
+INDEX = "docs/README"
+LOG = "docs/log/README"
 PROPERTIES = "docs/site/properties"
 STUDY = "results/cpu/report"  # a page with its files, which the site has as they are
 
-project, author, copyright = "magicdec", "", "the authors of magicdec; Apache-2.0"
+project = "magicdec"
+author = ""
+copyright = "the authors of magicdec; Apache-2.0"
 release = importlib.metadata.version("magicdec").partition("+")[0]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = FRONT
@@ -44,7 +48,8 @@ autodoc_member_order = "bysource"
 default_role = "code"  # a word in backticks in a docstring
 smartquotes = False  # they make a dash of the two of a flag
 python_maximum_signature_line_length = 80
-html_theme, html_title = "furo", "magicdec"
+html_theme = "furo"
+html_title = "magicdec"
 html_static_path = html_css_files = ["site.css"]
 html_copy_source = html_show_sphinx = False
 

@@ -66,7 +66,14 @@ LAST_GROUP = "Keep and check"  # also of commands that no group names
 GROUPS = {  # in which `magicdec --help` shows them
     "Start here": ("run", "advise", "doctor", "model get", "model convert"),
     "Compare ways of decoding": (
-        *("serve", "inflight", "recurrent", "pipeline", "sweep", "latency", "table", "report"),
+        "serve",
+        "inflight",
+        "recurrent",
+        "pipeline",
+        "sweep",
+        "latency",
+        "table",
+        "report",
     ),
     "Predict": ("probe", "plan", "reproduce", "simulate"),
     LAST_GROUP: ("gate", "gate save", "compare", "export", "config", "completion"),

@@ -51,8 +51,20 @@ FAILED = 1
 WRONG = 2
 # What `--help` shows; `--help_all` shows the rest.
 EVERYDAY = (
-    *("--model", "--target", "--draft", "--budget", "--kv_policy", "--gamma", "--dataset", "--B"),
-    *("--prefix_len", "--gen_len", "--temperature", "--nproc", "--out", "--config"),
+    "--model",
+    "--target",
+    "--draft",
+    "--budget",
+    "--kv_policy",
+    "--gamma",
+    "--dataset",
+    "--B",
+    "--prefix_len",
+    "--gen_len",
+    "--temperature",
+    "--nproc",
+    "--out",
+    "--config",
 )
 
 

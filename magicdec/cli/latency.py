@@ -62,7 +62,14 @@ if TYPE_CHECKING:
 
 BUDGETS = (65, 257)
 EVERYDAY = (
-    *("--model", "--nproc", "--B", "--prefix_len", "--T", "--kv_policy", "--budget", "--repeats"),
+    "--model",
+    "--nproc",
+    "--B",
+    "--prefix_len",
+    "--T",
+    "--kv_policy",
+    "--budget",
+    "--repeats",
     "--out",
 )
 SECTIONS = ("model", "parallel", "decoding", "kv")

@@ -16,8 +16,11 @@ from magicdec.output.files import read_bytes
 from magicdec.output.writing import to_json, write_text
 
 BY_DTYPE = (
-    *("flops_per_s", "layer_overhead_s", "kv_bytes_per_s"),
-    *("attention_flops_per_s", "token_overhead_s"),
+    "flops_per_s",
+    "layer_overhead_s",
+    "kv_bytes_per_s",
+    "attention_flops_per_s",
+    "token_overhead_s",
 )
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -42,8 +42,12 @@ MARCH = f"-march={CPU}" if CPU else "-march=native"
 # The parts of -ffast-math that allow vectorization. -ffast-math itself is not used: when a library
 # is linked with it, the whole process flushes subnormal numbers to zero.
 FAST_MATH = (
-    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
-    *("-ffinite-math-only", "-freciprocal-math"),
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-ffinite-math-only",
+    "-freciprocal-math",
 )
 # A forward of so many new tokens a row is a prefill (LONG_CHUNK in native_problem.h).
 # In shorter ones, decoding and verification, a token's attention has the same bits however many.

@@ -13,8 +13,13 @@ from magicdec.model.mixers import Mixer
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 ROPE_NUMBERS = (
-    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    *("attention_factor", "beta_fast", "beta_slow"),
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
 )
 NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned", "alibi")

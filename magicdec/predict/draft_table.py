@@ -22,8 +22,18 @@ from magicdec.records.record import RunRecord
 
 LookupRun = tuple[int, int, float]  # gamma, budget and speedup of steps
 COLUMNS = (
-    *("bs_lo", "bs_hi", "ctx_lo", "ctx_hi", "K", "batch_size", "prefix_len", "budget"),
-    *("predicted_speedup", "predicted_net_speedup", "measured_K", "measured_budget"),
+    "bs_lo",
+    "bs_hi",
+    "ctx_lo",
+    "ctx_hi",
+    "K",
+    "batch_size",
+    "prefix_len",
+    "budget",
+    "predicted_speedup",
+    "predicted_net_speedup",
+    "measured_K",
+    "measured_budget",
     "measured_speedup",
 )
 

@@ -24,7 +24,14 @@ from magicdec.output.writing import append_file, write_text
 PublishedRow = dict[str, str]
 # `draft` is `self`, `none` or a model; `budget` is the KV budget of the draft.
 COLUMNS = (
-    *("model", "draft", "hardware", "ranks", "budget", "prefix_len", "batch_size", "gamma"),
+    "model",
+    "draft",
+    "hardware",
+    "ranks",
+    "budget",
+    "prefix_len",
+    "batch_size",
+    "gamma",
     "quantity",
 )
 # The metric of the last pass of a run that a quantity is, and the digits that it is written with.

@@ -56,32 +56,47 @@ def interval_of(metric: str, unit: str) -> Any:
 class GroupAcceptance(RecordPart):
     """The acceptance of some prompts of a pass, such as those of one category."""
 
-    # fmt: off
     num_prompts: int = recorded("number of its prompts, drafted for or not", label="prompts")
     num_spec_steps: int | None = recorded(
-        "as in `metrics`, of these prompts", "verifications", null=NOT_REPORTED,
+        "as in `metrics`, of these prompts",
+        "verifications",
+        null=NOT_REPORTED,
     )
     num_draft_tokens: int | None = recorded(
-        "as in `metrics`, of these prompts", "tokens", null=NOT_REPORTED, label="drafts",
+        "as in `metrics`, of these prompts",
+        "tokens",
+        null=NOT_REPORTED,
+        label="drafts",
     )
     num_accepted_draft_tokens: int | None = recorded(
-        "as in `metrics`, of these prompts", "tokens", null=NOT_REPORTED,
+        "as in `metrics`, of these prompts",
+        "tokens",
+        null=NOT_REPORTED,
     )
     draft_acceptance_rate: float | None = recorded(
-        "as in `metrics`, of these prompts", "0 to 1", null=NONE_OF_GROUP,
-        label="acceptance rate", digits=3,
+        "as in `metrics`, of these prompts",
+        "0 to 1",
+        null=NONE_OF_GROUP,
+        label="acceptance rate",
+        digits=3,
     )
     draft_acceptance_rate_interval: list[float] | None = recorded(
-        "its 95 % interval over these prompts", "0 to 1", null=FEW_OF_GROUP,
+        "its 95 % interval over these prompts",
+        "0 to 1",
+        null=FEW_OF_GROUP,
     )
     mean_acceptance_length: float | None = recorded(
-        "as in `metrics`, of these prompts", "tokens", null=NONE_OF_GROUP,
-        label="acceptance length", digits=2,
+        "as in `metrics`, of these prompts",
+        "tokens",
+        null=NONE_OF_GROUP,
+        label="acceptance length",
+        digits=2,
     )
     mean_acceptance_length_interval: list[float] | None = recorded(
-        "its 95 % interval over these prompts", "tokens", null=FEW_OF_GROUP,
+        "its 95 % interval over these prompts",
+        "tokens",
+        null=FEW_OF_GROUP,
     )
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,38 +104,49 @@ class AcceptanceMetrics(RecordPart):
     """The acceptance of a pass, in vLLM's terms. With random weights draft and target agree only by
     chance."""
 
-    # fmt: off
     draft_acceptance_rate: float | None = of_drafts(
-        "accepted draft tokens / draft tokens; see *Definitions*", "0 to 1",
-        label="acceptance rate", digits=3,
+        "accepted draft tokens / draft tokens; see *Definitions*",
+        "0 to 1",
+        label="acceptance rate",
+        digits=3,
     )
     draft_acceptance_rate_interval: list[float] | None = interval_of(
         "draft_acceptance_rate", "0 to 1"
     )
     mean_acceptance_length: float | None = of_drafts(
-        "1 + accepted draft tokens / verifications; see *Definitions*", "tokens",
-        label="acceptance length", digits=2,
+        "1 + accepted draft tokens / verifications; see *Definitions*",
+        "tokens",
+        label="acceptance length",
+        digits=2,
     )
     mean_acceptance_length_interval: list[float] | None = interval_of(
         "mean_acceptance_length", "tokens"
     )
     mean_emitted_tokens: float | None = of_drafts(
         "mean number of tokens that a verification appends to its row's output; less than "
-        "`mean_acceptance_length` where drafts past a row's end were accepted", "tokens",
-        label="emitted tokens a verification", digits=2,
+        "`mean_acceptance_length` where drafts past a row's end were accepted",
+        "tokens",
+        label="emitted tokens a verification",
+        digits=2,
     )
     mean_emitted_tokens_interval: list[float] | None = interval_of("mean_emitted_tokens", "tokens")
     acceptance_per_position: list[float] | None = of_drafts(
-        "see *Definitions*; one for each draft position", "0 to 1",
-        label="acceptance per position", digits=2,
+        "see *Definitions*; one for each draft position",
+        "0 to 1",
+        label="acceptance per position",
+        digits=2,
     )
     acceptance_per_position_interval: list[list[float]] | None = recorded(
         "lower and upper end of the 95 % interval of each of `acceptance_per_position`; an empty "
-        "list where there is none", "0 to 1", null=FEW_PROMPTS, by_chance=True,
+        "list where there is none",
+        "0 to 1",
+        null=FEW_PROMPTS,
+        by_chance=True,
     )
     judged_per_position: list[int] | None = of_drafts(
         "number of verifications that judged the position: they drafted it and accepted all drafts "
-        "before it", "verifications",
+        "before it",
+        "verifications",
     )
     acceptance_histogram: list[int] | None = of_drafts(
         "number of verifications that accepted exactly j draft tokens, for j = 0, 1, ...",
@@ -133,15 +159,17 @@ class AcceptanceMetrics(RecordPart):
     num_accepted_draft_tokens: int | None = of_drafts("those of them that were accepted", "tokens")
     num_cancelled_draft_tokens: int | None = recorded(
         "draft tokens that were launched and cancelled before the target judged the first draft of "
-        "their run; they count in no other number", "tokens",
-        null=f"{NOT_DRAFTED}; of systems that cancel none", label="cancelled draft tokens",
+        "their run; they count in no other number",
+        "tokens",
+        null=f"{NOT_DRAFTED}; of systems that cancel none",
+        label="cancelled draft tokens",
         by_chance=True,
     )
     acceptance_by_category: dict[str, GroupAcceptance] | None = recorded(
         "the acceptance of the prompts of each category of `workload.categories`, by its name",
-        null=f"{NOT_DRAFTED}; if no prompt has a category", by_chance=True,
+        null=f"{NOT_DRAFTED}; if no prompt has a category",
+        by_chance=True,
     )
-    # fmt: on
 
 
 class Verification(NamedTuple):

@@ -45,10 +45,10 @@ class SpeedMetrics(RecordPart):
     """The speed of a pass over all measured batches, without the warm-up. Intervals of speeds are
     over batches."""
 
-    # fmt: off
     prefill_tokens_per_s_interval: list[float] | None = recorded(
         "lower and upper end of the 95 % interval of `prefill_tokens_per_s`",
-        "tokens/s", null=FEW_BATCHES,
+        "tokens/s",
+        null=FEW_BATCHES,
     )
     decode_tokens_per_s_interval: list[float] | None = _interval(
         "decode_tokens_per_s", "tokens/s", FEW_BATCHES
@@ -57,61 +57,85 @@ class SpeedMetrics(RecordPart):
     net_speedup_interval: list[float] | None = _interval("net_speedup", "ratio", FEW_BATCHES)
     prefill_tokens_per_s: float | None = recorded(
         "prompt tokens divided by the time of all prefills; both passes share one prefill",
-        "tokens/s", null="if no batch was measured", label="prefill, tokens/s",
+        "tokens/s",
+        null="if no batch was measured",
+        label="prefill, tokens/s",
     )
     mean_ttft_ms: float | None = _ms(
         "mean TTFT; both passes share one prefill and therefore this value",
-        "if no batch was measured", "TTFT mean, ms (shared prefill)", 0,
+        "if no batch was measured",
+        "TTFT mean, ms (shared prefill)",
+        0,
     )
     decode_tokens_per_s: float | None = _chance(
-        "emitted tokens of all rows, divided by the time of all decode steps", "tokens/s",
-        NO_STEP + "; with random weights, where drafted", "decode, tokens/s", digits=1,
+        "emitted tokens of all rows, divided by the time of all decode steps",
+        "tokens/s",
+        NO_STEP + "; with random weights, where drafted",
+        "decode, tokens/s",
+        digits=1,
     )
     mean_step_ms: float | None = _ms(
         "mean time of a decode step, which is one forward, or drafting and one verification",
-        NO_STEP, "step mean, ms",
+        NO_STEP,
+        "step mean, ms",
     )
     median_step_ms: float | None = _ms("median time of a decode step", NO_STEP, "step median, ms")
     num_steps: int | None = recorded(
-        "decode steps of all batches", "steps", null=NO_STEP, label="decode steps",
+        "decode steps of all batches",
+        "steps",
+        null=NO_STEP,
+        label="decode steps",
     )
     stalled_steps: int | None = recorded(
-        "those of them that stalled; see *Definitions*", "steps", null=NO_STEP,
+        "those of them that stalled; see *Definitions*",
+        "steps",
+        null=NO_STEP,
         label="stalled steps",
     )
     stalled_ms: float | None = _ms(
-        "time of the stalled steps beyond the medians of their kinds", NO_STEP,
+        "time of the stalled steps beyond the medians of their kinds",
+        NO_STEP,
         "lost in stalled steps, ms",
     )
     longest_stall_ms: float | None = _ms(
         "time of the stalled step that lost most", "if no step stalled", ""
     )
     longest_stall_median_ms: float | None = _ms(
-        "the median of its kind, which it would have taken", "if no step stalled", "",
+        "the median of its kind, which it would have taken",
+        "if no step stalled",
+        "",
     )
     begin_ms: float | None = _ms(
         "mean time for each batch between prefill and the first decode step, without calibration: "
         "what a KV policy chooses, a standalone draft's own prefill, the capture of CUDA graphs",
-        "if no batch was measured", "before the first step, ms/batch",
+        "if no batch was measured",
+        "before the first step, ms/batch",
     )
     draft_prefill_ms: float | None = _ms(
         "`begin_ms` of a standalone draft, which is its own prefill; it is not part of the decode "
         "steps or of TTFT",
-        "without a standalone draft; in `baseline_metrics`", "draft's own prefill, ms/batch", 0,
+        "without a standalone draft; in `baseline_metrics`",
+        "draft's own prefill, ms/batch",
+        0,
     )
     calibration_ms: float | None = _ms(
         "time that `--gamma auto` spends on measuring steps, over all batches and the warm-up; it "
         "is not part of the decode steps, of `begin_ms` or of TTFT",
-        UNCALIBRATED, "calibration for gamma, ms in all", 0,
+        UNCALIBRATED,
+        "calibration for gamma, ms in all",
+        0,
     )
     warmup_calibration_ms: float | None = _ms(
         "the part of `calibration_ms` that was spent in the warm-up; `net_speedup` leaves it out",
-        UNCALIBRATED, "  of it in the warm-up, ms", 0,
+        UNCALIBRATED,
+        "  of it in the warm-up, ms",
+        0,
     )
     draft_ms: float | None = _phase("mean time of drafting, over the steps that draft", "draft")
     verify_ms: float | None = _phase("mean time of verifying, over the same steps", "verify")
     decode_ms: float | None = _phase(
-        "mean time of the forward and of sampling, over the steps without drafts", "decode",
+        "mean time of the forward and of sampling, over the steps without drafts",
+        "decode",
         "if every step drafts; " + UNTIMED,
     )
     other_ms: float | None = _phase(
@@ -119,54 +143,86 @@ class SpeedMetrics(RecordPart):
     )
     mean_draft_tokens: float | None = _chance(
         "mean number of draft tokens for each row in a step, over all steps, "
-        "including those without drafts", "tokens",
-        "in `baseline_metrics`; " + NO_STEP + CHANCE, "draft positions a step", digits=2,
+        "including those without drafts",
+        "tokens",
+        "in `baseline_metrics`; " + NO_STEP + CHANCE,
+        "draft positions a step",
+        digits=2,
     )
     bytes_read: int = recorded(
         "smallest number of bytes that the decode steps, including drafting, must read from "
         "memory, summed over ranks: the weights once in each forward, and the KV cache as far as "
-        "each forward sees it", "bytes", label="bytes to read, GB", digits=2, scale=1e-9,
+        "each forward sees it",
+        "bytes",
+        label="bytes to read, GB",
+        digits=2,
+        scale=1e-9,
     )
     kv_tokens_read: float | None = recorded(
         "mean number of tokens whose K and V a draft forward reads for each row: of the context at "
-        "most the budget, and the step's own tokens", "tokens",
+        "most the budget, and the step's own tokens",
+        "tokens",
         null="in `baseline_metrics`; if no model drafted",
-        label="KV tokens read by a draft forward", digits=1,
+        label="KV tokens read by a draft forward",
+        digits=1,
     )
     roofline_fraction: float | None = recorded(
         "share of the memory roofline that was reached; above 1 if part of the data was read from "
-        "CPU or GPU caches, or if the host was slower when its bandwidth was measured", "ratio",
-        null=NO_STEP, label="of the memory roofline", digits=1, scale=100, suffix=" %",
+        "CPU or GPU caches, or if the host was slower when its bandwidth was measured",
+        "ratio",
+        null=NO_STEP,
+        label="of the memory roofline",
+        digits=1,
+        scale=100,
+        suffix=" %",
     )
     peak_memory_bytes: int | None = recorded(
         "largest memory use of a batch, summed over ranks: allocated device memory on CUDA, "
-        "resident memory on CPU", "bytes",
-        null="if unknown", label="peak memory, all ranks, MB", scale=1e-6,
+        "resident memory on CPU",
+        "bytes",
+        null="if unknown",
+        label="peak memory, all ranks, MB",
+        scale=1e-6,
     )
     answer_score: float | None = recorded(
-        "see *Definitions*; mean over prompts", "0 to 1",
-        null="if the workload has no known answers" + CHANCE, label="answer score", digits=3,
+        "see *Definitions*; mean over prompts",
+        "0 to 1",
+        null="if the workload has no known answers" + CHANCE,
+        label="answer score",
+        digits=3,
     )
     speedup: float | None = _chance(
         "speedup of the decode steps over the baseline's of the same run, in which a stalled step "
-        "counts as the median of its kind: the median of `speedup_per_batch`", "ratio",
-        NO_BASELINE, "speedup", digits=2, suffix="x",
+        "counts as the median of its kind: the median of `speedup_per_batch`",
+        "ratio",
+        NO_BASELINE,
+        "speedup",
+        digits=2,
+        suffix="x",
     )
     speedup_per_batch: list[float] | None = _chance(
         "the speedup of each batch, in order", "ratio", NO_BASELINE
     )
     total_speedup: float | None = _chance(
         "the same of all the time of the decode steps, stalls included: the median of "
-        "`total_speedup_per_batch`", "ratio",
-        NO_BASELINE, "total speedup", digits=2, suffix="x",
+        "`total_speedup_per_batch`",
+        "ratio",
+        NO_BASELINE,
+        "total speedup",
+        digits=2,
+        suffix="x",
     )
     total_speedup_per_batch: list[float] | None = _chance(
         "the total speedup of each batch, in order", "ratio", NO_BASELINE
     )
     net_speedup: float | None = _chance(
         "speedup from the end of prefill to the last token: the median of "
-        "`net_speedup_per_batch`; see *Definitions*", "ratio",
-        NO_BASELINE, "net speedup", digits=2, suffix="x",
+        "`net_speedup_per_batch`; see *Definitions*",
+        "ratio",
+        NO_BASELINE,
+        "net speedup",
+        digits=2,
+        suffix="x",
     )
     net_speedup_per_batch: list[float] | None = _chance(
         "the net speedup of each batch, in order", "ratio", NO_BASELINE
@@ -174,7 +230,8 @@ class SpeedMetrics(RecordPart):
     break_even_gen_len: int | None = _chance(
         "smallest output length of each sequence for which the net speedup is above 1, if each "
         "further token takes as long as it took on average; the median over batches, and of an "
-        "even number the larger of the two middle ones", "tokens",
+        "even number the larger of the two middle ones",
+        "tokens",
         "if the net speedup is above 1 for no length; " + NO_BASELINE,
         "net speedup is above 1x from, tokens",
     )
@@ -184,7 +241,6 @@ class SpeedMetrics(RecordPart):
         "90th percentile, linear between the two nearest ranks", "p90"
     )
     p99_tpot_ms: float | None = _tpot("99th percentile, computed likewise", "p99")
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,13 +29,13 @@ def _ms(meaning: str, null: str | None = None) -> Any:
 class SamplesRecord(RecordPart):
     """The raw times and counts of one pass, by batch."""
 
-    # fmt: off
     begin_ms: list[float] = _ms(
         "time between prefill and the first decode step, by batch, without `calibration_ms`"
     )
     calibration_ms: list[float] | None = _ms(
         "time that `--gamma auto` spent on measuring steps between prefill and the first decode "
-        "step, by batch", UNCALIBRATED
+        "step, by batch",
+        UNCALIBRATED,
     )
     warmup_calibration_ms: float | None = _ms(
         "time that `--gamma auto` spent on measuring steps in the warm-up", UNCALIBRATED
@@ -47,36 +47,44 @@ class SamplesRecord(RecordPart):
     step_ms: list[list[float]] = _ms("time of each decode step, by batch and step")
     num_forwards: list[list[int]] | None = recorded(
         "forwards of the target and of a draft in each step, as the first rank has counted them, "
-        "by batch and step", "forwards", null="in records of earlier versions",
+        "by batch and step",
+        "forwards",
+        null="in records of earlier versions",
     )
     num_tokens: list[int] = recorded(
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
     )
     padded_gamma: list[list[int]] | None = recorded(
         "draft tokens of the row with the most, by batch and step; 0 in a step without drafts",
-        "tokens", null=UNDRAFTED
+        "tokens",
+        null=UNDRAFTED,
     )
     num_drafted: list[list[list[int]]] | None = recorded(
         "draft tokens of each row, without padding, by batch, step and row, as in `num_accepted`",
-        "tokens", null=UNDRAFTED,
+        "tokens",
+        null=UNDRAFTED,
     )
     num_accepted: list[list[list[int]]] | None = recorded(
         "accepted draft tokens by batch, step and row, including those past the row's end; rows "
         "that have ended are left out, and a step without drafts has no rows",
-        "tokens", null=UNDRAFTED,
+        "tokens",
+        null=UNDRAFTED,
     )
     num_emitted: list[list[list[int]]] | None = recorded(
         "tokens that the step appended to the row's output, by batch, step and row, up to the "
         "row's end; rows that have ended are left out",
-        "tokens", null="with random weights, where drafted",
+        "tokens",
+        null="with random weights, where drafted",
     )
     draft_hashes: list[list[list[str]]] | None = recorded(
         "by batch, step and row, as in `num_accepted`: the hash of the tokens that were drafted, "
         "and that of the positions that the draft forwards read, in each layer and KV head; four "
-        "hexadecimal digits of each", null=UNLOGGED,
+        "hexadecimal digits of each",
+        null=UNLOGGED,
     )
     draft_keys: list[list[list[int]]] | None = recorded(
-        "keys that one KV head read in the draft forwards, by batch, step and row", "tokens",
+        "keys that one KV head read in the draft forwards, by batch, step and row",
+        "tokens",
         null=UNLOGGED,
     )
     sequence_tokens: list[list[int]] = recorded(
@@ -111,14 +119,14 @@ class SamplesRecord(RecordPart):
         "passes and batches"
     )
     answer_scores: list[float] | None = recorded(
-        "answer score of each prompt", "0 to 1",
+        "answer score of each prompt",
+        "0 to 1",
         null="if the workload has no known answers; with random weights",
     )
     output_hashes: list[str] = recorded(
         "hash of the emitted token ids of each prompt, the first 16 hexadecimal digits of SHA-256; "
         "equal hashes stand for equal outputs"
     )
-    # fmt: on
 
     def restored(self) -> PassSamples:
         """The collected samples, with steps without drafts or 0 forwards in place of missing
@@ -164,8 +172,11 @@ class PassSamples(SamplesRecord):
         values = vars(self)
         if not is_drafting or is_random:
             drafted = (
-                *("padded_gamma", "num_drafted", "num_accepted"),
-                *("draft_hashes", "draft_keys"),
+                "padded_gamma",
+                "num_drafted",
+                "num_accepted",
+                "draft_hashes",
+                "draft_keys",
             )
             values = values | dict.fromkeys(drafted)
         if is_drafting and is_random:

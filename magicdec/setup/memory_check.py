@@ -59,9 +59,9 @@ def _left_by_groups(root: Path) -> Iterator[int]:
             limit = "memory.max"
             usage = "memory.current"
         elif "memory" in controllers.split(","):
-            mount, limit, usage = (
-                *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-            )
+            mount = "sys/fs/cgroup/memory"
+            limit = "memory.limit_in_bytes"
+            usage = "memory.usage_in_bytes"
         else:
             continue
         top = root / mount

@@ -61,7 +61,8 @@ def top_blocks(scores: Tensor, rows: Tensor, split: Sequence[Sequence[int]], mos
     scores [L, R, G, blocks]; rows [B]; `split` has five lists of B numbers: first sink, end of
     the sinks, begin of the window, number of blocks, number of tokens."""
     assert scores.dtype == torch.float32 and scores.stride(3) == 1
-    (layers, _, heads, _), count = scores.shape, len(rows)
+    layers, _, heads, _ = scores.shape
+    count = len(rows)
     numbers = torch.tensor(split, dtype=torch.int64)
     ranges = torch.empty(layers, count, heads, most + 2, 2, dtype=torch.int64)
     library().magicdec_top_blocks(

@@ -91,7 +91,8 @@ def received_weights(
     that take part in the softmax."""
     # Of ALiBi the products hold a bias too, which needs more digits than bfloat16 has.
     dtype = torch.float32 if runner.model.config.positions == "alibi" else keys.dtype
-    (rows, window, num_heads, size), (_, groups, num_keys, _) = queries.shape, keys.shape
+    rows, window, num_heads, size = queries.shape
+    _, groups, num_keys, _ = keys.shape
     packed = queries.view(rows, window, groups, num_heads // groups, size)
     packed = packed.permute(0, 2, 3, 1, 4).flatten(2, 3)
     # [B * G, H/G * W, D], [B * G, S, D]

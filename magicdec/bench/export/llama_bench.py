@@ -136,13 +136,20 @@ def markdown(rows: Sequence[Row]) -> str:
     texts = ("model", "weights", "backend")
     columns: list[Column | str] = [
         *(Column(name, is_text=True) for name in texts),
-        *("threads", "test", "t/s"),
+        "threads",
+        "test",
+        "t/s",
         Column("tokens", is_text=True),
     ]
     lines = [
         (
-            *(row["model_filename"], row["target_dtype"], row["backends"], row["n_threads"]),
-            *(name_of(row), _speed(row), _tokens(row)),
+            row["model_filename"],
+            row["target_dtype"],
+            row["backends"],
+            row["n_threads"],
+            name_of(row),
+            _speed(row),
+            _tokens(row),
         )
         for row in rows
     ]

@@ -15,9 +15,18 @@ from magicdec.bench.serving.record import ServingRecord
 
 BENCHMARK = "magicdec benchmark"
 METRICS = (
-    *("median_ttft_ms", "mean_ttft_ms", "std_ttft_ms", "p99_ttft_ms"),
-    *("mean_tpot_ms", "median_tpot_ms", "std_tpot_ms", "p99_tpot_ms"),
-    *("median_itl_ms", "mean_itl_ms", "std_itl_ms", "p99_itl_ms"),
+    "median_ttft_ms",
+    "mean_ttft_ms",
+    "std_ttft_ms",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "median_tpot_ms",
+    "std_tpot_ms",
+    "p99_tpot_ms",
+    "median_itl_ms",
+    "mean_itl_ms",
+    "std_itl_ms",
+    "p99_itl_ms",
 )
 TOO_LONG = ("ttfts", "itls", "generated_texts", "errors")  # which vLLM leaves out
 

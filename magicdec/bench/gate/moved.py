@@ -52,7 +52,8 @@ def with_names_of(baseline: Baseline, result: Result) -> Baseline:
     the result. That they are the same models the comparison finds out by their hashes."""
     if not isinstance(baseline, ServingRecord) or not isinstance(result, ServingRecord):
         return baseline
-    ours, theirs = result.workload, baseline.workload
+    ours = result.workload
+    theirs = baseline.workload
     draft = theirs.draft
     if ours.draft is not None and draft is not None:
         draft = replace(draft, model=ours.draft.model)

@@ -24,10 +24,30 @@ SettingValue = str | int | float | bool | None
 
 
 SETTINGS = (
-    *("model", "dtype", "target_dtype", "draft_model", "draft_ranks", "draft_dtype", "drafter"),
+    "model",
+    "dtype",
+    "target_dtype",
+    "draft_model",
+    "draft_ranks",
+    "draft_dtype",
+    "drafter",
     "draft_weights",
-    *("kv_policy", "budget", "reselect_every", "gamma", "pa", "B", "prefix_len", "gen_len"),
-    *("dataset", "ranks", "threads", "device", "attention", "temperature", "seed", "status"),
+    "kv_policy",
+    "budget",
+    "reselect_every",
+    "gamma",
+    "pa",
+    "B",
+    "prefix_len",
+    "gen_len",
+    "dataset",
+    "ranks",
+    "threads",
+    "device",
+    "attention",
+    "temperature",
+    "seed",
+    "status",
 )
 
 
@@ -110,13 +130,11 @@ DESCRIBED = {
     if about.label and kind in (int, float)
 }
 METRICS = (
-    *(
-        "decode_tokens_per_s",
-        "speedup",
-        "net_speedup",
-        "draft_acceptance_rate",
-        "roofline_fraction",
-    ),
+    "decode_tokens_per_s",
+    "speedup",
+    "net_speedup",
+    "draft_acceptance_rate",
+    "roofline_fraction",
 )
 TAKEN = "cores_taken"  # of which a cell has the share of a busy host alone
 COLUMNS = (*SETTINGS, *DESCRIBED, TAKEN)  # all that a table can have

@@ -20,8 +20,14 @@ from magicdec.records.performance import SUFFIX, Metrics
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_METRICS = (
-    *("net_speedup", "speedup", "decode_tokens_per_s", "draft_acceptance_rate"),
-    *("mean_acceptance_length", "p50_tpot_ms", "mean_ttft_ms", "roofline_fraction"),
+    "net_speedup",
+    "speedup",
+    "decode_tokens_per_s",
+    "draft_acceptance_rate",
+    "mean_acceptance_length",
+    "p50_tpot_ms",
+    "mean_ttft_ms",
+    "roofline_fraction",
     "stalled_steps",
 )
 PLACE = ("B", "prefix_len")  # what says, beside the way to decode, of what a row is
@@ -31,10 +37,19 @@ METRICS = tuple(
 )
 OF_CATEGORY = [each for each in described_fields(GroupAcceptance) if each[2].label]
 PER_RUN = (
-    *("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz"),
-    *("gpu_most_sm_mhz", "gpu_slowed_by", "cores_others", "cores_stolen", "cores_waited"),
+    "time_utc",
+    "argv",
+    "host_load",
+    "read_bandwidth_bytes_per_s",
+    "gpu_sm_mhz",
+    "gpu_most_sm_mhz",
+    "gpu_slowed_by",
+    "cores_others",
+    "cores_stolen",
+    "cores_waited",
     "cores_taken",
-    *("instructions", "kernels"),  # too many for a cell; the file has them
+    "instructions",
+    "kernels",  # too many for a cell; the file has them
 )
 MISSING = Shown("", -1e300)  # a metric without a value is sorted before all others
 COMMANDS = {

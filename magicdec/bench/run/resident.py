@@ -137,7 +137,11 @@ def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
     draft = config.draft
     return (
         () if draft is None else draft.state_layers,
-        *(model.model, model.dtype, model.linear, model.elementwise, model.native_steps),
+        model.model,
+        model.dtype,
+        model.linear,
+        model.elementwise,
+        model.native_steps,
         model.target_dtype,
         config.parallel.rank_group,
         config.parallel.device,

@@ -300,11 +300,17 @@ def acceptance(record: ServingRecord) -> MetricValues:
 
 ACCEPTANCE = (
     *OF_SUMS,
-    *("draft_acceptance_rate", "draft_acceptance_rate_interval"),
-    *("mean_acceptance_length", "mean_acceptance_length_interval"),
-    *("mean_emitted_tokens", "mean_emitted_tokens_interval"),
-    *("acceptance_per_position", "acceptance_per_position_interval"),
-    *("judged_per_position", "acceptance_histogram", "num_cancelled_draft_tokens"),
+    "draft_acceptance_rate",
+    "draft_acceptance_rate_interval",
+    "mean_acceptance_length",
+    "mean_acceptance_length_interval",
+    "mean_emitted_tokens",
+    "mean_emitted_tokens_interval",
+    "acceptance_per_position",
+    "acceptance_per_position_interval",
+    "judged_per_position",
+    "acceptance_histogram",
+    "num_cancelled_draft_tokens",
 )
 
 

@@ -59,7 +59,8 @@ def compare_forwards(
     """The errors of two passes of `system`, which has just served the judged one. None on a rank
     that has kept no steps of both. What is in the cache is lost. Every rank calls it."""
     runner = system.runner if isinstance(system, Batching) else None
-    (first, expected), (second, found) = reference, judged
+    first, expected = reference
+    second, found = judged
     if runner is None or first is None or second is None:
         return None
     run = system.run

@@ -49,9 +49,13 @@ from magicdec.output.writing import to_json, write_text
 # Files that a checkpoint needs besides its weights; copied when the output is in another directory.
 CONFIG = "config.json"
 COMPANIONS = (
-    *(CONFIG, "generation_config.json"),
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-    *("special_tokens_map.json", "chat_template.jinja"),
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
 )
 SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
 MANIFEST_VERSION = 1

@@ -71,7 +71,8 @@ def target_ids(config: ModelConfig, source: WeightSource) -> Tensor:
     ids = torch.arange(config.vocab_size)
     if eagle.has_map:
         ids = ids + source.read(MAP).long()  # stored as differences
-    first, last = int(ids.min()), int(ids.max())
+    first = int(ids.min())
+    last = int(ids.max())
     if first < 0 or last >= eagle.target_vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(
             f"{source.where(MAP)}: {MAP} maps {len(ids)} draft ids to {len(ids.unique())} ids from "

@@ -169,10 +169,12 @@ class GgufWeights(FileWeights):
         first, last, step = rows.indices(tensor.shape[0])
         assert step == 1 and len(tensor.shape) == 2, "rows of a matrix are read in their order"
         order: NDArray[np.int64] | None = None
-        start, end = first, last
+        start = first
+        end = last
         if self._is_permuted(name):
             size = self._head_dim
-            start, end = first // size * size, -(-last // size) * size
+            start = first // size * size
+            end = -(-last // size) * size
             order = unpermuted(end - start, size)[first - start : last - start]
         data = _read_bytes(tensor, start, end)
         if order is not None:

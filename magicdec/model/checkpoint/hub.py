@@ -82,8 +82,12 @@ def _reason(error: BaseException, revision: str, token: str | None) -> str:
 # some for other programs.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 OTHER_FILES = (
-    *("config.json", "generation_config.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "chat_template.jinja", *QUANTIZATION_FILES),
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    *QUANTIZATION_FILES,
 )
 # A single file, or the index of the shards. Pickles are never fetched: those of strangers need not
 # be trusted to be weights alone.

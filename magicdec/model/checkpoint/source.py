@@ -295,7 +295,8 @@ def _numbers(piece: Piece, source: WeightSource) -> GroupedNumbers:
     kind = source.tensors[piece.name].numbers
     assert kind is not None, "it is stored in groups"
     first, last = piece.inputs
-    start, stop = first // kind.group * kind.group, -(-last // kind.group) * kind.group
+    start = first // kind.group * kind.group
+    stop = -(-last // kind.group) * kind.group
     numbers = source.read_numbers(piece.name, (slice(*piece.rows), slice(start, stop)))
     return numbers.inputs(first - start, last - start)
 

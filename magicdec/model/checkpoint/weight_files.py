@@ -19,8 +19,11 @@ from magicdec.output.files import check_regular, exists
 
 # In the order in which a directory is searched: published formats before the converted one.
 WEIGHT_FILES = (
-    *("model.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin.index.json", "pytorch_model.bin", "model.pth"),
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+    "model.pth",
 )
 # safetensors' names of the dtypes that torch has. Others are shown under safetensors' names.
 TORCH_NAMES = {

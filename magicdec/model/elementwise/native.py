@@ -51,17 +51,35 @@ def library() -> ctypes.CDLL:
         _FLAG,
     )
     native.magicdec_gate.argtypes = (
-        *(_FLAG, _SIZE, _FLOAT, _FLOAT),
-        *(_POINTER, _SIZE, _SIZE, _POINTER),
+        _FLAG,
+        _SIZE,
+        _FLOAT,
+        _FLOAT,
+        _POINTER,
+        _SIZE,
+        _SIZE,
+        _POINTER,
     )
     native.magicdec_route.argtypes = (
-        *(_FLAG, _POINTER, _SIZE, _SIZE, _SIZE),
-        *(_FLAG, _POINTER, _POINTER),
+        _FLAG,
+        _POINTER,
+        _SIZE,
+        _SIZE,
+        _SIZE,
+        _FLAG,
+        _POINTER,
+        _POINTER,
     )
     native.magicdec_weigh.argtypes = (_FLAG, _POINTER, _SIZE, _POINTER)
     native.magicdec_add_expert.argtypes = (
-        *(_FLAG, _POINTER, _POINTER, _POINTER),
-        *(_POINTER, _SIZE, _SIZE, _POINTER),
+        _FLAG,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _SIZE,
+        _SIZE,
+        _POINTER,
     )
     return native
 

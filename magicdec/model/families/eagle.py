@@ -28,9 +28,18 @@ OLD_NAMES = {"fc_norm": "use_aux_norm"}
 # are mixtures, which the head's is not.
 IRRELEVANT = (
     "decoder_sparse_step",
-    *("embed_requires_grad", "has_no_defaults_at_init", "speculators_config"),
-    *("speculators_version", "target_model_type", "truncated_vocab_size", "transformers_version"),
-    *("tie_word_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id"),
+    "embed_requires_grad",
+    "has_no_defaults_at_init",
+    "speculators_config",
+    "speculators_version",
+    "target_model_type",
+    "truncated_vocab_size",
+    "transformers_version",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
 )
 
 

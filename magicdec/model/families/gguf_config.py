@@ -36,10 +36,16 @@ FIELDS = {
 }
 # Keys that are read below, or that say what the tensors say too.
 READ = {
-    *("vocab_size", "attention.value_length", "rope.dimension_count"),
-    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-    *("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"),
-    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    "vocab_size",
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
 }
 # Values of other keys that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -168,7 +168,10 @@ def falcon_names(config: ModelConfig) -> Names:
 GPT2 = Family("gpt2", read_gpt2, lambda config: GPT2_NAMES, "transformer.", MASKS)
 BIGCODE = Family("gpt_bigcode", read_bigcode, bigcode_names, "transformer.", MASKS)
 GPTJ = Family(
-    *("gptj", read_gptj, lambda config: GPTJ_NAMES, "transformer."),
+    "gptj",
+    read_gptj,
+    lambda config: GPTJ_NAMES,
+    "transformer.",
     buffers=(*MASKS, ".attn.embed_positions"),
     has_head_bias=True,
 )

@@ -18,9 +18,15 @@ from magicdec.output.files import load_object
 
 # The architectures that `to_hf_config` can write.
 WRITTEN = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
-    *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"),
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MinistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
 )
 # The object with the text model of one that also sees or hears, and what lies beside it.
 TEXT = "text_config"
@@ -30,16 +36,23 @@ LEFT_OUT = {
     "GptOssForCausalLM": ("mlp_bias", "use_sliding_window", "max_window_layers"),
     "MixtralForCausalLM": ("mlp_bias", "use_sliding_window", "max_window_layers"),
     "Gemma3ForCausalLM": (
-        *("mlp_bias", "use_sliding_window", "max_window_layers"),
-        *("rope_theta", "rope_scaling", "hidden_act"),
+        "mlp_bias",
+        "use_sliding_window",
+        "max_window_layers",
+        "rope_theta",
+        "rope_scaling",
+        "hidden_act",
     ),
 }
 MOST_LAYERS = 10_000  # of a model that is read from a file
 ROPE_FIELDS = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        *("original_max_position_embeddings", "attention_factor"),
-        *("beta_fast", "beta_slow", "truncate"),
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
     ),
 }
 

@@ -38,21 +38,44 @@ LINEAR = "linear_attention"
 FREE = {
     "qwen": ("norm_topk_prob", "output_gate_type", "mamba_ssm_dtype", "mlp_only_layers"),
     "deepseek": (
-        *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "rope_interleave"),
-        *("scoring_func", "topk_method", "seq_aux", "aux_loss_alpha", "ep_size", "qk_head_dim"),
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "rope_interleave",
+        "scoring_func",
+        "topk_method",
+        "seq_aux",
+        "aux_loss_alpha",
+        "ep_size",
+        "qk_head_dim",
     ),
     "deepseek4": (
-        *("routed_scaling_factor", "norm_topk_prob", "scoring_func", "topk_method", "rope_theta"),
-        *("swiglu_limit", "hc_sinkhorn_iters", "hc_eps", "rope_scaling", "rope_parameters"),
-        *("qk_rope_head_dim", "partial_rotary_factor", "compress_rope_theta", "num_hash_layers"),
-        *("router_jitter_noise", "mlp_layer_types"),
+        "routed_scaling_factor",
+        "norm_topk_prob",
+        "scoring_func",
+        "topk_method",
+        "rope_theta",
+        "swiglu_limit",
+        "hc_sinkhorn_iters",
+        "hc_eps",
+        "rope_scaling",
+        "rope_parameters",
+        "qk_rope_head_dim",
+        "partial_rotary_factor",
+        "compress_rope_theta",
+        "num_hash_layers",
+        "router_jitter_noise",
+        "mlp_layer_types",
     ),
     "gemma4": ("final_logit_softcapping", "vocab_size_per_layer_input"),
 }
 # Layers that draft further tokens, which a plan takes for a draft head and does not count here.
 NEXT_TOKENS = (
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    *("num_nextn_predict_layers", "num_mtp_layers"),
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
 )
 # Of a rotary embedding with places in images, which for text are the places in the text.
 IMAGE_ROPE = ("mrope_section", "mrope_interleaved")
@@ -60,7 +83,9 @@ SCALE_BYTES = 4  # of a block of FP8 weights
 SMALL_SCALE = "ue8m0"  # the format of scales that have one byte
 # The settings of such weights. Others, as of a mixture with NVFP4, may say that they are narrower.
 BLOCK_SETTINGS = ("quant_method", "weight_block_size", "activation_scheme", "fmt", "scale_fmt")
-SPARSE_RATE, DENSE_RATE = 4, 128  # tokens of an entry, where some are chosen and where all are read
+# Tokens of an entry, where some are chosen and where all are read.
+SPARSE_RATE = 4
+DENSE_RATE = 128
 
 
 def free(raw: ConfigFields, family: str) -> None:

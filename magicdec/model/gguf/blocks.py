@@ -162,7 +162,9 @@ def q3_k(b: Bytes) -> Groups:
 def scales_and_minima(b: Bytes) -> tuple[Floats, Floats]:
     """Of Q4_K and Q5_K, whose scales and minima have six bits."""
     s = b[:, 4:16]
-    first, second, third = s[:, :4], s[:, 4:8], s[:, 8:]
+    first = s[:, :4]
+    second = s[:, 4:8]
+    third = s[:, 8:]
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=1)
     return half(b, 0) * scales.astype(np.float32), half(b, 2) * minima.astype(np.float32)

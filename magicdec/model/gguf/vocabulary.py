@@ -79,9 +79,27 @@ TOKEN_KEYS = {
 # The keys of tokens that end a text, and the names of tokens that do, whatever a file says of them.
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 END_NAMES = {
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
-    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
-    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "[e~[",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }
 # The names of those that only end a text where no token has their key.
@@ -320,13 +338,19 @@ def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
     unknown = 0 if vocabulary.unknown_id is None else vocabulary.unknown_id
     bpe = 2
     trainer = _message(
-        *(2, _number(3, bpe), _number(4, len(vocabulary.tokens)), _number(35, 1)),
+        2,
+        _number(3, bpe),
+        _number(4, len(vocabulary.tokens)),
+        _number(35, 1),
         _number(40, unknown),
     )
     # Text is kept as it is, but for the space in front of it.
     normalizer = _message(
-        *(3, _message(1, b"identity"), _number(3, vocabulary.has_space_prefix)),
-        *(_number(4, 0), _number(5, 1)),
+        3,
+        _message(1, b"identity"),
+        _number(3, vocabulary.has_space_prefix),
+        _number(4, 0),
+        _number(5, 1),
     )
     return pieces + trainer + normalizer
 

@@ -171,8 +171,12 @@ def describe_layer(block: Block, query_scale: float, sinks: Tensor | None) -> La
     mlp = block.mlp
     mlp_norm = block.mlp_norm
     norms = (
-        *(block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm),
-        *(block.post_attention_norm, block.post_mlp_norm),
+        block.attention_norm,
+        mlp_norm,
+        attention.q_norm,
+        attention.k_norm,
+        block.post_attention_norm,
+        block.post_mlp_norm,
     )
     experts = mlp if isinstance(mlp, Experts) else None
     down_bias = None

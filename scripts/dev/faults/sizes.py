@@ -20,14 +20,14 @@ PROPERTIES = (
             Fault(
                 "MiB for MB",
                 "records/performance.py",
-                'label="peak memory, all ranks, MB", scale=1e-6,',
-                'label="peak memory, all ranks, MB", scale=2**-20,',
+                'label="peak memory, all ranks, MB",\n        scale=1e-6,',
+                'label="peak memory, all ranks, MB",\n        scale=2**-20,',
             ),
             Fault(
                 "MB for GB",
                 "records/performance.py",
-                'label="bytes to read, GB", digits=2, scale=1e-9,',
-                'label="bytes to read, GB", digits=2, scale=1e-6,',
+                'label="bytes to read, GB",\n        digits=2,\n        scale=1e-9,',
+                'label="bytes to read, GB",\n        digits=2,\n        scale=1e-6,',
             ),
         ),
     ),

@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 UNITS = {"prefix_len": " tokens", "gen_len": " tokens"}
 # Columns whose value says what it is.
 SELF_EVIDENT = (
-    *("model", "kv_policy", "device", "dtype", "kind", "about", "metric"),
+    "model",
+    "kv_policy",
+    "device",
+    "dtype",
+    "kind",
+    "about",
+    "metric",
     "kind_of_draft",
 )
 MOST_TICKS = 12  # that have room beside each other

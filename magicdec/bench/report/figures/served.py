@@ -81,7 +81,8 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
             x = ordered[OF_USER].astype(float)
             y = ordered["output_throughput"].astype(float)
             (handles[name],) = ax.plot(
-                *(x, y),
+                x,
+                y,
                 color=style.colour,
                 marker=style.marker,
                 markerfacecolor=style.colour if style.is_filled else "white",

@@ -155,7 +155,8 @@ class IntegerMatrix(QuantizedMatrix):
         """`group_of` unless it says no more than `group_size`."""
         if group_of is None:
             return None
-        first, last = int(group_of.min()), int(group_of.max())
+        first = int(group_of.min())
+        last = int(group_of.max())
         if first < 0 or last >= self.num_groups:
             raise ValueError(
                 f"{self.parts.source.where(self.parts.name(self.scale_leaf))}: the groups of "
