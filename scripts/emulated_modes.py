@@ -1,20 +1,19 @@
-"""All modes of `magicdec serve` on four stages that sleep, with links of 1 ms, beside what the
-simulator predicts: who wins where, without the cores of this machine in the way.
+"""All modes of `magicdec serve` with stages on four stages that sleep, with links of 1 ms, beside
+what the simulator predicts: what the ranks' messages, schedulers and caches take beside it.
 
-    python scripts/emulated_modes.py                # about 6 minutes, in which the ranks sleep
+    python scripts/emulated_modes.py                # about 5 minutes, in which the ranks sleep
     python scripts/emulated_modes.py --plot docs/modes.png
     python scripts/emulated_modes.py --show         # the table of what was measured before
 
 The numbers are tokens a second after the first token of each request, summed over the requests
 that are in flight together. The predictions are those of `magicdec simulate` for stages, links and
-drafts of these times, and a formula for one process and for tensor parallelism. Passes that the
-file of records has already are not measured again, so the script can be stopped and restarted.
+drafts of these times. Passes that the file of records has already are not measured again, so the
+script can be stopped and restarted.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,11 +26,11 @@ from magicdec.output.tables import Table, print_tables
 from magicdec.predict.simulator.run import Work, run_mode
 from magicdec.predict.simulator.simulation import SimulatedMachine
 from magicdec.records.reading import read_records
-from magicdec.systems.pipeinfer.emulated_drafts import draw_right
+from magicdec.systems.pipeinfer.drawn_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
 
 STAGES, LINK_MS, DRAFT_MS, GAMMA = 4, 1.0, 4.0, 4
-LAYERS = 6  # of the packaged model, which says how many all-reduces a token takes
+LAYERS = 6  # of the packaged model
 STAGE_MS, ACCEPTANCE = (10.0, 20.0), (0.0, 0.5, 0.8)
 SEED = 123  # what `--seed` is by default
 
@@ -54,10 +53,6 @@ class Case:
     def predict(self, gen_len: int) -> float:
         """Tokens a second."""
         stage_s, link_s = self.stage_ms / 1e3, LINK_MS / 1e3
-        if self.mode == "sequential":
-            return 1 / (STAGES * stage_s)
-        if self.mode == "tensor_parallel":
-            return 1 / (stage_s + 2 * LAYERS * math.log2(STAGES) * link_s)
         machine = SimulatedMachine(
             (stage_s,) * STAGES, layers=LAYERS // STAGES, link_s=link_s, cancel_s=link_s,
             draft_s=DRAFT_MS / 1e3,
@@ -70,8 +65,7 @@ class Case:
 
 def cases() -> Iterator[Case]:
     for stage_ms in STAGE_MS:
-        for mode in ("sequential", "tensor_parallel", "iterative"):
-            yield Case(stage_ms, mode)
+        yield Case(stage_ms, "iterative")
         for samples in (1, STAGES, 2 * STAGES):
             yield Case(stage_ms, "ring", samples)
         for rate in ACCEPTANCE:
@@ -140,9 +134,9 @@ def speed(record: ServingRecord, case: Case) -> float:
 
 
 def table_of(stage_ms: float, measured: dict[Case, float], predicted: dict[Case, float]) -> Table:
-    plain = measured.get(Case(stage_ms, "sequential"))
+    plain = measured.get(Case(stage_ms, "iterative"))
     return Table(
-        [f"stages of {stage_ms:g} ms", "tokens/s", "of sequential", "predicted", "error"],
+        [f"stages of {stage_ms:g} ms", "tokens/s", "of iterative", "predicted", "error"],
         [
             (case.name, f"{each:.2f}", f"{each / plain:.2f}x" if plain else "",
              f"{predicted[case]:.2f}", f"{100 * (predicted[case] / each - 1):+.1f} %")

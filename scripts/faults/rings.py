@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 STAGES, WARM_UP = "test_stage_times.py::", "test_warm_up.py::"
+EMULATION = "test_emulation.py::"
 RING, TRACES = "test_pipeline_options.py::", "test_ring_traces.py::"
 
 PROPERTIES = (
@@ -79,23 +80,25 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "The lateness of sleeps does not add up.",
-        f"{STAGES}test_the_lateness_of_sleeps_does_not_add_up",
+        "A stage sleeps as long as it is asked to, without the lateness of its wake-ups.",
+        f"{EMULATION}test_the_lateness_of_sleeps_does_not_add_up",
         (
-            Fault("emulated work from when its rank woke up", "distributed/channels/message.py",
-                  "        self.time_s += seconds\n",
-                  "        self.time_s = time.perf_counter() + seconds\n"),
-            Fault("a stage that begins before it is free", "distributed/channels/message.py",
-                  "            due_s = max(due_s, self.time_s)\n", "            pass\n"),
+            Fault("the lateness of each sleep on top", "systems/stages/emulation.py",
+                  "due_s = begin_s + seconds - self.late_s\n",
+                  "due_s = begin_s + seconds\n"),
+            Fault("stages that do not sleep", "systems/stages/emulation.py",
+                  "            self.sleeper.sleep(self.seconds / len(self.layers))\n", ""),
+            Fault("a whole stage's time for each layer", "systems/stages/emulation.py",
+                  "self.sleeper.sleep(self.seconds / len(self.layers))",
+                  "self.sleeper.sleep(self.seconds)"),
         ),
     ),
     Property(
-        "An emulated link counts from when a message was due.",
-        "test_recurrent_order.py::test_an_emulated_link_counts_from_when_a_message_was_due",
+        "A message on an emulated link comes as much later as was asked for.",
+        f"{EMULATION}test_a_late_link_delivers_each_message_later",
         (
-            Fault("a link from when a message was really sent", "distributed/channels/message.py",
-                  "time.perf_counter() if message.due_s is None else message.due_s",
-                  "time.perf_counter()"),
+            Fault("a link without delay", "systems/stages/emulation.py",
+                  "            self._sleeper.sleep(self.delay_s, sent_s)\n", ""),
         ),
     ),
     Property(

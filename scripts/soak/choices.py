@@ -25,7 +25,6 @@ CHOICES: dict[str, list[Any]] = {  # of a flag; None: leave it out, True: it has
     "--native_steps": ["auto", "off"],
     "--attention": ["auto", "auto", "sdpa", "grouped"],
     "--emulate_link_ms": [None, None, None, 0.5],
-    "--emulate_acceptance": [None, None, None, None, 0.7],
     "--ignore_eos": [None, True],
     "--prefill_chunk": [32, 128],
 }
@@ -40,9 +39,7 @@ def draw(chooser: random.Random, is_repeated: bool) -> tuple[int, list[str]]:
     modes = [chooser.choice(["async", "async", *MODES])] if is_repeated else MODES
     if modes == ["iterative"]:
         drafting = ("--gamma", "--pa", "--pr", "--pd", "--max_in_flight")
-        values |= dict.fromkeys(("--draft", "--emulate_acceptance", *drafting))
-    if values["--emulate_acceptance"] is not None:
-        values["--draft"] = None  # it would do nothing
+        values |= dict.fromkeys(("--draft", *drafting))
     if values["--draft"] in (None, "ngram"):
         values["--budget"] = None  # no draft has a KV cache
     values["--layer_split"] = chooser.choice(SPLITS[num_ranks])
