@@ -562,7 +562,11 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
     config = records[1].config | {"workload": workload}
     emulated = replace(records[1], name="async", config=config)
     (brief,) = brief_tables([records[0], emulated])
-    assert "of EMULATED drafts" in brief.lead[0].text
+    assert ", EMULATED by --emulate_acceptance" in brief.lead[0].text
+    workload = workload | {"emulate_stage_ms": 3.0, "emulate_link_ms": 1.0}
+    slept = replace(records[0], config=config | {"workload": workload})
+    (brief,) = brief_tables([slept])
+    assert ", EMULATED by --emulate_stage_ms --emulate_link_ms" in brief.lead[0].text
 
 
 @pytest.mark.parametrize("name", NAMES)

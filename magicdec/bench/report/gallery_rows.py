@@ -36,7 +36,6 @@ MOST_TEXT = 160  # characters of a cell
 # The instructions that decide how fast the CPU kernels are, the fastest first.
 FAST = ("AMX_BF16", "AVX512BF16")
 MARKS = re.compile(r"\((?:R|TM)\)|\b(?:CPU|Processor)\b")  # of the name of a CPU, which say nothing
-EMULATED = ("emulate_stage_ms", "emulate_link_ms")  # of every mode of a command
 SPEED = "decode_tokens_per_s"
 NET = "net_speedup"
 OF_RUNS = (
@@ -331,13 +330,10 @@ def doubt_of_pass(record: ServingRecord) -> str:
         f"{record.reference}, which nothing explains",
         UNCHECKED: "not compared with another mode",
     }
-    emulated = [f"--{name}" for name in EMULATED if record.config["workload"].get(name) is not None]
-    if record.accepts_by_chance or record.emulates_drafts:
-        emulated.append("--emulate_acceptance")
     if record.status in reasons:
         return reasons[record.status]
-    if emulated:
-        return f"emulated: {', '.join(emulated)}"
+    if record.emulated_by:
+        return f"emulated: {', '.join(record.emulated_by)}"
     name = recomputing.unfounded_metric(record)
     if name is not None:
         return f"CONTRADICTION: its {name} does not follow from its requests"
