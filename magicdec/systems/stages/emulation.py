@@ -139,9 +139,9 @@ class SleepingModels(LoadedModels):
 def without_weights(run_config: RunConfig) -> RunConfig:
     """`run_config` for models that sleep: native steps would read weights, and tokens that are
     numbers of positions end nothing."""
-    model = replace(run_config.model, native_steps="off")
+    asked = run_config.model
     decoding = replace(run_config.decoding, ignore_eos=True)
-    return replace(run_config, model=model, decoding=decoding)
+    return replace(run_config, model=replace(asked, native_steps="off"), decoding=decoding)
 
 
 class LateSender(Sender):
