@@ -535,7 +535,8 @@ def _check_emulated_acceptance(options: ServeOptions) -> None:
     if ahead and options.emulate_stage_ms is None:
         raise ValueError(
             f"{flag}: --modes {ahead[0]} drafts ahead of stages that compute, whose tokens no "
-            "drafter knows; give --emulate_stage_ms too, or name by --draft what drafts"
+            "drafter knows; give --emulate_stage_ms too, name by --draft what drafts, or predict "
+            "it by magicdec simulate"
         )
     if ahead and not (len(acceptance) == 1 and acceptance[0] < 1):
         raise ValueError(
