@@ -28,9 +28,10 @@ from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
 from magicdec.systems.ring.recurrent import RecurrentPipeline
 from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages.emulation import (
+    DueReceiver,
+    EmulatedTime,
     LateConnector,
     LateSender,
-    Sleeper,
     SleepingModel,
     SleepingModels,
 )
@@ -51,30 +52,40 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def sleeping(seconds: float, layers: range | None = None) -> SleepingModel:
+def sleeping(
+    seconds: float, layers: range | None = None, emulated: EmulatedTime | None = None
+) -> SleepingModel:
     has_ends = None if layers is None else False
-    return SleepingModel(TINY, Shard(), layers, has_ends, seconds, torch.zeros(1))
+    time = emulated or EmulatedTime()
+    return SleepingModel(TINY, Shard(), layers, has_ends, seconds, torch.zeros(1), time)
 
 
 def test_the_lateness_of_sleeps_does_not_add_up(clock: Clock) -> None:
-    """Each forward sleeps once for each of two layers."""
-    runner = make_runner(sleeping(STAGE_S, range(2)), 1, 60)
+    """A forward sleeps for each of two layers, and every message comes LATE_S late. The second
+    message was due while the first was emulated, and the third after that."""
+    emulated = EmulatedTime()
+    runner = make_runner(sleeping(STAGE_S, range(2), emulated), 1, 60)
     runner.allocate(0)
     begin_s = clock.now
-    hidden = torch.zeros(1, 1, TINY.hidden_size)
-    for count in range(1, 9):
-        runner.forward(hidden, [0])
-        assert clock.now - begin_s == count * STAGE_S + LATE_S
+    answers_s = list[float]()
+    for due_s in (begin_s, begin_s + 0.25, begin_s + 2.0):
+        clock.now = max(clock.now, due_s) + LATE_S
+        emulated.reach(due_s)
+        runner.forward(torch.zeros(1, 1, TINY.hidden_size), [0])
+        answers_s.append(emulated.now_s - begin_s)
+        assert clock.now == emulated.now_s + LATE_S, "it sleeps, whatever it says"
+    assert answers_s == [STAGE_S, 2 * STAGE_S, 2.0 + STAGE_S]
 
 
-def test_a_host_without_time_is_not_made_up_for(clock: Clock) -> None:
-    """What came later than one sleep can be shorter stays late."""
-    sleeper = Sleeper()
-    sleeper.sleep(STAGE_S, clock.now - 10.0)
+def test_work_after_a_pause_counts_from_now(clock: Clock) -> None:
+    """So does that of a host without time: what is later than the work itself takes stays late."""
+    emulated = EmulatedTime()
+    emulated.reach(clock.now)
+    clock.advance(STAGE_S + LATE_S)
     begin_s = clock.now
-    for _ in range(2):
-        sleeper.sleep(STAGE_S)
-    assert clock.now - begin_s == STAGE_S + LATE_S
+    emulated.begin(STAGE_S)
+    emulated.sleep(STAGE_S)
+    assert emulated.now_s == begin_s + STAGE_S
 
 
 class TimedLoopback(Loopback):
@@ -93,13 +104,29 @@ def test_a_late_link_delivers_each_message_later(clock: Clock) -> None:
     loop = TimedLoopback(clock)
     link = LateSender(loop, LINK_S)
     begin_s = clock.now
-    link.send(Message(Kind.NUMBERS))
+    for kind in (Kind.NUMBERS, Kind.END):
+        link.send(Message(kind))
+        link.close()
+    assert [came_s - begin_s for came_s in loop.came_s] == [LINK_S + LATE_S, 2 * (LINK_S + LATE_S)]
+
+
+def test_an_emulated_link_counts_from_when_a_message_was_due(clock: Clock) -> None:
+    """The second message is due while the first is on the link. The receiver's work counts from
+    when they are due, and on another host from when they come."""
+    loop = TimedLoopback(clock)
+    sending = EmulatedTime()
+    link = LateSender(loop, LINK_S, sending)
+    begin_s = clock.now
+    for due_s in (0.25, 0.5, 0.5):
+        sending.reach(begin_s + due_s)
+        link.send(Message(Kind.NUMBERS, words=(7, 8)))
     link.close()
-    link.send(Message(Kind.END))
-    link.close()
-    first_s, second_s = (came_s - begin_s for came_s in loop.came_s)
-    assert first_s == LINK_S + LATE_S
-    assert second_s == 2 * LINK_S + LATE_S, "the lateness of its wake-up does not add up"
+    for shares_clock, expected_s in ((True, 2.25), (True, 2.5), (False, clock.now - begin_s)):
+        receiving = EmulatedTime()
+        message = DueReceiver(loop, receiving, shares_clock).receive()
+        assert receiving.now_s - begin_s == pytest.approx(expected_s, abs=1e-8)
+        assert message.words == (7, 8)
+    assert loop.came_s[0] - begin_s == pytest.approx(LINK_S + 0.25 + LATE_S)
 
 
 def test_a_late_link_keeps_the_order() -> None:
@@ -143,13 +170,21 @@ def test_only_messages_between_ranks_are_late(
     monkeypatch.setattr(connect, "PacketCarrier", NoCarrier)
     form = MessageForm(1, torch.float32, 0)
     place = Launch(0, 2, 0, 2), headers, form, CPU
-    late, usual = LateConnector(LINK_S, *place), Connector(*place)
+    late, usual = LateConnector(LINK_S, None, *place), Connector(*place)
     sender, _ = late.edge(0, 1, form)
     assert isinstance(sender, LateSender) and sender.delay_s == LINK_S
     assert isinstance(sender.sender, ChannelSender)
     assert isinstance(usual.edge(0, 1, form)[0], ChannelSender)
     assert late.edge(1, 0, form)[0] is None, "it receives"
     assert isinstance(late.edge(0, 0, form)[0], Loopback)
+    sleeping = LateConnector(0.0, EmulatedTime(), *place)
+    sender, _ = sleeping.edge(0, 1, form)
+    assert isinstance(sender, LateSender) and sender.delay_s == 0.0
+    assert isinstance(sender.sender, ChannelSender) and sender.sender.form.num_words == 1
+    assert isinstance(sleeping.edge(1, 0, form)[1], DueReceiver)
+    sender, receiver = late.edge(0, 0, form)
+    assert sender is receiver
+    assert sleeping.shares_memory == usual.shares_memory
     assert not late.shares_memory and usual.shares_memory == (headers == "shared_memory")
 
 
@@ -165,7 +200,9 @@ def test_a_drafter_of_stages_that_sleep_is_as_slow_and_as_often_right_as_asked_f
     clock: Clock,
 ) -> None:
     """The first request has the tokens 6, 7, ... behind its prompt of 6 tokens."""
-    drafter = ScriptedPathDrafter.of_emulated_stages(0.5, [6, 4], [40, 20], 1000, 7, STAGE_S)
+    drafter = ScriptedPathDrafter.of_emulated_stages(
+        0.5, [6, 4], [40, 20], 1000, 7, STAGE_S, EmulatedTime()
+    )
     begin_s = clock.now
     proposed = list[bool]()
     for known in range(40):

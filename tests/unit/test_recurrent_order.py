@@ -43,7 +43,7 @@ from magicdec.speculation.steps.strategy import Setup
 from magicdec.systems.ring.metrics import DraftCounts
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.ring.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
-from magicdec.systems.stages.emulation import SleepingModel
+from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
@@ -101,7 +101,7 @@ def serve(
     make_speculation: Callable[[ModelRunner], RingSpeculation] | None = None,
     observe: Observer = ignore_step,
 ) -> Ring:
-    model = SleepingModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
+    model = SleepingModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1), EmulatedTime())
     stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
     ring, runner, speculation = Ring(clock), stage.runner, None
     if gamma:

@@ -3,6 +3,7 @@ the first message on, also before the first that decodes, and work counts until 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from magicdec.systems.ring import recurrent, ring_stage
 from magicdec.systems.ring.metrics import StageUse, uses_of
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
-from magicdec.systems.stages.emulation import SleepingModel
+from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop
 
@@ -88,9 +89,16 @@ ARRIVALS = [
 WAITS_S = 2.0 + 1.0 + 4.0 + 0.25 + 0.5  # all but the first
 
 
+class RealTime(EmulatedTime):
+    """Work counts from when it really begins."""
+
+    def begin(self, seconds: float) -> None:
+        self.due_s = time.perf_counter()
+
+
 def make_stage(is_first: bool = False, num_rows: int = 1, seconds: float = STAGE_S) -> Stage:
     layers = range(1) if is_first else range(1, 2)
-    model = SleepingModel(TINY, Shard(), layers, is_first, seconds, torch.zeros(1))
+    model = SleepingModel(TINY, Shard(), layers, is_first, seconds, torch.zeros(1), RealTime())
     return Stage(make_runner(model, num_rows, 60), not is_first)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from magicdec.systems.pipeinfer.drawn_drafts import DRAFT_PROBABILITY, draw_right
 from magicdec.systems.pipeinfer.messages import Candidate
 from magicdec.systems.pipeinfer.path_drafter import DraftRequest
-from magicdec.systems.stages.emulation import Sleeper, following_tokens
+from magicdec.systems.stages.emulation import EmulatedTime, following_tokens
 
 
 class ScriptedPathDrafter:
@@ -22,13 +22,14 @@ class ScriptedPathDrafter:
         is_right: Sequence[Sequence[bool]],
         probability: float,
         seconds: float = 0.0,
+        emulated: EmulatedTime | None = None,
     ) -> None:
         self.outputs = outputs
         self.prompt_lens = prompt_lens
         self.is_right = is_right
         self.probability = probability
         self.seconds = seconds
-        self.sleeper = Sleeper()
+        self.emulated = emulated or EmulatedTime()
 
     @classmethod
     def of_emulated_stages(
@@ -39,6 +40,7 @@ class ScriptedPathDrafter:
         vocab_size: int,
         seed: int,
         seconds: float,
+        emulated: EmulatedTime,
     ) -> ScriptedPathDrafter:
         """A drafter for stages that sleep, which is right with a probability of `acceptance`."""
         lengths = list(zip(prompt_lens, output_lens, strict=True))
@@ -46,12 +48,13 @@ class ScriptedPathDrafter:
         is_right = [
             draw_right(acceptance, length, seed + index) for index, length in enumerate(output_lens)
         ]
-        return cls(outputs, prompt_lens, is_right, DRAFT_PROBABILITY, seconds)
+        return cls(outputs, prompt_lens, is_right, DRAFT_PROBABILITY, seconds, emulated)
 
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
         if step.path is None:
             return None
-        self.sleeper.sleep(self.seconds)
+        self.emulated.begin(self.seconds)
+        self.emulated.sleep(self.seconds)
         output = self.outputs[step.request]
         begin = len(text) - self.prompt_lens[step.request]
         place = begin + len(step.path)

@@ -228,6 +228,7 @@ class SpeculativePipeline(StagedSystem):
             self.run.source.config.vocab_size,
             workload.seed,
             (self.options.emulate_draft_ms or 0.0) / 1e3,
+            self.emulated_time,
         )
 
 

@@ -1,12 +1,13 @@
 """Emulation: stages that sleep in place of computing, and links that deliver late, so that one host
-stands for several. All else is real: messages, caches, admission and schedulers, and what they take
-is a part of the measured times. `StagedSystem` plugs it in, and nothing else knows of it.
+stands for several. All else is real: messages, caches, admission and schedulers. `StagedSystem`
+plugs it in, and nothing else knows of it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import (
-    Loopback,
     Message,
     MessageForm,
     Receiver,
@@ -41,20 +41,35 @@ DIGITS = 3  # of a position in a hidden state
 BASE = 256  # integers up to it are exact in bfloat16
 
 
-class Sleeper:
-    """Sleeps that take, in the mean, as long as was asked for: how late a process woke up shortens
-    its next sleep, so that the lateness of many sleeps does not add up."""
+class EmulatedTime(threading.local):
+    """When, in seconds of `time.perf_counter`, this thread was due to have done its emulated work;
+    0 before any. The next work counts from then, so that late wake-ups do not add up, nor what the
+    host does beside it. Stages and drafters of a rank are threads of their own.
+    """
 
-    def __init__(self) -> None:
-        self.late_s = 0.0
+    due_s = 0.0
 
-    def sleep(self, seconds: float, begin_s: float | None = None) -> None:
-        """Sleep until `seconds` after `begin_s`, which is now by default."""
-        begin_s = time.perf_counter() if begin_s is None else begin_s
-        due_s = begin_s + seconds - self.late_s
-        time.sleep(max(0.0, due_s - time.perf_counter()))
-        # What one sleep cannot make up for is a host without time, which the times shall show.
-        self.late_s = min(seconds, max(0.0, time.perf_counter() - due_s))
+    @property
+    def now_s(self) -> float:
+        return self.due_s or time.perf_counter()
+
+    def reach(self, due_s: float) -> None:
+        """Take a message that was due then."""
+        self.due_s = max(self.due_s, due_s)
+
+    def begin(self, seconds: float) -> None:
+        """Begin work of `seconds`: now, if what it follows is longer ago than that."""
+        now_s = time.perf_counter()
+        if now_s - self.due_s > seconds:
+            self.due_s = now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.due_s += seconds
+        sleep_until(self.due_s)
+
+
+def sleep_until(due_s: float) -> None:
+    time.sleep(max(0.0, due_s - time.perf_counter()))
 
 
 class SleepingModel(Transformer):
@@ -70,13 +85,14 @@ class SleepingModel(Transformer):
         has_ends: bool | None,
         seconds: float,
         like: Tensor,
+        emulated: EmulatedTime,
     ) -> None:
         """`like` has the dtype and device of the missing weights."""
         nn.Module.__init__(self)
         self.set_part(config, shard, layers, has_ends)
         self.elementwise = Elementwise()
         self.seconds = seconds
-        self.sleeper = Sleeper()
+        self.emulated = emulated
         self.weight = nn.Parameter(like.new_zeros(1), requires_grad=False)
         self.blocks = nn.ModuleList()  # it has neither sinks nor experts
 
@@ -93,9 +109,10 @@ class SleepingModel(Transformer):
         before_layer: BeforeLayer = lambda layer: None,
         keep: KeepState | None = None,
     ) -> Tensor:
+        self.emulated.begin(self.seconds)
         for layer in self.layers:
             before_layer(layer)
-            self.sleeper.sleep(self.seconds / len(self.layers))
+            self.emulated.sleep(self.seconds / len(self.layers))
         if not self.is_last:
             return self.weight.new_zeros(*positions.shape, self.config.hidden_size)
         if num_outputs is not None:
@@ -123,9 +140,12 @@ def following_tokens(prompt_len: int, count: int, vocab_size: int) -> list[int]:
 class SleepingModels(LoadedModels):
     """Models that sleep `seconds` in each forward. Nothing is loaded."""
 
-    def __init__(self, device: torch.device, progress: Progress, seconds: float) -> None:
+    def __init__(
+        self, device: torch.device, progress: Progress, seconds: float, emulated: EmulatedTime
+    ) -> None:
         super().__init__(device, progress)
         self.seconds = seconds
+        self.emulated = emulated
 
     def get(
         self, source: ModelSource, group: Group, kinds: Kinds, part: StagePart = StagePart()
@@ -133,7 +153,8 @@ class SleepingModels(LoadedModels):
         like = torch.zeros(1, dtype=getattr(torch, kinds.dtype), device=self.device)
         shard = Shard(group.index, group.size)
         ends = part.layers, part.has_ends
-        return SleepingModel(source.config, shard, *ends, self.seconds, like).eval()
+        model = SleepingModel(source.config, shard, *ends, self.seconds, like, self.emulated)
+        return model.eval()
 
 
 def without_weights(run_config: RunConfig) -> RunConfig:
@@ -145,13 +166,16 @@ def without_weights(run_config: RunConfig) -> RunConfig:
 
 
 class LateSender(Sender):
-    """A sender as over a link on which a message takes `delay_s` more. Its thread owns
-    `sender`."""
+    """A sender as over a link on which a message takes `delay_s` more. Its thread owns `sender`.
+    With `emulated`, the message counts from when it was due, and its first word says when it is
+    due."""
 
-    def __init__(self, sender: Sender, delay_s: float) -> None:
+    def __init__(
+        self, sender: Sender, delay_s: float, emulated: EmulatedTime | None = None
+    ) -> None:
         self.sender = sender
         self.delay_s = delay_s
-        self._sleeper = Sleeper()
+        self.emulated = emulated
         self._error = list[RuntimeError]()
         self._queue: Queue[tuple[float, Message]] = Queue()
         Thread(target=self._run, name="emulated link", daemon=True).start()
@@ -162,9 +186,13 @@ class LateSender(Sender):
 
     def send(self, message: Message) -> None:
         self._raise()
-        payload = message.payload
-        on_host = replace(message, payload=None if payload is None else to_host(payload))
-        self._queue.put((time.perf_counter(), on_host))
+        payload = None if message.payload is None else to_host(message.payload)
+        words = message.words
+        due_s = self.delay_s + time.perf_counter()
+        if self.emulated is not None:
+            due_s = self.delay_s + self.emulated.now_s
+            words = (round(1e9 * due_s), *words)
+        self._queue.put((due_s, replace(message, words=words, payload=payload)))
 
     def close(self) -> None:
         self._queue.join()
@@ -173,8 +201,8 @@ class LateSender(Sender):
 
     def _run(self) -> None:
         while True:
-            sent_s, message = self._queue.get()
-            self._sleeper.sleep(self.delay_s, sent_s)
+            due_s, message = self._queue.get()
+            sleep_until(due_s)
             try:
                 if not self._error:
                     self.sender.send(message)
@@ -187,22 +215,50 @@ class LateSender(Sender):
             raise self._error[0]
 
 
-class LateConnector(Connector):
-    """A connector of ranks whose messages arrive `delay_s` later, as if each had a host."""
+@dataclass(frozen=True)
+class DueReceiver:
+    """The other end of a `LateSender` with `emulated`. Ranks of other hosts have another clock, so
+    that their messages count from their arrival."""
 
-    def __init__(self, delay_s: float, *place: Any) -> None:
+    receiver: Receiver
+    emulated: EmulatedTime
+    shares_clock: bool
+
+    def receive(self) -> Message:
+        message = self.receiver.receive()
+        due_ns, *words = message.words
+        self.emulated.reach(due_ns / 1e9 if self.shares_clock else time.perf_counter())
+        return replace(message, words=tuple(words))
+
+    def is_there(self, seconds: float) -> bool:
+        return self.receiver.is_there(seconds)
+
+
+class LateConnector(Connector):
+    """A connector of ranks whose messages arrive `delay_s` later, as if each had a host; with
+    `emulated`, of stages that sleep."""
+
+    def __init__(self, delay_s: float, emulated: EmulatedTime | None, *place: Any) -> None:
         """`place` as in `Connector`."""
         super().__init__(*place)
+        launch = place[0]
         self.delay_s = delay_s
+        self.emulated = emulated
+        self.shares_clock = launch.local_world_size == launch.world_size
 
     @property
     def shares_memory(self) -> bool:
-        return False
+        return super().shares_memory and not self.delay_s
 
     def edge(
         self, sender: int, receiver: int, form: MessageForm, apart: str | None = None
     ) -> tuple[Sender | None, Receiver | None]:
+        delay_s = 0.0 if sender == receiver else self.delay_s  # within a rank there is no link
+        if self.emulated is not None:
+            form = replace(form, num_words=form.num_words + 1)
         sends, receives = super().edge(sender, receiver, form, apart)
-        if sends is None or isinstance(sends, Loopback):  # within a rank there is no link
-            return sends, receives
-        return LateSender(sends, self.delay_s), receives
+        if sends is not None and (delay_s or self.emulated is not None):
+            sends = LateSender(sends, delay_s, self.emulated)
+        if receives is not None and self.emulated is not None:
+            receives = DueReceiver(receives, self.emulated, self.shares_clock)
+        return sends, receives

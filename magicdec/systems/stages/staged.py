@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,12 @@ from magicdec.setup.model_checks import check_shared
 from magicdec.setup.prepare import ResolvedRun, SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.stages.auto_split import Timing, choose_split
-from magicdec.systems.stages.emulation import LateConnector, SleepingModels, without_weights
+from magicdec.systems.stages.emulation import (
+    EmulatedTime,
+    LateConnector,
+    SleepingModels,
+    without_weights,
+)
 from magicdec.systems.system import System
 
 
@@ -34,6 +39,10 @@ class StagedSystem(System):
     def sleeps(self) -> bool:
         """Whether stages sleep in place of computing."""
         return self.options.emulate_stage_ms is not None
+
+    @cached_property
+    def emulated_time(self) -> EmulatedTime:
+        return EmulatedTime()
 
     @property
     def _why_on_host(self) -> str | None:
@@ -94,19 +103,18 @@ class StagedSystem(System):
         stage_ms = self.options.emulate_stage_ms
         if stage_ms is None:
             return LoadedModels(device, progress)
-        return SleepingModels(device, progress, stage_ms / 1e3)
+        return SleepingModels(device, progress, stage_ms / 1e3, self.emulated_time)
 
     def connector(self, form: MessageForm, device: torch.device, *sizes: int) -> Connector:
         """The connector of this rank with the others; `sizes` as in `Connector`."""
         transport = self.transport
-        if transport is None:
-            return Connector(self.launch, None, form, device)
-        apart = NCCL if transport.payloads == NCCL else None
-        link_ms = self.options.emulate_link_ms
+        headers = None if transport is None else transport.headers
+        apart = NCCL if transport is not None and transport.payloads == NCCL else None
+        link_s = (self.options.emulate_link_ms or 0.0) / 1e3
         kind: Callable[..., Connector] = Connector
-        if link_ms is not None:
-            kind = partial(LateConnector, link_ms / 1e3)
-        return kind(self.launch, transport.headers, form, device, apart, *sizes)
+        if link_s or self.sleeps:
+            kind = partial(LateConnector, link_s, self.emulated_time if self.sleeps else None)
+        return kind(self.launch, headers, form, device, apart, *sizes)
 
     def config_of(self, each: Pass) -> dict[str, Any]:
         config = super().config_of(each)
