@@ -151,15 +151,15 @@ class Command:
         config.with_draft(draft)
         passes = self.passes(options, draft, world_size, is_named)
         drafting = [each for each in passes if each.is_drafting]
-        has_script = options.emulate_acceptance is not None
+        is_emulated = options.emulate_stage_ms is not None
+        has_script = is_emulated and options.emulate_acceptance is not None
         needs_draft = [each for each in drafting if not (has_script and each.drafts_ahead)]
         if not is_named and not needs_draft:
             draft = NONE
         elif drafting and not needs_draft and draft != NONE:
             values.refuse_given(["drafts.draft"], "--emulate_acceptance drafts")
-        if options.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
-            config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
-            values.refuse_given(["decoding.draft_weights"], "emulated stages have no weights")
+        if is_emulated:
+            values.refuse_given(OF_WEIGHTS, "emulated stages have no weights")
         config = config.with_draft(draft)
         ahead = [each.drafts_ahead for each in drafting]
         if draft != NONE and any(map(options.accepts_by_chance, passes)):
@@ -191,6 +191,8 @@ class Command:
             every = default_names(self.modes, world_size, has_draft)
             names = (*every, *(self.drafting if draft != NONE and is_named else ()))
             names += tuple(name for name in EXTERNAL if options.endpoint is not None)
+            if options.emulate_stage_ms is not None:
+                names = tuple(each for each in names if has_stages(Pass.named(each))) or names
         servers = range(len(options.endpoint or ()) or 1)
         return [
             replace(each, server=server, concurrency=concurrency)
@@ -271,7 +273,10 @@ USED_BY: dict[str, Callable[[Pass], bool]] = {
 }
 
 
-OF_EMULATED_STAGES = ("serving.layer_split", "serving.emulate_link_ms")
+OF_WEIGHTS = (
+    "decoding.draft_weights",
+    *(f"model.{name}" for name in ("linear", "elementwise", "native_steps", "target_dtype")),
+)
 
 
 def is_unused(setting_name: str, passes: Sequence[Pass]) -> bool:
@@ -286,8 +291,6 @@ def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
     """Raises ValueError for a given flag that no mode uses."""
     modes = " ".join(dict.fromkeys(each.name for each in passes))
     names = [name for name in sorted(values.given) if is_unused(name, passes)]
-    if "serving.emulate_stage_ms" in values.given:  # every mode then takes the time of the stages
-        names = [name for name in names if name not in OF_EMULATED_STAGES]
     values.refuse_given(names, f"no mode of --modes {modes} uses it")
 
 

@@ -39,7 +39,7 @@ from magicdec.predict.simulator.simulation import (
     divisions,
 )
 from magicdec.records.record import append_records
-from magicdec.systems.pipeinfer.emulated_drafts import draw_right
+from magicdec.systems.pipeinfer.drawn_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
 
 EVERYDAY = (

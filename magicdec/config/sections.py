@@ -201,9 +201,8 @@ class DecodingSection:
         "Draft and verify as ever, but accept drafts by chance, whatever they are. A number below "
         "1 is the probability of each draft, one from 1 on the tokens that a step emits on "
         "average, and several are rates by position, with all drafts before it. The text means "
-        "nothing. In pipelined speculation it takes the place of --draft: each drafted token is "
-        "what the target writes with this probability, which needs the tokens of an earlier mode "
-        "or emulated stages.",
+        "nothing. On emulated stages it takes the place of --draft in pipelined speculation: a "
+        "drafted token is right with this probability.",
         metavar="A",
         least=0,
     )
@@ -524,8 +523,8 @@ class StagesSection:
     )
     emulate_stage_ms: float | None = setting(
         None,
-        "Stages sleep until a message of any size has taken so long, in place of computing. Their "
-        "tokens mean nothing. Default: stages compute.",
+        "Stages sleep so long for a message of any size, in place of computing. Their tokens mean "
+        "nothing, and only modes with stages can have them. Default: stages compute.",
         metavar="MS",
         above=0,
     )

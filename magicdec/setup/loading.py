@@ -14,7 +14,6 @@ from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.eagle import EagleHead
-from magicdec.model.emulated import EmulatedModel
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, NARROW, PACKED, load_named
 from magicdec.output.console import Progress
@@ -85,15 +84,11 @@ def return_freed_memory() -> None:
 
 
 class LoadedModels:
-    """The weights that this rank holds, loaded once for each kind and group. With `emulated_s`,
-    nothing is loaded and models sleep so long in each forward."""
+    """The weights that this rank holds, loaded once for each kind and group."""
 
-    def __init__(
-        self, device: torch.device, progress: Progress, emulated_s: float | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, progress: Progress) -> None:
         self.device = device
         self.progress = progress
-        self.emulated_s = emulated_s
         # The source is kept too, because its identity is a part of the key.
         self._models: dict[tuple[object, ...], tuple[ModelSource, Transformer]] = {}
 
@@ -105,12 +100,6 @@ class LoadedModels:
     ) -> Transformer:
         """This rank's shard, over `group`, of a model or a part of it. Native steps read the same
         weights."""
-        if self.emulated_s is not None:
-            like = torch.zeros(1, dtype=getattr(torch, kinds.dtype), device=self.device)
-            shard = Shard(group.index, group.size)
-            return EmulatedModel(
-                source.config, shard, part.layers, part.has_ends, self.emulated_s, like
-            ).eval()
         key = id(source), group.ranks, replace(kinds, native_steps="off"), part
         if key not in self._models:
             model = load_model(source, group, kinds, self.device, self.progress, part)
@@ -120,7 +109,7 @@ class LoadedModels:
     def get_copy(self, source: ModelSource, group: Group, plan: ModelPlan) -> Transformer | None:
         """The low-bit copy that self-speculation drafts with; None if the model itself drafts."""
         kinds = plan.copy_kinds
-        if kinds is None or self.emulated_s is not None:
+        if kinds is None:
             return None
         key = id(source), group.ranks, replace(kinds, native_steps="off"), "copy"
         if key not in self._models:
@@ -142,8 +131,7 @@ def make_backend(name: str) -> AttentionBackend:
 
 
 def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | None:
-    is_native = kinds.native_steps == "on" and not isinstance(model, EmulatedModel)
-    return Executor(model, group) if is_native else None
+    return Executor(model, group) if kinds.native_steps == "on" else None
 
 
 def make_runner(

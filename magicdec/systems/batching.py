@@ -16,7 +16,6 @@ import torch
 from magicdec.config.choices.collectives import check_stage_group
 from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
-from magicdec.distributed.channels.message import DUE
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.start import make_groups
 from magicdec.engine.arrivals import Arrivals
@@ -182,26 +181,11 @@ class Batching(System):
         else:
             alone = Group((0,), 0)
             groups = ParallelGroups(0, 1, alone, None if draft is None else alone)
-        self.models = LoadedModels(device, progress, self._emulated_s)
+        self.models = LoadedModels(device, progress)
         plan = self.model_plans(each, launch.rank)[0]
         self.runner = runner = make_runner(plan, run.source, groups.target, self.models)
         self.draft = make_draft(run, groups, self.models, target=plan)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
-
-    @property
-    def _emulated_s(self) -> float | None:
-        """Seconds of a forward: all stages in turn, or divided among all ranks. Then two
-        all-reduces per layer take log2 N links each (recursive doubling)."""
-        stage_s = self.options.emulated_stage_s
-        options = self.options
-        if stage_s is None:
-            return None
-        world_size = self.launch.world_size
-        seconds = options.num_stages(world_size) * stage_s
-        if not self.is_on_all:
-            return seconds
-        num_links = 2 * self.run.source.config.num_layers * math.ceil(math.log2(world_size))
-        return seconds / world_size + num_links * (options.emulated_link_s or 0.0)
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
@@ -222,7 +206,6 @@ class Batching(System):
         strategy, witness = self._strategy(each)
         if witness is not None:
             witness.is_watching = observer.is_measured
-        DUE.reach(None)  # no time of an earlier pass counts
         with observer.threads.during():
             arrivals = Arrivals(requests, each.concurrency)
             self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)
@@ -326,9 +309,8 @@ class Batching(System):
 
     def is_watched(self, each: Pass) -> bool:
         """It is if the pass is greedy, and if its tokens mean something."""
-        if self.run.config.sampling.temperature > 0 or self.options.emulate_stage_ms is not None:
-            return False
-        return not self.options.accepts_by_chance(each)
+        is_greedy = self.run.config.sampling.temperature == 0
+        return is_greedy and not self.options.accepts_by_chance(each)
 
     def _witness(self, each: Pass, runner: ModelRunner) -> Witness | None:
         if not self.is_watched(each):

@@ -207,7 +207,7 @@ class ServeOptions(StagesSection):
     )
     emulate_draft_ms: float | None = setting(
         None,
-        "A step of the emulated drafter takes so long. Default: no time.",
+        "A step of the drafter of emulated stages takes so long. Default: no time.",
         metavar="MS",
         above=0,
     )
@@ -325,21 +325,6 @@ class ServeOptions(StagesSection):
         return self.emulate_acceptance is not None and each.drafts_in_turns
 
     @property
-    def emulated_link_s(self) -> float | None:
-        return None if self.emulate_link_ms is None else self.emulate_link_ms / 1e3
-
-    @property
-    def emulated_stage_s(self) -> float | None:
-        return None if self.emulate_stage_ms is None else self.emulate_stage_ms / 1e3
-
-    @property
-    def on_host(self) -> str | None:
-        """The reason why hidden states pass through host memory, also between GPUs."""
-        if self.emulate_link_ms is not None:
-            return "an emulated link delays messages on the host"
-        return None if self.emulate_stage_ms is None else "stages that sleep have no hidden states"
-
-    @property
     def longest_prompt(self) -> int:
         return max(shape.prompt_len for shape in self.shapes)
 
@@ -396,9 +381,6 @@ class ServeOptions(StagesSection):
                 f"--cache_tokens {self.cache_tokens} is too small; the longest request takes "
                 f"{needed} tokens"
             )
-
-    def num_stages(self, world_size: int) -> int:
-        return read_split(self.layer_split).num_stages(world_size)
 
     def grid(self, world_size: int) -> StageGrid:
         """The stages of a ring, without ranks that only draft in other modes. Raises ValueError,
@@ -481,8 +463,6 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
     if options.of_system(ENDPOINT):
         if options.endpoint is None:
             raise ValueError("--modes endpoint needs --endpoint URL")
-        if options.emulate_stage_ms is not None:
-            raise ValueError("--emulate_stage_ms: a server at --endpoint computes; leave one out")
         _check_servers(options)
         _refuse_sampling(config, "--modes endpoint, whose server decodes greedily")
     rings = options.of_system(RING)
@@ -531,7 +511,7 @@ def _check_servers(options: ServeOptions) -> None:
 def _check_turns(options: ServeOptions) -> None:
     """Raises ValueError if the answers that a conversation would go on with mean nothing."""
     emulated = {
-        "emulate_acceptance": "accepts drafts by chance, or knows what each request will emit",
+        "emulate_acceptance": "accepts drafts by chance",
         "emulate_stage_ms": "chooses no tokens",
     }
     for name, reason in emulated.items():
@@ -550,9 +530,15 @@ def _check_emulated_acceptance(options: ServeOptions) -> None:
             raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
         return
     flag = f"--emulate_acceptance {' '.join(f'{rate:g}' for rate in acceptance)}"
-    has_ahead = any(each.drafts_ahead for each in options.passes)
+    ahead = [each.name for each in options.passes if each.drafts_ahead]
     in_turns = [each for each in options.passes if options.accepts_by_chance(each)]
-    if has_ahead and not (len(acceptance) == 1 and acceptance[0] < 1):
+    if ahead and options.emulate_stage_ms is None:
+        raise ValueError(
+            f"{flag}: --modes {ahead[0]} drafts ahead of stages that compute, whose tokens no "
+            "drafter knows; give --emulate_stage_ms too, name by --draft what drafts, or predict "
+            "it by magicdec simulate"
+        )
+    if ahead and not (len(acceptance) == 1 and acceptance[0] < 1):
         raise ValueError(
             f"{flag}: pipelined speculation takes one probability below 1, that a token is "
             "drafted right"
@@ -563,20 +549,10 @@ def _check_emulated_acceptance(options: ServeOptions) -> None:
                 f"{flag}: stages judge the drafts of --modes {each.name} by their logits alone; "
                 "leave the mode or the flag out"
             )
-        if options.emulate_stage_ms is not None:
-            raise ValueError(
-                f"{flag}: --emulate_stage_ms has no logits that --modes {each.name} could accept "
-                "drafts of; choose from sync, async"
-            )
     if options.passes[0] in in_turns and len(options.passes) > 1:
         raise ValueError(
             f"{flag}: the tokens of --modes {options.passes[0].name}, which mean nothing, would be "
             "the reference of the others; name a mode without drafts first"
-        )
-    has_tokens = options.passes[0].system not in (SPECULATIVE, ENDPOINT)
-    if has_ahead and options.emulate_stage_ms is None and not has_tokens:
-        raise ValueError(
-            f"{flag} needs the tokens of a mode that comes before; name sequential first in --modes"
         )
 
 
@@ -586,6 +562,12 @@ def _check_emulated_stages(options: ServeOptions, config: RunConfig) -> None:
         return
     flag = f"--emulate_stage_ms {options.emulate_stage_ms}"
     acceptance = options.emulate_acceptance
+    whole = [each.name for each in options.passes if each.ranks is not Ranks.STAGES]
+    if whole:
+        raise ValueError(
+            f"{flag}: --modes {whole[0]} has no stages that could sleep; choose from ring, "
+            "iterative (one request after the other, token by token), sync, async"
+        )
     if options.is_measured:
         raise ValueError(
             f"{FLAG} {options.layer_split}: with {flag} a stage takes the same time with any "

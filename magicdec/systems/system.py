@@ -114,8 +114,7 @@ class Extras:
 
 
 class System(ABC):
-    """A way to serve requests. `run` has this rank's config, models and prompts; `expected` the
-    output of the first pass, which an emulated drafter knows."""
+    """A way to serve requests. `run` has this rank's config, models and prompts."""
 
     run: Prepared
     is_external = False  # another program computes, whose tokens may be rounded otherwise
@@ -123,7 +122,6 @@ class System(ABC):
     layer_split: str | None = None  # as `--layer_split` would name the layers of the stages
     split: str = ""  # what `--layer_split auto` chose, in one line
     transport: Transport | None = None  # of messages between stages
-    expected: list[list[int]] | None = None
     are_steps_timed = False  # steps take their time alone, and do not wait for each other
     ranks_of_layer: int = 1  # the ranks that share a layer, whose sums are rounded by their number
 
@@ -169,10 +167,7 @@ class System(ABC):
 
     def plan(self, each: Pass, ranks: Sequence[int]) -> MemoryPlan:
         """The memory that `ranks` take together in a pass."""
-        plan = add_up([plan_of(self.model_plans(each, rank)) for rank in ranks])
-        if self.options.emulate_stage_ms is None:
-            return plan
-        return replace(plan, weights=0, working=0)  # models that sleep have none
+        return add_up([plan_of(self.model_plans(each, rank)) for rank in ranks])
 
     def advice(self, each: Pass, room: MemoryBudget) -> str:
         """A way out for a pass that does not fit into `room`."""

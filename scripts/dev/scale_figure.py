@@ -39,7 +39,7 @@ from magicdec.output.tables import Table, print_tables
 from magicdec.predict.curves import expected_tokens
 from magicdec.predict.simulator.run import Work, run_mode
 from magicdec.predict.simulator.simulation import SimulatedMachine
-from magicdec.systems.pipeinfer.emulated_drafts import draw_right
+from magicdec.systems.pipeinfer.drawn_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
 
 DRAFT_OF = {

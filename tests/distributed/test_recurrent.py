@@ -67,7 +67,7 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert ring["measured_round_ms"] > 0
     if num_ranks == 1 or ring["link_ms"] is not None:  # some stage was idle
         assert (ring["link_ms"] or 0) > 0 or num_ranks == 1
-    header, hidden = 8 * (7 + ring["lane_size"]), 48 * 4 * ring["lane_size"]
+    header, hidden = 8 * (6 + ring["lane_size"]), 48 * 4 * ring["lane_size"]
     assert ring["decode_hop_bytes"] == header + hidden
     if num_ranks > 1:  # prompts go to the last stage whole, and come home as one token
         prompts = [request["prompt_len"] for request in records[-1]["requests"]]
@@ -91,7 +91,7 @@ def check_drafts(ring: dict[str, Any], metrics: dict[str, Any], lengths: list[in
     assert metrics["draft_acceptance_rate"] == rate
     assert sum(length - 1 for length in lengths) >= ring["tokens_per_round"] >= 1
     assert ring["draft_ms"] > 0
-    header, hidden = 8 * (7 + 2 * ring["lane_size"]), 48 * 4 * ring["lane_size"]
+    header, hidden = 8 * (6 + 2 * ring["lane_size"]), 48 * 4 * ring["lane_size"]
     assert ring["decode_hop_bytes"] in {header + hidden * (1 + n) for n in range(4)}
 
 

@@ -398,13 +398,12 @@ def test_what_the_library_does_not_compute_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[-1:])
 def test_a_cancelled_forward_appends_nothing(dtype: torch.dtype) -> None:
-    """Both ways look at the same board; one that is not cancelled, or not yet, changes no bit."""
+    """Both ways look at the same board; one that is not cancelled changes no bit."""
     board = CancelBoard()
     board.cancel(3)
-    board.cancel(4, delay_s=1000.0)
     token_ids = torch.tensor([[7]])
     for runner in make_pair(TINY, dtype, [5]):
-        for run in (3, 4, 5):
+        for run in (3, 4):
             cancellation = RunCancellation(board, run)
             if run == 3:
                 with pytest.raises(Cancelled) as error:

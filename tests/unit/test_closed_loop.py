@@ -29,7 +29,7 @@ from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.options import Options
-from magicdec.systems.pipeinfer.path_drafter import ScriptedPathDrafter
+from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
 from magicdec.systems.system import PassObserver
 from magicdec.systems.system import make_requests as requests_of
 

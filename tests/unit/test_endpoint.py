@@ -713,10 +713,13 @@ def test_what_no_server_can_serve_is_refused(
         ("--endpoint localhost:80", "--endpoint localhost:80 is no URL; give one such as http://"),
         ("--temperature 1", "--temperature 1 does nothing with --modes endpoint, whose server"),
         ("--modes inflight", "--endpoint does nothing here: no mode of --modes inflight uses it"),
-        ("--emulate_stage_ms 3", "--emulate_stage_ms: a server at --endpoint computes"),
+        (
+            "--emulate_stage_ms 3",
+            "--emulate_stage_ms 3.0: --modes endpoint has no stages that could sleep",
+        ),
         (
             "--modes endpoint async --emulate_acceptance 0.5",
-            "needs the tokens of a mode that comes",
+            "--modes async drafts ahead of stages that compute",
         ),
         ("--endpoint_prompts words", "--endpoint_prompts words is not known; choose from ids, te"),
         ("--endpoint_api vllm", "--endpoint_api vllm is not known; choose from openai, sglang, ll"),

@@ -226,6 +226,14 @@ def test_acceptance_has_the_definitions_of_vllm(exports: Exports) -> None:
     assert ours == pytest.approx([0.75, 0.75 / 2]), "of the two that judged the second one"
 
 
+@pytest.mark.parametrize("name", ["emulate_stage_ms", "emulate_link_ms"])
+def test_stages_and_links_that_were_emulated_say_so(name: str, exports: Exports) -> None:
+    raw = served()
+    raw["config"]["workload"][name] = 3.0
+    found = json.loads(exports.text("vllm", [raw]))
+    assert found["correctness"] == UNCOMPARED | {"emulated": True}
+
+
 def test_what_was_emulated_says_so(exports: Exports) -> None:
     raw = served(is_drafting=True)
     raw["config"]["decoding"]["emulate_acceptance"] = [0.5]

@@ -78,7 +78,7 @@ def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -
         requests=[0, 0, 0],
         correctness=None,
         accepts_by_chance=False,
-        emulates_drafts=False,
+        emulated_by=[],
     )
     assert verdict(passed) == said
 

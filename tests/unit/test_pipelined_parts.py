@@ -3,27 +3,20 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from threading import Event
 
 import pytest
 from conftest import make_requests
 from threaded_pipeline import FakeStage, drafted_in, serve
 
-from magicdec.distributed.channels.message import (
-    DUE,
-    Loopback,
-)
+from magicdec.distributed.channels.message import Loopback
 from magicdec.runner.request import Request, Status
 from magicdec.systems.pipeinfer.head import there
 from magicdec.systems.pipeinfer.messages import Candidate
 from magicdec.systems.pipeinfer.options import Options
-from magicdec.systems.pipeinfer.path_drafter import (
-    DraftRequest,
-    LookupPathDrafter,
-    ScriptedPathDrafter,
-)
+from magicdec.systems.pipeinfer.path_drafter import DraftRequest, LookupPathDrafter
 from magicdec.systems.pipeinfer.run_stage import CancelBoard, Canceller, listen
+from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
 from magicdec.systems.stages.spans import SpanKind
 
 
@@ -116,31 +109,6 @@ def test_a_head_begins_again_when_a_request_arrives_after_all_have_ended(mode: s
     assert [request.arrived_s for request in served] == [0.0, 1.0, 1.0, 3.0]
     assert [found.moves[i].joined_s for i in range(4)] == [[0], [1], [1], [3]]
     assert found.scheduler.counts.num_accepted == found.scheduler.counts.num_drafted
-
-
-@pytest.mark.parametrize("is_emulated", [True, False])
-def test_emulated_work_counts_from_what_it_follows(is_emulated: bool) -> None:
-    """Each result is followed by two draft steps, and these by the next run, of the stage, the
-    drafter and the head in threads of their own. A drafter that sleeps beside a stage which
-    computes says nothing of when it was due."""
-    step_s, dues_s = 2.0**-12, list[float | None]()
-
-    def emulate(run: int, layer: int) -> None:
-        if is_emulated:
-            DUE.begin()
-            DUE.sleep(step_s)
-
-    stage = FakeStage(1, True, wait=emulate, computed=lambda run: dues_s.append(DUE.time_s))
-    drafter = always(True, [1])
-    drafter.seconds = step_s
-    served = make_requests([(9,)], 13)
-    serve([stage], drafter, Options(mode="sync", gamma=2), served)
-    assert served[0].output_ids == list(range(1, 14)) and len(dues_s) == 1 + 12 // 3
-    if not is_emulated:
-        assert dues_s == [None] * len(dues_s)
-        return
-    between_s = [there(after) - there(before) for before, after in pairwise(dues_s)]
-    assert between_s == pytest.approx([3 * step_s] * 4, rel=1e-6)
 
 
 class LateDrafter(ScriptedPathDrafter):

@@ -1,5 +1,5 @@
 """The order of messages in a ring, with stages that do not compute: how many are under way, how the
-rows of ended samples are used again, what messages say about drafts, and links that are emulated. A
+rows of ended samples are used again, and what messages say about drafts. A
 sample may end among its accepted drafts."""
 
 from collections import deque
@@ -23,13 +23,8 @@ from two_stages import serve_with_drafts
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.channels.message import (
-    DUE,
-    ChannelReceiver,
-    ChannelSender,
-    DelayedSender,
     Ends,
     Kind,
-    Loopback,
     Message,
     MessageForm,
     Traffic,
@@ -37,7 +32,6 @@ from magicdec.distributed.channels.message import (
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.engine import Engine
-from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Observer, Request, ignore_step
@@ -49,6 +43,7 @@ from magicdec.speculation.steps.strategy import Setup
 from magicdec.systems.ring.metrics import DraftCounts
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.ring.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
+from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
@@ -106,7 +101,7 @@ def serve(
     make_speculation: Callable[[ModelRunner], RingSpeculation] | None = None,
     observe: Observer = ignore_step,
 ) -> Ring:
-    model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
+    model = SleepingModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1), EmulatedTime())
     stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
     ring, runner, speculation = Ring(clock), stage.runner, None
     if gamma:
@@ -248,71 +243,6 @@ def test_a_ring_counts_what_was_proposed_and_accepted_of_each_row(lanes: tuple[i
     judged = [(each.drafted, each.accepted) for each in seen.verifications.every]
     assert sorted(judged) == sorted(pair for pair in drafter.judged if pair[0])
     assert 0 < seen.verifications.num_accepted < seen.verifications.num_drafted
-
-
-def test_an_emulated_link_keeps_the_order() -> None:
-    loop = Loopback()
-    link = DelayedSender(loop, 0.001)
-    sent = [Message(Kind.HIDDEN, n, payload=torch.ones(1, n, 48)) for n in (1, 30, 2)]
-    for message in [*sent, Message(Kind.END)]:
-        link.send(message)
-    link.close()
-    assert [loop.receive() for _ in range(3)] == sent and loop.receive().kind is Kind.END
-
-
-def test_an_emulated_link_counts_from_when_a_message_was_due() -> None:
-    """The second message is due while the first is on the link. The third one does not say when it
-    was due."""
-    loop = Loopback()
-    link = DelayedSender(loop, 2.0)
-    for due_s in (10.0, 10.25, None):
-        link.send(Message(Kind.NUMBERS, words=(1,), due_s=due_s))
-    link.close()
-    assert [loop.receive().due_s for _ in range(3)] == [12.0, 12.25, None]
-
-
-class Wire(deque[torch.Tensor]):
-    """Both ends of what carries tensors."""
-
-    num_bytes = 0
-    send = deque.append
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(self.popleft())
-
-    def close(self) -> None:
-        """There is nothing to wait for."""
-
-
-@pytest.mark.parametrize("shares_clock", [True, False])
-def test_a_message_says_when_it_is_due_to_ranks_of_its_host(shares_clock: bool) -> None:
-    wire = Wire()
-    sender, device = ChannelSender(FORM, wire), torch.device("cpu")
-    receiver = ChannelReceiver(FORM, wire, device, shares_clock=shares_clock)
-    for due_s in (None, 2.5):
-        sender.send(Message(Kind.NUMBERS, words=(1, 2), due_s=due_s))
-        assert receiver.receive().due_s == (due_s if shares_clock else None)
-
-
-def test_an_emulated_link_passes_errors_on() -> None:
-    class Broken(Loopback):
-        def send(self, message: Message) -> None:
-            raise RuntimeError("rank 1 has ended")
-
-    link = DelayedSender(Broken(), 0.001)
-    link.send(Message(Kind.END))
-    with pytest.raises(RuntimeError, match="rank 1 has ended"):
-        link.close()
-
-
-def test_a_whole_model_may_be_emulated() -> None:
-    model = EmulatedModel(TINY, Shard(), None, None, 0.0, torch.zeros(1))
-    stage = Stage(make_runner(model, 2, 60), is_last=True)
-    loop = Loopback()
-    requests = make_requests([(5,) * 20] * 3, 4)
-    RecurrentPipeline(stage, Ends(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
-    assert all(request.output_ids == [20, 21, 22, 23] for request in requests)
-    assert DUE.time_s is None, "what follows, as a probe of the links, is not emulated"
 
 
 PROMPTS = random_prompts([5, 40, 1, 33, 9, 21], TINY.vocab_size)

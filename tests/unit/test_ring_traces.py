@@ -21,13 +21,13 @@ from magicdec.bench.serving.showing import (
 )
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.request import Request
 from magicdec.systems.ring.metrics import uses_of
 from magicdec.systems.ring.recurrent import RecurrentPipeline
 from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages import clocks
 from magicdec.systems.stages.clocks import Ahead
+from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop
 from magicdec.systems.system import PassTrace
@@ -35,7 +35,7 @@ from magicdec.systems.system import PassTrace
 
 def served() -> tuple[RecurrentPipeline, list[Request]]:
     """Five samples of two chunks and four tokens each, three of them in flight."""
-    model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
+    model = SleepingModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1), EmulatedTime())
     stage, ring = Stage(make_runner(model, 3, 60), is_last=False), Ring()
     pipeline = RecurrentPipeline(stage, Ends(ring, ring), 3, 1, LIMITS, CHUNK)
     requests = make_requests([(5,) * 12] * 5, 4)

@@ -72,8 +72,8 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--emulate_link_ms 3", "--emulate_link_ms 3.0: one rank has no link"),
     (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "is for --emulate_acceptance"),
     (1, "--emulate_acceptance 0.5 --modes inflight", f"--emulate_acceptance {UNUSED}"),
-    (1, "--emulate_acceptance 0.5 --modes sync", "name sequential first in --modes"),
-    (1, "--emulate_acceptance 2 --draft ngram --modes static static+draft sync", "takes one prob"),
+    (1, "--emulate_acceptance 0.5 --modes sync", "sync drafts ahead of stages that compute"),
+    (1, "--emulate_stage_ms 3 --emulate_acceptance 2 --modes sync", "takes one probability below"),
     (
         *(1, "--emulate_acceptance 5.5 --gamma 3 --draft ngram --modes inflight+draft"),
         "a step emits at most 4 tokens",
@@ -83,13 +83,20 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--emulate_acceptance 2 --modes inflight+draft", "inflight+draft drafts; say by --draft"),
     (
         *(1, "--emulate_acceptance .5 --draft ngram --modes inflight+draft --emulate_stage_ms 3"),
-        "--emulate_stage_ms has no logits that",
+        "--emulate_stage_ms 3.0: --modes inflight+draft has no stages that could sleep; choose",
     ),
-    (1, "--emulate_acceptance 0.5 --draft ngram --modes sequential sync", "--draft does nothing"),
+    (
+        *(1, "--emulate_stage_ms 3 --emulate_acceptance 0.5 --draft ngram --modes iterative sync"),
+        "--draft does nothing here: --emulate_acceptance drafts",
+    ),
+    (1, "--emulate_stage_ms 3 --modes ring --native_steps on", "--native_steps does nothing here"),
+    (1, "--emulate_stage_ms 3 --modes ring --linear torch", "--linear does nothing here: emulated"),
+    (1, "--emulate_stage_ms 3 --modes ring --target_dtype int8", "--target_dtype does nothing he"),
+    (1, "--emulate_stage_ms 3 --modes ring --elementwise torch", "--elementwise does nothing here"),
     (1, "--emulate_stage_ms 3 --modes sync ring --draft ngram", "give --emulate_acceptance"),
-    (1, "--emulate_stage_ms 3 --temperature 1", "--temperature 1 does nothing with --emulate_st"),
+    (1, "--emulate_stage_ms 3 --modes ring --temperature 1", "--temperature 1 does nothing with -"),
     (1, "--emulate_stage_ms 3 --modes ring+draft --draft model:demo-draft", "no tokens that --dra"),
-    (1, "--emulate_stage_ms 3 --presence_penalty 1", "--presence_penalty 1 does nothing with --em"),
+    (1, "--emulate_stage_ms 3 --modes ring --presence_penalty 1", "--presence_penalty 1 does noth"),
     (3, "--modes ring --n_samples 3 --B 2", "--n_samples 3 is not a multiple of --B 2"),
     (3, "--modes ring --num_requests 2 --n_samples 4", "--num_requests 2 is less than the samples"),
     (1, "--arrival sometimes", "--arrival sometimes is not known; choose from burst, "),
@@ -131,13 +138,10 @@ DEFAULTS = [  # (command, ranks, flags, modes)
         *("recurrent", 2, "--draft ngram"),
         ["sequential", "inflight", "tensor_parallel", "ring", "ring+draft"],
     ),
-    (
-        *("recurrent", 2, "--emulate_stage_ms 3"),
-        ["sequential", "inflight", "tensor_parallel", "ring"],
-    ),
+    ("recurrent", 2, "--emulate_stage_ms 3", ["ring"]),
     ("pipeline", 2, "", ["sequential", *PIPELINED]),
     ("pipeline", 2, "--draft none", ["sequential", "iterative"]),
-    ("pipeline", 2, "--emulate_stage_ms 3 --emulate_acceptance 0.4", ["sequential", *PIPELINED]),
+    ("pipeline", 2, "--emulate_stage_ms 3 --emulate_acceptance 0.4", [*PIPELINED]),
 ]  # fmt: skip
 
 
@@ -566,7 +570,11 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
     config = records[1].config | {"workload": workload}
     emulated = replace(records[1], name="async", config=config)
     (brief,) = brief_tables([records[0], emulated])
-    assert "of EMULATED drafts" in brief.lead[0].text
+    assert ", EMULATED by --emulate_acceptance" in brief.lead[0].text
+    workload = workload | {"emulate_stage_ms": 3.0, "emulate_link_ms": 1.0}
+    slept = replace(records[0], config=config | {"workload": workload})
+    (brief,) = brief_tables([slept])
+    assert ", EMULATED by --emulate_stage_ms --emulate_link_ms" in brief.lead[0].text
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ from magicdec.predict.simulator.simulation import (
     SimulatedMachine,
     divisions,
 )
-from magicdec.systems.pipeinfer.emulated_drafts import draw_right
+from magicdec.systems.pipeinfer.drawn_drafts import draw_right
 from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.scheduler import Counts

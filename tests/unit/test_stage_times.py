@@ -3,9 +3,10 @@ the first message on, also before the first that decodes, and work counts until 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,10 +18,9 @@ from test_recurrent_order import CHUNK, LIMITS, Ring
 from threaded_pipeline import FakeStage
 from torch import Tensor
 
-from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, Traffic
+from magicdec.distributed.channels.message import Ends, Kind, Message, Traffic
 from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.native_steps.executor import Cancellation
 from magicdec.systems.pipeinfer import run_stage
 from magicdec.systems.pipeinfer.messages import RunLaunch
@@ -31,17 +31,17 @@ from magicdec.systems.ring import recurrent, ring_stage
 from magicdec.systems.ring.metrics import StageUse, uses_of
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
+from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop
 
-STAGE_S, LINK_S, LATE_S = 0.5, 0.25, 0.125
+STAGE_S, LINK_S = 0.5, 0.25
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Sleeping takes no time but on this clock, on which nothing was due before."""
+    """Sleeping takes no time but on this clock."""
     clock = Clock()
-    DUE.reach(None)
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", clock.advance)
     return clock
@@ -89,9 +89,16 @@ ARRIVALS = [
 WAITS_S = 2.0 + 1.0 + 4.0 + 0.25 + 0.5  # all but the first
 
 
+class RealTime(EmulatedTime):
+    """Work counts from when it really begins."""
+
+    def begin(self, seconds: float) -> None:
+        self.due_s = time.perf_counter()
+
+
 def make_stage(is_first: bool = False, num_rows: int = 1, seconds: float = STAGE_S) -> Stage:
     layers = range(1) if is_first else range(1, 2)
-    model = EmulatedModel(TINY, Shard(), layers, is_first, seconds, torch.zeros(1))
+    model = SleepingModel(TINY, Shard(), layers, is_first, seconds, torch.zeros(1), RealTime())
     return Stage(make_runner(model, num_rows, 60), not is_first)
 
 
@@ -118,22 +125,6 @@ def test_another_stage_waits_from_its_first_message_on(clock: Clock) -> None:
     assert use.decode_s == STAGE_S
 
 
-def test_the_lateness_of_sleeps_does_not_add_up(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every sleep ends LATE_S late. The second message was due while the first was emulated, and
-    the third after that."""
-    monkeypatch.setattr("time.sleep", lambda seconds: clock.advance(seconds + LATE_S))
-    begin_s, dues_s = clock.now, (0.0, 0.25, 2.0)
-    messages = [replace(hidden(0, 1, WANTED), due_s=clock.now + due_s) for due_s in dues_s]
-    arrivals = [*((LATE_S, message) for message in messages), (1.0, Message(Kind.END))]
-    ends, ring = scripted(clock, arrivals)
-    StageLoop(make_stage(), ring, Spans()).serve()
-    answers_s = [begin_s + at_s for at_s in (STAGE_S, 2 * STAGE_S, 2.0 + STAGE_S)]
-    assert [message.due_s for message in ends.sent[:3]] == answers_s
-    assert DUE.time_s is None, "it emulates nothing any more"
-
-
 def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
     spans = Spans(
         Span(SpanKind.STAGE, run, 0.0, seconds) for run, seconds in enumerate([9, 8, 1, 3])
@@ -144,7 +135,7 @@ def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
 
 @dataclass
 class Distant(Ring):
-    """Messages come home LINK_S after the first stage began to wait for them, by real links."""
+    """Messages come home LINK_S after the first stage began to wait for them."""
 
     clock: Clock
 
@@ -153,7 +144,7 @@ class Distant(Ring):
 
     def receive(self) -> Message:
         self.clock.advance(LINK_S)
-        return replace(super().receive(), due_s=None)
+        return super().receive()
 
 
 def first_stage(clock: Clock) -> RecurrentPipeline:

@@ -38,11 +38,10 @@ class ExportFormat:
 def outcome(record: MeasuredRecord) -> Row:
     """What the record says of its tokens, for the key `correctness` of a row: the status, what they
     were compared with (None: with nothing), and the number of requests or sequences that differ.
-    A serving pass also says whether acceptance or drafts were emulated."""
+    A serving pass also says whether something of it was emulated."""
     if isinstance(record, ServingRecord):
-        is_emulated = record.accepts_by_chance or record.emulates_drafts
         found = _outcome(record.status, record.reference, record.num_differing)
-        return found | {"emulated": is_emulated}
+        return found | {"emulated": bool(record.emulated_by)}
     correctness = record.correctness if isinstance(record, RunRecord) else None
     if correctness is None or correctness.reference is None:
         return _outcome(record.status, None, None)

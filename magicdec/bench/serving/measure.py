@@ -168,7 +168,6 @@ class Experiment:
             self.reference = served
             if len(self.prepared.systems) > 1:  # maybe on other ranks
                 self.whole_reference = whole(system, served.kept)
-            self._tell_outputs(served)
         verdict = self.compare(served)
         if self.launch.rank == 0:
             record = self.describe(served, verdict)
@@ -315,10 +314,9 @@ class Experiment:
             engine_pass(self.prepared.system_of(each), each, self.prepared.systems)
             for each in (reference.each, served.each)
         ]
-        options = self.prepared.options
         is_plain = all(request.sampling.is_plain for request in served.requests)
         (first, other) = pair
-        if first is None or other is None or options.emulate_stage_ms or not is_plain:
+        if first is None or other is None or not is_plain:
             return unjudged
         size = self.launch.world_size
         replays = ModeReplays(self.open, first, other, size, self.progress, self.replayed)
@@ -395,15 +393,6 @@ class Experiment:
         chunk = self.prepared.system_of(each).run.config.attention.prefill_chunk
         shapes = self.prepared.options.shapes[:num_requests]
         self.serve(each, shortened(shapes, chunk), PassObserver())
-
-    def _tell_outputs(self, served: Served) -> None:
-        """Let an emulated drafter know what the first pass emitted."""
-        if self.prepared.options.emulate_acceptance is None:
-            return
-        outputs = [request.output_ids for request in served.requests]
-        expected = all_gather_values(outputs, list[list[int]], self.launch.world_size)[0]
-        for system in self.prepared.systems:
-            system.expected = None if self.prepared.options.emulate_stage_ms else expected
 
 
 def without_first(prompts: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

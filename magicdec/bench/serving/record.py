@@ -50,11 +50,13 @@ UNREPORTED = f"{NO_VERIFICATIONS}; if a server does not report it"
 ALONE = "without `--turns`; in records of earlier versions"
 UNLOGGED = "except in the passes of the gate; of pipelined speculation; where steps are captured"
 NO_STAGES = "of other modes, or if `diverged` or `failed`"
+ACCEPTANCE = "emulate_acceptance"
+OF_STAGES = ("emulate_stage_ms", "emulate_link_ms")
 # The flags of a mode on which its drafts depend, beside those of a run.
 SERVING_FLAGS = (
     *("num_requests", "arrival", "batch_size", "n_samples", "lanes", "max_in_flight"),
     *("pa", "pr", "pd", "prefill_tokens", "block_tokens", "cache_tokens", "window_ms"),
-    "emulate_acceptance",
+    ACCEPTANCE,
 )
 # Those that older records do not have, with what they did.
 LATER_FLAGS = {"concurrency": None, "prefix_cache": False, "turns": 1}
@@ -343,14 +345,18 @@ class ServingRecord(MeasuredRecord):
     @property
     def accepts_by_chance(self) -> bool:
         """Whether `--emulate_acceptance` judged its drafts, so that its tokens mean nothing."""
-        has_rates = self.config["decoding"].get("emulate_acceptance") is not None
+        has_rates = self.config["decoding"].get(ACCEPTANCE) is not None
         return has_rates and "draft" in self.config
 
     @property
-    def emulates_drafts(self) -> bool:
-        """Whether `--emulate_acceptance` made its drafts. Its tokens are the target's."""
-        has_rate = self.config["workload"].get("emulate_acceptance") is not None
-        return has_rate and Pass.named(self.name).drafts_ahead
+    def emulated_by(self) -> list[str]:
+        """The flags by which stages, links, drafts or their acceptance were emulated."""
+        workload = self.config["workload"]
+        names = [name for name in OF_STAGES if workload.get(name) is not None]
+        has_rate = workload.get(ACCEPTANCE) is not None
+        if self.accepts_by_chance or (has_rate and Pass.named(self.name).drafts_ahead):
+            names.append(ACCEPTANCE)
+        return [f"--{name}" for name in names]
 
     @property
     def is_uncompared(self) -> bool:

@@ -385,7 +385,7 @@ def summary_table(
 def brief_verdict(records: Sequence[ServingRecord]) -> list[Line]:
     """One line if all tokens are those of the first pass; otherwise one for each pass of which
     there is more to say."""
-    odd = [record for record in records if record.status != "ok" or record.emulates_drafts]
+    odd = [record for record in records if record.status != "ok" or record.emulated_by]
     if odd:
         return [verdict_line(record) for record in odd]
     return [Line(f"in every mode all requests have the tokens of {records[0].name}", "bold")]
@@ -409,8 +409,10 @@ def verdict(record: ServingRecord) -> str:
     if found is not None:
         measured = measured_text(found.forwards, f"those of {record.reference}")
         checked = f"{judged_text(found.judged_again)}{measured}"
-    drafts = ", of EMULATED drafts" if record.emulates_drafts else ""
-    return f"{name}: {compared_text(record)}{drafts}{checked}"
+    emulated = ""
+    if record.emulated_by and not record.accepts_by_chance:
+        emulated = f", EMULATED by {' '.join(record.emulated_by)}"
+    return f"{name}: {compared_text(record)}{emulated}{checked}"
 
 
 def compared_text(record: ServingRecord) -> str:

@@ -14,7 +14,6 @@ from magicdec.distributed.channels.message import (
     Carrier,
     ChannelReceiver,
     ChannelSender,
-    DelayedSender,
     Ends,
     Loopback,
     MessageForm,
@@ -41,23 +40,25 @@ class Connector:
         form: MessageForm,
         device: torch.device,
         apart: str | None = None,
-        delay_s: float | None = None,
         depth: int = DEPTH,
         capacity: int = CAPACITY,
     ) -> None:
         """`headers` is gloo or shared_memory, None if no rank sends to another. `form` is of hidden
-        states for `device`, `apart` a process group backend for them. Messages arrive `delay_s`
-        later; an edge holds at most `depth` messages, in shared memory `capacity` bytes."""
+        states for `device`, `apart` a process group backend for them. An edge holds at most
+        `depth` messages, in shared memory `capacity` bytes."""
         self.rank = launch.rank
         self.headers = headers
         self.form = form
         self.device = device
         self.apart = apart
-        self.delay_s = delay_s
         self.depth = depth
         self.capacity = capacity
         self.processes = processes_of(launch)
-        self.shares_clock = launch.local_world_size == launch.world_size
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks can read one array in place of messages."""
+        return self.headers == "shared_memory"
 
     def edge(
         self, sender: int, receiver: int, form: MessageForm, apart: str | None = None
@@ -78,11 +79,8 @@ class Connector:
             else PacketCarrier(handle, peer, MOST_TENSORS * self.depth, processes, is_receiver)
         )
         if is_receiver:
-            return None, ChannelReceiver(form, carrier, self.device, payloads, self.shares_clock)
-        channel_sender = ChannelSender(form, carrier, payloads)
-        if self.delay_s is None:
-            return channel_sender, None
-        return DelayedSender(channel_sender, self.delay_s), None
+            return None, ChannelReceiver(form, carrier, self.device, payloads)
+        return ChannelSender(form, carrier, payloads), None
 
     def _payloads(self, sender: int, receiver: int, backend: str) -> Carrier | None:
         """A carrier, used once so that no later message waits for NCCL's setup."""

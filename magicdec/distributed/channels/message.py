@@ -3,14 +3,11 @@ pickled. A wait for an ended peer, or beyond PATIENCE_S, raises `PeerLost`."""
 
 from __future__ import annotations
 
-import threading
-import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from queue import Queue, SimpleQueue
-from threading import Thread
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,7 +15,7 @@ from torch import Tensor
 
 PATIENCE_S = 600.0  # the longest wait for a message, or for room to send one
 WORD_BYTES = 8
-NUM_FIELDS = 7  # of a header, before its words
+NUM_FIELDS = 6  # of a header, before its words
 
 
 class Kind(IntEnum):
@@ -29,53 +26,16 @@ class Kind(IntEnum):
     NUMBERS = 5  # results, drafts, or what is asked for
 
 
-def sleep_until(due_s: float) -> None:
-    time.sleep(max(0.0, due_s - time.perf_counter()))
-
-
-class Due(threading.local):
-    """When, in seconds of `time.perf_counter`, this thread was due to have done its emulated work;
-    None if it emulates nothing.
-
-    The next emulated work counts from then, so that late wake-ups do not add up. It is per thread
-    because what sleeps is many calls below the loop that has the message.
-    """
-
-    time_s: float | None = None
-
-    def reach(self, due_s: float | None) -> None:
-        """Take a message that was due then; None: real time counts."""
-        if due_s is not None and self.time_s is not None:
-            due_s = max(due_s, self.time_s)
-        self.time_s = due_s
-
-    def begin(self) -> None:
-        """Begin emulated work: now, unless earlier work or a message says when."""
-        if self.time_s is None:
-            self.time_s = time.perf_counter()
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep from when all before was due, or from now without emulation."""
-        if self.time_s is None:
-            return time.sleep(seconds)
-        self.time_s += seconds
-        sleep_until(self.time_s)
-
-
-DUE = Due()
-
-
 @dataclass(frozen=True)
 class Message:
     """A message of the run or draft step `run`: `words` with a meaning by kind, and a `payload` of
-    hidden states [rows, tokens, hidden] or None. `due_s` is its time in emulated work (`Due`)."""
+    hidden states [rows, tokens, hidden] or None."""
 
     kind: Kind
     run: int = 0
     status: int = 0
     words: tuple[int, ...] = ()
     payload: Tensor | None = None
-    due_s: float | None = field(default_factory=lambda: DUE.time_s, compare=False)
 
 
 def words_of(values: Iterable[float]) -> tuple[int, ...]:
@@ -90,7 +50,7 @@ def floats_of(words: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class MessageForm:
-    """The format of a channel: a header, int64 [7 + num_words], a tensor of further words, and the
+    """The format of a channel: a header, int64 [6 + num_words], a tensor of further words, and the
     payload, of `width` and `dtype`."""
 
     width: int
@@ -98,13 +58,12 @@ class MessageForm:
     num_words: int
 
     def numbers(self, message: Message) -> list[Tensor]:
-        """The header (kind, run, status, rows, tokens, due time in ns or 0, number of words, first
-        words), and further words."""
+        """The header (kind, run, status, rows, tokens, number of words, first words), and further
+        words."""
         count = self.num_words
         words = message.words
         rows, tokens = (0, 0) if message.payload is None else message.payload.shape[:2]
-        due_ns = round(1e9 * (message.due_s or 0.0))
-        fields = (message.kind, message.run, message.status, rows, tokens, due_ns, len(words))
+        fields = (message.kind, message.run, message.status, rows, tokens, len(words))
         header = (*fields, *words[:count], *[0] * (count - len(words)))
         tensors = [torch.tensor(header, dtype=torch.int64)]
         if len(words) > count:
@@ -204,26 +163,23 @@ class ChannelSender(Sender):
 
 @dataclass(frozen=True)
 class ChannelReceiver:
-    """A receiver of payloads on `device`, by `payloads` if they go apart. Due times hold only if it
-    `shares_clock`, on one host."""
+    """A receiver of payloads on `device`, by `payloads` if they go apart."""
 
     form: MessageForm
     reader: Carrier
     device: torch.device
     payloads: Carrier | None = None
-    shares_clock: bool = True
 
     def receive(self) -> Message:
         header = torch.empty(NUM_FIELDS + self.form.num_words, dtype=torch.int64)
         self.reader.fill(header)
-        kind, run, status, rows, tokens, due_ns, num_words, *words = header.tolist()
+        kind, run, status, rows, tokens, num_words, *words = header.tolist()
         if num_words > self.form.num_words:
             others = torch.empty(num_words - self.form.num_words, dtype=torch.int64)
             self.reader.fill(others)
             words += others.tolist()
         payload = self._payload((rows, tokens, self.form.width)) if rows * tokens else None
-        due_s = due_ns / 1e9 if due_ns and self.shares_clock else None
-        return Message(Kind(kind), run, status, tuple(words[:num_words]), payload, due_s)
+        return Message(Kind(kind), run, status, tuple(words[:num_words]), payload)
 
     def is_there(self, seconds: float) -> bool:
         return self.reader.is_there(seconds)
@@ -257,54 +213,6 @@ class SharedReceiver:
 
     def is_there(self, seconds: float) -> bool:
         return self.receiver.is_there(seconds)
-
-
-class DelayedSender(Sender):
-    """A sender as over a link of `delay_s`, from a message's due time if it has one. Its thread
-    owns `sender`."""
-
-    def __init__(self, sender: Sender, delay_s: float) -> None:
-        self.sender = sender
-        self.delay_s = delay_s
-        self._error = list[RuntimeError]()
-        self._queue: Queue[tuple[float, Message]] = Queue()
-        Thread(target=self._run, name="emulated link", daemon=True).start()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.sender.traffic
-
-    def send(self, message: Message) -> None:
-        self._raise()
-        payload = message.payload
-        begin_s = time.perf_counter() if message.due_s is None else message.due_s
-        due_s = begin_s + self.delay_s
-        on_host = replace(
-            message,
-            payload=None if payload is None else to_host(payload),
-            due_s=None if message.due_s is None else due_s,
-        )
-        self._queue.put((due_s, on_host))
-
-    def close(self) -> None:
-        self._queue.join()
-        self._raise()
-        self.sender.close()
-
-    def _run(self) -> None:
-        while True:
-            due_s, message = self._queue.get()
-            sleep_until(due_s)
-            try:
-                if not self._error:
-                    self.sender.send(message)
-            except RuntimeError as error:
-                self._error.append(error)
-            self._queue.task_done()
-
-    def _raise(self) -> None:
-        if self._error:
-            raise self._error[0]
 
 
 class Nowhere(Sender):

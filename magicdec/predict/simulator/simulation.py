@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from magicdec.systems.pipeinfer.emulated_drafts import DRAFT_PROBABILITY
+from magicdec.systems.pipeinfer.drawn_drafts import DRAFT_PROBABILITY
 from magicdec.systems.pipeinfer.messages import (
     Action,
     Cancel,

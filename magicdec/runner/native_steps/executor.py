@@ -48,8 +48,7 @@ from magicdec.runner.native_steps.interrupts import Interrupts
 
 
 class Cancellation(Protocol):
-    """A cancellation is set once the int64 at `address` is `value` and the monotonic clock has
-    reached the int64 behind it, in ns. Native forwards read both."""
+    """A cancellation is set once the int64 at `address` is `value`. Native forwards read it."""
 
     @property
     def address(self) -> int: ...

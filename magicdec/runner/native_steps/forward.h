@@ -119,8 +119,7 @@ private:
     bool is_cancelled(int64_t layer) {
         if (!c->cancelled) return false;
         team.by_one([&] {
-            const volatile int64_t* numbers = c->cancelled;
-            if (numbers[0] == c->cancelled_value && now_ns() >= numbers[1])
+            if (*(const volatile int64_t*)c->cancelled == c->cancelled_value)
                 cancelled_at = layer;
             else
                 c->layers_done = layer + 1;
@@ -138,12 +137,6 @@ private:
                         std::memcpy((S*)call.states + i * size, &x[part->first * m->hidden], size * sizeof(S));
                     });
         }
-    }
-
-    static int64_t now_ns() {
-        timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        return now.tv_sec * 1000000000LL + now.tv_nsec;
     }
 
     // Called by one thread.

@@ -80,8 +80,8 @@ struct Call {
     void* states;       // S [num_states, B, T, hidden]: x before each of the `state_layers`, of which one may follow the last
     const int64_t* state_layers;
     int64_t num_states;
-    const int64_t* cancelled;  // or null; the forward ends between layers once the first of these two numbers is
-    int64_t cancelled_value;   // this one and the monotonic clock has reached the second, in ns
+    const int64_t* cancelled;  // or null; the forward ends between layers once this number is
+    int64_t cancelled_value;   // this one
     int64_t layers_done;       // out: layers that were computed, if it may be cancelled
     int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
     int64_t num_drafted;  // out: drafts of each row

@@ -23,7 +23,6 @@ import torch
 
 from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import (
-    DUE,
     Ends,
     Kind,
     Message,
@@ -165,7 +164,7 @@ def connect_cancellations(
     others = [rank for rank in layout.stages if rank]
     board = CancelBoard()
     senders = list[Sender]()
-    if others and connector.headers == "shared_memory":
+    if others and connector.shares_memory:
         board = CancelBoard(map_segment(BOARD_BYTES, 0, None, connector.rank == 0))
         others = []
     for rank in others:
@@ -173,8 +172,7 @@ def connect_cancellations(
         senders += [] if sends is None else [sends]
         if receives is not None:
             wires.listener = listen(receives, board)
-    delay_s = 0.0 if senders else connector.delay_s
-    wires.canceller = Canceller(board, senders, delay_s or 0.0)
+    wires.canceller = Canceller(board, senders)
     return board
 
 
@@ -244,7 +242,6 @@ class Head:
             message = self._answer
             self._answer = None
             self._is_drafting = False
-            DUE.reach(message.due_s)
             self._do(self.scheduler.drafted(message.run, candidate_of(message)))
         elif self._is_drafting or not (actions := self.scheduler.idle()):
             self._wait()
@@ -252,7 +249,6 @@ class Head:
             self._do(actions)
 
     def _submit(self, request: Request) -> None:
-        DUE.reach(None)  # it has arrived by the real clock
         params = request.sampling
         _, actions = self.scheduler.submit(
             request.prompt_ids, params.max_new_tokens, params.eos_token_ids, request.request_id
@@ -277,7 +273,6 @@ class Head:
             self._answer = message
 
     def _result(self, message: Message) -> None:
-        DUE.reach(message.due_s)
         is_void = message.kind is Kind.VOID
         run = message.run - self.first_run
         self.spans.moment(SpanKind.RESULT, message.run, int(is_void))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.channels.message import DUE, Kind, Message, floats_of, words_of
+from magicdec.distributed.channels.message import Kind, Message, floats_of, words_of
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.prefill import take
 from magicdec.runner.request import NotFinite, Request, SamplingParams
@@ -102,39 +102,6 @@ class LookupPathDrafter:
         lookup.extend(text[lookup.length :])
         token = None if step.path is None else lookup.following(step.path)
         return None if token is None else (token, 1.0)
-
-
-class ScriptedPathDrafter:
-    """A drafter that knows the target's output, for emulated acceptance and tests. Output token i
-    is right if `is_right[i]`. A step takes `seconds`."""
-
-    def __init__(
-        self,
-        outputs: Sequence[Sequence[int]],
-        prompt_lens: Sequence[int],
-        is_right: Sequence[Sequence[bool]],
-        probability: float,
-        seconds: float = 0.0,
-    ) -> None:
-        self.outputs = outputs
-        self.prompt_lens = prompt_lens
-        self.is_right = is_right
-        self.probability = probability
-        self.seconds = seconds
-
-    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
-        if step.path is None:
-            return None
-        DUE.sleep(self.seconds)
-        output = self.outputs[step.request]
-        begin = len(text) - self.prompt_lens[step.request]
-        place = begin + len(step.path)
-        if begin < 0 or place >= len(output):
-            return None  # a shortened request, or past the end
-        follows = tuple(output[begin:place]) == step.path
-        if follows and self.is_right[step.request][place]:
-            return output[place], self.probability
-        return int(output[place] == 0), self.probability
 
 
 @dataclass

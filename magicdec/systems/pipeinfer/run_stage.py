@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -37,7 +36,7 @@ from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.stages.spans import SpanKind
 
 SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
-BOARD_BYTES = SLOTS * 2 * 8
+BOARD_BYTES = SLOTS * 8
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RunCancellation:
 
     @property
     def address(self) -> int:
-        return self.board.address + self.run % SLOTS * 16
+        return self.board.address + self.run % SLOTS * 8
 
     @property
     def value(self) -> int:
@@ -58,24 +57,18 @@ class RunCancellation:
 
 
 class CancelBoard:
-    """The board of cancelled runs. Run r has slot r modulo SLOTS: r + 1, and when it counts as
-    cancelled, in ns of `time.perf_counter_ns`, one clock for a host."""
+    """The board of cancelled runs. Slot r modulo SLOTS has r + 1 once run r is cancelled."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
         self._memory = memory or bytearray(BOARD_BYTES)
         self._numbers = memoryview(self._memory).cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
-    def cancel(self, run: int, delay_s: float = 0.0) -> None:
-        slot = run % SLOTS * 2
-        self._numbers[slot + 1] = time.perf_counter_ns() + int(1e9 * delay_s)
-        self._numbers[slot] = run + 1
+    def cancel(self, run: int) -> None:
+        self._numbers[run % SLOTS] = run + 1
 
     def is_cancelled(self, run: int) -> bool:
-        slot = run % SLOTS * 2
-        if self._numbers[slot] != run + 1:
-            return False
-        return time.perf_counter_ns() >= self._numbers[slot + 1]
+        return self._numbers[run % SLOTS] == run + 1
 
     def void_if_cancelled(self, message: Message) -> Message:
         """The message for all ranks of a stage, which must skip the same runs."""
@@ -85,22 +78,19 @@ class CancelBoard:
 
 
 class Canceller:
-    """The head's sender of cancellations: to the stages that read `board`, delayed by `delay_s`,
-    and through `channels` to stages of other hosts."""
+    """The head's sender of cancellations: to the stages that read `board`, and through `channels`
+    to stages of other hosts."""
 
-    def __init__(
-        self, board: CancelBoard, channels: Sequence[Sender] = (), delay_s: float = 0.0
-    ) -> None:
+    def __init__(self, board: CancelBoard, channels: Sequence[Sender] = ()) -> None:
         self.board = board
         self.channels = channels
-        self.delay_s = delay_s
 
     def cancel(self, runs: Sequence[int]) -> None:
         """Cancel runs. Returns before the stages know it."""
         for channel in self.channels:
             channel.send(Message(Kind.NUMBERS, words=tuple(runs)))
         for run in runs:
-            self.board.cancel(run, self.delay_s)
+            self.board.cancel(run)
 
     def close(self) -> None:
         for channel in self.channels:
@@ -208,7 +198,7 @@ class RunStage:
         cancellation: Cancellation | None,
         is_of_prompt: bool,
     ) -> Tensor | tuple[int, ...] | None:
-        """Hidden states [1, rows, hidden], None if they are emulated, or the words of the last
+        """Hidden states [1, rows, hidden], None if nothing computes them, or the words of the last
         stage's answer. Raises Cancelled if the cancellation is set before a layer."""
         model = self.runner.model
         num_rows = launch.num_rows

@@ -22,7 +22,6 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layout import PipelineLayout, make_layout, make_stage_grid
 from magicdec.distributed.start import make_stage_groups
 from magicdec.engine.arrivals import Arrivals
-from magicdec.model.emulated import following_tokens
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
@@ -33,17 +32,16 @@ from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer import messages
-from magicdec.systems.pipeinfer.emulated_drafts import DRAFT_PROBABILITY, draw_right
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
 from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.path_drafter import (
     LookupPathDrafter,
     ModelPathDrafter,
     PathDrafter,
-    ScriptedPathDrafter,
 )
 from magicdec.systems.pipeinfer.run_stage import CancelBoard, RunStage
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
 from magicdec.systems.stages.auto_split import (
     STEPS,
     DecodeStep,
@@ -146,7 +144,7 @@ class SpeculativePipeline(StagedSystem):
         run = self.run
         launch = self.launch
         layout = self.layout
-        models = LoadedModels(device, progress, self.options.emulated_stage_s)
+        models = self.make_models(device, progress)
         groups = make_stage_groups(
             launch,
             layout.grid,
@@ -220,26 +218,17 @@ class SpeculativePipeline(StagedSystem):
         return ModelPathDrafter(draft, config.kv, vocab_size, self.sampling)
 
     def _scripted(self, acceptance: float) -> ScriptedPathDrafter:
+        """The drafter for stages that sleep."""
         shapes = self.options.shapes
-        outputs = self.expected
-        prompts = self.run.workload.prompts
-        lengths = [min(len(p), s.prompt_len) for p, s in zip(prompts, shapes, strict=False)]
-        if outputs is None:  # of emulated stages
-            vocab_size = self.run.source.config.vocab_size
-            outputs = [
-                following_tokens(length, shape.output_len, vocab_size)
-                for length, shape in zip(lengths, shapes, strict=True)
-            ]
-        is_right = [
-            draw_right(acceptance, shape.output_len, self.run.workload.seed + index)
-            for index, shape in enumerate(shapes)
-        ]
-        return ScriptedPathDrafter(
-            outputs,
-            lengths,
-            is_right,
-            DRAFT_PROBABILITY,
-            seconds=(self.options.emulate_draft_ms or 0.0) / 1e3,
+        workload = self.run.workload
+        return ScriptedPathDrafter.of_emulated_stages(
+            acceptance,
+            [min(len(p), s.prompt_len) for p, s in zip(workload.prompts, shapes, strict=False)],
+            [shape.output_len for shape in shapes],
+            self.run.source.config.vocab_size,
+            workload.seed,
+            (self.options.emulate_draft_ms or 0.0) / 1e3,
+            self.emulated_time,
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, wait_for_stream
+from magicdec.distributed.channels.message import Ends, Kind, Message, wait_for_stream
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import Scheduler
@@ -250,7 +250,6 @@ class RecurrentPipeline:
                 continue
             message = self.ends.inbound.receive()
             arrived_s = time.perf_counter()
-            DUE.reach(message.due_s)
             run, sent_s, flight = self._under_way.popleft()
             assert message.run == run, "messages come home in their order"
             num_prompts = len(self.prompts)
@@ -264,7 +263,6 @@ class RecurrentPipeline:
                 self._begin(flight.lane)
             is_decode = flight.is_decode and len(self.prompts) == num_prompts
             self.spans.add(SpanKind.HEAD, run, arrived_s, int(is_decode))
-        DUE.reach(None)
 
     def close(self) -> None:
         self.ends.outbound.send(Message(Kind.END))

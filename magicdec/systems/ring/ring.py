@@ -96,7 +96,7 @@ class Ring(StagedSystem):
             collectives = self.run.config.parallel.collectives
             self.groups = make_stage_groups(self.launch, self.grid, device, collectives)
         if self.models is None:
-            self.models = LoadedModels(device, progress, self.options.emulated_stage_s)
+            self.models = self.make_models(device, progress)
         if self.opened is None or self.opened.is_drafting != each.is_drafting:
             self.opened = None  # its memory is free before the next is allocated
             self.opened = OpenRing(self, each, self.groups, self.models)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from magicdec.distributed.channels.message import DUE, Ends, Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Message
 from magicdec.systems.stages.spans import SpanKind, Spans
 
 
@@ -37,13 +37,11 @@ class StageLoop:
         outbound = self.ends.outbound
         while (message := inbound.receive()).kind is not Kind.END:
             begin_s = time.perf_counter()
-            DUE.reach(message.due_s)
             answer, value = self.part.answer(message)
             if value is not None:
                 # Before sending: the receiver may have the answer before this rank goes on.
                 self.spans.add(self.part.what, message.run, begin_s, value)
             if answer is not None:
                 outbound.send(answer)
-        DUE.reach(None)
         outbound.send(message)
         outbound.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,24 +18,50 @@ from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.layer_split import FLAG, StageTimes, split_layers
 from magicdec.distributed.layout import StageGrid, read_split
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.output.console import Progress
+from magicdec.setup.loading import LoadedModels
+from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.model_checks import check_shared
 from magicdec.setup.prepare import ResolvedRun, SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.stages.auto_split import Timing, choose_split
+from magicdec.systems.stages.emulation import (
+    EmulatedTime,
+    LateConnector,
+    SleepingModels,
+    without_weights,
+)
 from magicdec.systems.system import System
 
 
 class StagedSystem(System):
+    @property
+    def sleeps(self) -> bool:
+        """Whether stages sleep in place of computing."""
+        return self.options.emulate_stage_ms is not None
+
+    @cached_property
+    def emulated_time(self) -> EmulatedTime:
+        return EmulatedTime()
+
+    @property
+    def _why_on_host(self) -> str | None:
+        """The reason why hidden states pass through host memory, also between GPUs."""
+        if self.options.emulate_link_ms is not None:
+            return "an emulated link delays messages on the host"
+        return "stages that sleep have no hidden states" if self.sleeps else None
+
     def find_part(
         self, run_config: RunConfig, workload: WorkloadSection, cache: SetupCache, num_ranks: int
     ) -> ResolvedRun:
         """The models for stages of `num_ranks` ranks, which read a part of a checkpoint and
         exchange messages."""
+        if self.sleeps:
+            run_config = without_weights(run_config)
         placement = Placement(is_staged=True, is_alone=num_ranks == 1)
         models = self.find(run_config, workload, cache, placement)
         parallel = models.config.parallel
-        on_host = self.options.on_host
-        self.transport = choose_transport(parallel, models.machine, on_host)
+        self.transport = choose_transport(parallel, models.machine, self._why_on_host)
         return models
 
     def check_stages(self, models: ResolvedRun, num_ranks: int, has_others: bool) -> None:
@@ -67,14 +95,26 @@ class StagedSystem(System):
         self.split = chosen.reason and f"{FLAG} {self.layer_split}: {chosen.reason}"
         return chosen.layers
 
+    def plan(self, each: Pass, ranks: Sequence[int]) -> MemoryPlan:
+        plan = super().plan(each, ranks)
+        return replace(plan, weights=0, working=0) if self.sleeps else plan
+
+    def make_models(self, device: torch.device, progress: Progress) -> LoadedModels:
+        stage_ms = self.options.emulate_stage_ms
+        if stage_ms is None:
+            return LoadedModels(device, progress)
+        return SleepingModels(device, progress, stage_ms / 1e3, self.emulated_time)
+
     def connector(self, form: MessageForm, device: torch.device, *sizes: int) -> Connector:
         """The connector of this rank with the others; `sizes` as in `Connector`."""
         transport = self.transport
-        if transport is None:
-            return Connector(self.launch, None, form, device)
-        apart = NCCL if transport.payloads == NCCL else None
-        link_s = self.options.emulated_link_s
-        return Connector(self.launch, transport.headers, form, device, apart, link_s, *sizes)
+        headers = None if transport is None else transport.headers
+        apart = NCCL if transport is not None and transport.payloads == NCCL else None
+        link_s = (self.options.emulate_link_ms or 0.0) / 1e3
+        kind: Callable[..., Connector] = Connector
+        if link_s or self.sleeps:
+            kind = partial(LateConnector, link_s, self.emulated_time if self.sleeps else None)
+        return kind(self.launch, headers, form, device, apart, *sizes)
 
     def config_of(self, each: Pass) -> dict[str, Any]:
         config = super().config_of(each)

@@ -6,6 +6,7 @@ from faults.fault import Fault, Property
 
 STAGES = "test_stage_times.py::"
 WARM_UP = "test_warm_up.py::"
+EMULATION = "test_emulation.py::"
 RING = "test_pipeline_options.py::"
 TRACES = "test_ring_traces.py::"
 
@@ -114,31 +115,49 @@ PROPERTIES = (
     ),
     Property(
         "The lateness of sleeps does not add up.",
-        f"{STAGES}test_the_lateness_of_sleeps_does_not_add_up",
+        f"{EMULATION}test_the_lateness_of_sleeps_does_not_add_up",
         (
             Fault(
                 "emulated work from when its rank woke up",
-                "distributed/channels/message.py",
-                "        self.time_s += seconds\n",
-                "        self.time_s = time.perf_counter() + seconds\n",
+                "systems/stages/emulation.py",
+                "        self.due_s += seconds\n",
+                "        self.due_s = time.perf_counter() + seconds\n",
             ),
             Fault(
                 "a stage that begins before it is free",
-                "distributed/channels/message.py",
-                "            due_s = max(due_s, self.time_s)\n",
-                "            pass\n",
+                "systems/stages/emulation.py",
+                "        self.due_s = max(self.due_s, due_s)\n",
+                "        self.due_s = due_s\n",
+            ),
+            Fault(
+                "stages that do not sleep",
+                "systems/stages/emulation.py",
+                "        sleep_until(self.due_s)\n",
+                "",
+            ),
+            Fault(
+                "a whole stage's time for each layer",
+                "systems/stages/emulation.py",
+                "self.emulated.sleep(self.seconds / len(self.layers))",
+                "self.emulated.sleep(self.seconds)",
             ),
         ),
     ),
     Property(
         "An emulated link counts from when a message was due.",
-        "test_recurrent_order.py::test_an_emulated_link_counts_from_when_a_message_was_due",
+        f"{EMULATION}test_an_emulated_link_counts_from_when_a_message_was_due",
         (
             Fault(
                 "a link from when a message was really sent",
-                "distributed/channels/message.py",
-                "time.perf_counter() if message.due_s is None else message.due_s",
-                "time.perf_counter()",
+                "systems/stages/emulation.py",
+                "due_s = self.delay_s + self.emulated.now_s",
+                "due_s = self.delay_s + time.perf_counter()",
+            ),
+            Fault(
+                "a link without delay",
+                "systems/stages/emulation.py",
+                "            sleep_until(due_s)\n",
+                "",
             ),
         ),
     ),

@@ -36,9 +36,9 @@ PROPERTIES = (
             Fault(
                 "a run's span with the wait for it",
                 "systems/stages/stage.py",
-                "            begin_s = time.perf_counter()\n            DUE",
+                "            begin_s = time.perf_counter()\n",
                 "            ends = [span.end_s for span in self.spans[-1:]]\n"
-                "            begin_s = (ends or [time.perf_counter()])[0]\n            DUE",
+                "            begin_s = (ends or [time.perf_counter()])[0]\n",
             ),
         ),
     ),

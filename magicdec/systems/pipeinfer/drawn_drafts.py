@@ -1,4 +1,4 @@
-"""Drafts of a chosen acceptance rate, for pipelines whose models are emulated or simulated."""
+"""Drafts of a chosen acceptance rate, for pipelines whose models compute nothing."""
 
 from __future__ import annotations
 
