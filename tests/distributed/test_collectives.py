@@ -19,7 +19,7 @@ def shared(tmp_path: Path) -> Path:
     return tmp_path / "shm"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_shared_memory_equals_gloo(num_ranks: int, launch: Launch, shared: Path) -> None:
     done = launch("distributed/exchange.py", shared, num_ranks=num_ranks)
     assert done.returncode == 0 and "OK" in done.stdout, done.stderr

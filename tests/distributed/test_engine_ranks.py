@@ -56,10 +56,10 @@ def of_one_rank() -> dict[int, list[Result]]:
 @pytest.mark.parametrize(
     ("num_ranks", "groups", "kv_heads"),
     [
-        pytest.param(1, "in turn", 3, id="1"),
+        pytest.param(1, "in turn", 3, id="1", marks=pytest.mark.wide),
         pytest.param(2, "in turn", 3, id="2"),
         pytest.param(2, "other", 3, id="2, other groups", marks=pytest.mark.wide),
-        pytest.param(3, "in turn", 2, id="3, which share KV heads"),
+        pytest.param(3, "in turn", 2, id="3, which share KV heads", marks=pytest.mark.wide),
     ],
 )
 def test_every_drafter_and_policy_emits_the_baselines_tokens(

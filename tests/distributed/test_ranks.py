@@ -46,7 +46,7 @@ def single() -> dict[str, list[list[int]]]:
     [
         ("0", "auto"),
         ("1 0", "auto"),
-        ("0 1 2", "gloo"),
+        pytest.param("0 1 2", "gloo", marks=pytest.mark.wide),
         ("2 0 1", "shared_memory"),
     ],
 )

@@ -56,7 +56,9 @@ def one_process(path: Path, sampling: SamplingSection) -> list[list[int]]:
     return generate_alone(load(path), served_requests(sampling), MAX_TOKENS)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "num_ranks", [3, *(pytest.param(n, marks=pytest.mark.wide) for n in (2, 4))]
+)
 def test_the_tokens_are_those_of_one_process(
     num_ranks: int, launch: Launch, models: list[Path]
 ) -> None:

@@ -33,6 +33,7 @@ WORDS = (
 )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "modes",
     [

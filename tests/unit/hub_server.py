@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secretOfTheTests"
+POLL_S = 0.01  # until a server that is stopped notices it
 LARGE = (".safetensors", ".bin")  # files that have a sha256
 
 
@@ -44,7 +45,7 @@ class Hub:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(POLL_S,), daemon=True).start()
         self.address = f"http://127.0.0.1:{self.server.server_port}"
 
     def stop(self) -> None:

@@ -34,6 +34,7 @@ ALONE = Launch(0, 1, 0, 1)
 
 IDS = "--model tiny0 has the ids 0 to 2050"
 PATIENCE_S = 30.0
+POLL_S = 0.01  # until a server that is stopped notices it
 
 
 @dataclass
@@ -219,7 +220,7 @@ def server() -> Iterator[Server]:
     http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     http.daemon_threads = True
     http.handle_error = lambda request, address: None  # type: ignore[method-assign]
-    thread = threading.Thread(target=http.serve_forever)
+    thread = threading.Thread(target=http.serve_forever, args=(POLL_S,))
     thread.start()
     ours.address = f"http://127.0.0.1:{http.server_port}/v1"
     yield ours
