@@ -28,17 +28,26 @@ def choose(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for cases in groups.values():
         marker = cases[0].get_closest_marker("narrow")
         assert marker is not None
-        narrow, *widest = (SIZES[word] for word in marker.args)
+        narrow, *widest = marker.args
         params = [case.callspec.params for case in cases]  # type: ignore[attr-defined]
         if widest:
-            kept = covering(params, widest[0])
+            kept = covering(params, SIZES[widest[0]])
             never |= {case for index, case in enumerate(cases) if index not in kept}
             cases, params = ([each[i] for i in sorted(kept)] for each in (cases, params))
-        kept = covering(params, narrow)
+        if isinstance(narrow, int):
+            kept = spread(len(cases), narrow)
+        else:
+            kept = covering(params, SIZES[narrow])
         for index, case in enumerate(cases):
             if index not in kept:
                 case.add_marker(pytest.mark.wide)
     return never
+
+
+def spread(num_cases: int, count: int) -> set[int]:
+    """The places of `count` cases, evenly spread from the first one to the last."""
+    steps = min(count, num_cases) - 1
+    return {round((num_cases - 1) * place / max(1, steps)) for place in range(steps + 1)}
 
 
 def covering(cases: Sequence[dict[str, Any]], size: int) -> set[int]:

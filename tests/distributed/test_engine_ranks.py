@@ -29,6 +29,7 @@ from magicdec.names import DRAFTERS, EAGLE, KV_POLICIES
 LOSSY = pytest.param("lossy", "diverged", marks=pytest.mark.wide)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("rule", "status"), [("exact", "ok_with_ties"), LOSSY])
 def test_two_ranks_agree_on_the_verdict(
     rule: str, status: str, launch: Launch, tmp_path: Path

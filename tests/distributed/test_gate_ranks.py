@@ -34,6 +34,7 @@ def samples_of(result: Result) -> PassSamples:
     return result.samples["speculative"].restored()
 
 
+@pytest.mark.wide
 def test_cases_on_ranks_have_whole_records(found: list[Result]) -> None:
     *on_ranks, again, absent, alone = found
     for record in on_ranks:
@@ -55,6 +56,7 @@ def test_cases_on_ranks_have_whole_records(found: list[Result]) -> None:
     assert isinstance(alone, RunRecord) and alone.environment.world_size == 1
 
 
+@pytest.mark.wide
 def test_the_log_of_a_draft_on_another_rank_is_in_the_record(found: list[Result]) -> None:
     """The record is made on the first rank, which drafts nothing here. The same draft on one rank
     reads the same number of keys."""

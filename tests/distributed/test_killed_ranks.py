@@ -125,6 +125,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tiny_transformer(config), tmp_path_factory.mktemp("deep"))
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize(
     "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.wide) for c in CASES]
 )

@@ -91,7 +91,7 @@ def documented_keys() -> list[str]:
     return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 2])
 def test_rows_cover_the_grid_and_say_what_was_read(
     num_ranks: int, launch: Launch, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +139,7 @@ def check_record(found: dict[str, Any], num_ranks: int) -> None:
     assert found["config"]["grid"]["repeats"] == 3
 
 
+@pytest.mark.wide
 def test_what_the_model_cannot_do_is_refused(launch: Launch, tiny_checkpoint: Path) -> None:
     flags = "--model", tiny_checkpoint, "--prefix_len", 64, 1020, "--T", 1, 5
     done = launch("latency_benchmark.py", *flags, num_ranks=2)
@@ -178,7 +179,7 @@ PLACE = ("--dtype", "float32", "--threads", 1, "--linear", "torch")
 MEMORY_GRID = ("--B", 1, 2, "--prefix_len", 40, 80, "--budget", 24, "--num_sink_tokens", 4)
 
 
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize("command", ["selfspec", "latency"])
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_rank_without_memory_ends_all_in_its_words(

@@ -31,6 +31,7 @@ DEMO = ("--target", "demo", "--model", "demo-draft", "--dataset", "demo")
 WINDOW = ("--gamma", 3, "--streamingllm_budget", 100)
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize(
     ("args", "draft_ranks", "policy"),
     [

@@ -189,6 +189,7 @@ def int8_checkpoint(whole_groups: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
+@pytest.mark.wide
 def test_int8_weights_have_the_same_tokens_on_all_ranks(
     drive: Drive, text_file: Path, whole_groups: Path, int8_checkpoint: Path
 ) -> None:

@@ -26,7 +26,7 @@ DRAFTS = "--draft", "ngram", "--gamma", 3
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "layers"),
     [
-        (1, ["--n_samples", 3], [2]),
+        pytest.param(1, ["--n_samples", 3], [2], marks=pytest.mark.wide),
         (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5", "--plot", "gantt.png",
              *DRAFTS], [1, 1]),
         pytest.param(4, ["--layer_split", "auto:2", "--collectives", "gloo"], [1, 1],

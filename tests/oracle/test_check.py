@@ -263,6 +263,7 @@ def test_rounding_in_bfloat16_is_ok_with_ties() -> None:
     assert parse_line(record.to_json(), RunRecord).to_json() == record.to_json()
 
 
+@pytest.mark.wide
 def test_a_lossy_rule_in_bfloat16_diverges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most margins of this rule are less than 0.25, which was once excused without limit."""
     plant(monkeypatch, 0.2)

@@ -188,6 +188,7 @@ def another_head() -> Tensor:
     return 0.15 * torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("name", TIED)
 def test_a_stored_head_counts(tmp_path: Path, name: str) -> None:
     """Another head than the embedding, a copy of the embedding, and the head's name alone."""

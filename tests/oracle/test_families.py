@@ -138,7 +138,7 @@ def backends_of(name: str) -> list[type[AttentionBackend]]:
     return [GroupedBackend, SDPABackend, *([NativeBackend] if takes_16 else [])]
 
 
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(12)
 @pytest.mark.parametrize(
     ("name", "kv", "backend"),
     [
@@ -310,7 +310,7 @@ def run_ranks(path: Path, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_whole_sharded_and_staged(name: str) -> None:
+def test_whole_and_staged(name: str) -> None:
     path = stored(name).directory
     expected = stored(name).reference.logits(tokens())
     assert expected.std() > 0.5, "logits too small for the tolerance to mean anything"
@@ -321,7 +321,13 @@ def test_whole_sharded_and_staged(name: str) -> None:
     hidden = run(load(path, layers=range(0, 2)), tokens())
     staged = run(load(path, layers=range(2, 3)), hidden)
     torch.testing.assert_close(staged, whole, atol=0, rtol=0)
-    # 3 ranks have unequal shares, and as many ranks as heads are more than KV heads.
+
+
+@pytest.mark.parametrize("name", OF_EVERY_KIND)
+def test_sharded(name: str) -> None:
+    """3 ranks have unequal shares, and as many ranks as heads are more than KV heads."""
+    path = stored(name).directory
+    expected = stored(name).reference.logits(tokens())
     for size in (3, stored(name).source.config.num_heads):
         torch.testing.assert_close(run_ranks(path, size), expected, atol=1e-4, rtol=0)
 

@@ -52,6 +52,7 @@ def clean() -> dict[str, RunRecord]:
     return dict(zip(CONFIGS, run([with_threads(c, 1) for c in CONFIGS.values()]), strict=True))
 
 
+@pytest.mark.wide
 def test_neither_threads_nor_native_calls_change_a_step(clean: dict[str, RunRecord]) -> None:
     chains = {name: config for name, config in CONFIGS.items() if config.decoding.gamma == 4}
     off = {n: replace(c, model=replace(c.model, native_steps="off")) for n, c in chains.items()}

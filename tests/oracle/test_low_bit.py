@@ -290,7 +290,7 @@ def test_requests_in_flight_emit_the_tokens_of_their_lone_runs(weights: str) -> 
     assert len(list(sampled)) == 9
 
 
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     "flags",

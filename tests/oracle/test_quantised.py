@@ -645,6 +645,7 @@ def with_biases(path: Path, value: float) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize("name", ["gptq, zero points", "awq", "packed, group", "fp8, blocks"])
 def test_biases_of_zeros_are_none(name: str, tmp_path: Path) -> None:
     """Programs for GPTQ have stored one for each matrix."""
@@ -681,6 +682,7 @@ def without(table: dict[str, Any], *fields: str) -> dict[str, Any]:
     return {field: value for field, value in table.items() if field not in fields}
 
 
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("has_config", [False, True])
 @pytest.mark.parametrize(
     ("name", "file", "changes"),
@@ -862,6 +864,7 @@ def test_a_plan_needs_the_weights(tmp_path: Path) -> None:
         find_stored_config("--model", str(tmp_path))
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize("name", ["gptq, zero points", "gptq, act-order", "fp8, blocks"])
 def test_a_directory_runs(name: str, tmp_path: Path, command: Command) -> None:
     """As numbers in groups, or as plain weights in the dtype of the run."""

@@ -177,6 +177,7 @@ def check_same(pair: tuple[str | None, str | None], kind: str, eager: Result, ou
         assert found == expected or (is_resampled and sampling.temperature > 0)
 
 
+@pytest.mark.narrow(8)
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     ("drafter", "policy", "kind"),
@@ -226,7 +227,7 @@ def test_graphs_on_a_gpu_sample_the_same_tokens(
 
 
 @pytest.mark.usefixtures("trusted_lookups")
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize(
     ("drafter", "policy", "kind"),
     [

@@ -226,6 +226,7 @@ def test_chains_that_stop_sample_from_the_targets_distribution(
     assert p_of(stopping_counts(500, pa), expected) < 1e-6
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize("drafter", ["ngram", pytest.param("model", marks=pytest.mark.wide)])
 def test_drafts_in_a_ring_sample_from_the_targets_distribution(drafter: str) -> None:

@@ -125,7 +125,7 @@ def test_triton_loads_no_masked_slot() -> None:
     assert torch.equal(case.run(backend), clean)
 
 
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(4)
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize("is_native", [False, True])
 @pytest.mark.parametrize(("drafter", "kv"), EACH_CASE, ids=str)

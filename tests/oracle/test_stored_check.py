@@ -19,6 +19,7 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(checked.VARIABLE, str(tmp_path / "checked"))
 
 
+@pytest.mark.narrow(8)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_model_in_any_format_is_compared(name: str) -> None:
     path = str(stored(name))

@@ -152,6 +152,7 @@ def test_errors_alone_make_a_mode_diverge(tmp_path: Path) -> None:
         replace(diverged, correctness=found)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.wide)])
 def test_noise_above_what_could_hide_is_seen(dtype: str, tmp_path: Path) -> None:
     """A little above what the honest pass says; a third of it is rounding."""
@@ -165,6 +166,7 @@ def test_noise_above_what_could_hide_is_seen(dtype: str, tmp_path: Path) -> None
         assert (found.status == "diverged") == is_seen, verdict(found)
 
 
+@pytest.mark.wide
 def test_few_rows_take_turns_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows at a time, of a cache that keeps prefixes, have the errors of all at once; and the
     cache of a mode is given back when another system opens."""
@@ -204,6 +206,7 @@ def test_prompts_are_measured_in_as_many_rows_as_the_cache_holds() -> None:
     assert room(500, None) == 4
 
 
+@pytest.mark.wide
 def test_a_lone_mode_with_wrong_steps_diverges(tmp_path: Path) -> None:
     (record,) = serve(tmp_path, "float32", "inflight+draft", attack="accept within 0.03")
     assert record.status == "diverged" and record.num_differing is None
@@ -237,6 +240,7 @@ def test_stages_are_judged_by_the_engine_if_a_mode_is_one(tmp_path: Path) -> Non
     assert engine_pass(ring, Pass("ring", False), prepared.systems) is None
 
 
+@pytest.mark.wide
 def test_penalties_are_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay does not apply them."""
     words = (*WORDS, "--repetition_penalty", "1.3")
@@ -391,6 +395,7 @@ def test_a_replay_shares_prefixes_as_the_pass_did(
     system.close()
 
 
+@pytest.mark.wide
 def test_old_records_have_no_verdict(tmp_path: Path, command: Command) -> None:
     (record,) = serve(tmp_path, "float32", "inflight", words=STAGES)
     line = json.loads(replace(record, correctness=None).to_json())

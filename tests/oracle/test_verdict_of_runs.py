@@ -57,6 +57,7 @@ def test_an_honest_run_passes_and_says_what_could_hide(dtype: str) -> None:
     assert least < forwards.decode_error < most and forwards.hidden_error < 4 * most
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize(
     ("dtype", "attack", "part"),
     [

@@ -41,6 +41,7 @@ def mistral() -> Transformer:
     return stored("mistral").load()
 
 
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("kv", KV_SECTIONS, ids=str)
 def test_tokens_are_those_of_transformers_and_drafts_read_no_key_before_the_window(
     kv: KVSection, mistral: Transformer, monkeypatch: pytest.MonkeyPatch

@@ -178,6 +178,7 @@ def test_a_lost_connection_is_taken_up_again(hub: Hub, fetch: Fetch, tmp_path: P
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == LARGE
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize("way", ["flag", "environment", "login"])
 def test_the_token_comes_from_three_places(
     hub: Hub, fetch: Fetch, tmp_path: Path, way: str
@@ -202,6 +203,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize("repo_id", REFUSALS)
 def test_the_hub_refuses(hub: Hub, fetch: Fetch, tmp_path: Path, repo_id: str) -> None:
     code, _, err = fetch(hub, tmp_path, "--repo_id", repo_id)
@@ -256,6 +258,7 @@ LATENTS = json.dumps(
 ).encode()
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize(
     ("files", "message"),
     [

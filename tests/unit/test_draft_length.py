@@ -153,6 +153,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.narrow(7)
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.wide), 8])
 def test_never_slower_than_decoding_and_near_the_best(name: str, rows: int) -> None:

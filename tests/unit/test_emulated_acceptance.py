@@ -59,6 +59,7 @@ def test_what_cannot_be_emulated_is_refused(words: str, message: str, command: C
     assert ended.code == 2 and message in ended.err, ended.err
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.usefixtures("lookups_of_ones")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -407,6 +407,7 @@ OF_SGLANG = {
 OF_LLAMA_CPP = {"draft_n": 3, "draft_n_accepted": 1}
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.usefixtures("learning")
 @pytest.mark.parametrize(
     ("api", "program", "report", "length"),
@@ -473,6 +474,7 @@ vllm:spec_decode_num_accepted_tokens_total {}
 """
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.usefixtures("learning")
 @pytest.mark.parametrize(
     ("after", "extra", "problem"),
@@ -602,6 +604,7 @@ def test_other_tokens_in_another_program_are_no_divergence(
     assert "DIFFERS, 3 of 3 requests differ from sequential; rounding" in capsys.readouterr().out
 
 
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -628,6 +631,7 @@ def test_a_failing_server_costs_only_its_own_record(
     assert record["name"] == "sequential" and record["metrics"]
 
 
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize(
     ("odd", "message"),
     [

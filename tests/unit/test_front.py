@@ -428,6 +428,7 @@ def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/org/model/model.safetensors").read_bytes() == b"not read here"
 
 
+@pytest.mark.wide
 def test_a_model_is_got(hub: Hub, tmp_path: Path) -> None:
     env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home")}
     done = magicdec("model", "get", "org/model", cwd=tmp_path, **env)

@@ -391,6 +391,7 @@ def test_a_gate_whose_process_is_killed_ends_and_names_it(
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_rank_is_named_by_the_cases_that_it_had_left(
@@ -409,6 +410,7 @@ def test_a_lost_rank_is_named_by_the_cases_that_it_had_left(
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_a_gate_leaves_no_process(

@@ -267,6 +267,7 @@ def test_the_runs_of_a_study_are_in_the_order_of_its_settings(
     assert places == [("streaming_llm", 8), *wanted, ("streaming_llm", 4)]
 
 
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize("kind", RECORDS)
 def test_every_metric_is_computed_again_from_the_record_alone(kind: str) -> None:
     """And a metric that was changed in the file is named."""

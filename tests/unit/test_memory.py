@@ -228,6 +228,7 @@ def test_caches_are_those_of_a_run(
     assert (plan.draft_weights > 0) == standalone
 
 
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize(
     ("mode", "options"),
     [

@@ -142,7 +142,7 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
     return out
 
 
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(8)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_shards_have_the_weights_of_the_whole(

@@ -208,6 +208,7 @@ def test_each_model_has_its_figures_of_contexts(report: Report) -> None:
 KINDS = "the model itself", "lookups"
 
 
+@pytest.mark.wide
 def test_a_page_without_figure_files_does_not_link_to_them(report: Report, of_study: Path) -> None:
     whole = (of_study / "index.html").read_text(encoding="utf-8")
     out, _ = report(study(), "--no_figure_files")

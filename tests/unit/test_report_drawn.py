@@ -217,6 +217,7 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
     assert len(table) == len(rows)
 
 
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize("name", [*MARKED, "serving_modes", "ring_stages"])
 def test_a_caption_says_how_many_records_are_of_a_busy_host(name: str) -> None:
     every = [each for at, record in enumerate(EVERY) for each in rows_of(at, record)]

@@ -82,6 +82,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize("reason", LEFT_OUT)
 def test_a_record_that_contradicts_itself_is_left_out_by_name(
     reason: str, tmp_path: Path, command: Command

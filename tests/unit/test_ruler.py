@@ -34,6 +34,7 @@ def texts(task: str, length: int) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
+@pytest.mark.narrow(6)
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_have_exactly_the_length_and_end_on_the_question(task: str, tokenizer: str) -> None:

@@ -436,6 +436,7 @@ def first_of(name: str) -> str:
     return "sequential" if name != "sequential" else "static"
 
 
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
     """The requests of the trace: the second arrives while the first is served, and the last when
@@ -577,6 +578,7 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
     assert ", EMULATED by --emulate_stage_ms --emulate_link_ms" in brief.lead[0].text
 
 
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_diverged_pass_gets_no_metrics(
     name: str, toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -591,6 +593,7 @@ def test_a_diverged_pass_gets_no_metrics(
     )
 
 
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_records_of_finished_passes_are_kept(
     name: str, toy: Toy, monkeypatch: pytest.MonkeyPatch

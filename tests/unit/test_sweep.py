@@ -147,6 +147,7 @@ def check_lone(asked: list[RunConfig], records: list[RunRecord]) -> None:
         assert untimed(found[config_key(lone.config)]) == untimed(lone)
 
 
+@pytest.mark.wide
 def test_sampled_cells_are_lone_runs_too(base: RunConfig, tmp_path: Path) -> None:
     sampled = replace(base, sampling=SamplingSection(temperature=0.8))
     asked = [

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from conftest import ROOT
-from tiers import LONG, SEVERAL, covering, ordered
+from tiers import LONG, SEVERAL, covering, ordered, spread
 from tiny_families import CLASSES, MODELS
 
 from magicdec.names import ARCHITECTURES
@@ -20,6 +20,7 @@ def test_the_kept_cases_have_every_pair_and_are_few() -> None:
         assert {(c[one], c[other]) for c in kept} == set(product(axes[one], axes[other]))
     assert len(kept) < len(cases) / 4
     assert len(covering(cases, 1)) == 5
+    assert spread(9, 3) == {0, 4, 8} and spread(9, 1) == {0} and spread(2, 3) == {0, 1}
 
 
 def test_files_that_start_processes_are_spread_and_none_is_late() -> None:
