@@ -146,7 +146,11 @@ def pytest_fixture_setup() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """No test walks through what was imported and collected when it looks for garbage."""
+    forget_garbage()
+
+
+def forget_garbage() -> None:
+    """No later test walks through what was imported and made before when it looks for garbage."""
     gc.collect()
     gc.freeze()
 
@@ -155,7 +159,12 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     if "triton.runtime.interpreter" in sys.modules:  # importing it takes too long for most tests
         patch_once()
-    return call_with_room(lambda: runner.pytest_runtest_protocol(item, nextitem))
+    num_modules = len(sys.modules)
+    done = call_with_room(lambda: runner.pytest_runtest_protocol(item, nextitem))
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last or len(sys.modules) > num_modules:
+        forget_garbage()
+    return done
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
