@@ -107,7 +107,7 @@ def check(waits: Counter[str], listed: set[str] = LISTED) -> None:
     assert set(waits) <= listed, sorted(set(waits) - listed)
 
 
-@pytest.mark.narrow(2)
+@pytest.mark.narrow(2, "pairs")
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(("drafter", "policy"), FEW_PAIRS, ids=str)

@@ -81,6 +81,7 @@ KV_SECTIONS = [
 ]
 
 
+@pytest.mark.narrow(9)
 @pytest.mark.parametrize("name", OF_EVERY_KIND)
 def test_greedy_tokens_are_the_references(name: str) -> None:
     """Prompts in chunks of 16, then one token at a time, with rows of unequal length."""
@@ -220,6 +221,7 @@ def test_sums_over_ranks_in_a_layer(name: str) -> None:
     assert model.config.num_reduces == (1 if parallel else 2)
 
 
+@pytest.mark.narrow(5)
 @pytest.mark.parametrize("name", OF_EVERY_KIND)
 def test_random_weights_of_every_layout(name: str) -> None:
     """Ranks have shards of one model; norm weights are 1 under all names."""
@@ -323,6 +325,7 @@ def test_whole_and_staged(name: str) -> None:
     torch.testing.assert_close(staged, whole, atol=0, rtol=0)
 
 
+@pytest.mark.narrow(6)
 @pytest.mark.parametrize("name", OF_EVERY_KIND)
 def test_sharded(name: str) -> None:
     """3 ranks have unequal shares, and as many ranks as heads are more than KV heads."""

@@ -333,6 +333,7 @@ def other_seeds(case: int) -> list[int]:
     return sorted(seed for each, seed in chosen if each == case and seed >= FEW)
 
 
+@pytest.mark.narrow(7)
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     "is_few", [True, pytest.param(False, marks=pytest.mark.wide)], ids=["some", "many"]

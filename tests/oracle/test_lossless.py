@@ -106,7 +106,7 @@ def test_a_draft_model_emits_the_baseline_tokens(
     )
 
 
-@pytest.mark.narrow(2)
+@pytest.mark.narrow(2, "pairs")
 @pytest.mark.parametrize("gamma", [1, 2, 3, 7])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(

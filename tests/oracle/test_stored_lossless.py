@@ -133,11 +133,6 @@ CASES = [
     and not (how.weights == "int8" and ARITHMETICS[arithmetic][1] == "float32")
 ]
 NATIVE = [case for case in CASES if case[2] != "torch"]
-# Starting ranks takes longer than the rest: a format of each kind of groups, and every arithmetic.
-ON_RANKS = ("Q4_K", "gptq, act-order", "fp8", "mixture")
-FEW_ON_RANKS = [
-    case if case[0] in ON_RANKS else pytest.param(*case, marks=pytest.mark.wide) for case in NATIVE
-]
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ def loaded() -> Loaded:
     return Loaded()
 
 
-@pytest.mark.narrow("values", "pairs")
+@pytest.mark.narrow(8, "pairs")
 @pytest.mark.parametrize(NAMES, NATIVE)
 def test_a_ragged_batch_emits_the_baselines_tokens(
     name: str, draft: str, arithmetic: str, loaded: Loaded, trusted_lookups: None
@@ -219,7 +214,7 @@ def test_a_ragged_batch_emits_the_baselines_tokens(
     assert max(counts) > 0 or is_lucky, "nothing is repeated, and heads are random"
 
 
-@pytest.mark.narrow("values", "values")
+@pytest.mark.narrow(8, "values")
 @pytest.mark.parametrize(NAMES, CASES)
 def test_requests_in_flight_emit_the_baselines_tokens(
     name: str, draft: str, arithmetic: str, loaded: Loaded, trusted_lookups: None
@@ -241,8 +236,8 @@ def test_requests_in_flight_emit_the_baselines_tokens(
     assert [request.output_ids for request in served] == loaded.baseline(name, arithmetic)
 
 
-@pytest.mark.narrow("values", "values")
-@pytest.mark.parametrize(NAMES, FEW_ON_RANKS)
+@pytest.mark.narrow(4, "values")
+@pytest.mark.parametrize(NAMES, NATIVE)
 def test_two_ranks_emit_the_tokens_of_lone_requests(
     name: str, draft: str, arithmetic: str, launch: LaunchRanks, tmp_path: Path, text_file: Path
 ) -> None:

@@ -111,6 +111,7 @@ def test_an_honest_mode_passes_where_rounding_makes_tokens_differ(tmp_path: Path
     assert f"more than {forwards.hidden_error:.2g} added to them" in verdict(drafting)
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize(
     ("dtype", "attack"),
     [

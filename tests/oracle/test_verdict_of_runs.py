@@ -42,6 +42,7 @@ def verdict_of(record: RunRecord) -> Correctness:
     return record.correctness
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_honest_run_passes_and_says_what_could_hide(dtype: str) -> None:
     record = run(dtype)

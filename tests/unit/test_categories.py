@@ -12,6 +12,7 @@ import pytest
 from synthetic_records import drawn, parse_record, with_fields
 from test_pass_records import measured
 from test_record_document import problems
+from test_report import numbers_by_hand
 
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.bench.serving.showing import tables
@@ -32,6 +33,7 @@ from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
 from magicdec.records.table import print_record
 
+__all__ = ["numbers_by_hand"]  # a fixture of all tests here
 NAMES = ("coding", "summarization", "writing")
 RATES = {"coding": 0.9, "summarization": 0.6, "writing": 0.3}
 CATEGORIES: list[str | None] = [*(NAMES[i % 3] for i in range(18)), None, "qa"]  # 20 prompts

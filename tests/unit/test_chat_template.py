@@ -453,6 +453,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

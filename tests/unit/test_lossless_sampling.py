@@ -132,7 +132,7 @@ SECTIONS = {
 }
 
 
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(4)
 @pytest.mark.parametrize(
     ("drafter", "gamma"),
     # Two tokens are counted, on which the third draft and later ones have no influence.
@@ -144,7 +144,7 @@ def test_tokens_and_pairs_have_the_targets_distribution(drafter: str, gamma: int
         assert p > ACCEPTED
 
 
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize("drafter", ["good", "bad", "without chance"])
 @pytest.mark.parametrize("section", ["filters", "penalties"])
 def test_filters_and_penalties_keep_the_targets_distribution(section: str, drafter: str) -> None:
@@ -174,7 +174,7 @@ def reuse_one_number(
     return verify(d, q, p, a, torch.cat([a, r[:, -1:]], dim=1))
 
 
-@pytest.mark.narrow("values")
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize("drafter", ["bad", "good"])
 @pytest.mark.parametrize("rule", [accept_always, resample_from_the_target, reuse_one_number])
 def test_wrong_acceptance_rules_change_the_distribution(rule: Rule, drafter: str) -> None:
