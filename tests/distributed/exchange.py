@@ -54,7 +54,7 @@ if sys.argv[2:] == ["die"]:
     except RuntimeError as error:
         print(f"NOTICED: {error}", file=sys.stderr)
         sys.exit(3)
-check(group, order, 60)
+check(group, order, 20)
 x = torch.full((2, 3), launch.rank)
 for index, rank in enumerate(order):
     assert torch.equal(group.broadcast(x.clone(), index), torch.full((2, 3), rank))

@@ -108,9 +108,11 @@ class Result:
         return self.num_accepted / self.num_drafted
 
 
-def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
+def make_cases(num_ranks: int, which: str = "in turn") -> list[Case]:
     """All that is served, with standalone drafts on each kind of group among so many ranks in turn.
-    With `other_groups`, only the standalone drafts, on the groups that were not their turn."""
+    `other` are only the standalone drafts, on the groups that were not their turn; `not replayed`
+    are all but the steps that are recorded and replayed."""
+    other_groups = which == "other"
     order = target_ranks(num_ranks)
     gammas = (1, 4) if num_ranks == 1 else (4,)
     groups = sorted({(0,), (num_ranks - 1,), order})
@@ -126,7 +128,8 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
         elif not other_groups:
             cases.append(Case(drafter, kv, gamma, turn if drafter in NAMED else None))
     is_many = num_ranks > 2  # on fewer, what replays and what joins and leaves is complete
-    others = [*make_stops(groups), *make_replayed(groups, is_many)]
+    others = make_stops(groups)
+    others += [] if which == "not replayed" else make_replayed(groups, is_many)
     others += make_in_flight(order)[:: 2 if is_many else 1]
     return cases if other_groups else [*cases, *others]
 
@@ -298,7 +301,7 @@ def main() -> None:
     launch = read_launch()
     *paths, which = sys.argv[1:]
     rank = Rank(launch, paths)
-    cases = make_cases(launch.world_size, which == "other")
+    cases = make_cases(launch.world_size, which)
     baseline = rank.decode(Case("self", KV_SECTIONS[0], 1), "autoregressive")
     results = [baseline, *map(rank.decode, cases)]
     if launch.rank == 0:

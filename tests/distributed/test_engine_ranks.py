@@ -55,17 +55,18 @@ def of_one_rank() -> dict[int, list[Result]]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "groups", "kv_heads"),
+    ("num_ranks", "which", "kv_heads"),
     [
         pytest.param(1, "in turn", 3, id="1", marks=pytest.mark.wide),
-        pytest.param(2, "in turn", 3, id="2"),
+        pytest.param(2, "not replayed", 3, id="2, not replayed"),
+        pytest.param(2, "in turn", 3, id="2", marks=pytest.mark.wide),
         pytest.param(2, "other", 3, id="2, other groups", marks=pytest.mark.wide),
         pytest.param(3, "in turn", 2, id="3, which share KV heads", marks=pytest.mark.wide),
     ],
 )
 def test_every_drafter_and_policy_emits_the_baselines_tokens(
     num_ranks: int,
-    groups: str,
+    which: str,
     kv_heads: int,
     launch: Launch,
     tmp_path: Path,
@@ -80,9 +81,9 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
     texts = [[*r.prompt_ids, *ids] for r, ids in zip(requests, tokens, strict=True)]
     paths.append(tmp_path / "head")
     write_head(paths[-1], target.config, FITTED, weights=fitted_head(target, texts))
-    found = answer_of(launch, "distributed/matrix.py", *paths, groups, num_ranks=num_ranks)
+    found = answer_of(launch, "distributed/matrix.py", *paths, which, num_ranks=num_ranks)
     baseline, *results = (Result(**r) for r in found)
-    assert len(results) == len(make_cases(num_ranks, groups == "other"))
+    assert len(results) == len(make_cases(num_ranks, which))
     assert baseline.tokens == tokens
     assert len({tuple(t[:9]) for t in baseline.tokens}) == len(NUM_NEW), "unlike texts"
     few = [tokens[:count] for tokens, count in zip(baseline.tokens, FEW_NEW, strict=True)]
@@ -132,7 +133,7 @@ def test_the_table_is_complete() -> None:
         assert pairs == served_pairs() | mixed and {d for d, _ in pairs} == set(DRAFTERS)
     groups = {(0,), (1,), (1, 0)}
     assert {c.draft_ranks for c in cases if c.drafter == "model"} == groups
-    drafts = [c for c in [*cases, *make_cases(2, other_groups=True)] if c.drafter in NAMED]
+    drafts = [c for c in [*cases, *make_cases(2, "other")] if c.drafter in NAMED]
     policies = {policy for drafter, policy in served_pairs() if drafter == "model"}
     found = {(c.kv.policy, c.draft_ranks) for c in drafts if c.drafter == "model"}
     assert found == set(product(policies, groups))
