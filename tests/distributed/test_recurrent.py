@@ -167,6 +167,7 @@ def one_process(path: Path, case: Case) -> list[list[int]]:
     return generate_alone(load(path), requests_of(case), MAX_TOKENS)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "num_ranks", [*(pytest.param(n, marks=pytest.mark.wide) for n in (2, 4)), 3]
 )

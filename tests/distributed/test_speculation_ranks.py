@@ -56,6 +56,7 @@ def one_process(path: Path, sampling: SamplingSection) -> list[list[int]]:
     return generate_alone(load(path), served_requests(sampling), MAX_TOKENS)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "num_ranks", [3, *(pytest.param(n, marks=pytest.mark.wide) for n in (2, 4))]
 )

@@ -46,6 +46,7 @@ def population(mean: float, spread: float, gamma: int, num_tokens: int) -> dict[
     }
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize(
     ("num_prompts", "mean", "spread", "gamma", "num_tokens"),
     [
