@@ -131,6 +131,7 @@ def test_several_ranks_say_it_once(args: list[object], expected: str, launch: La
     assert sum(expected in line for line in done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("args", "expected"),
     [

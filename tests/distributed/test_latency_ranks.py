@@ -200,6 +200,7 @@ def test_one_rank_without_memory_ends_all_in_its_words(
     assert not (tmp_path / "results").exists() and "memory " not in done.stdout
 
 
+@pytest.mark.wide
 def test_a_record_has_the_plan_beside_what_was_taken(
     launch: Launch, text_file: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_the_driver_on_two_ranks(
     assert "standalone draft" in found.stdout
 
 
+@pytest.mark.wide
 def test_the_bytes_of_the_drafts_forwards_count(drive: Drive) -> None:
     """By hand, in one step: the target verifies once, the draft reads its weights gamma times."""
     flags = [*DEMO, *FLAGS, "--gamma", 3, "--draft_budget", -1, "--gen_len", 2, "--no_baseline"]
@@ -118,6 +119,7 @@ def test_other_tokenizers_are_refused(command: Command, tmp_path: Path) -> None:
     assert "the tokenizers of --model foreign and --target demo have different" in err
 
 
+@pytest.mark.wide
 def test_heads_that_the_drafts_ranks_cannot_share(launch: Launch) -> None:
     flags = *DEMO, *FLAGS, "--draft_ranks", 0, 1, 2
     done = launch("longspec_benchmark.py", *flags, num_ranks=3, notice_s=0.6)

@@ -249,6 +249,7 @@ def run(dtype: str, num_rows: int = 16) -> RunRecord:
     return execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
 
 
+@pytest.mark.wide
 def test_rounding_in_bfloat16_is_ok_with_ties() -> None:
     record = run("bfloat16")
     found = record.correctness

@@ -157,6 +157,7 @@ def test_self_speculation_changes_nothing(
     assert speculate(stored(name).load(), kv, **sizes).accepts_all == (kv.policy == "full")
 
 
+@pytest.mark.narrow(6)
 @pytest.mark.parametrize(
     ("name", "kv"),
     [

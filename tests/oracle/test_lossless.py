@@ -83,6 +83,7 @@ def reads_all(kv: KVSection) -> bool:
     return kv.policy == "full" or kv.budget >= 500
 
 
+@pytest.mark.narrow(8)
 @pytest.mark.parametrize("kv", EACH_SECTION, ids=str)
 def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
     """`test_families.py` does this with every shape of a model, under every policy."""

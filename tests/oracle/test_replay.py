@@ -326,6 +326,7 @@ def test_replayed_steps_of_measured_draft_lengths_emit_the_same_tokens() -> None
     assert recorder.recorded == 1 + 2 * 8
 
 
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize(
     ("policy", "budget", "num_new", "seed"),

@@ -263,6 +263,7 @@ def test_a_request_samples_the_same_tokens_in_any_batch() -> None:
         assert found == [tokens]
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize(("repetition", "presence"), [*product([1.0, 1.3], [0.0, 2.0])])
 def test_greedy_requests_with_penalties_emit_the_baselines_tokens(
     repetition: float, presence: float

@@ -277,6 +277,7 @@ def test_a_ring_emits_the_tokens_of_lone_runs(gamma: int, checkpoint: Path, tmp_
         assert narrow.shape.block_size == layer_caches.WINDOW_BLOCK and given_back[narrow] > 0
 
 
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize(
     "words",
     [

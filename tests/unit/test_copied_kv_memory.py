@@ -54,6 +54,7 @@ def mixed_lengths(random: Random) -> list[tuple[int, int]]:
     return [(length(), length()) for _ in range(random.randint(2, 5))]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("drafter", ["self", "model"])
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_copied_in_flight_is_what_was_planned(

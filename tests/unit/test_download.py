@@ -107,6 +107,7 @@ def test_only_what_is_needed(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     assert [path for path, _, _ in hub.requests[before:]] == ["/api/models/org/model/revision/main"]
 
 
+@pytest.mark.wide
 def test_a_damaged_file_on_disk_is_fetched_anew(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     assert fetch(hub, tmp_path)[0] == 0
     weights = tmp_path / "m" / "model.safetensors"
@@ -115,6 +116,7 @@ def test_a_damaged_file_on_disk_is_fetched_anew(hub: Hub, fetch: Fetch, tmp_path
     assert weights.read_bytes() == SINGLE["model.safetensors"]
 
 
+@pytest.mark.wide
 def test_sharded_weights_run_and_no_pickle_is_fetched(
     hub: Hub, fetch: Fetch, tmp_path: Path
 ) -> None:
@@ -213,6 +215,7 @@ def test_the_hub_refuses(hub: Hub, fetch: Fetch, tmp_path: Path, repo_id: str) -
     assert "Traceback" not in err
 
 
+@pytest.mark.wide
 def test_a_wrong_token_and_a_wrong_revision(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     wrong = "hf_thisIsNotTheToken"
     code, out, err = fetch(hub, tmp_path, "--repo_id", "org/model", "--hf_token", wrong)

@@ -407,6 +407,7 @@ def hub() -> Iterator[Hub]:
     hub.stop()
 
 
+@pytest.mark.wide
 def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
     code = (
         "from magicdec.model.checkpoint.hub import find_local\n"

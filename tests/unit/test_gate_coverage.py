@@ -289,6 +289,7 @@ def test_ranks_stop_after_a_case_that_failed_on_any_of_them(
     assert alone == [(0, "absent"), (1, CASES[1]), failed, (3, CASES[3])], "costs this case alone"
 
 
+@pytest.mark.wide
 def test_cases_that_cannot_run_here_are_named_and_fail(gate: Gate, tmp_path: Path) -> None:
     """In real processes. The policies of the other cases exist, but no case has a model."""
     absent = with_fields(drawn(), config__kv__policy="no_such_policy")

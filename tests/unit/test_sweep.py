@@ -364,6 +364,7 @@ def test_tasks_of_an_array_job_run_a_study_in_parts(
     assert empty.returncode == 0 and "0 of 0 runs done" in empty.stderr
 
 
+@pytest.mark.wide
 def test_ranks_share_a_study(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
