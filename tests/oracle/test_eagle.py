@@ -78,7 +78,7 @@ def transformers_states(model: Transformer, token_ids: list[int]) -> list[Tensor
     return [*(each[0] for each in found[:-1]), last[0].reshape(len(token_ids), -1)]
 
 
-@pytest.mark.narrow(6)
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native"])
 @pytest.mark.parametrize(
     ("name", "sinks_and_newest"),

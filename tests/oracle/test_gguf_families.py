@@ -149,7 +149,6 @@ def test_a_model_computes_as_transformers_on_the_dequantised_weights(
     check_logits(path, MODELS[name].saved(path))
 
 
-@pytest.mark.narrow(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     """By the names that transformers saves: of norms those less 1, of experts each one's. So are

@@ -259,7 +259,6 @@ def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "MADE", 1 << 16)
 
 
-@pytest.mark.narrow(14)
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_a_model_computes_as_transformers_on_the_defined_weights(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path, name)

@@ -11,7 +11,7 @@ LOOKUPS = "test_lookup_choices.py::"
 PROPERTIES = (
     Property(
         "Drafts under streaming_llm read the sinks and the newest tokens.",
-        f"{READS}[streaming_llm-window-layers]",
+        READS,
         (
             Fault(
                 "a window without the sinks' part of the budget off it",
@@ -41,7 +41,7 @@ PROPERTIES = (
     ),
     Property(
         "Drafts under snapkv read what the newest tokens attended to, and all tokens since.",
-        f"{READS}[snapkv-grouped-layers]",
+        READS,
         (
             Fault(
                 "a copy of one more than the budget",
@@ -77,7 +77,7 @@ PROPERTIES = (
     ),
     Property(
         "With a sliding window, snapkv chooses what stays in it.",
-        f"{READS}[snapkv-window-layers]",
+        READS,
         (
             Fault(
                 "tokens chosen that leave the window one before the end",
@@ -113,7 +113,7 @@ PROPERTIES = (
     ),
     Property(
         "Blocks are chosen for the layers with the widest window alone.",
-        f"{READS}[verified-window of some layers-native]",
+        READS,
         (
             Fault(
                 "blocks of all layers",
@@ -131,7 +131,7 @@ PROPERTIES = (
     ),
     Property(
         "snapkv chooses anew when that is due.",
-        "test_draft_choices.py::test_snapkv_chooses_anew_when_that_is_due[window-layers]",
+        "test_draft_choices.py::test_snapkv_chooses_anew_when_that_is_due",
         (
             Fault(
                 "no choice is due",
@@ -209,7 +209,7 @@ PROPERTIES = (
     ),
     Property(
         "Native steps choose the same blocks.",
-        f"{READS}[retrieval-grouped-native]",
+        READS,
         (
             Fault(
                 "scores of another row",
@@ -269,7 +269,7 @@ PROPERTIES = (
     ),
     Property(
         "With a sliding window, blocks are chosen in it.",
-        f"{READS}[verified-window-layers]",
+        READS,
         (
             Fault(
                 "blocks chosen before the window",

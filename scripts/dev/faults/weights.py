@@ -167,7 +167,7 @@ PROPERTIES = (
     ),
     Property(
         "Packed layers compute all channels, those that fill no vector or block too.",
-        f"{LINEAR}[float32-shape3-13]",
+        f"{LINEAR}[float32-shape3-12]",
         (
             Fault(
                 "last channels that fill no vector",

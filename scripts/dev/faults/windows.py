@@ -127,7 +127,7 @@ PROPERTIES = (
     ),
     Property(
         "What a text has of another's block is copied while that is there.",
-        f"{SHARED}test_a_draft_model_that_shares_drafts_what_it_drafts_alone[full-native steps]",
+        f"{SHARED}test_a_draft_model_that_shares_drafts_what_it_drafts_alone",
         (
             Fault(
                 "nothing is copied", "kv/pool.py", "pool[:, target].copy_(pool[:, source])", "pass"
