@@ -167,7 +167,6 @@ def test_noise_above_what_could_hide_is_seen(dtype: str, tmp_path: Path) -> None
         assert (found.status == "diverged") == is_seen, verdict(found)
 
 
-@pytest.mark.wide
 def test_few_rows_take_turns_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows at a time, of a cache that keeps prefixes, have the errors of all at once; and the
     cache of a mode is given back when another system opens."""
@@ -207,7 +206,6 @@ def test_prompts_are_measured_in_as_many_rows_as_the_cache_holds() -> None:
     assert room(500, None) == 4
 
 
-@pytest.mark.wide
 def test_a_lone_mode_with_wrong_steps_diverges(tmp_path: Path) -> None:
     (record,) = serve(tmp_path, "float32", "inflight+draft", attack="accept within 0.03")
     assert record.status == "diverged" and record.num_differing is None

@@ -11,7 +11,7 @@ LOOKUPS = "test_lookup_choices.py::"
 PROPERTIES = (
     Property(
         "Drafts under streaming_llm read the sinks and the newest tokens.",
-        READS,
+        f"{READS}[streaming_llm-window-layers]",
         (
             Fault(
                 "a window without the sinks' part of the budget off it",
@@ -41,7 +41,7 @@ PROPERTIES = (
     ),
     Property(
         "Drafts under snapkv read what the newest tokens attended to, and all tokens since.",
-        READS,
+        f"{READS}[snapkv-grouped-layers]",
         (
             Fault(
                 "a copy of one more than the budget",
@@ -77,7 +77,7 @@ PROPERTIES = (
     ),
     Property(
         "With a sliding window, snapkv chooses what stays in it.",
-        READS,
+        f"{READS}[snapkv-window-layers]",
         (
             Fault(
                 "tokens chosen that leave the window one before the end",
@@ -113,7 +113,7 @@ PROPERTIES = (
     ),
     Property(
         "Blocks are chosen for the layers with the widest window alone.",
-        READS,
+        f"{READS}[verified-window of some layers-native]",
         (
             Fault(
                 "blocks of all layers",
@@ -209,7 +209,7 @@ PROPERTIES = (
     ),
     Property(
         "Native steps choose the same blocks.",
-        READS,
+        f"{READS}[retrieval-grouped-native]",
         (
             Fault(
                 "scores of another row",
@@ -269,7 +269,7 @@ PROPERTIES = (
     ),
     Property(
         "With a sliding window, blocks are chosen in it.",
-        READS,
+        f"{READS}[verified-window-layers]",
         (
             Fault(
                 "blocks chosen before the window",
