@@ -110,7 +110,7 @@ def start_alike() -> None:
     torch.set_num_threads(THREADS)
 
 
-class Ended(NamedTuple):
+class EndedCommand(NamedTuple):
     """The exit code of a command, and what it printed."""
 
     code: int
@@ -118,7 +118,7 @@ class Ended(NamedTuple):
     err: str
 
 
-Command = Callable[..., Ended]
+Command = Callable[..., EndedCommand]
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Runs `magicdec` with these words in this process, or the `main` of a module of
     `magicdec.cli`, which is then the first of them."""
 
-    def run(first: Any, *words: object) -> Ended:
+    def run(first: Any, *words: object) -> EndedCommand:
         name = first if isinstance(first, str) else first.__name__.rpartition(".")[2]
         program = ["magicdec", name] if first is name else [f"magicdec {name}"]
         monkeypatch.setattr(sys, "argv", [*program, *map(str, words)])
@@ -135,7 +135,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             console() if first is name else first.main()
         except SystemExit as stopped:
             code = int(stopped.code or 0)
-        return Ended(code, *capsys.readouterr())
+        return EndedCommand(code, *capsys.readouterr())
 
     return run
 

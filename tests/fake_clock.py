@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Clock:
+class FakeClock:
     """What `time.perf_counter` reads."""
 
     now: float = 1000.0
@@ -24,7 +24,7 @@ class Device:
     work the host must wait for."""
 
     kind: str  # cpu or cuda
-    clock: Clock = field(default_factory=Clock)
+    clock: FakeClock = field(default_factory=FakeClock)
     done_s: float = 0.0  # when all that was launched is done
 
     def launch(self, seconds: float) -> None:
@@ -38,7 +38,7 @@ class Device:
 
 
 @dataclass
-class Event:
+class FakeEvent:
     """Imitates torch.cuda.Event on the stream of `device`."""
 
     device: Device
@@ -50,7 +50,7 @@ class Event:
     def synchronize(self) -> None:
         self.device.clock.now = max(self.device.clock.now, self.at_s)
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: FakeEvent) -> float:
         assert self.device.clock.now >= end.at_s, "the host has waited for it"
         return 1e3 * (end.at_s - self.at_s)
 

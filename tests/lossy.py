@@ -34,7 +34,7 @@ Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
-class Place:
+class LossyPlace:
     """A method, or function of a module, that a fault replaces."""
 
     owner: Any
@@ -42,12 +42,12 @@ class Place:
     change: Change
 
 
-Attack = Callable[[str], list[Place]]
+Attack = Callable[[str], list[LossyPlace]]
 """The places of a fault, with the name of the attention backend."""
 
 
 @contextmanager
-def planted(places: list[Place]) -> Iterator[None]:
+def planted(places: list[LossyPlace]) -> Iterator[None]:
     with ExitStack() as stack:
         for each in places:
             stack.enter_context(_replaced(each))
@@ -55,7 +55,7 @@ def planted(places: list[Place]) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(place: Place) -> Iterator[None]:
+def _replaced(place: LossyPlace) -> Iterator[None]:
     before = getattr(place.owner, place.name)
     setattr(place.owner, place.name, place.change(before))
     try:
@@ -64,7 +64,7 @@ def _replaced(place: Place) -> Iterator[None]:
         setattr(place.owner, place.name, before)
 
 
-def nothing(backend: str) -> list[Place]:
+def nothing(backend: str) -> list[LossyPlace]:
     return []
 
 
@@ -87,16 +87,16 @@ def accept_within(
     return torch.cat([torch.where(near, drafts, target[:, :-1]), target[:, -1:]], dim=1)
 
 
-def lossy(limit: float, backend: str) -> list[Place]:
+def lossy(limit: float, backend: str) -> list[LossyPlace]:
     """A verification accepts a draft whose logit is at most `limit` below the best."""
 
     def change(exact: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return partial(accept_within, exact=exact, limit=limit)
 
-    return [Place(model_tokens, "greedy_tokens", change)]
+    return [LossyPlace(model_tokens, "greedy_tokens", change)]
 
 
-def noisy(size: float, backend: str) -> list[Place]:
+def noisy(size: float, backend: str) -> list[LossyPlace]:
     """The logits of verifications have noise of that standard deviation."""
     generator = torch.Generator().manual_seed(1)
 
@@ -112,7 +112,7 @@ def noisy(size: float, backend: str) -> list[Place]:
 
         return finish_noisily
 
-    return [Place(DecodeSteps, "_finish", change)]
+    return [LossyPlace(DecodeSteps, "_finish", change)]
 
 
 class InVerification:
@@ -121,7 +121,7 @@ class InVerification:
     def __init__(self) -> None:
         self.is_true = False
 
-    def place(self) -> Place:
+    def place(self) -> LossyPlace:
         def change(begin: Callable[..., PendingVerification]) -> Callable[..., PendingVerification]:
             def begin_flagged(steps: DecodeSteps, proposal: Proposal | None) -> PendingVerification:
                 self.is_true = proposal is not None
@@ -132,7 +132,7 @@ class InVerification:
 
             return begin_flagged
 
-        return Place(DecodeSteps, "_begin", change)
+        return LossyPlace(DecodeSteps, "_begin", change)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class AllBut(Visible):
         return committed - self.num_dropped
 
 
-def forgetful(num_dropped: int, backend: str) -> list[Place]:
+def forgetful(num_dropped: int, backend: str) -> list[LossyPlace]:
     """Verifications do not read some tokens in the middle of the context."""
     verifying = InVerification()
 
@@ -164,10 +164,10 @@ def forgetful(num_dropped: int, backend: str) -> list[Place]:
 
         return defer_less
 
-    return [verifying.place(), Place(ModelRunner, "defer", change)]
+    return [verifying.place(), LossyPlace(ModelRunner, "defer", change)]
 
 
-def one_head(scale: float, backend: str) -> list[Place]:
+def one_head(scale: float, backend: str) -> list[LossyPlace]:
     """In verifications, the output of one head of one layer is scaled."""
     verifying = InVerification()
 
@@ -181,7 +181,7 @@ def one_head(scale: float, backend: str) -> list[Place]:
 
         return run_scaled
 
-    return [verifying.place(), Place(backend_class(backend), "run", change)]
+    return [verifying.place(), LossyPlace(backend_class(backend), "run", change)]
 
 
 ATTACKS: dict[str, Attack] = {

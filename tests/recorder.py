@@ -47,7 +47,7 @@ class Made:
     number: int
 
 
-class Call:
+class RecordedCall:
     """A recorded operator. Where its arguments have tensors is found once, because searching nested
     arguments takes longer than most operators."""
 
@@ -105,7 +105,7 @@ class _Keep(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.made: dict[int, Made] = {}  # by the id of a tensor in `alive`
         self.alive: list[Tensor] = []
 
@@ -126,14 +126,14 @@ class _Keep(TorchDispatchMode):
             if is_new and all(tensor is not each for each in read):
                 self.made[id(tensor)] = Made(len(self.alive))
                 self.alive.append(tensor)
-        self.calls.append(Call(func, *given, [self.refer(tensor) for tensor in results]))
+        self.calls.append(RecordedCall(func, *given, [self.refer(tensor) for tensor in results]))
         return out
 
     def refer(self, tensor: Tensor) -> Made | weakref.ref[Tensor]:
         return self.made.get(id(tensor)) or weakref.ref(tensor)
 
 
-class Recorder:
+class StandInRecorder:
     """`recorded` is the number of recorded pieces of work, `replayed` the number of replays."""
 
     captures = True

@@ -24,7 +24,7 @@ from magicdec.systems.stages.stage import StageLoop
 
 
 @dataclass
-class Served:
+class ServedInThreads:
     """What each stage and the drafter did, the scheduler that decided it, what the drafter gave,
     and when each request got its lane. `first_run` is the number of the scheduler's first run."""
 
@@ -67,7 +67,7 @@ def serve(
     board: CancelBoard | None = None,
     before: Sequence[Request] = (),
     clock: Callable[[], float] = time.perf_counter,
-) -> Served:
+) -> ServedInThreads:
     """Serve `requests` to their end. A head before serves `before` through the same channels, with
     the same options."""
     board = board or CancelBoard()
@@ -99,7 +99,7 @@ def serve(
     head.close()
     for thread in threads:
         thread.join()
-    return Served(scheduler, spans, of_head, of_drafts, noted.steps, head.moves, first_run)
+    return ServedInThreads(scheduler, spans, of_head, of_drafts, noted.steps, head.moves, first_run)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from conftest import (
 )
 from eagle_heads import FITTED
 from fake_clock import VirtualClock
-from recorder import Recorder
+from recorder import StandInRecorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
@@ -71,7 +71,7 @@ SAMPLINGS = [
 
 
 @dataclass(frozen=True)
-class Case:
+class MatrixCase:
     drafter: str
     kv: KVSection
     gamma: int
@@ -108,7 +108,7 @@ class Result:
         return self.num_accepted / self.num_drafted
 
 
-def make_cases(num_ranks: int, which: str = "in turn") -> list[Case]:
+def make_cases(num_ranks: int, which: str = "in turn") -> list[MatrixCase]:
     """All that is served, with standalone drafts on each kind of group among so many ranks in turn.
     `other` are only the standalone drafts, on the groups that were not their turn; `not replayed`
     are all but the steps that are recorded and replayed."""
@@ -116,7 +116,7 @@ def make_cases(num_ranks: int, which: str = "in turn") -> list[Case]:
     order = target_ranks(num_ranks)
     gammas = (1, 4) if num_ranks == 1 else (4,)
     groups = sorted({(0,), (num_ranks - 1,), order})
-    cases = [Case(drafter, kv, 4, ranks) for drafter, kv, ranks in make_mixed(order)]
+    cases = [MatrixCase(drafter, kv, 4, ranks) for drafter, kv, ranks in make_mixed(order)]
     cases = [] if other_groups else cases
     single = [drafter for drafter in DRAFTERS if not drafter.startswith(NGRAM_AND)]
     for drafter, (index, kv), gamma in product(single, enumerate(KV_SECTIONS), gammas):
@@ -124,9 +124,9 @@ def make_cases(num_ranks: int, which: str = "in turn") -> list[Case]:
             continue  # prompt lookup reads no cache: one row for all policies
         turn = groups[index % len(groups)]
         if other_groups and drafter in NAMED:
-            cases += [Case(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
+            cases += [MatrixCase(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
         elif not other_groups:
-            cases.append(Case(drafter, kv, gamma, turn if drafter in NAMED else None))
+            cases.append(MatrixCase(drafter, kv, gamma, turn if drafter in NAMED else None))
     is_many = num_ranks > 2  # on fewer, what replays and what joins and leaves is complete
     others = make_stops(groups)
     others += [] if which == "not replayed" else make_replayed(groups, is_many)
@@ -143,16 +143,16 @@ def make_mixed(order: tuple[int, ...]) -> list[tuple[str, KVSection, tuple[int, 
     return [*of_self, *of_model, ("ngram+eagle", full, order[:1])]
 
 
-def make_stops(groups: Sequence[tuple[int, ...]]) -> list[Case]:
+def make_stops(groups: Sequence[tuple[int, ...]]) -> list[MatrixCase]:
     """Chains that stop, of a draft on each kind of group: ranks without it learn how long they
     are."""
     _, streaming_llm, *_ = KV_SECTIONS
-    of_drafts = [Case("model", streaming_llm, 5, ranks, pa=0.3) for ranks in groups]
-    of_head = Case("eagle", streaming_llm, 5, groups[0], pa=0.9)
-    return [Case("self", streaming_llm, 5, pa=0.3), *of_drafts, of_head]
+    of_drafts = [MatrixCase("model", streaming_llm, 5, ranks, pa=0.3) for ranks in groups]
+    of_head = MatrixCase("eagle", streaming_llm, 5, groups[0], pa=0.9)
+    return [MatrixCase("self", streaming_llm, 5, pa=0.3), *of_drafts, of_head]
 
 
-def make_replayed(groups: Sequence[tuple[int, ...]], is_in_turn: bool) -> list[Case]:
+def make_replayed(groups: Sequence[tuple[int, ...]], is_in_turn: bool) -> list[MatrixCase]:
     """Each pair that is served, greedy and sampled, or with `is_in_turn` one of the two; a
     standalone draft on the first of the groups.
     Sampled steps that the host starts are compared with those of other numbers of ranks, too."""
@@ -163,11 +163,13 @@ def make_replayed(groups: Sequence[tuple[int, ...]], is_in_turn: bool) -> list[C
         kinds = (greedy, sampled)[index % 2] if is_in_turn else [*greedy, *sampled]
         kv = KVSection("full") if policy in (None, "full") else KVSection(policy, 40, 4, 8)
         ranks = groups[0] if drafter in NAMED else None
-        cases += [Case(drafter, kv, 3, ranks, steps=s, is_sampled=drawn) for s, drawn in kinds]
+        cases += [
+            MatrixCase(drafter, kv, 3, ranks, steps=s, is_sampled=drawn) for s, drawn in kinds
+        ]
     return cases
 
 
-def make_in_flight(order: tuple[int, ...]) -> list[Case]:
+def make_in_flight(order: tuple[int, ...]) -> list[MatrixCase]:
     """Requests that join and leave: every drafter, and the policies that choose."""
     cases = []
     for drafter, policy in (
@@ -183,7 +185,7 @@ def make_in_flight(order: tuple[int, ...]) -> list[Case]:
     ):
         kv = KVSection(policy, -1 if policy == "full" else 40, 4, 8)
         ranks = order if drafter.removeprefix(NGRAM_AND) in NAMED else None
-        cases.append(Case(drafter, kv, 3, ranks, steps="in flight"))
+        cases.append(MatrixCase(drafter, kv, 3, ranks, steps="in flight"))
     return cases
 
 
@@ -209,7 +211,7 @@ class Rank:
         }
         self.paths = paths
 
-    def make_runner(self, case: Case, which: int, group: Group) -> ModelRunner:
+    def make_runner(self, case: MatrixCase, which: int, group: Group) -> ModelRunner:
         model = load(self.paths[which], Shard(group.index, group.size), dtype=case.dtype)
         size = len(PROMPTS), MAX_TOKENS
         if case.steps == "in flight":  # a row less than requests, and memory for a long one
@@ -221,9 +223,9 @@ class Rank:
         executor = Executor(pack(model), group)
         return ModelRunner(model, NativeBackend(), group, *size, executor=executor)
 
-    def decode(self, case: Case, name: str = "speculative") -> Result:
+    def decode(self, case: MatrixCase, name: str = "speculative") -> Result:
         groups = self.groups[case.is_native, case.draft_ranks]
-        recorder = Recorder()
+        recorder = StandInRecorder()
         runner = self.make_runner(case, 0, groups.target)
         if groups.draft is not None and case.has_head:
             runner.keep_states(FITTED.capture)
@@ -269,7 +271,7 @@ class Rank:
         Engine(setup.runner, 16, limits, clock).serve(strategy, requests)
         assert not any(setup.runner.cache.blocks)
 
-    def make_draft(self, case: Case, groups, target: Transformer) -> DraftModel | None:
+    def make_draft(self, case: MatrixCase, groups, target: Transformer) -> DraftModel | None:
         if case.draft_ranks is None:
             return None
         source = self.order.index(case.draft_ranks[0])
@@ -287,7 +289,7 @@ class Rank:
         return draft
 
 
-def requests_of(case: Case) -> list[Request]:
+def requests_of(case: MatrixCase) -> list[Request]:
     prompts = random_prompts(PROMPTS, 97)
     if not case.is_sampled:
         return make_requests(prompts, NUM_NEW if case.is_native else FEW_NEW)
@@ -302,7 +304,7 @@ def main() -> None:
     *paths, which = sys.argv[1:]
     rank = Rank(launch, paths)
     cases = make_cases(launch.world_size, which)
-    baseline = rank.decode(Case("self", KV_SECTIONS[0], 1), "autoregressive")
+    baseline = rank.decode(MatrixCase("self", KV_SECTIONS[0], 1), "autoregressive")
     results = [baseline, *map(rank.decode, cases)]
     if launch.rank == 0:
         print(json.dumps([asdict(result) for result in results]), flush=True)

@@ -44,7 +44,7 @@ SAMPLED = SamplingSection(temperature=0.8, top_k=20, repetition_penalty=1.2)
 
 
 @dataclass(frozen=True)
-class Case:
+class RingCase:
     """`rounds` times as many lanes as stages, of `lane_size` samples each. `drafter`: messages
     carry drafts of it. `mean_ms`: the mean time between two samples that arrive; 0: all at once."""
 
@@ -59,25 +59,25 @@ class Case:
 
 
 CASES = [
-    Case(1),
-    Case(2),
-    Case(1, lane_size=3),
-    Case(1, mean_ms=10.0),
-    Case(1, tensor_parallel=2, lane_size=2, collectives="gloo", sampling=SAMPLED),
-    Case(2, drafter="ngram", goes_apart=True),
-    Case(1, lane_size=3, collectives="gloo", drafter="model"),
-    Case(1, tensor_parallel=2, lane_size=2, sampling=PENALISED, drafter="model"),
-    Case(1, tensor_parallel=2, lane_size=2, sampling=PENALISED, drafter="model", mean_ms=10.0),
+    RingCase(1),
+    RingCase(2),
+    RingCase(1, lane_size=3),
+    RingCase(1, mean_ms=10.0),
+    RingCase(1, tensor_parallel=2, lane_size=2, collectives="gloo", sampling=SAMPLED),
+    RingCase(2, drafter="ngram", goes_apart=True),
+    RingCase(1, lane_size=3, collectives="gloo", drafter="model"),
+    RingCase(1, tensor_parallel=2, lane_size=2, sampling=PENALISED, drafter="model"),
+    RingCase(1, tensor_parallel=2, lane_size=2, sampling=PENALISED, drafter="model", mean_ms=10.0),
 ]
-ALONE = [Case(0), Case(0, drafter="ngram")]  # one sample in flight: the stages work in turn
+ALONE = [RingCase(0), RingCase(0, drafter="ngram")]  # one sample in flight: the stages work in turn
 
 
-def requests_of(case: Case) -> list[Request]:
+def requests_of(case: RingCase) -> list[Request]:
     """Two end tokens end some of the samples early."""
     return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40), case.sampling)
 
 
-def cases_of(num_ranks: int, model: int) -> list[Case]:
+def cases_of(num_ranks: int, model: int) -> list[RingCase]:
     """Those whose stages `num_ranks` ranks can have; of any model but the first only those of more
     than 2 ranks with several samples in a message, which have all the rest too: drafts, stages of
     several ranks and both collectives."""
@@ -87,7 +87,7 @@ def cases_of(num_ranks: int, model: int) -> list[Case]:
     return [*(ALONE if num_ranks == 2 else []), *cases]
 
 
-def tokens_of(case: Case, path: str) -> list[list[int]]:
+def tokens_of(case: RingCase, path: str) -> list[list[int]]:
     launch = read_launch()
     device = torch.device("cpu")
     grid = StageGrid(launch.world_size // case.tensor_parallel, case.tensor_parallel)
@@ -129,7 +129,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     return [request.output_ids for request in requests]
 
 
-def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> RingSpeculation:
+def make_speculation(runner: ModelRunner, case: RingCase, source: ModelSource) -> RingSpeculation:
     """The draft model is the target with noise, on the first rank of the first stage."""
     assert case.drafter is not None
     decoding = DecodingSection("speculative", case.drafter, NUM_DRAFTS)

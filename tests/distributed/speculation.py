@@ -44,7 +44,7 @@ KV = {
 
 
 @dataclass(frozen=True)
-class Case:
+class SpeculationCase:
     """All modes are served with the same channels, one after the other. `drafter` is `lookup`, or
     a model and its KV policy; `self` is the target. `mean_ms`: the mean time between two requests
     that arrive; 0: all at once."""
@@ -64,30 +64,30 @@ class Case:
 
 CASES = {
     2: [
-        Case("0,1.0/head", "model full"),
-        Case("0.5,0.5/head", "self streaming_llm"),
-        Case("0.5,0.5/head", "lookup"),
-        Case("1.0/1.0", "model full", temperature=0.9),
-        Case("1.0/head", "model full", temperature=0.9, penalty=1.2),
-        Case("0.5,0.5/head", "lookup", temperature=0.9, mean_ms=20.0),
+        SpeculationCase("0,1.0/head", "model full"),
+        SpeculationCase("0.5,0.5/head", "self streaming_llm"),
+        SpeculationCase("0.5,0.5/head", "lookup"),
+        SpeculationCase("1.0/1.0", "model full", temperature=0.9),
+        SpeculationCase("1.0/head", "model full", temperature=0.9, penalty=1.2),
+        SpeculationCase("0.5,0.5/head", "lookup", temperature=0.9, mean_ms=20.0),
     ],
     3: [
-        Case("0.4,0.6/1.0", "model full"),
-        Case("0.4,0.6/1.0", "self streaming_llm"),
-        Case("0.5,0.5/1.0", "model full", penalty=1.2),
-        Case("0.5,0.5/1.0", "self snapkv", "gloo", temperature=0.9),
-        Case("0.2,0.4,0.4/head", "self snapkv", "gloo", goes_apart=True),
-        Case("0,1.0/head", "self full", "gloo"),
-        Case("1.0/1.0", "model full", goes_apart=True),
+        SpeculationCase("0.4,0.6/1.0", "model full"),
+        SpeculationCase("0.4,0.6/1.0", "self streaming_llm"),
+        SpeculationCase("0.5,0.5/1.0", "model full", penalty=1.2),
+        SpeculationCase("0.5,0.5/1.0", "self snapkv", "gloo", temperature=0.9),
+        SpeculationCase("0.2,0.4,0.4/head", "self snapkv", "gloo", goes_apart=True),
+        SpeculationCase("0,1.0/head", "self full", "gloo"),
+        SpeculationCase("1.0/1.0", "model full", goes_apart=True),
     ],
     4: [
-        Case("0,0.5,0.5/1.0", "self snapkv", "gloo"),
-        Case("0.2,0.2,0.6/1.0", "lookup", goes_apart=True),
-        Case("0.4,0.6/head", "model full", temperature=0.9, mean_ms=20.0),
-        Case("0.4,0.6/head", "lookup", "gloo", goes_apart=True, penalty=1.2),
-        Case("0.3,0.3,0.4/1.0", "self streaming_llm", temperature=0.9, penalty=1.2),
-        Case("0,0.5,0.5/1.0", "model full", temperature=0.9, mean_ms=20.0),
-        Case("0.4,0.3,0.3/1.0", "model snapkv", "gloo"),
+        SpeculationCase("0,0.5,0.5/1.0", "self snapkv", "gloo"),
+        SpeculationCase("0.2,0.2,0.6/1.0", "lookup", goes_apart=True),
+        SpeculationCase("0.4,0.6/head", "model full", temperature=0.9, mean_ms=20.0),
+        SpeculationCase("0.4,0.6/head", "lookup", "gloo", goes_apart=True, penalty=1.2),
+        SpeculationCase("0.3,0.3,0.4/1.0", "self streaming_llm", temperature=0.9, penalty=1.2),
+        SpeculationCase("0,0.5,0.5/1.0", "model full", temperature=0.9, mean_ms=20.0),
+        SpeculationCase("0.4,0.3,0.3/1.0", "model snapkv", "gloo"),
     ],
 }
 
@@ -97,11 +97,13 @@ def served_requests(sampling: SamplingSection) -> list[Request]:
     return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40), sampling, is_coupled=True)
 
 
-def options_of(case: Case, mode: str) -> Options:
+def options_of(case: SpeculationCase, mode: str) -> Options:
     return Options(mode=mode, gamma=3, pa=0.1, lanes=LANES)
 
 
-def make_drafter(case: Case, target: str, draft: str, group: Group = Group((0,), 0)) -> PathDrafter:
+def make_drafter(
+    case: SpeculationCase, target: str, draft: str, group: Group = Group((0,), 0)
+) -> PathDrafter:
     kind, _, policy = case.drafter.partition(" ")
     if kind == "lookup":
         return LookupPathDrafter()
@@ -112,7 +114,7 @@ def make_drafter(case: Case, target: str, draft: str, group: Group = Group((0,),
     return ModelPathDrafter(made, KV[policy], vocab_size, CoupledSampling(case.sampling))
 
 
-def serve(case: Case, target: str, draft: str) -> list[list[list[int]]]:
+def serve(case: SpeculationCase, target: str, draft: str) -> list[list[list[int]]]:
     """The tokens of each mode."""
     launch = read_launch()
     layout = make_layout(

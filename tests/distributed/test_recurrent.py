@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY, Launch, load, save_checkpoint, tiny_transformer
-from distributed.ring import CASES, LENGTHS, MAX_TOKENS, Case, cases_of, requests_of
+from distributed.ring import CASES, LENGTHS, MAX_TOKENS, RingCase, cases_of, requests_of
 from several_ranks import answer_of, generate_alone, read_records
 from tiny_families import MODELS, make_model
 
@@ -163,7 +163,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @cache
-def one_process(path: Path, case: Case) -> list[list[int]]:
+def one_process(path: Path, case: RingCase) -> list[list[int]]:
     return generate_alone(load(path), requests_of(case), MAX_TOKENS)
 
 

@@ -187,7 +187,7 @@ def fill(
 
 
 @dataclass
-class Case:
+class BackendCase:
     """One forward of `view.num_new` tokens over rows of a filled cache."""
 
     view: KVView
@@ -237,8 +237,8 @@ def make_case(
     window: int | None = None,
     lengths: Sequence[int] = LENGTHS,
     committed: Sequence[int] = COMMITTED,
-) -> Case:
+) -> BackendCase:
     """New tokens for `rows` of a cache of `lengths` tokens; heads are (query, KV, size)."""
     cache, k, v = fill(backend, heads[1], heads[2], lengths, dtype)
     view = make_view(cache, rows, policy, num_new, [committed[r] for r in rows], window)
-    return Case(view, torch.randn(len(rows), num_new, heads[0], heads[2]).to(k), k, v)
+    return BackendCase(view, torch.randn(len(rows), num_new, heads[0], heads[2]).to(k), k, v)

@@ -28,7 +28,7 @@ ALLOCATIONS = {"aten.new_empty", "aten.empty", "aten.empty_like", "aten._unsafe_
 
 
 @dataclass(frozen=True)
-class Launch:
+class CountedLaunch:
     kernel: str
     grid: tuple[int, ...]
     args: tuple[Any, ...]
@@ -36,24 +36,24 @@ class Launch:
 
 
 @dataclass
-class Recorder:
+class LaunchRecorder:
     """Replaces the module of kernels."""
 
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[CountedLaunch] = field(default_factory=list)
 
     def __getattr__(self, kernel: str) -> Any:
         class Kernel:
             def __getitem__(_, grid: tuple[int, ...]) -> Callable[..., None]:
                 return lambda *args, **options: self.launches.append(
-                    Launch(kernel, grid, args, options)
+                    CountedLaunch(kernel, grid, args, options)
                 )
 
         return Kernel()
 
 
-def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[CountedLaunch]:
     """From now on our kernels are not run, but added to the list."""
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     monkeypatch.setattr(module, "kernels", lambda device: recorder)
     return recorder.launches
 
@@ -114,7 +114,9 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"}
 
 
-def compile_launch(kernel: Any, launch: Launch, capability: int, is_aligned: bool = True) -> Any:
+def compile_launch(
+    kernel: Any, launch: CountedLaunch, capability: int, is_aligned: bool = True
+) -> Any:
     """The machine code of a launch, with arguments specialised as Triton does. Without `is_aligned`
     the first tensor does not begin at a multiple of 16 bytes."""
     from triton.backends.compiler import GPUTarget

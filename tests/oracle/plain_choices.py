@@ -102,7 +102,7 @@ class PlainModel:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedChoice:
     """What one KV head of a layer must read of the committed positions: all of `always`, and the
     `count` of the `units` with the best scores."""
 
@@ -130,11 +130,11 @@ class Wanted:
         return None
 
 
-Heads = list[list[Wanted]]
+Heads = list[list[WantedChoice]]
 """By layer and KV head."""
 
 
-class Reference:
+class PlainReference:
     """One request. `admitted`, `verified` and `drafts` are told what happens to it, in this order;
     `text` are always its committed tokens. Every token of `text` is read here: the policy that
     drops nothing."""
@@ -168,7 +168,7 @@ class Reference:
             if window != self.window:
                 first = self.first_of(len(text), layer)
                 seen = frozenset(p for p in self.narrow(len(text)) if p >= first)
-                heads[layer] = [Wanted(seen)] * len(heads[layer])
+                heads[layer] = [WantedChoice(seen)] * len(heads[layer])
         return heads
 
     def first_of(self, position: int, layer: int | None = None) -> int:
@@ -179,11 +179,11 @@ class Reference:
     def same(self, positions: Sequence[int]) -> Heads:
         """In all layers and heads the same."""
         config = self.plain.config
-        wanted = Wanted(frozenset(positions))
+        wanted = WantedChoice(frozenset(positions))
         return [[wanted] * config.num_kv_heads for _ in range(config.num_layers)]
 
 
-class SinksAndNewest(Reference):
+class SinksAndNewest(PlainReference):
     """StreamingLLM: the first tokens and the newest, `budget` in all (Xiao et al. 2023)."""
 
     def drafts(self, text: Sequence[int], gamma: int) -> Heads:
@@ -198,7 +198,7 @@ class SinksAndNewest(Reference):
         return [*range(sinks), *range(max(sinks, count - (self.kv.budget - sinks)), count)]
 
 
-class ByPastAttention(Reference):
+class ByPastAttention(PlainReference):
     """SnapKV: `budget` tokens: of the choice the newest `window_size`, and those that they attended
     to most; each later token takes the place of the one with the lowest score (Li et al. 2024)."""
 
@@ -233,7 +233,7 @@ class ByPastAttention(Reference):
         always = frozenset(range(begin, now))
         units = tuple(frozenset([p]) for p in range(first, begin))
         return [
-            [Wanted(always, units, tuple(of_head.tolist()), count) for of_head in scores]
+            [WantedChoice(always, units, tuple(of_head.tolist()), count) for of_head in scores]
             for scores in self.scores(first, begin, at)
         ]
 
@@ -253,7 +253,7 @@ class ByPastAttention(Reference):
         return found
 
 
-class BestBlocks(Reference):
+class BestBlocks(PlainReference):
     """`budget` tokens: sinks, the newest `recent_window` and up to 15 more, so that blocks end
     where they begin, and between them whole blocks with the best scores."""
 
@@ -277,7 +277,7 @@ class BestBlocks(Reference):
         num_blocks = (room - (count - begin)) // BLOCK
         return [
             [
-                Wanted(always, units, tuple(of_head[numbers].tolist()), num_blocks)
+                WantedChoice(always, units, tuple(of_head[numbers].tolist()), num_blocks)
                 for of_head in self.block_scores(text, layer)
             ]
             for layer in range(self.plain.config.num_layers)
@@ -329,8 +329,8 @@ class ByLastVerification(BestBlocks):
         return received.new_zeros(len(received), num_blocks).index_add(1, block, received)
 
 
-REFERENCES: dict[str, type[Reference]] = {
-    "full": Reference,
+REFERENCES: dict[str, type[PlainReference]] = {
+    "full": PlainReference,
     "streaming_llm": SinksAndNewest,
     "snapkv": ByPastAttention,
     "retrieval": ByMeanKeys,

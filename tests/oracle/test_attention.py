@@ -15,7 +15,7 @@ from attention_cases import (
     LIBRARIES,
     NO_AMX,
     TOLERANCE,
-    Case,
+    BackendCase,
     Exact,
     cases,
     exact_attention,
@@ -140,7 +140,7 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     length = 3000
     cache, k, v = fill(backend, 2, 64, [length] * 2, dtype, length + num_new, layers=1)
     view = make_view(cache, range(2), FullKV(), num_new)
-    case = Case(view, torch.randn(2, num_new, 8, 64).to(dtype), k, v)
+    case = BackendCase(view, torch.randn(2, num_new, 8, 64).to(dtype), k, v)
     for out, lse, *qkv in zip(*case.run(backend, "run_with_lse"), case.q, k, v, strict=True):
         exact = exact_attention(*qkv)
         assert (lse.double() - exact.lse).abs().max() < 1e-4
@@ -187,7 +187,9 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(
 
     def attend(rows: list[int], first: int, count: int) -> Tensor:
         view = make_view(cache, rows, FullKV(), count, window=window)
-        out, lse = Case(view, q[rows, first : first + count], k, v).run(backend, "run_with_lse")
+        out, lse = BackendCase(view, q[rows, first : first + count], k, v).run(
+            backend, "run_with_lse"
+        )
         return torch.cat([out.float().flatten(2), lse], 2)
 
     together = attend([0, 1], 0, num_new)
@@ -235,7 +237,9 @@ class Scattered:
         return ranges
 
 
-def exact_heads(case: Case, window: int | None = None) -> list[tuple[int, int, slice, Exact]]:
+def exact_heads(
+    case: BackendCase, window: int | None = None
+) -> list[tuple[int, int, slice, Exact]]:
     """Tuples of a row of the batch, a KV head, its query heads, and what they compute in float64
     over the keys that they see, whose number is checked."""
     view = case.view
@@ -338,7 +342,7 @@ def test_native_weights_over_splits_and_blocks_of_queries(
         torch.manual_seed(0)
         cache, k, v = fill(backend, 2, 64, [1501, 700], dtype, 1540, layers=1, growth=2.0)
         q = torch.randn(2, num_new, heads, 64).to(dtype)
-        case = Case(make_view(cache, [1, 0], FullKV(), num_new), q, k, v)
+        case = BackendCase(make_view(cache, [1, 0], FullKV(), num_new), q, k, v)
         plain = case.run(backend)
         out, mass = case.run(backend, "run_with_weights")
         assert torch.equal(plain, out)
@@ -372,7 +376,7 @@ def test_native_gives_a_token_the_same_bits_under_ranges_by_head(
     together = case.run(backend)
     for t in range(5):
         view = make_view(case.view.cache, rows, policy, 1, committed)
-        alone = Case(view, case.q[:, t : t + 1], case.k, case.v).run(backend)
+        alone = BackendCase(view, case.q[:, t : t + 1], case.k, case.v).run(backend)
         assert torch.equal(alone[:, 0], together[:, t]), t
         case.view.cache.advance(rows, 1)
 

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from conftest import decode_both, make_draft, make_requests, random_prompts, served_pairs
-from recorder import Recorder
+from recorder import StandInRecorder
 
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
@@ -111,7 +111,7 @@ def test_tokens_on_a_gpu_are_the_cpus(
 )
 def test_what_the_gpu_is_held_to_runs_on_a_cpu(drafter: str, policy: str, replays: bool) -> None:
     """The comparison itself: another backend emits the same, and something is accepted."""
-    recorder = Recorder() if replays else None
+    recorder = StandInRecorder() if replays else None
     baseline, ours, accepted = emitted("cpu", drafter, policy, "sdpa", "torch", recorder)
     assert baseline == ours == on_cpu(drafter, policy)
     assert all(len(row) == NUM_NEW for row in ours)

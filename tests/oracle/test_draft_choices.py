@@ -12,16 +12,16 @@ from random import Random
 import pytest
 import torch
 from conftest import TINY
-from plain_choices import REFERENCES, PlainModel, Reference
+from plain_choices import REFERENCES, PlainModel, PlainReference
 from watched_drafts import (
     FOLLOWING,
     MAX_TOKENS,
     SEED,
     Admitted,
-    Drafted,
-    Measured,
-    Run,
     Verified,
+    WatchedDraft,
+    WatchedMeasure,
+    WatchedRun,
     serve,
 )
 
@@ -53,14 +53,16 @@ def plain(name: str) -> PlainModel:
     return PLAIN[name]
 
 
-def check(run: Run, policy: str, name: str, kv: KVSection, is_checked: bool = True) -> Counter[str]:
+def check(
+    run: WatchedRun, policy: str, name: str, kv: KVSection, is_checked: bool = True
+) -> Counter[str]:
     """Compare each draft of each request with the reference. Returns how often things happened.
     `is_checked`: what was drafted is, too, where the target's own KV is read."""
     seen = Counter[str]()
     for request in run.requests:
         events = run.watch.of(request)
         seen["requests"] += any(isinstance(event, Admitted) for event in events)
-        reference = Reference(plain(name), kv, (MAX_TOKENS, FOLLOWING))
+        reference = PlainReference(plain(name), kv, (MAX_TOKENS, FOLLOWING))
         if events:  # one forward for all of them: the other texts are its beginnings
             plain(name).read(max((event.text for event in events), key=len))
         for number, event in enumerate(events):
@@ -69,7 +71,7 @@ def check(run: Run, policy: str, name: str, kv: KVSection, is_checked: bool = Tr
                 reference = REFERENCES[policy](plain(name), kv, (MAX_TOKENS, FOLLOWING))
                 reference.admitted(event.text)
                 seen["admitted"] += 1
-            elif isinstance(event, Measured):
+            elif isinstance(event, WatchedMeasure):
                 reference.drafts(event.text, event.asked)
             elif isinstance(event, Verified):
                 reference.verified(event.text, event.chain, event.num_accepted)
@@ -89,13 +91,13 @@ def kind_of(event: Verified) -> str:
     return "none" if event.num_accepted == 0 else "all" if is_all else "some"
 
 
-def check_keys(event: Drafted, model: PlainModel, place: str) -> None:
+def check_keys(event: WatchedDraft, model: PlainModel, place: str) -> None:
     """The cache holds the keys of this text."""
     keys = torch.stack(model.read(event.text).keys)
     assert torch.allclose(event.keys.double(), keys, rtol=1e-3, atol=1e-3), place
 
 
-def check_places(event: Drafted, place: str) -> None:
+def check_places(event: WatchedDraft, place: str) -> None:
     """Drafts follow the newest token. Before that, a standalone draft takes what it lacks."""
     if not event.forwards:
         return  # a lookup alone has drafted
@@ -107,7 +109,9 @@ def check_places(event: Drafted, place: str) -> None:
         assert after.begin <= before.end, place
 
 
-def check_reads(event: Drafted, reference: Reference, seen: Counter[str], place: str) -> None:
+def check_reads(
+    event: WatchedDraft, reference: PlainReference, seen: Counter[str], place: str
+) -> None:
     """The first forward over so many committed tokens reads what it must; others read the same, and
     the tokens since, as far as the sliding window goes."""
     text = (*event.text, event.chain[0])
@@ -134,7 +138,7 @@ def check_reads(event: Drafted, reference: Reference, seen: Counter[str], place:
     seen["drafts"] += 1
 
 
-def check_tokens(event: Drafted, model: PlainModel, place: str) -> None:
+def check_tokens(event: WatchedDraft, model: PlainModel, place: str) -> None:
     """What was drafted are the likeliest tokens of a model that reads these positions and no
     others."""
     before = len(event.text)

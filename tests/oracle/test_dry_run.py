@@ -29,7 +29,7 @@ from conftest import (
 )
 from launches import BesideLayers
 from pretend_cuda import DEVICE, MixedDevices, OnDevice, waits
-from recorder import Recorder
+from recorder import StandInRecorder
 from several_ranks import generate_alone
 from test_replay import (
     MIXED,
@@ -126,7 +126,7 @@ def test_a_step_waits_once(
     tokens, accepted, _ = run(*started(kind), drafter, kv, 4, None)
     assert not waits, "nothing is on the device"
     engine, snapshots = started(kind, device=str(DEVICE))
-    recorder = Recorder() if captures else None
+    recorder = StandInRecorder() if captures else None
     found = run(engine, snapshots, drafter, kv, 4, recorder)
     resamples = kind == "mixed" and (drafter, policy) == ("model", "snapkv")
     assert found[:2] == (tokens, accepted) or (captures and resamples)
@@ -144,7 +144,7 @@ def test_steps_of_any_draft_lengths_wait_once(
     """The measurement of `--gamma auto` comes first, which waits for each of its drafts."""
     kv = section_of(policy)
     tokens, *_ = run(*started(), drafter, kv, "auto", None, OneAlone(SCRIPT))
-    recorder = Recorder() if captures else None
+    recorder = StandInRecorder() if captures else None
     found = run(*started(device=str(DEVICE)), drafter, kv, "auto", recorder, OneAlone(SCRIPT))
     assert found[0] == tokens
     check(waits, LISTED | OF_MEASUREMENT)
@@ -165,7 +165,7 @@ def test_attention_by_triton(
     monkeypatch.setattr(triton, "count_resident", lambda *kernel: 4)  # nothing is compiled
     config = replace(TINY, num_layers=1, num_heads=2, num_kv_heads=1)
 
-    def decoded(device: torch.device, recorder: Recorder | None) -> object:
+    def decoded(device: torch.device, recorder: StandInRecorder | None) -> object:
         model = tiny_transformer(config).to(device)
         engine = Engine(make_runner(model, 2, 32, TritonBackend(2)), 26)
         requests = make_requests(random_prompts([26, 1], 97), [3, 4])
@@ -175,7 +175,7 @@ def test_attention_by_triton(
 
     expected = decoded(torch.device("cpu"), None)
     launches.clear()
-    assert decoded(DEVICE, Recorder() if captures else None) == expected
+    assert decoded(DEVICE, StandInRecorder() if captures else None) == expected
     assert ("sum_mass" in launches) == (policy == "verified")
     check(waits)
 
@@ -244,7 +244,7 @@ def test_a_forward_launches_few_kernels_beside_its_layers(
     own |= IN_COPY if policy == "snapkv" else {}
     assert launched(lambda: kv.forward(ids[:, :1], rows, committed, num_outputs=1)) == own
 
-    class Counted(Recorder):
+    class Counted(StandInRecorder):
         def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             with BesideLayers() as operators:
                 replay = super().record(work)
@@ -278,7 +278,7 @@ def test_low_bit_drafts_by_triton(
     copy = low_bit_copy(model, weights, False).to(DEVICE)
     engine, requests = started(device=str(DEVICE))
     engine.runner.drafting = engine.runner.with_model(copy, None)
-    found = run(engine, requests, "self", kv, 3, Recorder() if captures else None)
+    found = run(engine, requests, "self", kv, 3, StandInRecorder() if captures else None)
     assert found[0] == tokens and any(map(any, found[1])), "some drafts are accepted"
     assert set(all_launches) == {"multiply_groups"}
     check(waits)

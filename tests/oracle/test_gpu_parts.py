@@ -19,7 +19,7 @@ from gpu import attention, broken, latency, scale, whole_runs
 from gpu.results import Results
 from gpu.scale import TINY, Suite
 from pretend_cuda import DEVICE, waits
-from recorder import Recorder
+from recorder import StandInRecorder
 from test_replay import all_launches, interprets
 
 from magicdec.attention import triton
@@ -58,7 +58,7 @@ def card(
         monkeypatch.setattr(torch.cuda, name, lambda *_, _answer=answer: _answer)
     monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda first, last: 1.0)
     monkeypatch.setattr(CudaGraphs, "__init__", lambda self, device: None)
-    monkeypatch.setattr(CudaGraphs, "record", lambda self, work: Recorder().record(work))
+    monkeypatch.setattr(CudaGraphs, "record", lambda self, work: StandInRecorder().record(work))
     monkeypatch.setattr(triton, "count_resident", lambda *kernel: 4)  # nothing is compiled
     # As bfloat16 is interpreted.
     tile = triton.choose_tile

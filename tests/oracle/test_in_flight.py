@@ -25,7 +25,7 @@ from conftest import (
 )
 from eagle_heads import FITTED, made_head
 from fake_clock import VirtualClock
-from recorder import Recorder
+from recorder import StandInRecorder
 from tiers import covering
 
 from magicdec.attention.backend import AttentionBackend
@@ -235,7 +235,7 @@ def serve(
         kv,
         draft=draft,
         draft_length=RandomLength(random, not records),
-        recorder=Recorder() if records else Eager(),
+        recorder=StandInRecorder() if records else Eager(),
         is_in_flight=True,
     )
     strategy = make_strategy("speculative" if drafter else "autoregressive", setup)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from launches import Recorder, compile_apart
+from launches import LaunchRecorder, compile_apart
 
 from magicdec.kv import kernel_view
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
@@ -113,7 +113,7 @@ for launch in test_kernel_view.launch_all():
 
 
 def launch_all() -> list[Any]:
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     cache = cache_of([40, 9])
     rows = BatchRows.of((2, 0), DEVICE, 9)
     committed = Lengths.of([38, 7], DEVICE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from launches import Launch, Recorder, compile_apart
+from launches import CountedLaunch, LaunchRecorder, compile_apart
 from test_grouped import make_numbers
 from tiers import nested
 from torch import Tensor
@@ -93,7 +93,7 @@ def test_few_rows_on_cuda_are_served() -> None:
         assert not triton.serves("cuda", 1, BF16)
 
 
-def launch_all(recorder: Recorder) -> None:
+def launch_all(recorder: LaunchRecorder) -> None:
     """The products of Llama-3.2-1B's and Llama-3.1-8B's shapes, and of small ones, for 5 rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "kernels", lambda device: recorder)
@@ -115,16 +115,16 @@ def launch_all(recorder: Recorder) -> None:
 
 def test_a_product_is_one_launch() -> None:
     """Which follows from shapes alone: the tensors hold no numbers."""
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     launch_all(recorder)
     grids = {launch.grid for launch in recorder.launches}
     assert grids == {(64, 1, 4), (512, 1, 4), (4008, 1, 1), (128, 1, 4), (22, 1, 4)}
 
 
-def launches_to_compile(size: int) -> list[tuple[Launch, int]]:
+def launches_to_compile(size: int) -> list[tuple[CountedLaunch, int]]:
     """Launches of `launch_all`, each with a GPU's capability, that together have every combination
     of `size` of these: what a program does in a turn, how many turns there are, the capability."""
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     launch_all(recorder)
     found = list(product(recorder.launches, (80, 90)))
     cases = []
@@ -187,7 +187,7 @@ def test_the_constants_of_the_assembly_are_the_numbers_that_it_adds() -> None:
         assert bits.view(BF16).item() == -(128 - least)
     kind = FORMATS[0]
     for outputs in (97, 4096, 60000, 70000, 128256):
-        recorder = Recorder()
+        recorder = LaunchRecorder()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton, "kernels", lambda device, recorder=recorder: recorder)
             for rows in (1, 17, 64):

@@ -20,7 +20,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from recorder import Recorder
+from recorder import StandInRecorder
 from test_lossless import SMALL
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def decode_until_overflow(
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, FILTERED, PENALISED], ids=str)
 @pytest.mark.parametrize("drafter", [None, "self", "ngram", "ngram+self"])
-@pytest.mark.parametrize("make_recorder", [Eager, Recorder])
+@pytest.mark.parametrize("make_recorder", [Eager, StandInRecorder])
 def test_a_decoding_ends_at_the_step(
     drafter: str | None, sampling: SamplingSection, make_recorder: Callable[[], Any]
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_decoding_ends_at_the_step(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=str)
-@pytest.mark.parametrize("make_recorder", [Eager, Recorder])
+@pytest.mark.parametrize("make_recorder", [Eager, StandInRecorder])
 @pytest.mark.parametrize("breaks_draft", [True, False])
 def test_the_logits_of_a_draft_model_count(
     sampling: SamplingSection, make_recorder: Callable[[], Any], breaks_draft: bool

@@ -39,7 +39,7 @@ from conftest import (
 )
 from eagle_heads import FITTED, made_head
 from launches import dispatched
-from recorder import HostTouched, Recorder
+from recorder import HostTouched, StandInRecorder
 from test_lossless import SMALL
 from test_sampled_speculation import SECTION, emitted, exact_distribution, p_of
 from test_varying_gamma import Scripted
@@ -197,7 +197,7 @@ def test_replayed_steps_emit_the_same_tokens(
 ) -> None:
     engine, snapshots = started(kind)
     kv = section_of(policy)
-    recorder = Recorder()
+    recorder = StandInRecorder()
     eager = run(engine, snapshots, drafter, kv, 4, None)
     ours = run(engine, snapshots, drafter, kv, 4, recorder)
     check_same((drafter, policy), kind, eager, ours)
@@ -246,7 +246,7 @@ def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
     all."""
     engine, snapshots = started(kind)
     kv = section_of(policy)
-    recorder = Recorder()
+    recorder = StandInRecorder()
     eager, ours = (
         run(engine, snapshots, drafter, kv, "auto", each, OneAlone(SCRIPT))
         for each in (None, recorder)
@@ -274,7 +274,7 @@ def test_a_replayed_draft_of_a_larger_vocabulary_samples_the_same_tokens(
     monkeypatch.setattr(sys.modules[__name__], "SMALL", larger)
     engine, snapshots = started("mixed")
     eager = run(engine, snapshots, "model", section_of(policy), 4, None)
-    ours = run(engine, snapshots, "model", section_of(policy), 4, Recorder())
+    ours = run(engine, snapshots, "model", section_of(policy), 4, StandInRecorder())
     assert ours[:2] == eager[:2]
 
 
@@ -283,7 +283,7 @@ def test_replayed_steps_keep_the_targets_distribution() -> None:
     """This is tested for the steps that need not sample the same tokens as steps that the host
     starts."""
     kv = KVSection("snapkv", 4, window_size=2)
-    counts = emitted("speculative", "model", kv, 3, Recorder())
+    counts = emitted("speculative", "model", kv, 3, StandInRecorder())
     assert p_of(counts, exact_distribution(SECTION)) > ACCEPTED
 
 
@@ -303,7 +303,7 @@ def test_a_full_replayed_draft_is_accepted_after_any_pause(kv: KVSection) -> Non
         kv,
         draft=draft,
         draft_length=Scripted(SCRIPT),
-        recorder=Recorder(),
+        recorder=StandInRecorder(),
     )
     steps: list[tuple[int, list[int]]] = []
     decode(
@@ -320,7 +320,7 @@ def test_replayed_steps_of_measured_draft_lengths_emit_the_same_tokens() -> None
     """The measurement runs one row alone while the others are not active. Then all rows go on."""
     engine, snapshots = started()
     kv = section_of("streaming_llm")
-    recorder = Recorder()
+    recorder = StandInRecorder()
     expected = run(engine, snapshots, None, kv, 4, None)[0]
     assert run(engine, snapshots, "self", kv, "auto", recorder)[0] == expected
     assert recorder.recorded == 1 + 2 * 8
@@ -346,7 +346,7 @@ def test_a_row_that_ended_in_its_last_block_writes_into_no_other_row(
     kv = replace(section_of(policy), budget=budget)
     expected = run(engine, snapshots, "self", kv, 4, None)[0]
     assert max(runner.cache.lengths) == runner.max_tokens - 1
-    assert run(engine, snapshots, "self", kv, 4, Recorder())[0] == expected
+    assert run(engine, snapshots, "self", kv, 4, StandInRecorder())[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_replayed_steps_follow_windows_and_new_choices(policy: str, reselect_eve
     engine, snapshots = started(sliding_window=64)
     kv = replace(section_of(policy), reselect_every=reselect_every)
     expected, accepted, counts = run(engine, snapshots, "self", kv, 3, None)
-    found, replayed, read = run(engine, snapshots, "self", kv, 3, Recorder())
+    found, replayed, read = run(engine, snapshots, "self", kv, 3, StandInRecorder())
     assert found == expected and replayed == accepted
     assert (read.kv_tokens_read, read.num_forwards) == (counts.kv_tokens_read, counts.num_forwards)
 
@@ -389,7 +389,7 @@ def test_the_recorder_refuses_what_a_graph_refuses(name: str) -> None:
         return x
 
     with pytest.raises(HostTouched), torch.inference_mode():
-        Recorder().record(work)
+        StandInRecorder().record(work)
 
 
 def test_a_replay_reads_the_present_values_of_tensors() -> None:
@@ -403,7 +403,7 @@ def test_a_replay_reads_the_present_values_of_tensors() -> None:
         total.add_(x[1:].sum() * factor[0])
         return total * 1
 
-    replay = Recorder().record(work)
+    replay = StandInRecorder().record(work)
     x += 10
     factor[0] = 100
     assert total.item() == 10 and replay().item() == 10 + 2 * 25 and total.item() == 60
@@ -587,7 +587,7 @@ def test_replayed_steps_of_tritons_attention_emit_the_eager_tokens(
     prompts = random_prompts([26, 1], TINY.vocab_size)
     snapshots = engine.prefill(make_requests(prompts, [3, 4]))
     kv = KVSection(policy, 20, 4, 8)
-    recorder = Recorder()
+    recorder = StandInRecorder()
     expected, accepted, counts = run(engine, snapshots, "self", kv, 2, None)
     launches.clear()
     found, replayed, read = run(engine, snapshots, "self", kv, 2, recorder)
@@ -606,7 +606,7 @@ def test_replayed_steps_emit_the_tokens_of_torchs_operators(
     engine = Engine(runner, 20)
     requests = make_requests(random_prompts([20, 1, 9], TINY.vocab_size), [4, 7, 5])
     snapshots = engine.prefill(requests)
-    recorder = Recorder()
+    recorder = StandInRecorder()
     model = runner.model
     kv = KVSection("full") if policy is None else KVSection(policy, 12, 4)
     expected, accepted, _ = run(engine, snapshots, drafter, kv, 3, None)

@@ -20,7 +20,7 @@ from conftest import (
     tiny_transformer,
 )
 from eagle_heads import FITTED, made_head
-from recorder import Recorder
+from recorder import StandInRecorder
 
 from magicdec.attention.native import NativeBackend, kernel
 from magicdec.bench.run.roofline import bytes_read, kv_bytes_per_token, weight_bytes
@@ -156,7 +156,7 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
         runner.keep_states(FITTED.capture)
         draft = make_draft(made_head(model), kv, 3, runner.max_tokens)
     requests = make_requests(random_prompts([100, 20, 60], model.config.vocab_size), NUM_NEW)
-    recorder = Recorder() if is_captured else None
+    recorder = StandInRecorder() if is_captured else None
     drafting = runner if draft is None or draft.runner is None else draft.runner
     before = drafting.counts.copy()
     how = {"drafter": drafter, "draft": draft, "recorder": recorder, "names": ["speculative"]}

@@ -8,7 +8,7 @@ from attention_cases import (
     BACKENDS,
     DTYPES,
     TOLERANCE,
-    Case,
+    BackendCase,
     cases,
     device_of,
     exact_attention,
@@ -47,7 +47,9 @@ def with_sinks(backend: AttentionBackend, num_heads: int, dtype: torch.dtype) ->
     return sinks
 
 
-def errors(case: Case, sinks: Tensor, out: Tensor, mass: Tensor, window: int | None) -> list[float]:
+def errors(
+    case: BackendCase, sinks: Tensor, out: Tensor, mass: Tensor, window: int | None
+) -> list[float]:
     """The largest errors of outputs and of weights, by row."""
     k, v = case.read()
     found = []
@@ -99,7 +101,7 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(dtype: torch.d
 
     def attend(rows: list[int], first: int, count: int) -> tuple[Tensor, Tensor]:
         view = make_view(cache, rows, FullKV(), count)
-        case = Case(view, q[rows, first : first + count], k, v)
+        case = BackendCase(view, q[rows, first : first + count], k, v)
         out, lse = case.run(backend, "run_with_lse")
         return out, lse
 

@@ -16,7 +16,7 @@ from typing import Any
 import launches
 import pytest
 import torch
-from attention_cases import Case, exact_attention, fill
+from attention_cases import BackendCase, exact_attention, fill
 from conftest import TINY, Launch, tiny_transformer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,7 +70,7 @@ def test_splits_are_merged_by_their_log_sum_exp(
     cache, k, v = fill(backend, 2, 64, lengths, dtype, 256, layers=1, block=128)
     q = torch.randn(3, num_new, 8, 64).to(DEVICE, dtype)
     view = make_view(cache, rows, policy, num_new)
-    case = Case(view, q, k, v)
+    case = BackendCase(view, q, k, v)
     tolerance = 2e-6 if dtype == torch.float32 else 2e-2
     out, mass = case.run(backend, "run_with_weights")
     repeated, lse = case.run(backend, "run_with_lse")
@@ -168,7 +168,7 @@ SIZES: dict[str, list[Any]] = {
 }
 
 
-def launch_case(case: dict[str, Any]) -> list[launches.Launch]:
+def launch_case(case: dict[str, Any]) -> list[launches.CountedLaunch]:
     """What our backend launches on a GPU for a forward of such sizes."""
     dtype = getattr(torch, case["dtype"])
     size = case["size"]
@@ -181,7 +181,7 @@ def launch_case(case: dict[str, Any]) -> list[launches.Launch]:
     view = make_view(cache, [0, 1], case["policy"], num_new, window=case["window"])
     q = torch.empty(2, num_new, 2 * case["group"], size, dtype=dtype)
     k, v = torch.empty(2, 2, num_new, 2, size, dtype=dtype)
-    recorder = launches.Recorder()
+    recorder = launches.LaunchRecorder()
     recorder.WEIGHTS_BLOCK = load_kernels("cuda").WEIGHTS_BLOCK
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "load_kernels", lambda device: recorder)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import TINY, Command, make_runner, random_prompts, tiny_transformer
 from lossy import ATTACKS, noisy, planted
-from recorder import Recorder
+from recorder import StandInRecorder
 from serving_command import prepare_as
 
 from magicdec.attention.sdpa import SDPABackend
@@ -321,7 +321,7 @@ def test_captured_steps_of_each_set_of_rows_leave_their_logits() -> None:
     ]
     witness = Witness.of(runner, 3, 3, 200, "1", 3)
     witness.is_watching = True
-    recorder = Recorder()
+    recorder = StandInRecorder()
     strategy = build_decoder(
         runner,
         DecodingSection("speculative", "self", 3),

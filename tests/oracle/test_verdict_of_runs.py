@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 from lossy import ATTACKS, planted, short_run
-from recorder import Recorder
+from recorder import StandInRecorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
@@ -139,7 +139,7 @@ def test_replayed_steps_leave_their_logits() -> None:
     model = tiny_transformer()
     eager, _, outputs = decode(make_runner(model, 3, 96, SDPABackend()), SELF)
     runner = make_runner(model, 3, 96, SDPABackend())
-    recorder = Recorder()
+    recorder = StandInRecorder()
     replayed, finished, found = decode(runner, SELF, recorder)
     assert found == outputs and recorder.replayed > 3
     judged = judge_again(replayed, finished, runner)

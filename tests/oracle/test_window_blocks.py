@@ -23,7 +23,7 @@ from conftest import (
     save_checkpoint,
     tiny_transformer,
 )
-from recorder import Recorder
+from recorder import StandInRecorder
 from serving_command import prepare_as
 from several_ranks import generate_alone
 from test_in_flight import check_seeds, learn_lone_outputs
@@ -115,7 +115,7 @@ def decoded(
         assert draft.runner is not None
         draft = replace(draft, runner=replace(draft.runner, window_room=room))
     requests = make_requests(random_prompts(lengths, 97), NUM_NEW)
-    recorder = Recorder() if records else None
+    recorder = StandInRecorder() if records else None
     return decode_both(runner, requests, kv, GAMMA, CHUNK, drafter, draft, recorder), runner
 
 

@@ -69,7 +69,7 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Measured:
+class WatchedMeasure:
     """Drafts of as many tokens were timed, which changes nothing but that a choice that is due is
     made."""
 
@@ -89,7 +89,7 @@ class Forward:
 
 
 @dataclass
-class Drafted:
+class WatchedDraft:
     """After `text`, drafts were added to its newest token with these forwards, together the
     `chain`. `keys` [L, G, T, D] are those of the text in the target's cache."""
 
@@ -100,7 +100,7 @@ class Drafted:
     keys: Tensor
 
 
-Event = Admitted | Verified | Measured | Drafted
+Event = Admitted | Verified | WatchedMeasure | WatchedDraft
 
 
 @dataclass
@@ -266,7 +266,7 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
         for request, ids in zip(batch.requests, proposal.ids.tolist(), strict=True):
             assert request.row is not None
             if watch.is_measuring:
-                watch.of(request).append(Measured(request.cached_ids, count))
+                watch.of(request).append(WatchedMeasure(request.cached_ids, count))
                 continue
             text = request.cached_ids
             row = torch.tensor([request.row])
@@ -275,7 +275,7 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
             keys = torch.stack([source.caches.read(layer, row, places)[0][0] for layer in layers])
             forwards = watch.forwards.get(request.row, [])
             chain = (request.last_token, *ids)
-            watch.of(request).append(Drafted(text, chain, count, forwards, keys))
+            watch.of(request).append(WatchedDraft(text, chain, count, forwards, keys))
         return proposal
 
     def verified(steps: DecodeSteps, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
@@ -305,7 +305,7 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
 
 
 @dataclass(frozen=True)
-class Run:
+class WatchedRun:
     """Served requests, and what happened to each of them."""
 
     requests: list[Request]
@@ -321,7 +321,7 @@ def serve(
     *,
     is_native: bool = False,
     drafter: str = "self",
-) -> Run:
+) -> WatchedRun:
     """Requests of random lengths that join and leave `NUM_ROWS` rows. Steps draft any number of
     tokens, also none."""
     prompts = random_prompts([random.choice(LENGTHS) for _ in range(NUM_REQUESTS)], 97, SEED)
@@ -356,7 +356,7 @@ def serve(
     engine = Engine(runner, 64, limits, VirtualClock())
     with watched(random, config.vocab_size, runner) as watch:
         engine.serve(make_strategy("speculative", setup), requests)
-    return Run(requests, watch, runner, draft)
+    return WatchedRun(requests, watch, runner, draft)
 
 
 def make_target(config: ModelConfig, is_native: bool, is_short: bool) -> ModelRunner:

@@ -71,7 +71,7 @@ def test_packaged_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert source.tokenizer_path == tmp_path / "demo" / "target"
 
 
-class Recorder(WeightSource):
+class ReadRecorder(WeightSource):
     """A weight source that forwards reads and counts them."""
 
     def __init__(self, source: WeightSource) -> None:
@@ -96,7 +96,7 @@ def test_a_rank_reads_its_own_share_in_small_parts(
     writer(tmp_path, make_tensors(config))
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(config)))
     monkeypatch.setattr(weight_files, "READ_ELEMENTS", 1)  # the smallest part: one tile's rows
-    source = Recorder(find_model("--model", str(tmp_path)).weights)
+    source = ReadRecorder(find_model("--model", str(tmp_path)).weights)
     model = load_transformer(config, source, Shard(0, 2), None, torch.float32, CPU)
     assert source.elements == sum(p.numel() for p in model.parameters())
     assert source.largest == TILE_ROWS * config.hidden_size

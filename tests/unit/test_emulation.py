@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
-from fake_clock import Clock
+from fake_clock import FakeClock
 from serving_command import prepare_as
 from test_recurrent_order import CHUNK, LIMITS
 
@@ -44,9 +44,9 @@ LINK_S = 2.0
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """Sleeping takes no time but on this clock, and every sleep ends LATE_S late."""
-    clock = Clock()
+    clock = FakeClock()
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", lambda seconds: clock.advance(seconds + LATE_S))
     return clock
@@ -60,7 +60,7 @@ def sleeping(
     return SleepingModel(TINY, Shard(), layers, has_ends, seconds, torch.zeros(1), time)
 
 
-def test_the_lateness_of_sleeps_does_not_add_up(clock: Clock) -> None:
+def test_the_lateness_of_sleeps_does_not_add_up(clock: FakeClock) -> None:
     """A forward sleeps for each of two layers, and every message comes LATE_S late. The second
     message was due while the first was emulated, and the third after that."""
     emulated = EmulatedTime()
@@ -77,7 +77,7 @@ def test_the_lateness_of_sleeps_does_not_add_up(clock: Clock) -> None:
     assert answers_s == [STAGE_S, 2 * STAGE_S, 2.0 + STAGE_S]
 
 
-def test_work_after_a_pause_counts_from_now(clock: Clock) -> None:
+def test_work_after_a_pause_counts_from_now(clock: FakeClock) -> None:
     """So does that of a host without time: what is later than the work itself takes stays late."""
     emulated = EmulatedTime()
     emulated.reach(clock.now)
@@ -89,7 +89,7 @@ def test_work_after_a_pause_counts_from_now(clock: Clock) -> None:
 
 
 class TimedLoopback(Loopback):
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         super().__init__()
         self.clock = clock
         self.came_s = list[float]()
@@ -99,7 +99,7 @@ class TimedLoopback(Loopback):
         super().send(message)
 
 
-def test_a_late_link_delivers_each_message_later(clock: Clock) -> None:
+def test_a_late_link_delivers_each_message_later(clock: FakeClock) -> None:
     """The second is sent when the first has come, and closing waits for both."""
     loop = TimedLoopback(clock)
     link = LateSender(loop, LINK_S)
@@ -110,7 +110,7 @@ def test_a_late_link_delivers_each_message_later(clock: Clock) -> None:
     assert [came_s - begin_s for came_s in loop.came_s] == [LINK_S + LATE_S, 2 * (LINK_S + LATE_S)]
 
 
-def test_an_emulated_link_counts_from_when_a_message_was_due(clock: Clock) -> None:
+def test_an_emulated_link_counts_from_when_a_message_was_due(clock: FakeClock) -> None:
     """The second message is due while the first is on the link. The receiver's work counts from
     when they are due, and on another host from when they come."""
     loop = TimedLoopback(clock)
@@ -197,7 +197,7 @@ def test_a_whole_model_may_sleep() -> None:
 
 
 def test_a_drafter_of_stages_that_sleep_is_as_slow_and_as_often_right_as_asked_for(
-    clock: Clock,
+    clock: FakeClock,
 ) -> None:
     """The first request has the tokens 6, 7, ... behind its prompt of 6 tokens."""
     drafter = ScriptedPathDrafter.of_emulated_stages(

@@ -38,7 +38,7 @@ POLL_S = 0.01  # until a server that is stopped notices it
 
 
 @dataclass
-class Server:
+class StandInServer:
     """Answers with `answers` by prompt. `fault` names how it fails, after two tokens if it can."""
 
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Server:
 class Handler(BaseHTTPRequestHandler):
     """A request to a `Server`: its counters, its models, or an answer that is streamed."""
 
-    ours: Server
+    ours: StandInServer
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing."""
@@ -214,8 +214,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    ours = Server()
+def server() -> Iterator[StandInServer]:
+    ours = StandInServer()
     handler = type("OwnHandler", (Handler,), {"ours": ours})
     http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     http.daemon_threads = True
@@ -231,7 +231,9 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def words(tiny_checkpoint: Path, text_file: Path, tmp_path: Path, server: Server) -> list[str]:
+def words(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path, server: StandInServer
+) -> list[str]:
     return [
         *("--model", str(tiny_checkpoint), "--dataset", str(text_file), "--dtype", "float32"),
         *("--device", "cpu", "--threads", "1", "--out", str(tmp_path / "out.jsonl")),
@@ -241,7 +243,7 @@ def words(tiny_checkpoint: Path, text_file: Path, tmp_path: Path, server: Server
 
 
 @pytest.fixture
-def learning(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def learning(server: StandInServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers as our own modes did."""
     original = Batching.serve
 
@@ -267,7 +269,7 @@ def records_of(tmp_path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("learning")
 def test_a_server_is_measured_and_compared_like_a_mode(
-    words: list[str], server: Server, tmp_path: Path, command: Command,
+    words: list[str], server: StandInServer, tmp_path: Path, command: Command,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
@@ -294,7 +296,7 @@ def test_a_server_is_measured_and_compared_like_a_mode(
 
 @pytest.mark.usefixtures("learning")
 def test_so_many_requests_are_open_at_once_and_no_more(
-    words: list[str], server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], server: StandInServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.together = 2
     arrival = words.index("--arrival")
@@ -313,7 +315,7 @@ def test_so_many_requests_are_open_at_once_and_no_more(
 
 @pytest.mark.usefixtures("learning")
 def test_a_conversation_goes_on_with_the_servers_own_answers(
-    words: list[str], server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], server: StandInServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Which is learnt here. A server that sends text alone cannot be asked further."""
     items = [{"turns": [f"{'far ' * n}{turn}" for turn in range(3)]} for n in range(3)]
@@ -342,7 +344,7 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     )
 
 
-def test_no_prompt_begins_as_one_of_the_warm_up(words: list[str], server: Server) -> None:
+def test_no_prompt_begins_as_one_of_the_warm_up(words: list[str], server: StandInServer) -> None:
     """A server may keep what it has computed of them."""
     assert run([*words, "--modes", "endpoint"]) == 0
     prompts = [body["prompt"] for body in server.bodies]
@@ -363,7 +365,7 @@ def test_no_prompt_begins_as_one_of_the_warm_up(words: list[str], server: Server
     ],
 )
 def test_what_a_server_had_of_prompts_is_counted_as_hits(
-    api: str, report: dict[str, Any], words: list[str], server: Server, tmp_path: Path
+    api: str, report: dict[str, Any], words: list[str], server: StandInServer, tmp_path: Path
 ) -> None:
     """llama.cpp's server is asked to keep prompts, as it is asked not to without --prefix_cache."""
     server.report = report
@@ -420,7 +422,7 @@ OF_LLAMA_CPP = {"draft_n": 3, "draft_n_accepted": 1}
 )
 def test_acceptance_is_a_column_beside_our_modes(
     api: str, program: str, report: dict[str, Any], length: float | None,
-    words: list[str], server: Server, tmp_path: Path, command: Command,
+    words: list[str], server: StandInServer, tmp_path: Path, command: Command,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     server.report = report
@@ -453,7 +455,7 @@ def test_acceptance_is_a_column_beside_our_modes(
 
 @pytest.mark.usefixtures("learning")
 def test_what_contradicts_itself_is_one_line_and_the_times_stay(
-    words: list[str], server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], server: StandInServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counts = OF_VLLM["metrics"]["speculative_decoding"]
     wrong = counts | {"acceptance_histogram": [1, 0, 1]}
@@ -492,7 +494,7 @@ vllm:spec_decode_num_accepted_tokens_total {}
 )
 def test_counters_are_read_around_the_pass(
     after: tuple[int, ...], extra: str, problem: str | None,
-    words: list[str], server: Server, tmp_path: Path,
+    words: list[str], server: StandInServer, tmp_path: Path,
 ) -> None:  # fmt: skip
     """The first reading is the check before the command, and the second after the warm-up."""
     before = COUNTERS.format(5, 10, 3)
@@ -519,7 +521,7 @@ def test_counters_are_read_around_the_pass(
 
 @pytest.mark.usefixtures("learning")
 def test_a_server_may_count_a_moment_after_it_answers(
-    words: list[str], server: Server, tmp_path: Path
+    words: list[str], server: StandInServer, tmp_path: Path
 ) -> None:
     before, late = COUNTERS.format(0, 0, 0), COUNTERS.format(4, 8, 4)
     behind = before.replace("{0}", "10")  # the warm-up had 9 tokens
@@ -533,7 +535,7 @@ def test_a_server_may_count_a_moment_after_it_answers(
 
 @pytest.mark.usefixtures("learning")
 def test_several_servers_have_a_column_each(
-    words: list[str], server: Server, tmp_path: Path, command: Command,
+    words: list[str], server: StandInServer, tmp_path: Path, command: Command,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     server.report = {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}
@@ -552,7 +554,7 @@ def test_several_servers_have_a_column_each(
 
 
 def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
-    tmp_path: Path, words: list[str], server: Server
+    tmp_path: Path, words: list[str], server: StandInServer
 ) -> None:
     """By hand: 3 tokens after the first of each of 3 requests, 2 verifications for each."""
     server.report = OF_VLLM
@@ -580,7 +582,7 @@ def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
 @pytest.mark.usefixtures("learning")
 @pytest.mark.parametrize("has_usage", [True, False])
 def test_tokens_without_ids_are_counted_and_not_compared(
-    has_usage: bool, words: list[str], server: Server, tmp_path: Path,
+    has_usage: bool, words: list[str], server: StandInServer, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Three texts are four tokens, if the server says so."""
@@ -595,7 +597,7 @@ def test_tokens_without_ids_are_counted_and_not_compared(
 
 @pytest.mark.usefixtures("learning")
 def test_other_tokens_in_another_program_are_no_divergence(
-    words: list[str], server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], server: StandInServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.fault = "wrong"
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
@@ -619,7 +621,12 @@ def test_other_tokens_in_another_program_are_no_divergence(
     ],
 )
 def test_a_failing_server_costs_only_its_own_record(
-    fault: str, message: str, words: list[str], server: Server, tmp_path: Path, command: Command
+    fault: str,
+    message: str,
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
+    command: Command,
 ) -> None:
     server.fault = fault
     patience = "0.2" if fault in ("stalls", "pings") else "30"
@@ -647,7 +654,12 @@ def test_a_failing_server_costs_only_its_own_record(
     ],
 )
 def test_an_odd_stream_is_one_line(
-    odd: Any, message: str, words: list[str], server: Server, tmp_path: Path, command: Command
+    odd: Any,
+    message: str,
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
+    command: Command,
 ) -> None:
     server.fault, server.odd = "odd", odd
     code, _, err = command("serve", *words, "--modes", "sequential", "endpoint")
@@ -661,7 +673,7 @@ def test_an_odd_stream_is_one_line(
     "odd", [{"choices": None}, {"error": None}, {"usage": {"completion_tokens": "many"}}]
 )
 def test_what_says_nothing_is_passed_over(
-    odd: Any, words: list[str], server: Server, tmp_path: Path
+    odd: Any, words: list[str], server: StandInServer, tmp_path: Path
 ) -> None:
     server.fault, server.odd = "odd", odd
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
@@ -678,7 +690,7 @@ def test_what_says_nothing_is_passed_over(
     ],
 )
 def test_odd_models_are_one_line(
-    odd: Any, message: str, words: list[str], server: Server, command: Command
+    odd: Any, message: str, words: list[str], server: StandInServer, command: Command
 ) -> None:
     server.fault, server.odd = "odd models", odd
     code, _, err = command("serve", *words, "--modes", "endpoint")
@@ -687,7 +699,7 @@ def test_odd_models_are_one_line(
 
 @pytest.mark.parametrize("api", ["openai", "sglang", "llama.cpp"])
 def test_a_server_that_takes_no_ids_is_named_before_others_are_measured(
-    api: str, words: list[str], server: Server, tmp_path: Path, command: Command
+    api: str, words: list[str], server: StandInServer, tmp_path: Path, command: Command
 ) -> None:
     server.fault = "takes text alone"
     flags = ["--modes", "sequential", "endpoint", "--endpoint_api", api]
@@ -699,7 +711,9 @@ def test_a_server_that_takes_no_ids_is_named_before_others_are_measured(
         assert command("serve", *words, *flags, "--endpoint_prompts", "text").code == 0
 
 
-def test_a_url_without_v1_is_said(words: list[str], server: Server, command: Command) -> None:
+def test_a_url_without_v1_is_said(
+    words: list[str], server: StandInServer, command: Command
+) -> None:
     bare = server.address.removesuffix("/v1")
     code, _, err = command("serve", *words[:-1], bare, "--modes", "endpoint")
     line = err.splitlines()[-1]
@@ -708,7 +722,7 @@ def test_a_url_without_v1_is_said(words: list[str], server: Server, command: Com
 
 
 def test_what_no_server_can_serve_is_refused(
-    words: list[str], server: Server, tmp_path: Path, command: Command
+    words: list[str], server: StandInServer, tmp_path: Path, command: Command
 ) -> None:
     """Before anything is measured."""
     address = server.address
@@ -747,7 +761,7 @@ def test_what_no_server_can_serve_is_refused(
 
 @pytest.mark.parametrize("fault", ["slow", "large"])
 def test_a_first_answer_has_limits(
-    fault: str, words: list[str], server: Server, command: Command
+    fault: str, words: list[str], server: StandInServer, command: Command
 ) -> None:
     """A status line that never ends, and a list of models of several megabytes."""
     server.fault = fault
@@ -757,7 +771,9 @@ def test_a_first_answer_has_limits(
     assert code == 2 and message in err.splitlines()[-1], err
 
 
-def test_a_whole_answer_has_a_limit(words: list[str], server: Server, command: Command) -> None:
+def test_a_whole_answer_has_a_limit(
+    words: list[str], server: StandInServer, command: Command
+) -> None:
     """Although tokens come."""
     server.fault = "pings"
     flags = "--modes endpoint --endpoint_timeout_s 30 --endpoint_total_s 0.3"
@@ -770,7 +786,7 @@ SECRET = "sk-0123456789"
 
 @pytest.mark.parametrize("fault", ["", "repeats the key"])
 def test_a_key_is_sent_and_never_said(
-    fault: str, words: list[str], server: Server, tmp_path: Path, command: Command,
+    fault: str, words: list[str], server: StandInServer, tmp_path: Path, command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Not even if the server says it."""
@@ -789,7 +805,7 @@ def test_a_key_is_sent_and_never_said(
 
 @pytest.mark.parametrize("fault", ["", "no JSON", "repeats the key"])
 def test_credentials_of_the_url_are_sent_and_never_said(
-    fault: str, words: list[str], server: Server, tmp_path: Path, command: Command
+    fault: str, words: list[str], server: StandInServer, tmp_path: Path, command: Command
 ) -> None:
     url = f"{server.address.replace('://', '://me:pass%40word@')}?token=q1"
     server.fault = fault
@@ -837,7 +853,7 @@ def test_secrets_of_urls_are_masked() -> None:
         assert masked(text) == shown
 
 
-def test_prompts_can_be_text(words: list[str], server: Server) -> None:
+def test_prompts_can_be_text(words: list[str], server: StandInServer) -> None:
     assert run([*words, "--modes", "endpoint", "--endpoint_prompts", "text"]) == 0
     assert all(isinstance(body["prompt"], str) and body["prompt"] for body in server.bodies)
 
@@ -852,7 +868,7 @@ def test_a_server_is_among_the_default_modes(words: list[str]) -> None:
 
 
 def test_acceptance_by_the_length_of_prompts(
-    tmp_path: Path, words: list[str], server: Server
+    tmp_path: Path, words: list[str], server: StandInServer
 ) -> None:
     """Of groups that double, each with its own requests; CSV says which is which."""
     server.report = {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}
@@ -873,7 +889,7 @@ def test_acceptance_by_the_length_of_prompts(
 
 @pytest.mark.usefixtures("learning")
 def test_only_counters_of_the_same_server_get_its_key(
-    words: list[str], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], server: StandInServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", "sk-17")
     server.counters = ["vllm:generation_tokens_total {}"]

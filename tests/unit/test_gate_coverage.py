@@ -47,7 +47,7 @@ Change = Callable[[list[Result]], Any]
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedGate:
     """How a gate has ended: what it printed, and the names of the test cases with a failure in its
     JUnit file, and of the rows with a regression in its summary."""
 
@@ -57,7 +57,7 @@ class Ended:
     regressions: list[str]
 
 
-Gate = Callable[..., Ended]
+Gate = Callable[..., EndedGate]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Gate:
-    def run(baselines: Sequence[RunRecord], change: Change | None, *flags: str) -> Ended:
+    def run(baselines: Sequence[RunRecord], change: Change | None, *flags: str) -> EndedGate:
         """With `change`, the result of each case is its baseline, and no process starts."""
         path, junit, summary = (tmp_path / name for name in ("old.jsonl", "gate.xml", "gate.md"))
         path.write_text("".join(record.to_json() + "\n" for record in baselines))
@@ -80,7 +80,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> G
         failed = [str(case.get("name")) for case in ElementTree.parse(junit).findall("*[failure]")]
         lines = summary.read_text().splitlines()
         worse = [line.split(" | ")[1] for line in lines if line.startswith("| regression |")]
-        return Ended(code, out, failed, worse)
+        return EndedGate(code, out, failed, worse)
 
     return run
 

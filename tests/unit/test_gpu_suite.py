@@ -320,7 +320,7 @@ def test_the_plain_loop_is_the_model() -> None:
     assert torch.equal(torch.cat(emitted, dim=1), expected[:, 10:])
 
 
-class Machine:
+class GpuMachine:
     """Stands in for the processes of parts: each takes as many seconds as `takes` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, takes: dict[str, float]) -> None:
@@ -340,7 +340,7 @@ def test_parts_have_what_those_before_them_did_not_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails or hangs stops no other, and all of them end in time."""
-    machine = Machine(monkeypatch, {"broken": 30, "demo_tokens": 1000, "llama31": 1000})
+    machine = GpuMachine(monkeypatch, {"broken": 30, "demo_tokens": 1000, "llama31": 1000})
     names = [part.stage for part in quick.PARTS]
     assert not quick.run_parts(names, tmp_path, [], quick.QUICK_SECONDS)
     assert list(machine.limits) == names
@@ -352,7 +352,7 @@ def test_parts_have_what_those_before_them_did_not_use(
         "peers": 150,
     }
     assert "| llama31 | 150 | 0 | 0 | 0 |" in (tmp_path / "summary.md").read_text()
-    machine = Machine(monkeypatch, {})
+    machine = GpuMachine(monkeypatch, {})
     assert quick.run_parts(["peers", "broken"], tmp_path, [], quick.AGAIN_SECONDS)
     assert machine.limits == {"broken": 108, "peers": 180}
     assert sum(part.seconds for part in quick.PARTS) == quick.QUICK_SECONDS

@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Case:
+class ViewCase:
     rows: list[Row]
     rule: SinksAndWindow | None
     window: int | None
@@ -55,7 +55,7 @@ class Case:
         return [*range(row.before, row.before + self.num_new)]
 
 
-def draw(chooser: random.Random) -> Case:
+def draw(chooser: random.Random) -> ViewCase:
     num_new = chooser.randint(1, 7)
     rows = []
     for _ in range(chooser.randint(1, 3)):
@@ -63,10 +63,10 @@ def draw(chooser: random.Random) -> Case:
         rows.append(Row(before, max(0, before - chooser.choice([0, 0, 1, 4]))))
     sinks = chooser.randint(0, 5)
     rule = chooser.choice([None, SinksAndWindow(sinks, sinks + chooser.randint(1, 30))])
-    return Case(rows, rule, chooser.choice([None, 1, 9, 30]), num_new)
+    return ViewCase(rows, rule, chooser.choice([None, 1, 9, 30]), num_new)
 
 
-def view_of(case: Case) -> KVView:
+def view_of(case: ViewCase) -> KVView:
     cache = make_cache(len(case.rows), ROW_TOKENS, 1)
     for number, row in enumerate(case.rows):
         cache.advance([number], row.before)
@@ -88,7 +88,7 @@ def test_a_view_has_the_keys_of_an_enumeration(block: int) -> None:
         check(draw(random.Random(seed)))
 
 
-def check(case: Case) -> None:
+def check(case: ViewCase) -> None:
     view = view_of(case)
     rows = case.rows
     old = [case.old(row) for row in rows]

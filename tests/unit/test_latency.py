@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, make_runner, tiny_transformer
-from recorder import Recorder
+from recorder import StandInRecorder
 from torch import Tensor, nn
 
 from magicdec.attention.sdpa import SDPABackend
@@ -154,7 +154,7 @@ def test_recorded_forwards_do_what_the_others_do() -> None:
     """The same tokens chosen, the same keys read, the cache left at its context."""
     grid = LatencyGrid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
     found: list[list[Any]] = []
-    for recorder in (Eager(), Recorder()):
+    for recorder in (Eager(), StandInRecorder()):
         runner = make_runner(tiny_transformer(), 3, 70, SDPABackend(16))
         results: list[Any] = []
         for forward in make_forwards(runner, fill(runner, 61), grid, 61, recorder):

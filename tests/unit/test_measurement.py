@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_clock import Clock
+from fake_clock import FakeClock
 from identities import check_record
 from pretend_cuda import DEVICE, Event, OnDevice, waits
 
@@ -90,7 +90,7 @@ class Script:
     """The clock and what has happened so far. `passes` are (name, index of the batch, whether the
     phases of its steps are timed)."""
 
-    clock: Clock = field(default_factory=Clock)
+    clock: FakeClock = field(default_factory=FakeClock)
     passes: list[tuple[str, int, bool]] = field(default_factory=list)
     num_forwards: int = 0
     launched_s: float = 0.0  # time of work that the host has not waited for
@@ -175,7 +175,7 @@ def make_config(model: Path, text: Path, results: Path) -> RunConfig:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ClockedRun:
     script: Script
     record: RunRecord
     weight_bytes: int
@@ -184,7 +184,7 @@ class Measured:
 @pytest.fixture(scope="module")
 def measured(
     tiny_checkpoint: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Measured]:
+) -> Iterator[ClockedRun]:
     """A whole run of the script."""
     results = tmp_path_factory.mktemp("scripted") / "runs.jsonl"
     prepared = prepare(make_config(tiny_checkpoint, text_file, results), Launch(0, 1, 0, 1))
@@ -206,10 +206,12 @@ def measured(
         record = execute(prepared, is_leader=False).record
     assert record.status == "ok"
     check_record(record)
-    yield Measured(script, record, weights[0])
+    yield ClockedRun(script, record, weights[0])
 
 
-def test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first(measured: Measured) -> None:
+def test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first(
+    measured: ClockedRun,
+) -> None:
     both = ["autoregressive", "speculative"]
     warm_up = [(name, 0, False) for name in both * 2]
     assert measured.script.passes[:4] == warm_up
@@ -219,7 +221,7 @@ def test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first(measured
     assert measured.script.num_forwards == 3 * 2 * 3, "every prompt is prefilled once, in 3 chunks"
 
 
-def test_the_time_of_a_step_is_that_of_the_strategy(measured: Measured) -> None:
+def test_the_time_of_a_step_is_that_of_the_strategy(measured: ClockedRun) -> None:
     """Drafting or not, and nothing of what is done between steps."""
     samples = measured.record.samples
     assert samples is not None
@@ -234,14 +236,14 @@ def test_the_time_of_a_step_is_that_of_the_strategy(measured: Measured) -> None:
         assert samples[name].step_ms == expected, name
 
 
-def test_the_forwards_of_a_step_are_those_that_it_ran(measured: Measured) -> None:
+def test_the_forwards_of_a_step_are_those_that_it_ran(measured: ClockedRun) -> None:
     samples = measured.record.samples
     assert samples is not None
     assert samples["autoregressive"].num_forwards == [[1] * (NEW - 1)] * 3
     assert samples["speculative"].num_forwards == [[1] * len(SPECULATION)] * 3
 
 
-def test_metrics_of_the_steps(measured: Measured) -> None:
+def test_metrics_of_the_steps(measured: ClockedRun) -> None:
     """By hand: a batch of speculation takes 60 ms before the slowness, which is 7 in sum."""
     metrics = measured.record.metrics
     baseline = measured.record.baseline_metrics
@@ -269,7 +271,7 @@ def test_metrics_of_the_steps(measured: Measured) -> None:
     assert baseline.draft_ms is baseline.verify_ms is baseline.draft_acceptance_rate is None
 
 
-def test_tpot_is_the_time_from_the_first_step_to_the_own_last_token(measured: Measured) -> None:
+def test_tpot_is_the_time_from_the_first_step_to_the_own_last_token(measured: ClockedRun) -> None:
     """Row 0 ends after 48 ms, row 1 12 ms of a step and 6 ms of a release later; 6 tokens each."""
     metrics = measured.record.metrics
     baseline = measured.record.baseline_metrics
@@ -282,7 +284,7 @@ def test_tpot_is_the_time_from_the_first_step_to_the_own_last_token(measured: Me
     assert baseline.mean_tpot_ms == pytest.approx((20 + 30 + 120) / 3)
 
 
-def test_prefill_rate_and_the_ttft_of_each_sequence(measured: Measured) -> None:
+def test_prefill_rate_and_the_ttft_of_each_sequence(measured: ClockedRun) -> None:
     """A row's prompt waits for those of the rows before it."""
     ttft_s = [sum(rows[: row + 1]) for rows in PREFILL_S for row in range(len(rows))]
     for metrics in (measured.record.metrics, measured.record.baseline_metrics):
@@ -291,7 +293,7 @@ def test_prefill_rate_and_the_ttft_of_each_sequence(measured: Measured) -> None:
         assert metrics.prefill_tokens_per_s == pytest.approx(6 * PROMPT / sum(chain(*PREFILL_S)))
 
 
-def test_the_speedup_is_the_median_of_batches(measured: Measured) -> None:
+def test_the_speedup_is_the_median_of_batches(measured: ClockedRun) -> None:
     metrics = measured.record.metrics
     baseline = measured.record.baseline_metrics
     assert metrics is not None and baseline is not None
@@ -300,7 +302,7 @@ def test_the_speedup_is_the_median_of_batches(measured: Measured) -> None:
     assert baseline.speedup is baseline.speedup_per_batch is None
 
 
-def test_the_net_speedup_begins_at_the_end_of_prefill(measured: Measured) -> None:
+def test_the_net_speedup_begins_at_the_end_of_prefill(measured: ClockedRun) -> None:
     """Each strategy is admitted in 50 ms; the last sequence ends after 66 ms of speculation. Each
     of its 6 tokens takes 11 ms then, so that it gains 9, 4 and 19 ms with each. The first batch
     also pays 20 ms of calibration, which it has back after 3 tokens."""
@@ -319,7 +321,7 @@ def test_the_net_speedup_begins_at_the_end_of_prefill(measured: Measured) -> Non
 
 
 def test_calibration_is_counted_once_in_the_warm_up_and_once_in_the_batches(
-    measured: Measured,
+    measured: ClockedRun,
 ) -> None:
     """The batches have one shape."""
     metrics = measured.record.metrics
@@ -332,13 +334,13 @@ def test_calibration_is_counted_once_in_the_warm_up_and_once_in_the_batches(
     assert samples["autoregressive"].calibration_ms is None
 
 
-def test_the_bandwidth_is_the_larger_of_those_before_and_after(measured: Measured) -> None:
+def test_the_bandwidth_is_the_larger_of_those_before_and_after(measured: ClockedRun) -> None:
     assert measured.record.environment.read_bandwidth_bytes_per_s == 3e9
 
 
 def test_bandwidth_is_the_best_of_all_reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks, the second of which reads fastest while the first reads slowest."""
-    clock = Clock()
+    clock = FakeClock()
     reads = iter([0.5, 0.25, 0.1])
 
     class Buffer:

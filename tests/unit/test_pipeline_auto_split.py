@@ -42,7 +42,7 @@ def test_one_stage_needs_no_times(alone: SpeculativePipeline, tmp_path: Path) ->
     assert other.layer_split == "1.0/head", "as the user wrote it"
 
 
-class Choice:
+class SplitChoice:
     """What rank 0 chooses, where rank i finds `times[i]` on a host of its own: the split and the
     reason. And what was timed."""
 
@@ -81,17 +81,17 @@ EMBEDS, PASSES, HEAD = (RankTimes(1e-3, 0.0, own) for own in (1e-4, None, 2.5e-3
 
 
 def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(tmp_path: Path) -> None:
-    chosen = Choice(tmp_path, "auto/head", [EMBEDS, HEAD], *NGRAM)
+    chosen = SplitChoice(tmp_path, "auto/head", [EMBEDS, HEAD], *NGRAM)
     assert chosen.split == "4,2/head" and chosen.step == DecodeStep(1, 104, 3)
     assert chosen.reason == (
         "--layer_split 4,2/head: the stages are predicted to take 4.1, 4.5 ms, from 1 ms a layer "
         "and 0.1, 2.5 ms beside layers (measured for runs of 4 rows after 104 tokens)"
     )
     slow = replace(EMBEDS, layer_s=5e-3)
-    assert Choice(tmp_path, "auto/1.0", [slow, HEAD, None], *NGRAM).split == "1,5/1.0"
-    assert Choice(tmp_path, "auto/1.0", [EMBEDS, HEAD, None]).split == "4,2/1.0"
-    assert Choice(tmp_path, "0,auto", [None, PASSES, HEAD], *NGRAM).split == "0,4,2"
-    assert Choice(tmp_path, "auto", [EMBEDS, PASSES, HEAD], *NGRAM).split == "2,3,1"
+    assert SplitChoice(tmp_path, "auto/1.0", [slow, HEAD, None], *NGRAM).split == "1,5/1.0"
+    assert SplitChoice(tmp_path, "auto/1.0", [EMBEDS, HEAD, None]).split == "4,2/1.0"
+    assert SplitChoice(tmp_path, "0,auto", [None, PASSES, HEAD], *NGRAM).split == "0,4,2"
+    assert SplitChoice(tmp_path, "auto", [EMBEDS, PASSES, HEAD], *NGRAM).split == "2,3,1"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(tmp_path: Path) ->
 def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
     words: list[str], gamma: int, tmp_path: Path
 ) -> None:
-    step = Choice(tmp_path, "auto", [EMBEDS, HEAD], *words).step
+    step = SplitChoice(tmp_path, "auto", [EMBEDS, HEAD], *words).step
     assert step == DecodeStep(1, 104, gamma)
 
 

@@ -19,7 +19,7 @@ from conftest import (
     tiny_transformer,
 )
 from several_ranks import generate_alone
-from threaded_pipeline import FakeStage, Served, divide, serve
+from threaded_pipeline import FakeStage, ServedInThreads, divide, serve
 
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.model.transformer import Transformer
@@ -208,7 +208,7 @@ def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
         assert seen == [2, 1, 1, 3, 3, 16, 10, 2]
 
 
-def gated_round() -> tuple[Served, CancelBoard]:
+def gated_round() -> tuple[ServedInThreads, CancelBoard]:
     """Runs 1 (the newest token), 2 and 3 (wrong drafts) are in flight. The middle one of three
     stages stops in run 2 before its layer 2 until the runs are cancelled; run 1 goes home when run
     3 has left the first stage."""
@@ -255,7 +255,7 @@ def overlap(a: Span, b: Span) -> bool:
     return a.begin_s < b.end_s and b.begin_s < a.end_s
 
 
-def signs(found: Served) -> list[bool]:
+def signs(found: ServedInThreads) -> list[bool]:
     """Whether runs were launched before the first result of a run before them, a draft step
     overlaps a stage, and two stages were busy with different runs at one time."""
     decoding = [s for s in found.head if s.what in (SpanKind.LAUNCH, SpanKind.RESULT) and s.run > 0]

@@ -11,7 +11,7 @@ from magicdec.output import console as progress
 from magicdec.output.console import LINE_EVERY_S, Lines, ProgressBar, Silent, make_progress
 
 
-class Clock:
+class ProgressClock:
     now = 1000.0
 
     def monotonic(self) -> float:
@@ -19,8 +19,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> ProgressClock:
+    clock = ProgressClock()
     monkeypatch.setattr(progress, "time", clock)
     return clock
 
@@ -38,7 +38,7 @@ def test_only_the_leader_speaks(monkeypatch: pytest.MonkeyPatch, is_terminal: bo
     assert isinstance(make_progress(True), ProgressBar if is_terminal else Lines)
 
 
-def test_others_are_silent(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
+def test_others_are_silent(capfd: pytest.CaptureFixture[str], clock: ProgressClock) -> None:
     with make_progress(False).task("decode", 100) as advance:
         clock.now += 100 * LINE_EVERY_S
         advance(50)
@@ -47,7 +47,7 @@ def test_others_are_silent(capfd: pytest.CaptureFixture[str], clock: Clock) -> N
 
 
 def test_a_line_each_interval_and_none_before(
-    capfd: pytest.CaptureFixture[str], clock: Clock
+    capfd: pytest.CaptureFixture[str], clock: ProgressClock
 ) -> None:
     with Lines().task("decode", 100) as advance:
         for seconds, expected in (

@@ -274,7 +274,7 @@ def test_an_int8_checkpoint_with_a_scale_for_each_output(
         assert torch.equal(new.weights.read(name), weights), name
 
 
-class Counting(WeightSource):
+class CountingWeights(WeightSource):
     """A weight source that records the largest read and the columns that were read."""
 
     def __init__(self, source: ModelSource) -> None:
@@ -296,11 +296,11 @@ def test_a_matrix_is_read_in_parts_and_once(
     monkeypatch.setattr("magicdec.model.checkpoint.weight_files.READ_ELEMENTS", 300 * 32)
     config = replace(EVEN, vocab_size=700)
     source = find_model("--model", str(write(tmp_path, make_tensors(config), config)))
-    counting = Counting(source)
+    counting = CountingWeights(source)
     place = (Shard(0, 2), None, torch.float32, CPU)
     load_transformer(config, counting, *place, stored_as="int8")
     assert counting.largest == 256 * 32  # of an embedding of 700 rows: parts of 256
-    plain = Counting(source)
+    plain = CountingWeights(source)
     load_transformer(config, plain, *place)
     assert counting.reads == plain.reads
 

@@ -50,7 +50,7 @@ FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
 CHUNK, LIMITS = 8, BatchLimits(60, prefill_tokens=16)
 
 
-class Ring:
+class OrderedRing:
     """All other stages: messages come home in their order, and each has been seen. One comes a step
     of `clock` after the one before, or after it was sent if none is under way."""
 
@@ -100,10 +100,10 @@ def serve(
     clock: VirtualClock | None = None,
     make_speculation: Callable[[ModelRunner], RingSpeculation] | None = None,
     observe: Observer = ignore_step,
-) -> Ring:
+) -> OrderedRing:
     model = SleepingModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1), EmulatedTime())
     stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
-    ring, runner, speculation = Ring(clock), stage.runner, None
+    ring, runner, speculation = OrderedRing(clock), stage.runner, None
     if gamma:
         drafter = NgramDrafter(runner.num_rows, gamma, runner.device)
         speculation = RingSpeculation(runner, drafter, gamma)

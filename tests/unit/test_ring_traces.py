@@ -8,8 +8,8 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
-from fake_clock import Clock
-from test_recurrent_order import CHUNK, LIMITS, Ring
+from fake_clock import FakeClock
+from test_recurrent_order import CHUNK, LIMITS, OrderedRing
 
 from magicdec.bench.serving.showing import (
     HEAD,
@@ -36,7 +36,7 @@ from magicdec.systems.system import PassTrace
 def served() -> tuple[RecurrentPipeline, list[Request]]:
     """Five samples of two chunks and four tokens each, three of them in flight."""
     model = SleepingModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1), EmulatedTime())
-    stage, ring = Stage(make_runner(model, 3, 60), is_last=False), Ring()
+    stage, ring = Stage(make_runner(model, 3, 60), is_last=False), OrderedRing()
     pipeline = RecurrentPipeline(stage, Ends(ring, ring), 3, 1, LIMITS, CHUNK)
     requests = make_requests([(5,) * 12] * 5, 4)
     pipeline.serve(requests)
@@ -131,7 +131,7 @@ class Passing:
 
     what: ClassVar[SpanKind] = SpanKind.STAGE
 
-    def __init__(self, clock: Clock, seconds: list[float]) -> None:
+    def __init__(self, clock: FakeClock, seconds: list[float]) -> None:
         self.clock, self.seconds = clock, iter(seconds)
 
     def answer(self, message: Message) -> tuple[Message, int | None]:
@@ -143,7 +143,7 @@ def test_a_stage_between_others_has_a_span_from_taking_to_sending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What frees rows has none, since it belongs to no run."""
-    inbound, clock, spans = Loopback(), Clock(), Spans()
+    inbound, clock, spans = Loopback(), FakeClock(), Spans()
     monkeypatch.setattr("time.perf_counter", clock)
     begin_s = clock.now
     for run, kind in enumerate((Kind.HIDDEN, Kind.FREE, Kind.VOID, Kind.END)):
@@ -157,7 +157,7 @@ def test_a_stage_between_others_has_a_span_from_taking_to_sending(
 
 def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other clock is 50 s ahead. Messages take 3 s there and 1 s back, but once 0.25 s."""
-    clock, slow = Clock(), [3.0, 1.0]
+    clock, slow = FakeClock(), [3.0, 1.0]
     ways = iter(slow * 7 + [0.25, 0.25] + slow * (clocks.ROUNDS - 8))
 
     def receive(answer: torch.Tensor, rank: int) -> None:

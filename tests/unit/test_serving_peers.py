@@ -167,7 +167,7 @@ def test_this_project_and_transformers_serve_alike(tiny_checkpoint: Path) -> Non
     assert served["magicdec"] == served["transformers"]
 
 
-class FakeWorker:
+class FakeServingWorker:
     """Emits 7s; a peer whose model is "odd" 8s. Serving takes it a second a token."""
 
     version = "0"
@@ -175,7 +175,7 @@ class FakeWorker:
     def __init__(self, start: PeerStart, dtype: str, sizes: ServingSizes) -> None:
         self.token = 8 if start.model == Path("odd") or dtype == "bfloat16" else 7
 
-    def __enter__(self) -> FakeWorker:
+    def __enter__(self) -> FakeServingWorker:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -190,7 +190,7 @@ class FakeWorker:
 
 @pytest.fixture
 def _fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_runs, "ServingWorker", FakeWorker)
+    monkeypatch.setattr(serving_runs, "ServingWorker", FakeServingWorker)
 
 
 @pytest.mark.usefixtures("_fake_workers")

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
-from fake_clock import Clock, Device
-from test_recurrent_order import CHUNK, LIMITS, Ring
+from fake_clock import Device, FakeClock
+from test_recurrent_order import CHUNK, LIMITS, OrderedRing
 from threaded_pipeline import FakeStage
 from torch import Tensor
 
@@ -39,20 +39,20 @@ STAGE_S, LINK_S = 0.5, 0.25
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """Sleeping takes no time but on this clock."""
-    clock = Clock()
+    clock = FakeClock()
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", clock.advance)
     return clock
 
 
 @dataclass
-class Scripted:
+class ScriptedStage:
     """Both ends of a rank. Each message comes so many seconds after the rank began to wait, and
     what is sent takes LINK_S."""
 
-    clock: Clock
+    clock: FakeClock
     arrivals: deque[tuple[float, Message]]
     sent: list[Message] = field(default_factory=list)
     traffic = Traffic()
@@ -70,8 +70,10 @@ class Scripted:
         """There is nothing to wait for."""
 
 
-def scripted(clock: Clock, arrivals: Iterable[tuple[float, Message]]) -> tuple[Scripted, Ends]:
-    ends = Scripted(clock, deque(arrivals))
+def scripted(
+    clock: FakeClock, arrivals: Iterable[tuple[float, Message]]
+) -> tuple[ScriptedStage, Ends]:
+    ends = ScriptedStage(clock, deque(arrivals))
     return ends, Ends(ends, ends)
 
 
@@ -112,7 +114,7 @@ def use_of(spans: Spans, end_s: float, prompts: set[int]) -> StageUse:
     return uses_of([first, spans], [Traffic()] * 2, prompts)[1]
 
 
-def test_another_stage_waits_from_its_first_message_on(clock: Clock) -> None:
+def test_another_stage_waits_from_its_first_message_on(clock: FakeClock) -> None:
     """The last stage sends VOID for the first chunk, and does not pass on what frees rows."""
     (ends, ring), spans = scripted(clock, ARRIVALS), Spans()
     StageLoop(make_stage(), ring, spans).serve()
@@ -125,7 +127,7 @@ def test_another_stage_waits_from_its_first_message_on(clock: Clock) -> None:
     assert use.decode_s == STAGE_S
 
 
-def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
+def test_only_runs_that_decode_are_in_the_median(clock: FakeClock) -> None:
     spans = Spans(
         Span(SpanKind.STAGE, run, 0.0, seconds) for run, seconds in enumerate([9, 8, 1, 3])
     )
@@ -134,10 +136,10 @@ def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
 
 
 @dataclass
-class Distant(Ring):
+class Distant(OrderedRing):
     """Messages come home LINK_S after the first stage began to wait for them."""
 
-    clock: Clock
+    clock: FakeClock
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class Distant(Ring):
         return super().receive()
 
 
-def first_stage(clock: Clock) -> RecurrentPipeline:
+def first_stage(clock: FakeClock) -> RecurrentPipeline:
     """Five samples of two chunks and four tokens each, of which two are in flight."""
     first, ring = make_stage(is_first=True, num_rows=2), Distant(clock)
     pipeline = RecurrentPipeline(first, Ends(ring, ring), 2, 1, LIMITS, CHUNK)
@@ -158,7 +160,7 @@ def first_stage(clock: Clock) -> RecurrentPipeline:
 NUM_MESSAGES = 5 * (2 + 3)
 
 
-def test_the_first_stage_waits_for_prompts_too(clock: Clock) -> None:
+def test_the_first_stage_waits_for_prompts_too(clock: FakeClock) -> None:
     spans = first_stage(clock).spans
     (use,) = uses_of([spans], [Traffic()], ())
     assert use.waiting_s == NUM_MESSAGES * LINK_S
@@ -169,7 +171,7 @@ def test_the_first_stage_waits_for_prompts_too(clock: Clock) -> None:
     assert decoded == [0.0] * 2 + [STAGE_S] * 5 * 2 and use.decode_s == STAGE_S
 
 
-def test_the_spans_of_the_first_stage_are_its_work_alone(clock: Clock) -> None:
+def test_the_spans_of_the_first_stage_are_its_work_alone(clock: FakeClock) -> None:
     begin_s, spans = clock.now, first_stage(clock).spans
     stages, heads = spans.of(SpanKind.STAGE), spans.of(SpanKind.HEAD)
     assert [span.seconds for span in stages] == [STAGE_S] * NUM_MESSAGES
@@ -177,7 +179,7 @@ def test_the_spans_of_the_first_stage_are_its_work_alone(clock: Clock) -> None:
     assert sum(span.seconds for span in heads) == STAGE_S * NUM_MESSAGES
 
 
-def test_a_message_is_queued_from_its_sending_until_it_is_taken(clock: Clock) -> None:
+def test_a_message_is_queued_from_its_sending_until_it_is_taken(clock: FakeClock) -> None:
     """It is sent when the sender begins to send. Before the taker waits, the end is sent too."""
     sender, taker = Spans(), Spans()
     for spans in (sender, taker):
@@ -188,7 +190,9 @@ def test_a_message_is_queued_from_its_sending_until_it_is_taken(clock: Clock) ->
 
 
 @pytest.fixture(params=["cpu", "cuda"], ids=["at_once", "meanwhile"])
-def device(request: pytest.FixtureRequest, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(
+    request: pytest.FixtureRequest, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> Device:
     """What `wait_for_stream` waits for."""
     device = Device(request.param, clock)
     for module in (ring_stage, run_stage, recurrent):
@@ -210,7 +214,7 @@ class LaunchedStage(Stage):
 
 
 def test_a_message_that_decodes_takes_until_the_device_is_done(
-    clock: Clock, device: Device
+    clock: FakeClock, device: Device
 ) -> None:
     launched, spans = (
         LaunchedStage(make_stage(seconds=0.0).runner, is_last=True, device=device),
@@ -251,7 +255,7 @@ def runs(first: int, num_runs: int, wait_s: float) -> Iterator[tuple[float, Mess
         yield wait_s, Message(Kind.HIDDEN, run, words=launch.to_words())
 
 
-def served(clock: Clock, device: Device) -> Spans:
+def served(clock: FakeClock, device: Device) -> Spans:
     """The spans of a stage that waits 2 s for each of two runs, and 4 s for each of two others."""
     arrivals = [*runs(0, 2, 2.0), *runs(2, 2, 4.0), (1.0, Message(Kind.END))]
     (_, ends), spans = scripted(clock, arrivals), Spans()
@@ -261,7 +265,7 @@ def served(clock: Clock, device: Device) -> Spans:
 
 
 def test_a_span_is_from_the_arrival_of_a_run_until_the_device_is_done(
-    clock: Clock, device: Device
+    clock: FakeClock, device: Device
 ) -> None:
     begin_s, each_s = clock.now, STAGE_S + LINK_S
     arrived_s = [2.0, 4.0 + each_s, 8.0 + 2 * each_s, 12.0 + 3 * each_s]
@@ -271,7 +275,7 @@ def test_a_span_is_from_the_arrival_of_a_run_until_the_device_is_done(
     ]
 
 
-def test_a_rank_is_idle_from_the_first_token_on(clock: Clock) -> None:
+def test_a_rank_is_idle_from_the_first_token_on(clock: FakeClock) -> None:
     """Also before its first run: the requests have their first tokens at 1001 s and 1000 s, and the
     rank its first run at 1002 s. The last token comes in the middle of its last run."""
     first, second = make_requests([(9,), (9,)], 3)

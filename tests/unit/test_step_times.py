@@ -15,7 +15,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from fake_clock import Device, Event
+from fake_clock import Device, FakeEvent
 from torch import Tensor
 
 from magicdec.bench.latency import forwards
@@ -54,7 +54,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
         return read(tensor)
 
     monkeypatch.setattr("time.perf_counter", device.clock)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda of: device.wait())
     monkeypatch.setattr(ModelRunner, "_run_layers", launched)
     monkeypatch.setattr(Tensor, "tolist", waited)
@@ -129,7 +129,7 @@ def test_a_forward_alone_is_timed_from_its_start_to_its_end(
 
 def test_phases_on_cuda_lie_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("cuda")
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(device))
     timer = PhaseTimer(torch.device("cuda"))
     for name in ("draft", "verify", "draft"):
         device.launch(1.0)  # of no phase

@@ -26,7 +26,7 @@ MOST = 6  # tokens that are asked for
 ARRIVED_S = 100.0
 
 
-class Scripted(Endpoint):
+class ScriptedStream(Endpoint):
     """Answers with events at times of a clock that stands still between them."""
 
     def __init__(self, api: str, events: Sequence[tuple[float, Event]]) -> None:
@@ -56,7 +56,7 @@ class Scripted(Endpoint):
 def streamed(api: str, events: Sequence[tuple[float, Event]]) -> Request:
     request = Request(0, (1, 2, 3), SamplingParams(MOST))
     request.arrived_s = ARRIVED_S
-    Scripted(api, events)._stream(request, PassObserver())
+    ScriptedStream(api, events)._stream(request, PassObserver())
     return request
 
 

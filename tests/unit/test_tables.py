@@ -162,7 +162,7 @@ def test_a_table_without_columns_is_its_lines(capsys: pytest.CaptureFixture[str]
 
 
 @dataclass(frozen=True)
-class Measured(RecordPart):
+class MeasuredPart(RecordPart):
     steps: int = recorded("steps", label="steps")
     seconds: float = recorded("time", "s", label="time, ms", digits=1, scale=1e3)
     name: str = recorded("without a label")
@@ -170,12 +170,12 @@ class Measured(RecordPart):
 
 
 def test_labelled_fields_are_rows_or_columns() -> None:
-    metrics = [Measured(1234, 0.5, "a", None), Measured(5, 0.25, "b", None)]
-    rows = metric_rows(Measured, [*metrics, None])
+    metrics = [MeasuredPart(1234, 0.5, "a", None), MeasuredPart(5, 0.25, "b", None)]
+    rows = metric_rows(MeasuredPart, [*metrics, None])
     table = Table(["", "one", "two", "none"], rows)
     assert table.body == [["steps", "1,234", "5", ""], ["time, ms", "500.0", "250.0", ""]]
     assert table.csv().splitlines()[1:] == ["steps,1234,5,", "seconds,0.5,0.25,"]
-    columns, cells = metric_columns(Measured, metrics)
+    columns, cells = metric_columns(MeasuredPart, metrics)
     assert [(column.label, column.key) for column in columns] == [
         ("steps", "steps"),
         ("time, ms", "seconds"),

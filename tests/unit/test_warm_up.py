@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_clock import Clock
+from fake_clock import FakeClock
 from torch import Tensor
 
 from magicdec.bench.serving.measure import MeasuredPasses
@@ -94,7 +94,7 @@ def test_a_ring_counts_what_comes_after_it(
 ) -> None:
     """The only stage takes 20 ms for a message. Each of two samples has a message for its prompt,
     and one for every further token or verification."""
-    clock = Clock()
+    clock = FakeClock()
     stage_s = 0.020
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", clock.advance)

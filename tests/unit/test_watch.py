@@ -272,14 +272,14 @@ def test_the_host_of_the_store_ends_when_the_others_have_read_what_was_lost(
     assert bool(waits) == is_awaited and sum(waits) >= 2 * INTERVAL_S * is_awaited
 
 
-class Clock:
+class WatchClock:
     now = 0.0
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> WatchClock:
     """`time.monotonic` of the heartbeat, which a wait of INTERVAL_S moves on at once."""
-    clock = Clock()
+    clock = WatchClock()
 
     def wait(event: threading.Event, seconds: float) -> bool:
         clock.now += seconds
@@ -290,7 +290,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Counting(HashStore):
+class CountingStore(HashStore):
     """A store in which the other rank, 1, lives for `beats` reads."""
 
     def __init__(self, beats: int) -> None:
@@ -312,13 +312,13 @@ def beat_until_lost(store: HashStore) -> list[str]:
     return lost
 
 
-def test_a_rank_that_is_silent_is_named(clock: Clock) -> None:
-    (line,) = beat_until_lost(Counting(beats=5))
+def test_a_rank_that_is_silent_is_named(clock: WatchClock) -> None:
+    (line,) = beat_until_lost(CountingStore(beats=5))
     assert line == "rank 1 has not been heard of for 22 s"
     assert clock.now < 5 * INTERVAL_S + 30
 
 
-def test_a_rank_that_never_came_is_named(clock: Clock) -> None:
+def test_a_rank_that_never_came_is_named(clock: WatchClock) -> None:
     class Empty(HashStore):
         def check(self, keys: list[str]) -> bool:
             return False
@@ -326,7 +326,7 @@ def test_a_rank_that_never_came_is_named(clock: Clock) -> None:
     assert beat_until_lost(Empty()) == ["rank 1 has not been heard of for 22 s"]
 
 
-def test_a_store_that_does_not_answer_is_the_host_of_rank_0(clock: Clock) -> None:
+def test_a_store_that_does_not_answer_is_the_host_of_rank_0(clock: WatchClock) -> None:
     class Gone(HashStore):
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Broken pipe")
@@ -334,7 +334,7 @@ def test_a_store_that_does_not_answer_is_the_host_of_rank_0(clock: Clock) -> Non
     assert beat_until_lost(Gone()) == ["the host of rank 0 has not answered for 22 s"]
 
 
-def test_the_word_of_the_rank_that_noticed_first_is_repeated(clock: Clock) -> None:
+def test_the_word_of_the_rank_that_noticed_first_is_repeated(clock: WatchClock) -> None:
     """A rank whose neighbour ended because a third was lost names the third."""
     store = HashStore()
     store.compare_set(lost_key(), "", "rank 3 has ended")
