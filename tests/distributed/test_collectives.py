@@ -32,6 +32,7 @@ def test_a_dead_rank_is_noticed_and_leaves_nothing(launch: Launch, shared: Path)
     assert list(shared.iterdir()) == []
 
 
+@pytest.mark.wide
 def test_chains_of_more_rows_than_a_message_holds(launch: Launch, tmp_path: Path) -> None:
     """Ranks exchange the best token of each row between two drafts."""
     config = replace(TINY, num_layers=1, num_heads=2, num_kv_heads=2)

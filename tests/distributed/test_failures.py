@@ -118,6 +118,7 @@ def test_bad_input_is_refused_in_one_line(
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.parametrize(
     ("args", "expected"),
     [

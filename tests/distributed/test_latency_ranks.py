@@ -148,6 +148,7 @@ def test_what_the_model_cannot_do_is_refused(launch: Launch, tiny_checkpoint: Pa
     assert done.stderr.startswith(said)
 
 
+@pytest.mark.wide
 def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:
     flags = ("--out", "machine.json", "--threads", 1)
     done = launch("distributed/short_probe.py", *flags, num_ranks=2)

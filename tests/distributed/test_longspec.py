@@ -87,6 +87,7 @@ def parameters(name: str) -> tuple[Any, int]:
     return config, 4 * num_parameters(config)
 
 
+@pytest.mark.wide
 def test_a_draft_of_short_reach_follows_a_long_text(
     launch: Launch, command: Command, tmp_path: Path
 ) -> None:

@@ -217,6 +217,7 @@ def test_int8_weights_have_the_same_tokens_on_all_ranks(
     assert read[0] < 0.75 * read[1]
 
 
+@pytest.mark.wide
 def test_bfloat16_activations_and_the_largest_draft(drive: Drive) -> None:
     """The target's weights in int8 draft for it: most is accepted, where bfloat16 ones get all."""
     flags = ("--target", "demo", "--model", "demo", "--dataset", "demo", "--dtype", "bfloat16")

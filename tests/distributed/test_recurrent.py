@@ -102,6 +102,7 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tiny_transformer(config), tmp_path_factory.mktemp("deep"))
 
 
+@pytest.mark.wide
 def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
     launch: Launch, deep_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:

@@ -141,7 +141,7 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
 }
 
 
-@pytest.mark.narrow(4)
+@pytest.mark.narrow(2)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_regression_is_named(
     name: str, clean: dict[str, RunRecord], monkeypatch: pytest.MonkeyPatch

@@ -140,6 +140,7 @@ MODELS = {
 MIXTURES = ("qwen3moe", "mixtral")
 
 
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_as_transformers_on_the_dequantised_weights(
     name: str, tmp_path: Path

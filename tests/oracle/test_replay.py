@@ -596,6 +596,7 @@ def test_replayed_steps_of_tritons_attention_emit_the_eager_tokens(
     assert launches.count("attend") > recorder.replayed > 0
 
 
+@pytest.mark.wide
 @interprets
 @pytest.mark.parametrize(("drafter", "policy"), [(None, None), ("self", "streaming_llm")], ids=str)
 def test_replayed_steps_emit_the_tokens_of_torchs_operators(

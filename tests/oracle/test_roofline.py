@@ -129,7 +129,7 @@ NUM_NEW = [60, 60, 40]
 PAIRS = sorted((d, p) for d, p in served_pairs() if p not in (None, "full"))
 
 
-@pytest.mark.narrow(5)
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(("drafter", "policy"), PAIRS)
 def test_a_draft_forward_reads_the_budget_and_its_step(

@@ -127,6 +127,7 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
     return p_value(torch.tensor([counts[k] for k in expected]), torch.tensor([*expected.values()]))
 
 
+@pytest.mark.narrow(1)
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     ("drafter", "kv", "gamma"),

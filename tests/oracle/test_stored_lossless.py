@@ -236,7 +236,7 @@ def test_requests_in_flight_emit_the_baselines_tokens(
     assert [request.output_ids for request in served] == loaded.baseline(name, arithmetic)
 
 
-@pytest.mark.narrow(4, "values")
+@pytest.mark.narrow(2, "values")
 @pytest.mark.parametrize(NAMES, NATIVE)
 def test_two_ranks_emit_the_tokens_of_lone_requests(
     name: str, draft: str, arithmetic: str, launch: LaunchRanks, tmp_path: Path, text_file: Path

@@ -150,6 +150,7 @@ def test_replayed_steps_leave_their_logits() -> None:
         assert (ours.logits - theirs.logits).abs().max() < 1e-4
 
 
+@pytest.mark.wide
 def test_a_wider_model_may_be_loaded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a few layers and a few positions at a time it says the same."""
     whole = verdict_of(run("float32")).forwards

@@ -114,6 +114,7 @@ convert(source, Path(sys.argv[2]), None, lambda n: os._exit(9) if "norm" in n el
 """
 
 
+@pytest.mark.wide
 def test_a_killed_conversion_leaves_no_file_of_that_name(tmp_path: Path) -> None:
     write(tmp_path, make_tensors())
     out = tmp_path / "out.safetensors"
@@ -149,6 +150,7 @@ print(len(seen), max(seen) - before)
 """
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux's")
 @pytest.mark.parametrize(
     "name",

@@ -170,6 +170,7 @@ def test_a_killed_download_keeps_the_files_that_are_complete(
     assert not unfinished(tmp_path)
 
 
+@pytest.mark.wide
 def test_a_lost_connection_is_taken_up_again(hub: Hub, fetch: Fetch, tmp_path: Path) -> None:
     hub.files["model.safetensors"] = LARGE
     hub.cut_after = 15 << 20

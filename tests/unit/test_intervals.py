@@ -81,6 +81,7 @@ def test_the_intervals_of_acceptance_cover_the_truth(
     assert all(0.93 <= share <= 0.97 for share in shares.values()), shares
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("num_batches", [3, pytest.param(8, marks=WIDE)])
 def test_the_intervals_of_speeds_cover_the_truth(num_batches: int) -> None:
     """Of passes whose times differ by 5 % from batch to batch, and by as much between passes."""

@@ -132,7 +132,7 @@ SECTIONS = {
 }
 
 
-@pytest.mark.narrow(4)
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize(
     ("drafter", "gamma"),
     # Two tokens are counted, on which the third draft and later ones have no influence.

@@ -172,6 +172,7 @@ def converted(directory: Path, source: Path, name: str = "int8", dtype: str | No
     return directory
 
 
+@pytest.mark.narrow(3)
 @pytest.mark.parametrize("name", ["qwen2.5", "gpt2", "starcoder", "falcon-40b", "bloom", "gptj"])
 def test_stored_int8_is_int8_made_while_loading(
     name: str, tmp_path: Path, family: Callable[[str], ModelSource]

@@ -82,6 +82,7 @@ def test_every_line_says_what_exists_and_why_not(name: str) -> None:
             assert (f"not {column}: " in row["exists"]) == (row[column] == "")
 
 
+@pytest.mark.wide
 def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "reproduce" / "magicdec_speedups_a100.sh"
     done = subprocess.run(

@@ -310,6 +310,7 @@ B = [1, 2]
 NUM_CELLS = 16
 
 
+@pytest.mark.wide
 def test_a_study_that_is_killed_and_started_again_has_each_record_once(
     launch: Launch,
     tiny_checkpoint: Path,

@@ -130,6 +130,7 @@ for number in range(50):
 """
 
 
+@pytest.mark.wide
 def test_two_programs_append_to_one_file_and_lose_nothing(tmp_path: Path) -> None:
     """Even where the system takes a line in many parts."""
     path = tmp_path / "runs.jsonl"
