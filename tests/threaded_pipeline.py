@@ -11,7 +11,7 @@ from typing import Any
 from magicdec.distributed.channels.message import Ends, Loopback, Message, words_of
 from magicdec.engine.arrivals import Arrivals
 from magicdec.model.transformer import Transformer
-from magicdec.runner.native_steps.executor import Cancellation, Cancelled
+from magicdec.runner.forward_batch import Cancellation, Cancelled
 from magicdec.runner.request import Moves, Request
 from magicdec.systems.pipeinfer.head import Events, Head, Wires, forward, in_thread
 from magicdec.systems.pipeinfer.messages import Candidate, RunLaunch

@@ -7,6 +7,7 @@ strategy can decode the same prompts. With `serve`, requests join a running batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 
 from magicdec.engine.arrivals import Arrivals
@@ -51,6 +52,12 @@ class Engine:
         self.scheduler = Scheduler(runner.num_rows, limits or BatchLimits(), prefixes=prefixes)
         self.requests: list[Request] = []  # of the batch that was prefilled last
         self.num_steps = 0  # decode steps since `begin`
+
+    def with_runner(self, runner: ModelRunner) -> Engine:
+        """This engine, with its requests, for another runner of the same caches."""
+        other = copy(self)
+        other.runner = runner
+        return other
 
     def prefill(
         self, requests: Sequence[Request], progress: Callable[[int], None] = lambda n: None
@@ -122,15 +129,15 @@ class Engine:
                     strategy.admit(Batch(ready))
             if plan.decoding is not None:
                 self._decode(plan.decoding, strategy, observe)
-            self.runner.flush()
+            self.runner.execute()
         finally:
-            self.runner.deferred.clear()  # of a step that has failed
+            self.runner.enqueued.clear()  # of a step that has failed
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
         """Go back to just after prefill, for another strategy on the same prompts."""
         self.requests = [snapshot.snapshot() for snapshot in snapshots]
         self.scheduler.rewind(self.requests)
-        for runner in (self.runner, self.runner.drafting):
+        for runner in (self.runner, self.runner.draft_runner):
             if runner is not None:
                 runner.has_flaws = False  # what another strategy has found
         rows = [r.row for r in snapshots if r.row is not None]

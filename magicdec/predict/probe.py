@@ -27,6 +27,7 @@ from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_map import expected_shapes
 from magicdec.model.config import ModelConfig
 from magicdec.names import ATTENTION_BACKENDS, DTYPES, load_named
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, greedy
 from magicdec.setup.loading import load_kind, make_executor
 from magicdec.setup.model_plan import Kinds
@@ -193,7 +194,7 @@ def forward_stretches(
     new = torch.ones(len(rows), num_new, dtype=torch.long, device=runner.device)
 
     def step() -> None:
-        logits = runner.forward(new, rows)
+        logits = runner.forward(ForwardBatch(new, rows))
         greedy(logits, runner.model.head_rows[0], runner.group)[0].tolist()
         runner.truncate(rows, [cached] * len(rows))
 

@@ -176,7 +176,7 @@ class Verification(NamedTuple):
     drafted: int  # draft tokens, without padding
     accepted: int  # of them
     emitted: int  # tokens that it appended to the output
-    digest: tuple[str, int] | None = None  # of what was drafted and read (`kv.draft_log`), if known
+    digest: tuple[str, int] | None = None  # of what was drafted and read (`DraftLog`), if known
     position: int | None = None  # of the first draft in the text, where drafts run ahead
 
 

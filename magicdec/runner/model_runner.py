@@ -6,11 +6,12 @@ Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from typing import Concatenate, ParamSpec
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,44 +19,22 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
-from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.kv.hidden_states import HiddenStates
 from magicdec.kv.kernel_view import make_kernel_view
 from magicdec.kv.layer_caches import LayerCaches, Storage, WindowRoom, storages_of
 from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.transformer import Transformer
-from magicdec.runner.native_steps.executor import (
-    AttentionObserver,
-    Cancellation,
+from magicdec.runner.forward_batch import (
     Cancelled,
-    Executor,
-    NativeForward,
+    EnqueuedForward,
+    ForwardBatch,
+    ForwardObserver,
 )
+from magicdec.runner.native_steps.executor import Executor
 
-Tokens = Tensor | Sequence[Sequence[int]]
-"""Token ids [B, T], on the device or on the host, or hidden states [B, T, hidden]."""
-
-
-P = ParamSpec("P")
-
-
-def at_once(
-    defer: Callable[Concatenate[ModelRunner, P], NativeForward],
-) -> Callable[Concatenate[ModelRunner, P], Tensor]:
-    """`ModelRunner.defer`, computed at once and returning the output."""
-
-    def forward(runner: ModelRunner, *args: P.args, **kwargs: P.kwargs) -> Tensor:
-        deferred = defer(runner, *args, **kwargs)
-        if deferred.out is None:
-            runner.flush()
-        assert deferred.out is not None, "it has just been computed"
-        return deferred.out
-
-    return forward
+OneObserver = TypeVar("OneObserver", bound=ForwardObserver)
 
 
 @dataclass
@@ -66,7 +45,10 @@ class ModelRunner:
     `offsets` [num_rows]: position of a row's next token minus its cached tokens, for caches of
     selected tokens. `windows`: the sliding windows of the layers; one that no sequence gets past
     is none. `caches` has one for each of them, and `cache` is that of the widest. With
-    `window_room`, layers with a window hold no token that no forward can see any more."""
+    `window_room`, layers with a window hold no token that no forward can see any more.
+
+    `draft_runner`: that of a low-bit copy of the model, over these caches, which drafts in its
+    place. `observers` see forwards of this runner and of those that are made from it."""
 
     model: Transformer
     backend: AttentionBackend
@@ -80,28 +62,28 @@ class ModelRunner:
     max_following: int | None = None  # drafts included; default: as many as a row holds
     window_room: WindowRoom | None = None  # default: layers with a window keep every token
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
-    prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
-    drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
-    caches: LayerCaches = field(init=False)
-    counts: ForwardCounts = field(init=False)
-    deferred: list[NativeForward] = field(init=False, default_factory=list)  # by `defer`
-    has_flaws: bool = field(init=False, default=False)  # native calls computed NaN or infinity
-    draft_log: DraftLog | None = field(init=False, default=None)  # None: none is kept
-    sink_logits: Tensor | None = field(init=False, default=None)  # float32 [L, H], of the model
-    states: HiddenStates | None = field(init=False, default=None)  # see `keep_states`
+    offsets: Tensor | None = None
+    draft_runner: ModelRunner | None = None
+    observers: list[ForwardObserver] = field(default_factory=list)
+    shared_caches: InitVar[LayerCaches | None] = None  # default: caches of its own
+    shared_counts: InitVar[ForwardCounts | None] = None  # default: counts of its own
 
-    def __post_init__(self) -> None:
-        weight = next(self.model.parameters())
-        self.device = weight.device
-        dtype = weight.dtype
+    def __post_init__(
+        self, shared_caches: LayerCaches | None, shared_counts: ForwardCounts | None
+    ) -> None:
+        self.device = next(self.model.parameters()).device
         self.windows = self.layer_windows()
-        rewound = 0 if self.window_room is None else self.window_room.rewound
-        place = self.num_rows, dtype, self.device, rewound, self.shares_prefixes
-        self.caches = LayerCaches.of(self.windows, self.storages(), self._shape_of, *place)
-        self._set_backends()
+        self.caches = self._make_caches() if shared_caches is None else shared_caches
+        # A backend plans for one view, and knows the layers of one cache: each window has its own.
+        others = (copy(self.backend) for _ in self.windows.distinct[1:])
+        self._backends = (self.backend, *others)
+        self.sink_logits = self.model.sinks()  # float32 [L, H]
+        for own, layers in zip(self._backends, self.windows.layers, strict=True):
+            own.sinks = None if self.sink_logits is None else self.sink_logits[list(layers)]
         self.model.set_positions(self.max_tokens, self.device)
-        self.counts = self._make_counts()
-        self.offsets: Tensor | None = None
+        self.counts = self._make_counts() if shared_counts is None else shared_counts
+        self.enqueued: list[EnqueuedForward] = []
+        self.has_flaws = False  # native calls computed NaN or infinity
 
     def layer_windows(self) -> LayerWindows:
         layers = self.model.layers
@@ -120,14 +102,17 @@ class ModelRunner:
             layout=self.backend.layout(next(self.model.parameters()).dtype),
         )
 
-    def _set_backends(self) -> None:
-        """A backend plans for one view, and knows the layers of one cache: each window has its
-        own."""
-        others = (copy(self.backend) for _ in self.windows.distinct[1:])
-        self._backends = (self.backend, *others)
-        self.sink_logits = self.model.sinks()
-        for own, layers in zip(self._backends, self.windows.layers, strict=True):
-            own.sinks = None if self.sink_logits is None else self.sink_logits[list(layers)]
+    def _make_caches(self) -> LayerCaches:
+        return LayerCaches.of(
+            self.windows,
+            self.storages(),
+            self._shape_of,
+            num_rows=self.num_rows,
+            dtype=next(self.model.parameters()).dtype,
+            device=self.device,
+            rewound=0 if self.window_room is None else self.window_room.rewound,
+            shares_prefixes=self.shares_prefixes,
+        )
 
     @property
     def cache(self) -> KVCache:
@@ -159,7 +144,7 @@ class ModelRunner:
     def with_cache(self, max_tokens: int) -> ModelRunner:
         """A runner of the same model, with shared counts and its own cache of `max_tokens`
         tokens a row."""
-        runner = replace(
+        return replace(
             self,
             backend=copy(self.backend),
             max_tokens=max_tokens,
@@ -167,30 +152,59 @@ class ModelRunner:
             num_blocks=None,
             window_room=None,
             shares_prefixes=False,
+            offsets=torch.zeros(self.num_rows, dtype=torch.int64, device=self.device),
+            draft_runner=None,
+            shared_counts=self.counts,
         )
-        runner.counts = self.counts
-        runner.draft_log = self.draft_log
-        runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
-        return runner
 
     def with_model(self, model: Transformer, executor: Executor | None) -> ModelRunner:
         """A runner of a low-bit copy of the model that drafts over this cache, with its own
         counts."""
-        runner = copy(self)
-        runner.model = model
-        runner.executor = executor
-        runner.backend = copy(self.backend)
-        runner._set_backends()
-        runner.deferred = []
-        runner.has_flaws = False
-        runner.counts = self._make_counts()
-        runner.states = None
-        model.set_positions(self.max_tokens, self.device)
-        return runner
+        return replace(
+            self,
+            model=model,
+            executor=executor,
+            backend=copy(self.backend),
+            draft_runner=None,
+            shared_caches=self.caches,
+        )
+
+    def with_draft_runner(self, draft_runner: ModelRunner) -> ModelRunner:
+        """This runner, with its caches and counts, for which another one (`with_model`) drafts."""
+        return replace(
+            self,
+            draft_runner=draft_runner,
+            shared_caches=self.caches,
+            shared_counts=self.counts,
+        )
 
     @property
-    def drafter(self) -> ModelRunner:
-        return self if self.drafting is None else self.drafting
+    def drafting_runner(self) -> ModelRunner:
+        """The one that drafts in self-speculation."""
+        return self if self.draft_runner is None else self.draft_runner
+
+    def observer(self, kind: type[OneObserver]) -> OneObserver | None:
+        """The observer of this kind, if there is one."""
+        for each in self.observers:
+            if isinstance(each, kind):
+                return each
+        return None
+
+    def set_observer(self, kind: type[OneObserver], observer: OneObserver | None) -> None:
+        """Let `observer`, or none, take the place of that of its kind."""
+        others = [each for each in self.observers if not isinstance(each, kind)]
+        self.observers[:] = others if observer is None else [*others, observer]
+
+    @contextmanager
+    def observed_by(self, observers: Sequence[ForwardObserver]) -> Iterator[None]:
+        """Within it, `observers` see forwards too. Of one that is enqueued, what they want then is
+        shown to them later."""
+        self.observers.extend(observers)
+        try:
+            yield
+        finally:
+            for each in observers:
+                self.observers.remove(each)
 
     def storages(self) -> list[Storage]:
         """The storage of the layers with each of the windows."""
@@ -210,61 +224,53 @@ class ModelRunner:
     def release(self, row: int, text: Sequence[int] = ()) -> None:
         self.caches.release(row, text)
 
-    def keep_states(self, layers: Sequence[int]) -> None:
-        """Keep the hidden states after so many of the layers, of all tokens from now on."""
-        size = self.model.config.hidden_size
-        dtype = self.cache.k.dtype
-        place = self.num_rows, self.max_tokens, size, dtype, self.device
-        self.states = HiddenStates(layers, *place)
-
-    @torch.inference_mode()
-    def defer(
-        self,
-        x: Tokens,
-        rows: Rows,
-        policy: Visible | None = None,
-        committed: Lengths | Sequence[int] | None = None,
-        num_outputs: int | None = None,
-        watch: AttentionObserver | None = None,
-        watch_queries: AttentionObserver | None = None,
-        is_draft: bool = False,
-        cancellation: Cancellation | None = None,
-        is_of_prompt: bool = False,
-    ) -> NativeForward:
-        """Append the tokens of x to `rows`. The forward's `out` becomes this rank's logits [B,
-        T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a model's part.
-
-        A native forward may wait for the next, of other rows, so that both read the weights
-        once, at latest until `flush`; until then its rows must not change. `policy` (default:
-        the runner's) chooses among the first `committed` tokens of each row (default: all).
-        `is_draft`: its reads are also counted apart. `watch` gets each layer's attention weights
-        [B, G, blocks], `watch_queries` its queries [B, T, H, D] after RoPE. With `is_of_prompt`, x
-        is a part of a prompt, which has the same bits in any other part.
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Append the tokens of a batch to its rows. Returns this rank's logits [B, T, V], or [B,
+        num_outputs, V] of the last tokens, or hidden states of a model's part.
 
         Raises:
-            Cancelled: `cancellation` was set before a layer. Nothing is appended.
+            Cancelled: the batch's cancellation was set before a layer. Nothing is appended.
         """
-        x = x if isinstance(x, Tensor) else upload(x, self.device)
+        forward = self.enqueue(batch)
+        if forward.out is None:
+            self.execute()
+        assert forward.out is not None, "it has just been computed"
+        return forward.out
+
+    @torch.inference_mode()
+    def enqueue(self, batch: ForwardBatch) -> EnqueuedForward:
+        """As `forward`, but a native forward may wait for the next, of other rows, so that both
+        read the weights once, at latest until `execute`. Until then it has no output, and its rows
+        must not change."""
+        tokens = batch.tokens
+        x = tokens if isinstance(tokens, Tensor) else upload(tokens, self.device)
         num_new = x.shape[1]
-        rows = BatchRows.of(rows, self.device)
-        policy = policy or self.policy
-        committed = self.make_room(rows, num_new, policy, committed)
-        views = self.make_views(policy, rows, num_new, committed, is_of_prompt)
-        if is_draft and self.draft_log is not None:
-            self.draft_log.is_complete &= not rows.is_captured
-            self.draft_log.read(views, self.offsets)
+        rows = BatchRows.of(batch.rows, self.device)
+        policy = batch.policy or self.policy
+        committed = self.make_room(rows, num_new, policy, batch.committed)
+        views = self.make_views(policy, rows, num_new, committed, batch.is_of_prompt)
+        num_outputs = batch.num_outputs
         if num_outputs is None or not self.model.is_last:
             num_outputs = num_new
-        forward = NativeForward(
-            x, rows, views, num_outputs, watch, watch_queries, is_draft, cancellation
+        forward = EnqueuedForward(
+            x, rows, views, num_outputs, is_draft=batch.is_draft, cancellation=batch.cancellation
         )
+        if self.observers:
+            self._ask_observers(forward)
         if self.executor is not None and self.executor.serves(forward):
-            self.deferred.append(forward)
+            self.enqueued.append(forward)
         else:
             self._run_layers(forward)
         return forward
 
-    forward = at_once(defer)
+    def _ask_observers(self, forward: EnqueuedForward) -> None:
+        if forward.is_draft:
+            self._show_draft(forward.rows, forward.views, 1)
+        forward.observers = [each for each in self.observers if each.wants(forward)]
+
+    def _show_draft(self, rows: BatchRows, views: LayerViews, num_forwards: int) -> None:
+        for each in self.observers:
+            each.on_draft(rows, views, self.offsets, num_forwards)
 
     def make_views(
         self,
@@ -285,22 +291,24 @@ class ModelRunner:
         return self.windows.views(policy, view)
 
     @torch.inference_mode()
-    def flush(self) -> None:
-        if not self.deferred:
+    def execute(self) -> None:
+        """Compute the forwards that are enqueued, in one native call.
+
+        Raises:
+            Cancelled: the last one's cancellation was set before a layer. None is appended.
+        """
+        if not self.enqueued:
             return
-        assert self.executor is not None, "only its forwards are deferred"
-        forwards = self.deferred
-        self.deferred = []
-        layers = () if self.states is None else self.states.layers
-        keys, is_finite = self.executor.forward(forwards, self.offsets, layers)
+        assert self.executor is not None, "only its forwards are enqueued"
+        forwards = self.enqueued
+        self.enqueued = []
+        keys, is_finite = self.executor.forward(forwards, self.offsets)
         self.has_flaws |= not is_finite
         self.counts.num_forwards += 1
         self.counts.experts_read += self.executor.take_experts_read()
         for each, num_keys in zip(forwards, keys, strict=True):
             num_new = each.view.num_new
             num_rows = len(each.rows)
-            if self.states is not None and each.states is not None:
-                self.states.write(each.rows.index, each.view.positions(), each.x, each.states)
             self.cache.advance(each.rows, num_new)
             self.counts.count(0, num_new * num_rows, num_keys, num_rows * each.is_draft)
 
@@ -317,7 +325,7 @@ class ModelRunner:
             self.caches.make_room(rows.numbers, num_new)
         return committed
 
-    def _run_layers(self, forward: NativeForward) -> None:
+    def _run_layers(self, forward: EnqueuedForward) -> None:
         view = forward.view
         rows = forward.rows
         first = self.model.layers.start
@@ -327,43 +335,44 @@ class ModelRunner:
             backend.plan(planned)
         of_layer = self.windows.of_layer
         numbers = self.windows.numbers
+        see_queries = [each for each in forward.observers if each.needs_queries]
+        see_weights = [each for each in forward.observers if each.needs_weights]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             index = layer - first
             backend = backends[of_layer[index]]
             view = views[of_layer[index]]
-            if forward.watch_queries is not None:
-                forward.watch_queries(index, q)
-            if forward.watch is None:
+            for each in see_queries:
+                each.on_queries(forward, index, q)
+            if not see_weights:
                 return backend.run(numbers[index], q, k, v, view)
             out, weights = backend.run_with_weights(numbers[index], q, k, v, view)
-            forward.watch(index, weights)
+            for each in see_weights:
+                each.on_weights(forward, index, weights)
             return out
 
         def before_layer(layer: int) -> None:
             if forward.cancellation is not None and forward.cancellation.is_set():
                 raise Cancelled(layer - first)
 
-        states = self.states
-        kept = dict[int, Tensor]()
+        state_layers = forward.state_layers
+        states = dict[int, Tensor]()
 
         def keep(layer: int, state: Tensor) -> None:
-            if states is not None and layer in states.layers:
-                kept[layer] = state
+            if layer in state_layers:
+                states[layer] = state
 
-        positions = view.positions()
         forward.out = self.model(
             forward.x,
-            positions,
+            forward.positions,
             attend,
             self.group.all_reduce,
             forward.num_outputs,
             before_layer,
-            None if states is None else keep,
+            keep if state_layers else None,
         )
-        if states is not None:
-            stacked = torch.stack([kept[layer] for layer in states.layers])
-            states.write(rows.index, positions, forward.x, stacked)
+        if state_layers:
+            forward.show_states(torch.stack([states[layer] for layer in state_layers]))
         self.cache.advance(rows, view.num_new)
         counts = self.counts
         num_tokens = view.num_new * len(rows)
@@ -389,23 +398,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def draft(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        policy: Visible,
-        committed: Lengths | Sequence[int],
-        count: int,
-        pa: float = 0.0,
-        states: Tensor | None = None,
+        self, batch: ForwardBatch, count: int, pa: float = 0.0, states: Tensor | None = None
     ) -> Tensor:
-        """At most `count` greedy draft ids [B, K] of each row after token_ids [B, T]. All tokens
-        but the last draft are appended. Chains stop at `pa` as in `draft_chain`. `states` [B, T,
-        hidden]: of an EAGLE-3 head, beside the tokens."""
+        """At most `count` greedy draft ids [B, K] of each row after a batch's token ids [B, T]. All
+        tokens but the last draft are appended. Chains stop at `pa` as in `draft_chain`. `states`
+        [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
         assert self.executor is not None, "asked of a runner that can chain"
+        tokens = batch.tokens
+        token_ids = tokens if isinstance(tokens, Tensor) else upload(tokens, self.device)
         num_new = token_ids.shape[1]
-        rows = BatchRows.of(rows, self.device)
-        room = self.make_room(rows, num_new + count - 1, policy, committed)
-        committed = committed if room is None else room
+        rows = BatchRows.of(batch.rows, self.device)
+        policy = batch.policy or self.policy
+        committed = self.make_room(rows, num_new + count - 1, policy, batch.committed)
         views = self.make_views(policy, rows, num_new, committed)
         drafts, keys, is_finite = self.executor.draft(
             token_ids, views, self.offsets, count, pa, states
@@ -413,8 +417,7 @@ class ModelRunner:
         self.has_flaws |= not is_finite
         self.counts.experts_read += self.executor.take_experts_read()
         count = drafts.shape[1]
-        if self.draft_log is not None:
-            self.draft_log.read(views, self.offsets, count)
+        self._show_draft(rows, views, count)
         self.cache.advance(rows, num_new + count - 1)
         self.counts.count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
         return drafts

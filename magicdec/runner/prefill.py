@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, upload
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import StepOutput
 from magicdec.runner.sampling.metadata import SamplingMetadata
@@ -63,28 +64,27 @@ def take(
     progress: Callable[[int], None] = lambda n: None,
 ) -> Tensor | None:
     """Append the tokens of `part` to its row. Returns this rank's logits [1, 1, V] of the last
-    one if that completes the text; else the last chunk may be deferred (`ModelRunner.defer`)."""
+    one if that completes the text; else the last chunk may wait (`ModelRunner.enqueue`)."""
     text = part.request.cached_ids
     row = part.row
     num_left = part.request.num_cached - part.start
     num_following = num_left - (part.stop - part.start)
     ids = upload([text[part.start : part.stop]], runner.device)
     rows = BatchRows.of([row], runner.device)
-    prompt_queries = runner.prompt_queries
-    if prompt_queries is not None and part.is_first:
-        prompt_queries.begin(row, part.request.num_cached, num_left)
+    if part.is_first:
+        for observer in runner.observers:
+            observer.begin_prompt(row, part.request.num_cached, num_left)
     logits = None
     for tokens in ids.split(chunk, dim=1):
         num_left -= tokens.shape[1]
-        watch = None if prompt_queries is None else prompt_queries.watch(row, num_left)
+        num_outputs = 1 if num_left == 0 else 0
+        batch = ForwardBatch(tokens, rows, num_outputs=num_outputs, is_of_prompt=True)
         if num_left == 0:
-            logits = runner.forward(
-                tokens, rows, num_outputs=1, watch_queries=watch, is_of_prompt=True
-            )
+            logits = runner.forward(batch)
         elif num_left > num_following:
-            runner.forward(tokens, rows, num_outputs=0, watch_queries=watch, is_of_prompt=True)
+            runner.forward(batch)
         else:
-            runner.defer(tokens, rows, num_outputs=0, watch_queries=watch, is_of_prompt=True)
+            runner.enqueue(batch)
         progress(tokens.shape[1])
     return logits
 

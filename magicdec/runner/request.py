@@ -247,7 +247,7 @@ class StepOutput:
     num_drafted: list[int] | None = None
     emitted_s: list[float] | None = None  # prefill only: time of each request's first token
     # Of each request, the hash of what was drafted and read, and the number of keys that were read
-    # (`kv.draft_log`); empty in a step without drafts, None if no log is kept.
+    # (`DraftLog`); empty in a step without drafts, None if no log is kept.
     digests: list[tuple[str, int]] | None = None
     # Of each request, the draft tokens that were cancelled before any of their run was judged; None
     # where drafts are never cancelled.

@@ -19,6 +19,7 @@ from magicdec.names import ELEMENTWISE, NARROW, PACKED, load_named
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.setup.model_plan import (
     Kinds,
     ModelPlan,
@@ -146,16 +147,11 @@ def make_runner(
 
 
 def with_copy(plan: ModelPlan, runner: ModelRunner, copy: Transformer | None) -> ModelRunner:
-    runner.drafting = copy_runner(plan, runner, copy)
-    return runner
-
-
-def copy_runner(
-    plan: ModelPlan, runner: ModelRunner, copy: Transformer | None
-) -> ModelRunner | None:
+    """The runner with a low-bit `copy` of its model that drafts, if there is one."""
     if copy is None or plan.copy_kinds is None:
-        return None
-    return runner.with_model(copy, make_executor(plan.copy_kinds, copy, runner.group))
+        return runner
+    executor = make_executor(plan.copy_kinds, copy, runner.group)
+    return runner.with_draft_runner(runner.with_model(copy, executor))
 
 
 def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
@@ -187,7 +183,7 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
         shares_prefixes=plan.shares_prefixes,
     )
     if plan.state_layers:
-        runner.keep_states(plan.state_layers)
+        runner.observers.append(HiddenStates.of(runner, plan.state_layers))
     return runner
 
 

@@ -8,6 +8,7 @@ Shapes: L layers, B rows, G KV heads of this rank, R ranges.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -150,6 +151,14 @@ class BlockKV(DraftKV):
         # Whole KV blocks: the bound of a row whose length only the device knows.
         self.num_blocks = -(-runner.cache.tokens_per_row // BLOCK)
         self._choice: tuple[Lengths, BlockRanges, tuple[int, ...]] | None = None
+
+    def in_widest(self, layers: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """What the layers in this cache have, by their number in it. Layers with a narrower window
+        choose nothing."""
+        windows = self.runner.windows
+        for layer, values in layers.items():
+            if not windows.is_narrow(layer):
+                yield windows.numbers[layer], values
 
     @abstractmethod
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:

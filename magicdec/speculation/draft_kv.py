@@ -14,8 +14,8 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import Visible
+from magicdec.runner.forward_batch import ForwardBatch, ForwardObserver
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, confidence, draft_token
@@ -29,10 +29,8 @@ class DraftKV:
     forwards, `rewind`, a verification by the target, `commit`; at the end `release`. From
     `follow` to `commit` work is on tensors alone, so that steps can be captured."""
 
-    watch: AttentionObserver | None = None
-    """Called with the attention weights of each layer of a verification."""
-    watch_queries: AttentionObserver | None = None
-    """Called with the queries of each layer of a verification."""
+    observers: Sequence[ForwardObserver] = ()
+    """They see verifications."""
 
     def __init__(self, runner: ModelRunner, visible: Visible) -> None:
         self.runner = runner
@@ -72,18 +70,25 @@ class DraftKV:
 
         The policy chooses among the first `committed` tokens; later ones are all read. All
         forwards between two verifications pass the same `committed` object."""
-        num_held = self.held(rows, committed)
-        visible = self.select(rows, committed)
-        return self.runner.forward(
-            token_ids, rows, visible, num_held, num_outputs=num_outputs, is_draft=True
-        )
+        return self.runner.forward(self.batch(token_ids, rows, committed, num_outputs))
 
     def chain(
         self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int, pa: float
     ) -> Tensor:
         """The ids of `draft_chain` for greedy requests of a runner that can chain."""
-        return self.runner.draft(
-            token_ids, rows, self.select(rows, committed), self.held(rows, committed), count, pa
+        return self.runner.draft(self.batch(token_ids, rows, committed), count, pa)
+
+    def batch(
+        self, token_ids: Tensor, rows: Rows, committed: Lengths, num_outputs: int | None = None
+    ) -> ForwardBatch:
+        """Token ids [B, T] after the first `committed` tokens, among which the policy chooses."""
+        return ForwardBatch(
+            token_ids,
+            rows,
+            policy=self.select(rows, committed),
+            committed=self.held(rows, committed),
+            num_outputs=num_outputs,
+            is_draft=True,
         )
 
     def held(self, rows: Rows, committed: Lengths) -> Lengths:

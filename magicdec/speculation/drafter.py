@@ -13,8 +13,8 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
 from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.forward_batch import ForwardObserver
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.draft_kv import DraftKV
@@ -75,10 +75,8 @@ class Drafter(ABC):
 
     draft_kv: DraftKV | None = None
     """The KV that drafts read; None if no model drafts on this rank."""
-    watch: AttentionObserver | None = None
-    """Called with the attention weights of each verification, if they are needed."""
-    watch_queries: AttentionObserver | None = None
-    """Called with the queries of each verification, if they are needed."""
+    observers: Sequence[ForwardObserver] = ()
+    """They see verifications. These take rows with equal numbers of drafts then."""
     has_probabilities: bool = True
     """Whether drafts of sampled requests are drawn at random. `propose` then returns their
     probabilities."""

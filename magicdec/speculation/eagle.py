@@ -16,10 +16,11 @@ from torch import Tensor
 
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, Lengths
-from magicdec.kv.hidden_states import HiddenStates
 from magicdec.model.eagle import EagleHead
 from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, gather_vocab, greedy
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, confidence
@@ -68,8 +69,9 @@ class EagleDrafter(StandaloneDrafter):
 
     @property
     def states(self) -> HiddenStates:
-        assert self.target.states is not None, "the target keeps them"
-        return self.target.states
+        states = self.target.observer(HiddenStates)
+        assert states is not None, "the target keeps them"
+        return states
 
     def admit(self, requests: Sequence[Request]) -> None:
         runner = self.draft.runner
@@ -113,7 +115,9 @@ class EagleDrafter(StandaloneDrafter):
             states = self.states.states_at(rows.index, positions)
             x = self.head.pair(following, self.head.reduced(states))
             held = kv.lengths(rows)
-            kv.runner.forward(x, rows, kv.select(rows, held), held, num_outputs=0)
+            kv.runner.forward(
+                ForwardBatch(x, rows, kv.select(rows, held), committed=held, num_outputs=0)
+            )
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         proposal = None
@@ -134,8 +138,8 @@ class EagleDrafter(StandaloneDrafter):
         states = self.states.states_at(rows.index, positions)
         state = self.head.reduced(states)
         if batch.sampling.is_greedy and kv.runner.can_chain:
-            view = kv.select(rows, committed), kv.held(rows, committed)
-            ids = kv.runner.draft(following, rows, *view, shape.gamma, self.pa, state)
+            first = kv.batch(following, rows, committed)
+            ids = kv.runner.draft(first, shape.gamma, self.pa, state)
             kv.rewind(rows, lengths)
             return Proposal(ids)
         x = self.head.pair(following, state)

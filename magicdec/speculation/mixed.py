@@ -39,8 +39,7 @@ class MixedDrafter(Drafter):
         self.model = model
         self.draft_kv = model.draft_kv
         self.can_capture = model.can_capture
-        self.watch = model.watch
-        self.watch_queries = model.watch_queries
+        self.observers = model.observers
         self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
         self._uses_model = True
         self._is_looked_up = dict[int, bool]()

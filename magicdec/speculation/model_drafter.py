@@ -69,12 +69,11 @@ class SelfDrafter(Drafter):
     def __init__(self, draft_kv: DraftKV, pa: float = 0.0) -> None:
         self.draft_kv = draft_kv
         self.pa = pa
-        self.watch = draft_kv.watch
-        self.watch_queries = draft_kv.watch_queries
+        self.observers = draft_kv.observers
 
     @classmethod
     def build(cls, setup: DraftSetup) -> SelfDrafter:
-        kv = make_draft_kv(setup.runner.drafter, setup.kv)
+        kv = make_draft_kv(setup.runner.drafting_runner, setup.kv)
         return cls(kv, setup.decoding.pa or 0.0)
 
     def admit(self, requests: Sequence[Request]) -> None:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from magicdec.attention.sinks import softmax_with_sinks
 from magicdec.kv.cache import BatchRows, Rows, upload
+from magicdec.runner.forward_batch import ForwardBatch, ForwardObserver
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import AttentionObserver
+from magicdec.runner.observers.attention import AttentionQueries
+from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.runner.request import Request
 
 # Scores that are computed at a time, unless one KV head of a row has more: on a CPU as many as its
@@ -29,23 +31,20 @@ def newest_queries(runner: ModelRunner, requests: Sequence[Request], count: int)
     Prefill's serve until a text grows."""
     rows = [r.row for r in requests if r.row is not None]
     lengths = [r.num_cached for r in requests]
-    prompt_queries = runner.prompt_queries
+    prompt_queries = runner.observer(PromptQueries)
     queries = [] if prompt_queries is None else prompt_queries.newest(rows, lengths, count)
-    if not queries:
-        tokens = newest_cached(requests, count, runner.device)
-        rerun_tail(runner, rows, tokens, watch_queries=lambda layer, q: queries.append(q))
-    return queries
+    if queries:
+        return queries
+    observer = AttentionQueries()
+    rerun_tail(runner, rows, newest_cached(requests, count, runner.device), observer)
+    return list(observer.layers.values())
 
 
 @torch.inference_mode()
 def rerun_tail(
-    runner: ModelRunner,
-    rows: Rows,
-    token_ids: Tensor,
-    watch: AttentionObserver | None = None,
-    watch_queries: AttentionObserver | None = None,
+    runner: ModelRunner, rows: Rows, token_ids: Tensor, observer: ForwardObserver
 ) -> None:
-    """Run the newest tokens of `rows`, token_ids [B, T], once more to observe them.
+    """Run the newest tokens of `rows`, token_ids [B, T], once more for an observer.
 
     Another T may round K and V differently, so the old ones are written back: the cache stays
     bitwise equal."""
@@ -57,7 +56,8 @@ def rerun_tail(
     layers = range(len(runner.model.layers))
     entries = [runner.caches.read(layer, rows.index, places) for layer in layers]
     cache.truncate(rows, before)
-    runner.forward(token_ids, rows, num_outputs=0, watch=watch, watch_queries=watch_queries)
+    with runner.observed_by([observer]):
+        runner.forward(ForwardBatch(token_ids, rows, num_outputs=0))
     for layer, (k, v) in enumerate(entries):
         runner.caches.write(layer, rows.index, places, k, v)
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, upload
-from magicdec.kv.layer_caches import Storage
+from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.kv.layer_caches import LayerCaches, Storage
 from magicdec.kv.layer_views import LayerWindows
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
@@ -36,12 +37,14 @@ class RollingRunner(ModelRunner):
     block_size: int = BLOCK_SIZE
     most_rewound: int = MOST_REWOUND  # so many tokens are kept before the window
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self, shared_caches: LayerCaches | None, shared_counts: ForwardCounts | None
+    ) -> None:
         assert self.max_tail > 0
         assert self.model.config.positions == "rope", "other positions cannot be turned"
         self.rule = cast("SinksAndWindow", self.policy)
         self.num_sinks, self.budget = self.rule.num_sink_tokens, self.rule.budget
-        super().__post_init__()
+        super().__post_init__(shared_caches, shared_counts)
         self.settled = [0] * self.num_rows  # committed tokens at which each row's window ends
         self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'
         # The keys of the sinks of each cache as they were written, [rows, layers, G, sinks, D].
@@ -121,8 +124,15 @@ class RollingRunner(ModelRunner):
 
     def _room_for_sinks(self, cache: KVCache) -> Tensor:
         shape = cache.shape
-        size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
-        return torch.zeros(self.num_rows, *size, dtype=cache.k.dtype, device=self.device)
+        return torch.zeros(
+            self.num_rows,
+            shape.num_layers,
+            shape.num_kv_heads,
+            self.num_sinks,
+            shape.head_dim,
+            dtype=cache.k.dtype,
+            device=self.device,
+        )
 
     def _turned(self, keys: Tensor, layers: Sequence[int], by: Tensor) -> Tensor:
         """The keys [B, layers, G, sinks, D] of these layers rotated by as many positions [B]."""

@@ -21,10 +21,10 @@ from magicdec.distributed.start import make_groups
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.engine import Engine
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
-from magicdec.kv.draft_log import DraftLog
 from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.draft_log import DraftLog
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits
 from magicdec.setup.eagle_checks import check_prefixes
@@ -37,8 +37,8 @@ from magicdec.setup.prepare import ResolvedRun, SetupCache, resolve_run
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import DecodingStrategy
-from magicdec.speculation.steps.witness import Witness
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import Extras, PassObserver, StepShape, System
 
@@ -100,7 +100,7 @@ class CapturedPass:
 
     serving_pass: Pass
     strategy: DecodingStrategy
-    witness: Witness | None
+    witness: LogitsRecorder | None
 
 
 class Batching(System):
@@ -199,9 +199,9 @@ class Batching(System):
             return Extras()
         log = DraftLog() if observer.is_logged and each.is_drafting else None
         own_draft = None if self.draft is None else self.draft.runner
-        for runner in (self.runner, self.runner.drafting, own_draft):
+        for runner in (self.runner, self.runner.draft_runner, own_draft):
             if runner is not None:
-                runner.draft_log = log
+                runner.set_observer(DraftLog, log)
                 runner.caches.forget_prefixes()  # of an earlier pass
         strategy, witness = self._strategy(each)
         if witness is not None:
@@ -264,12 +264,19 @@ class Batching(System):
         # The newest token is never cached; more room than the pass had would be a second cache.
         tokens = self.options.longest - 1 + num_tokens
         if runner.max_tokens < tokens:
-            runner = replace(runner, max_tokens=tokens, num_blocks=None, window_room=None)
+            runner = replace(
+                runner,
+                max_tokens=tokens,
+                num_blocks=None,
+                window_room=None,
+                draft_runner=None,
+                observers=[],
+            )
         for row in range(runner.num_rows):
             runner.release(row)
         runner.caches.forget_prefixes()
         keep_queries(runner, None)
-        runner.draft_log = None
+        runner.set_observer(DraftLog, None)
         now_s = self.clock.now()
         for request in requests:
             request.arrived_s = now_s
@@ -279,7 +286,7 @@ class Batching(System):
         self._decode(runner, mode, arrivals, strategy, limits, PassObserver(), shares_prefixes)
         self.captured = None
 
-    def _strategy(self, each: Pass) -> tuple[DecodingStrategy, Witness | None]:
+    def _strategy(self, each: Pass) -> tuple[DecodingStrategy, LogitsRecorder | None]:
         """The decoding strategy of a pass, and the witness that keeps logits of its steps. With
         CUDA graphs both are kept, so that the measured pass replays captured steps, unless it
         learns draft lengths."""
@@ -297,7 +304,7 @@ class Batching(System):
             name=name,
             draft=self.draft,
             corpus=self.run.corpus,
-            witness=witness,
+            logits_recorder=witness,
             is_in_flight=True,
         )
         is_fixed = name == BASELINE or config.decoding.gamma != "auto"
@@ -312,7 +319,7 @@ class Batching(System):
         is_greedy = self.run.config.sampling.temperature == 0
         return is_greedy and not self.options.accepts_by_chance(each)
 
-    def _witness(self, each: Pass, runner: ModelRunner) -> Witness | None:
+    def _witness(self, each: Pass, runner: ModelRunner) -> LogitsRecorder | None:
         if not self.is_watched(each):
             return None
         shape = self.step_shape(each)
@@ -320,7 +327,7 @@ class Batching(System):
         lengths = [request.output_len for request in self.options.shapes]
         num_steps = self.options.turns * (sum(lengths) // shape.rows + max(lengths))
         seed = f"{self.run.workload.seed} {each.name}"
-        return Witness.of(runner, shape.rows, gamma, num_steps, seed, gamma)
+        return LogitsRecorder.of(runner, shape.rows, gamma, num_steps, seed, gamma)
 
     def now(self) -> float:
         return super().now() if self.runner is None else self.clock.now()

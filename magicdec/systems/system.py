@@ -40,7 +40,7 @@ from magicdec.workload.conversations import Conversation
 from magicdec.workload.request_shapes import RequestShape
 
 if TYPE_CHECKING:
-    from magicdec.speculation.steps.witness import Witness
+    from magicdec.speculation.steps.logits_recorder import LogitsRecorder
     from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
     from magicdec.systems.ring.metrics import RingMetrics
     from magicdec.systems.servers.report import ServerReport
@@ -109,7 +109,7 @@ class Extras:
     ring: RingMetrics | None = None
     speculation: SpeculationMetrics | None = None
     trace: PassTrace | None = None
-    witness: Witness | None = None
+    witness: LogitsRecorder | None = None
     server: ServerReport | None = None  # of another program
 
 

@@ -27,6 +27,7 @@ from magicdec.hardware.environment import probe_machine
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import ATTENTION_BACKENDS, load_named
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -59,8 +60,8 @@ def logits_after(runner: ModelRunner, ids: np.ndarray, num_last: int) -> torch.T
     tokens = torch.from_numpy(ids[:-1])[None]
     context = tokens.shape[1] - num_last + 1
     for part in tokens[:, : context - 1].split(CHUNK, dim=1):
-        runner.forward(part, [0], num_outputs=1)
-    return runner.forward(tokens[:, context - 1 :], [0])[0]
+        runner.forward(ForwardBatch(part, [0], num_outputs=1))
+    return runner.forward(ForwardBatch(tokens[:, context - 1 :], [0]))[0]
 
 
 def loss_by_context(runner: ModelRunner, books: list[np.ndarray], num_windows: int) -> list[float]:
@@ -121,7 +122,7 @@ def sample_books(runner: ModelRunner, tokenizer: Tokenizer) -> list[str]:
     ids = torch.full((len(rows), 1), BOS)
     sampled = []
     for step in range(CHAPTER_TOKENS):
-        logits = runner.forward(ids, rows)[:, 0]
+        logits = runner.forward(ForwardBatch(ids, rows))[:, 0]
         logits[:, :3] = float("-inf")  # the special tokens: unknown, BOS, EOS
         ids = torch.multinomial(torch.softmax(logits, dim=1), 1, generator=generator)
         sampled.append(ids)

@@ -12,6 +12,7 @@ from magicdec.distributed.groups import read_launch
 from magicdec.distributed.shared_memory import SLOT_BYTES
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, greedy
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.speculation.policies.policy import FullKV
@@ -30,12 +31,12 @@ everything = FullKV()
 for row in rows:
     runner.allocate(row)
 newest = first = (torch.arange(NUM_ROWS) % model.config.vocab_size).unsqueeze(1)
-found = runner.draft(first, rows, everything, [0] * NUM_ROWS, 2)
+found = runner.draft(ForwardBatch(first, rows, everything, committed=[0] * NUM_ROWS), 2)
 runner.truncate(rows, [0] * NUM_ROWS)
 runner.executor = None
 drafts = []
 for _ in range(2):
-    newest, _ = greedy(runner.forward(newest, rows), model.head_rows[0], group)
+    newest, _ = greedy(runner.forward(ForwardBatch(newest, rows)), model.head_rows[0], group)
     drafts.append(newest)
 assert torch.equal(found, torch.cat(drafts, dim=1))
 assert not runner.has_flaws and len(found.unique()) > 2

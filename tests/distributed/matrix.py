@@ -39,6 +39,7 @@ from magicdec.model.transformer import Transformer
 from magicdec.names import DRAFTERS, EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import BatchLimits
@@ -228,7 +229,7 @@ class Rank:
         recorder = StandInRecorder()
         runner = self.make_runner(case, 0, groups.target)
         if groups.draft is not None and case.has_head:
-            runner.keep_states(FITTED.capture)
+            runner.observers.append(HiddenStates.of(runner, FITTED.capture))
         decoding = DecodingSection(name, case.drafter, case.gamma, case.pa)
         is_in_flight = case.steps == "in flight"
         draft = self.make_draft(case, groups, runner.model)

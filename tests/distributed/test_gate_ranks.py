@@ -8,10 +8,10 @@ from magicdec.bench.gate.cases import DRAFT_BUDGET, GAMMA, Subject, standard_cas
 from magicdec.bench.gate.measuring import Result, measure, run_cases, with_threads
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, ParallelSection
-from magicdec.kv.draft_log import DIGITS
 from magicdec.records.comparison.compare import compare
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
+from magicdec.runner.observers.draft_log import DIGITS
 
 SUBJECT = Subject(prefix_len=DRAFT_BUDGET + 63, batch_size=4, num_batches=1, gen_len=12)
 RUNS = [case for case in standard_cases(SUBJECT) if isinstance(case, RunConfig)]

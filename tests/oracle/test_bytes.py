@@ -17,9 +17,10 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.hardware.costs import Deployment
-from magicdec.kv.hidden_states import HiddenStates
 from magicdec.kv.layer_caches import Storage, WindowRoom, storages_of
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.hidden_states import HiddenStates
 
 HIDDEN = HEADS * SIZE
 ANY = Hardware(1e9, 1e9)
@@ -95,9 +96,9 @@ def test_a_forward_reads_the_experts_that_transformers_chooses(name: str) -> Non
     num_read = chosen_experts(name, ids, config.experts.num_used)
     runner = make_runner(stored(name).load(), 1, 64)
     runner.allocate(0)
-    runner.forward(ids[:, :20], [0])
+    runner.forward(ForwardBatch(ids[:, :20], [0]))
     before = runner.counts.copy()
-    runner.forward(ids[:, 20:], [0])
+    runner.forward(ForwardBatch(ids[:, 20:], [0]))
     counts = runner.counts.minus(before)
     assert counts.experts_read == num_read
     one, num_experts, num_layers = EXPERTS[name]
@@ -133,9 +134,9 @@ def test_a_window_is_read_up_to_its_size(cached: int, num_new: int) -> None:
     runner = make_runner(stored("gemma3").load(), 1, 128)
     runner.allocate(0)
     ids = torch.ones(1, cached + num_new, dtype=torch.int64)
-    runner.forward(ids[:, :cached], [0])
+    runner.forward(ForwardBatch(ids[:, :cached], [0]))
     before = runner.counts.copy()
-    runner.forward(ids[:, cached:], [0])
+    runner.forward(ForwardBatch(ids[:, cached:], [0]))
     assert runner.counts.minus(before).kv_bytes_read == by_hand
     assert costs.kv_bytes_per_token(config, Shard(), FLOAT) == 3 * KEY_BYTES
 
@@ -168,6 +169,5 @@ def test_the_cache_of_a_window_by_hand() -> None:
 
 def test_states_for_a_head_by_hand() -> None:
     """Three states of 64 bfloat16 numbers and an id of 8 bytes for each of 2 x 50 tokens."""
-    place = torch.bfloat16, torch.device("cpu")
-    states = HiddenStates((1, 3, 5), 2, 50, 64, *place)
+    states = HiddenStates((1, 3, 5), 2, 50, 64, torch.bfloat16, torch.device("cpu"))
     assert states.num_bytes == 2 * 50 * (3 * 64 * 2 + 8)

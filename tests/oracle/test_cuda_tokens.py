@@ -17,6 +17,7 @@ from magicdec.model.transformer import Transformer
 from magicdec.names import EAGLE
 from magicdec.output.console import make_progress
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.setup.loading import load_model, make_backend
 from magicdec.setup.model_plan import Kinds
 from magicdec.speculation.rolling_runner import BLOCK_SIZE
@@ -67,7 +68,7 @@ def emitted(
         head = load("demo-eagle", device, elementwise)
         assert isinstance(head, EagleHead)
         head.share_embedding(target)
-        runner.keep_states(DEMO_STATES)
+        runner.observers.append(HiddenStates.of(runner, DEMO_STATES))
         draft = make_draft(
             head, kv, len(PROMPTS), total, make_backend(backend), block_size=BLOCK_SIZE
         )

@@ -56,6 +56,7 @@ from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.elementwise.triton import TritonElementwise
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.systems.pipeinfer.options import Options
@@ -236,9 +237,9 @@ def test_a_forward_launches_few_kernels_beside_its_layers(
             forward()
         return dict(operators.counts)
 
-    assert launched(lambda: runner.forward(ids[:, :1], rows)) == A_FORWARD
+    assert launched(lambda: runner.forward(ForwardBatch(ids[:, :1], rows))) == A_FORWARD
     runner.truncate([0, 1], [26, 22])
-    assert launched(lambda: runner.forward(ids, rows)) == A_FORWARD
+    assert launched(lambda: runner.forward(ForwardBatch(ids, rows))) == A_FORWARD
     runner.truncate([0, 1], [26, 22])
     own = A_FORWARD if policy == "full" else A_FORWARD | A_LIST
     own |= IN_COPY if policy == "snapkv" else {}
@@ -277,7 +278,8 @@ def test_low_bit_drafts_by_triton(
     model = tiny_transformer(config)
     copy = low_bit_copy(model, weights, False).to(DEVICE)
     engine, requests = started(device=str(DEVICE))
-    engine.runner.drafting = engine.runner.with_model(copy, None)
+    runner = engine.runner
+    engine = engine.with_runner(runner.with_draft_runner(runner.with_model(copy, None)))
     found = run(engine, requests, "self", kv, 3, StandInRecorder() if captures else None)
     assert found[0] == tokens and any(map(any, found[1])), "some drafts are accepted"
     assert set(all_launches) == {"multiply_groups"}

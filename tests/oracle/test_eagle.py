@@ -29,7 +29,9 @@ from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
 from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.drafter import DraftShape
@@ -108,7 +110,7 @@ def test_drafts_equal_the_definition(
     if is_native:
         runner = make_runner(pack(model), *size, NativeBackend())
         runner.executor = Executor(model, Group((0,), 0))
-    runner.keep_states(form.capture)
+    runner.observers.append(HiddenStates.of(runner, form.capture))
     backend = {"backend": NativeBackend(), "block_size": 64} if is_native else {}
     draft = make_draft(head, kv, *size, **backend)
     if is_native:
@@ -149,7 +151,7 @@ def test_drafts_equal_the_definition(
         for row, count in enumerate(accepted):
             count = min(count, len(texts[row]) - lengths[row] - 2)
             following = texts[row][lengths[row] : lengths[row] + 1 + count]
-            runner.forward([following + [0] * (GAMMA - count)], [row])
+            runner.forward(ForwardBatch([following + [0] * (GAMMA - count)], [row]))
             lengths[row] += 1 + count
             runner.truncate([row], [lengths[row]])
             requests[row].output_ids[:] = texts[row][len(prompts[row]) : lengths[row] + 1]
@@ -195,7 +197,7 @@ def test_a_head_samples_and_is_penalised_in_the_ids_of_its_target(
     weights = write_head(tmp_path, TARGET, form, seed=1)
     size = len(LENGTHS), max(LENGTHS) + 40 + GAMMA
     runner = make_runner(model, *size)
-    runner.keep_states(form.capture)
+    runner.observers.append(HiddenStates.of(runner, form.capture))
     draft = make_draft(load_head(tmp_path, model), KVSection("full"), *size)
     prompts = random_prompts(LENGTHS, TARGET.vocab_size, 5)
     requests = make_requests(prompts, 30, sampling=sampling)
@@ -269,7 +271,7 @@ def test_a_native_chain_drafts_the_same(
         pack(head)
         runner = make_runner(model, *size, NativeBackend())
         runner.executor = Executor(model, runner.group)
-        runner.keep_states(form.capture)
+        runner.observers.append(HiddenStates.of(runner, form.capture))
         draft = make_draft(head, kv, *size, NativeBackend(), block_size=64)
         assert draft.runner is not None
         if is_native:

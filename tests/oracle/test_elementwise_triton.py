@@ -18,6 +18,7 @@ from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise, choose_tile
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import ForwardBatch
 
 pytestmark = pytest.mark.wide
 
@@ -49,9 +50,9 @@ def logits(model: Transformer, T: int) -> Tensor:
     for row in range(2):
         runner.cache.allocate(row, 20 + T)
     ids = torch.tensor(random_prompts([20 + T] * 2, model.config.vocab_size)).to(DEVICE)
-    runner.forward(ids[:, :20], [0, 1])
+    runner.forward(ForwardBatch(ids[:, :20], [0, 1]))
     runner.truncate([1], [11])
-    return runner.forward(ids[:, 20:], [0, 1]).float()
+    return runner.forward(ForwardBatch(ids[:, 20:], [0, 1])).float()
 
 
 @pytest.mark.parametrize(

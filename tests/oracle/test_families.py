@@ -49,6 +49,7 @@ from magicdec.model.families.hf_config import ROPE_FIELDS
 from magicdec.model.linear.packed import Reduce
 from magicdec.model.positions import alibi, alibi_slopes, rope_table, rotate
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.speculation.policies.policy import FullKV
 
 NAMES = list(MODELS)
@@ -110,8 +111,10 @@ def test_stages_compute_the_bits_of_the_whole_model(name: str) -> None:
         runner.allocate(0)
     text = torch.tensor(random_prompts([28], VOCAB))
     for ids, num_outputs in ((text[:, :16], 1), (text[:, 16:27], 1), (text[:, 27:], None)):
-        expected = whole.forward(ids, [0], num_outputs=num_outputs)
-        hidden = last.forward(first.forward(ids, [0]), [0], num_outputs=num_outputs)
+        expected = whole.forward(ForwardBatch(ids, [0], num_outputs=num_outputs))
+        hidden = last.forward(
+            ForwardBatch(first.forward(ForwardBatch(ids, [0])), [0], num_outputs=num_outputs)
+        )
         assert hidden.shape[1] == 1 and torch.equal(first.model.logits(hidden), expected)
     assert all(n.startswith("blocks.") for n, _ in last.model.named_parameters())
     sizes = [sum(p.numel() for p in runner.model.parameters()) for runner in (whole, first, last)]
@@ -128,7 +131,7 @@ def test_logits_in_chunks_equal_transformers(name: str, backend: str) -> None:
     runner = make_runner(stored(name).load(), 1, 200, ON_CPUS[backend]())
     runner.allocate(0)
     chunks = text.split([48, 16, 40, 33, 16, 30, 5, 1, 1, 10], dim=1)
-    logits = torch.cat([runner.forward(part, [0]) for part in chunks], 1)
+    logits = torch.cat([runner.forward(ForwardBatch(part, [0])) for part in chunks], 1)
     assert runner.cache.shape.head_dim == 16
     torch.testing.assert_close(logits, stored(name).reference.logits(text), atol=1e-4, rtol=0)
 

@@ -15,11 +15,11 @@ from magicdec.bench.gate.cases import Subject
 from magicdec.bench.gate.measuring import run_cases, with_threads
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
-from magicdec.kv.hidden_states import HiddenStates
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.exact import find_change, other_machine
 from magicdec.records.record import RunRecord
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.sampling import model_tokens
 from magicdec.speculation.policies.retrieval import RetrievedBlocks
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
@@ -103,7 +103,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prompt_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RetrievedBlocks, "watch_queries", lambda self, layer, queries: None)
+    monkeypatch.setattr(RetrievedBlocks, "in_widest", lambda self, layers: ())
 
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.names import STORED
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.setup.loading import load_kind
 from magicdec.setup.model_checks import check_fits, check_saves
 from magicdec.setup.model_plan import Kinds
@@ -187,7 +188,7 @@ def check_logits(path: Path, model: Any) -> None:
         first = 0
         for chunk in text.split([120, 64, 14, 1, 1], dim=1):
             with torch.inference_mode():
-                found = runner.forward(chunk, [0], num_outputs=chunk.shape[1])
+                found = runner.forward(ForwardBatch(chunk, [0], num_outputs=chunk.shape[1]))
             last = first + chunk.shape[1]
             difference = (found - expected[:, first:last]).abs().max()
             assert difference <= 1e-4 * expected.abs().max(), name

@@ -27,6 +27,7 @@ from magicdec.model.checkpoint.stacked_experts import stacked
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.transformer import Transformer
 from magicdec.names import STORED
+from magicdec.runner.forward_batch import ForwardBatch
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -67,7 +68,7 @@ def test_logits_are_transformers(published: tuple[Path, Any]) -> None:
     for own in (model, pack(loaded(source))):
         runner = make_runner(own, 1, 64)
         runner.allocate(0)
-        found = runner.forward(text, [0], num_outputs=60)
+        found = runner.forward(ForwardBatch(text, [0], num_outputs=60))
         assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
     share = loaded(source, Shard(2, 4))
     whole = model.blocks[1].mlp.down[3].dense()
@@ -176,8 +177,8 @@ def test_drafts_see_sinks_of_their_own_keys(published: tuple[Path, Any]) -> None
             block.attention.sinks.fill_(-40.0)  # none of them counts
         runner = make_runner(model, 1, 64)
         runner.allocate(0)
-        runner.forward(torch.arange(40).unsqueeze(0), [0], num_outputs=1)
-        outputs.append(runner.forward(torch.tensor([[5]]), [0], SinksAndWindow(2, 9)))
+        runner.forward(ForwardBatch(torch.arange(40).unsqueeze(0), [0], num_outputs=1))
+        outputs.append(runner.forward(ForwardBatch(torch.tensor([[5]]), [0], SinksAndWindow(2, 9))))
     assert all(not torch.equal(a, b) for a, b in pairwise(outputs))
 
 

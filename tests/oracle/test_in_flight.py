@@ -37,8 +37,10 @@ from magicdec.engine.engine import Engine
 from magicdec.kv.layer_caches import WindowRoom
 from magicdec.model.eagle import EagleHead
 from magicdec.names import EAGLE, NGRAM_AND
+from magicdec.runner.forward_batch import EnqueuedForward
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Executor, NativeForward
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Batch, Request, Status
 from magicdec.runner.step_plan import BatchLimits, StepPlan
 from magicdec.speculation.draft_length import DraftLength, Measure
@@ -224,7 +226,7 @@ def serve(
             max_following=runner.max_following,
         )
         if has_head:
-            runner.keep_states(FITTED.capture)
+            runner.observers.append(HiddenStates.of(runner, FITTED.capture))
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
     can_stop = drafter in ("self", "model", EAGLE) and not records
     pa = 0.2 if can_stop and random.random() < 0.5 else None
@@ -244,7 +246,7 @@ def serve(
     execute = engine.execute
     forward = None if runner.executor is None else runner.executor.forward
 
-    def counted(parts: Sequence[NativeForward], *args: Any) -> Any:
+    def counted(parts: Sequence[EnqueuedForward], *args: Any) -> Any:
         assert forward is not None, "it is native"
         chunks = sum(part.num_outputs == 0 for part in parts)
         seen["chunks carried"] += min(chunks, len(parts) - 1)

@@ -30,6 +30,7 @@ from magicdec.model.linear.packed import Linear, PackedLinear, PartialLinear, li
 from magicdec.model.linear.quantizers import INT4, INT8
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import make_progress
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
 
@@ -136,7 +137,7 @@ def logits(model: Transformer) -> Tensor:
     tokens = torch.tensor(random_prompts([40], model.config.vocab_size))
     runner = make_runner(model, 1, 40)
     runner.cache.allocate(0, 40)
-    return runner.forward(tokens, [0]).float()
+    return runner.forward(ForwardBatch(tokens, [0])).float()
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -162,7 +163,7 @@ def test_a_packed_model_is_the_same_model(tied: bool) -> None:
     for convert in (lambda m: m.float(), lambda m: m, pack):
         runner = make_runner(convert(tiny_transformer(config, dtype=BF16)), 1, 40)
         runner.cache.allocate(0, 40)
-        logits.append(runner.forward(tokens, [0]).float())
+        logits.append(runner.forward(ForwardBatch(tokens, [0])).float())
     torchs, packeds = ((found - logits[0]).square().mean().sqrt() for found in logits[1:])
     assert packeds < 1.2 * torchs < 0.02 * logits[0].abs().max()
 

@@ -215,8 +215,7 @@ def with_copy(
     backend = NativeBackend() if is_native else GroupedBackend()
     executors = [Executor(each, group) if is_native else None for each in (model, copy)]
     runner = ModelRunner(model, backend, group, len(lengths), most, executor=executors[0])
-    runner.drafting = runner.with_model(copy, executors[1])
-    return runner
+    return runner.with_draft_runner(runner.with_model(copy, executors[1]))
 
 
 CASES = [
@@ -257,7 +256,7 @@ def test_tokens_are_the_targets(
         baseline, tokens, accepted = decode_both(runner, requests, kv, 3)
         assert (tokens == baseline and {len(row) for row in tokens} != {60}) or not eos
         counts = [count for step in accepted for count in step]
-        assert runner.drafting is not None and runner.drafting.counts.num_forwards > 0
+        assert runner.draft_runner is not None and runner.draft_runner.counts.num_forwards > 0
         assert 0 < sum(counts) < 3 * len(counts)
 
 
@@ -269,7 +268,7 @@ def test_a_native_chain_has_the_bits_of_its_layers(weights: str) -> None:
         model = pack(tiny_transformer(SMALL, dtype=BF16))
         runner = with_copy(model, weights, True, RAGGED, 150)
         if not is_chain:
-            runner.drafting.executor = None  # type: ignore[union-attr]
+            runner.draft_runner.executor = None  # type: ignore[union-attr]
         requests = make_requests(random_prompts(RAGGED, SMALL.vocab_size), 60)
         outputs.append(decode_both(runner, requests, KVSection("streaming_llm", 40, 4), 3))
     assert outputs[0] == outputs[1]
@@ -285,7 +284,8 @@ def test_requests_in_flight_emit_the_tokens_of_their_lone_runs(weights: str) -> 
     llm = LLM("demo", "self", kv=kv, draft_weights=weights, max_concurrency=3, **sizes)  # type: ignore[arg-type]
     streams = [llm.submit(p, 60, ignore_eos=True) for p in prompts]
     assert [list(stream) for stream in reversed(streams)] == expected[::-1]
-    assert llm._engine.runner.drafter.counts.num_forwards > 0 and llm._engine.runner.drafting
+    draft_runner = llm._engine.runner.draft_runner
+    assert draft_runner is not None and draft_runner.counts.num_forwards > 0
     sampled = llm.submit(prompts[0], 9, SamplingSection(temperature=1.0), ignore_eos=True)
     assert len(list(sampled)) == 9
 

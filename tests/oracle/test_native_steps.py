@@ -28,10 +28,12 @@ from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.linear.grouped import GroupedLinear, GroupedNumbers, NumberFormat
 from magicdec.model.linear.packed import Linear, exchange
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import Cancelled, ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps import executor
 from magicdec.runner.native_steps.descriptions import layer_obstacle
-from magicdec.runner.native_steps.executor import Cancelled, Executor
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.attention import AttentionQueries, AttentionWeights
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import confidence
 from magicdec.runner.step_plan import BatchLimits
@@ -96,7 +98,7 @@ def make_pair(
         for row, length in enumerate(lengths):  # written by the layers in both
             ids = torch.randint(config.vocab_size, (1, length), generator=generator)
             native, runner.executor = runner.executor, None
-            runner.forward(ids, [row], num_outputs=1)
+            runner.forward(ForwardBatch(ids, [row], num_outputs=1))
             runner.executor = native
     return first, second
 
@@ -140,7 +142,8 @@ def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dty
     pair = make_pair(MODELS[name], dtype, [70, 3, 131])
     for count, num_outputs in itertools.product((1, 5, 31), (None, 1, 0)):
         ids = ids_for(3, count)
-        check_same(pair, ModelRunner.forward, ids, [0, 1, 2], num_outputs=num_outputs)
+        batch = ForwardBatch(ids, [0, 1, 2], num_outputs=num_outputs)
+        check_same(pair, ModelRunner.forward, batch)
     for visible in (FULL, SinksAndWindow(4, 20)):
         assert len(check_same(pair, chain, ids_for(3, 2), visible, 4).unique()) > 1
 
@@ -161,7 +164,7 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype)
             runner = ModelRunner(model, NativeBackend(), group, 1, MOST, executor=by)
             runner.allocate(0)
             for chunk in ids.split(sizes, dim=1):
-                logits = runner.forward(chunk, [0], num_outputs=1, is_of_prompt=True)
+                logits = runner.forward(ForwardBatch(chunk, [0], num_outputs=1, is_of_prompt=True))
             found.append((logits, *(each.k for each in runner.caches.distinct)))
     for each in found[1:]:
         assert all(map(torch.equal, found[0], each))
@@ -198,13 +201,13 @@ def test_columns_in_an_order_have_the_bits_of_the_layers(dtype: torch.dtype, rou
     model.use(NativeElementwise())
     pair = make_pair(config, dtype, [70, 3, 131], model)
     for count in (1, 5, 31):
-        logits = check_same(pair, ModelRunner.forward, ids_for(3, count), [0, 1, 2])
+        logits = check_same(pair, ModelRunner.forward, ForwardBatch(ids_for(3, count), [0, 1, 2]))
     if dtype == torch.float32 and not rounds:
         plain = tiny_transformer(config)
         exchange(plain, widened)
         other = make_pair(config, dtype, [70, 3, 131], pack(plain))[0]
         for count in (1, 5, 31):
-            expected = other.forward(ids_for(3, count), [0, 1, 2])
+            expected = other.forward(ForwardBatch(ids_for(3, count), [0, 1, 2]))
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert len(check_same(pair, chain, ids_for(3, 2), FULL, 4).unique()) > 1
 
@@ -219,22 +222,20 @@ def test_rows_with_different_numbers_of_new_tokens_share_a_forward(
     layered, native = make_pair(MODELS[name], dtype, [70, 3, 131, 64])
     results = []
     for runner in (layered, native):
-        weights = list[Tensor]()
-
-        def watch(layer: int, of_layer: Tensor, to: list[Tensor] = weights) -> None:
-            to.append(of_layer)
-
+        seen = AttentionWeights()
         before = runner.counts.copy()
-        chunk = runner.defer(ids_for(1, 41), [1], num_outputs=0)
-        verified = runner.defer(ids_for(2, 4), [0, 3], watch=watch)
+        chunk = runner.enqueue(ForwardBatch(ids_for(1, 41), [1], num_outputs=0))
+        with runner.observed_by([seen]):
+            verified = runner.enqueue(ForwardBatch(ids_for(2, 4), [0, 3]))
         assert (chunk.out is None) == (verified.out is None) == (runner.executor is not None)
-        logits = runner.forward(ids_for(1, 1), [2])
+        logits = runner.forward(ForwardBatch(ids_for(1, 1), [2]))
         assert chunk.out is not None and chunk.out.shape[1] == 0 and verified.out is not None
-        results.append([verified.out, logits, *weights])
+        results.append([verified.out, logits, *seen.layers.values()])
+        assert len(seen.layers) == len(runner.model.blocks)
         counts = runner.counts.minus(before)
         assert counts.num_forwards == (1 if runner.executor else 3) and counts.num_tokens == 50
-        alone = runner.defer(ids_for(1, 7), [1], num_outputs=2)
-        runner.flush()
+        alone = runner.enqueue(ForwardBatch(ids_for(1, 7), [1], num_outputs=2))
+        runner.execute()
         assert alone.out is not None
         results[-1].append(alone.out)
     for ours, theirs in zip(*results, strict=True):
@@ -245,11 +246,11 @@ def test_rows_with_different_numbers_of_new_tokens_share_a_forward(
     assert native.cache.lengths == layered.cache.lengths
 
 
-def test_a_step_that_fails_leaves_nothing_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_leaves_nothing_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a later step would compute its part of a prompt."""
 
     def fail(*args: object) -> None:
-        assert len(runner.deferred) == 1
+        assert len(runner.enqueued) == 1
         raise ValueError("planted")
 
     _, runner = make_pair(TINY, torch.float32, [5])
@@ -261,7 +262,7 @@ def test_a_step_that_fails_leaves_nothing_deferred(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine.scheduler, "commit", fail)
     with pytest.raises(ValueError, match="planted"):
         engine.execute(plan, cast("Any", None))
-    assert not runner.deferred
+    assert not runner.enqueued
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -306,7 +307,7 @@ def test_native_stages_have_the_bits_of_their_layers(ends: str, dtype: torch.dty
         for stages in (native, layered):
             x, passed = ids_for(2, count), []
             for runner in stages:
-                x = runner.forward(x, [0, 1], num_outputs=num_outputs)
+                x = runner.forward(ForwardBatch(x, [0, 1], num_outputs=num_outputs))
                 passed.append(x)
             assert passed[0].shape[1] == count and passed[-1].shape[1] == (
                 count if num_outputs is None else num_outputs
@@ -334,25 +335,24 @@ def test_ragged_rows(
     rows, ids = list(range(len(lengths))), ids_for(len(lengths), count)
     visible = SinksAndWindow(4, budget)
     check_same(pair, chain, ids, visible, drafts)
-    check_same(pair, ModelRunner.forward, ids, rows, visible)
-    check_same(pair, ModelRunner.forward, ids[-1:], rows[-1:])
+    check_same(pair, ModelRunner.forward, ForwardBatch(ids, rows, visible))
+    check_same(pair, ModelRunner.forward, ForwardBatch(ids[-1:], rows[-1:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_weights_and_queries_are_shown(dtype: torch.dtype) -> None:
     first, second = make_pair(TINY, dtype, [200, 17])
-    seen: list[dict[int, tuple[Tensor, Tensor]]] = []
+    seen = list[tuple[AttentionWeights, AttentionQueries]]()
     for runner in (first, second):
-        weights: dict[int, Tensor] = {}
-        queries: dict[int, Tensor] = {}
-        runner.forward(
-            ids_for(2, 5), [0, 1], watch=weights.__setitem__,
-            watch_queries=lambda layer, q, kept=queries: kept.__setitem__(layer, q.clone()),
-        )  # fmt: skip
-        seen.append({layer: (weights[layer], queries[layer]) for layer in range(TINY.num_layers)})
-    for layer in range(TINY.num_layers):
-        for ours, theirs in zip(*(each[layer] for each in seen), strict=True):
-            assert torch.equal(ours, theirs)
+        observers = AttentionWeights(), AttentionQueries()
+        with runner.observed_by(observers):
+            runner.forward(ForwardBatch(ids_for(2, 5), [0, 1]))
+        assert runner.observers == []
+        seen.append(observers)
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours.layers.keys() == theirs.layers.keys() == set(range(TINY.num_layers))
+        for layer, values in ours.layers.items():
+            assert torch.equal(values, theirs.layers[layer])
 
 
 def test_ranges_of_single_heads_are_read() -> None:
@@ -379,7 +379,7 @@ def test_ranges_of_single_heads_are_read() -> None:
 def test_an_unknown_token_is_refused() -> None:
     _, second = make_pair(TINY, torch.float32, [9])
     with pytest.raises(IndexError, match="a token id is not below 97"):
-        second.forward(torch.tensor([[97]]), [0])
+        second.forward(ForwardBatch(torch.tensor([[97]]), [0]))
 
 
 def test_what_the_library_does_not_compute_is_named() -> None:
@@ -407,11 +407,11 @@ def test_a_cancelled_forward_appends_nothing(dtype: torch.dtype) -> None:
             cancellation = RunCancellation(board, run)
             if run == 3:
                 with pytest.raises(Cancelled) as error:
-                    runner.forward(token_ids, [0], cancellation=cancellation)
+                    runner.forward(ForwardBatch(token_ids, [0], cancellation=cancellation))
                 assert error.value.num_layers == 0 and runner.cache.lengths[0] == 5
-                expected = runner.forward(token_ids, [0])
+                expected = runner.forward(ForwardBatch(token_ids, [0]))
             else:
-                logits = runner.forward(token_ids, [0], cancellation=cancellation)
+                logits = runner.forward(ForwardBatch(token_ids, [0], cancellation=cancellation))
                 assert torch.equal(logits, expected)
             runner.truncate([0], [5])
 

@@ -33,6 +33,7 @@ from magicdec.distributed.groups import Group
 from magicdec.engine.engine import Engine
 from magicdec.model.presets.presets import demo_directory
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, greedy
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import NotFinite, Request
@@ -136,11 +137,11 @@ def test_a_native_chain_of_drafts_says_that_its_logits_are_not_finite(dtype: tor
     group = Group((0,), 0)
     runner = ModelRunner(model, NativeBackend(), group, 1, 80, executor=Executor(model, group))
     runner.allocate(0)
-    place = torch.tensor([[5]]), [0], runner.policy
-    assert runner.draft(*place, [0], 3).shape == (1, 3) and not runner.has_flaws
+    batch = ForwardBatch(torch.tensor([[5]]), [0], committed=[0])
+    assert runner.draft(batch, 3).shape == (1, 3) and not runner.has_flaws
     overflow(model)
     runner.truncate([0], [0])
-    ids = runner.draft(*place, [0], 3)
+    ids = runner.draft(batch, 3)
     assert runner.has_flaws and ((ids >= 0) & (ids < TINY.vocab_size)).all()
 
 

@@ -43,11 +43,11 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.engine.scheduler import StepCounts
 from magicdec.kv import prefix_cache
-from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.prefix_cache import PrefixCache
 from magicdec.model.transformer import Transformer
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.draft_log import DraftLog
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request, Status, StepOutput
 from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
@@ -223,7 +223,7 @@ def serve(
         draft = draft_for(runner, kv, talk.most_tokens, shares)
         own = draft.runner
         assert own is not None, "this rank drafts"
-        own.draft_log = runner.draft_log
+        own.set_observer(DraftLog, runner.observer(DraftLog))
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
     setup = Setup(
         runner,
@@ -363,7 +363,7 @@ def test_a_draft_model_that_shares_drafts_what_it_drafts_alone(
             random = Random(seed)
             talk = draw_talk(random, long=is_native)
             runner = draw_runner(random, talk, is_native)
-            runner.draft_log = DraftLog()
+            runner.set_observer(DraftLog, DraftLog())
             outputs = list[tuple[Sequence[int], StepOutput]]()
             with spoiled():
                 seen = serve(random, talk, runner, "model", kv, shares, outputs)

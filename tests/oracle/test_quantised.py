@@ -35,6 +35,7 @@ from magicdec.model.checkpoint.quantized.mxfp4 import grouped_blocks
 from magicdec.model.checkpoint.source import ModelSource, find_model, find_stored_config
 from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.setup.loading import load_kind
 from magicdec.setup.model_checks import check_stored_groups
 from magicdec.setup.model_plan import Kinds
@@ -345,7 +346,7 @@ def check_values_of_plain(source: ModelSource, model: Any) -> None:
     runner.allocate(0)
     with torch.inference_mode():
         expected = model(text).logits
-        found = runner.forward(text, [0], num_outputs=40)
+        found = runner.forward(ForwardBatch(text, [0], num_outputs=40))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 

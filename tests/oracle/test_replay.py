@@ -58,6 +58,7 @@ from magicdec.model.elementwise.triton import TritonElementwise
 from magicdec.model.linear import triton as linear
 from magicdec.names import EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Batch, Request
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.speculation.draft_length import DraftLength, Measure
@@ -130,7 +131,7 @@ def draft_for(kv: KVSection, runner: ModelRunner, is_head: bool = False) -> Draf
     if is_head:
         head = made_head(runner.model).to(runner.device)
         head.target_ids = head.target_ids.to(runner.device)
-        runner.keep_states(FITTED.capture)
+        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
         return make_draft(head, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
     model = tiny_transformer(SMALL, seed=1, dtype=dtype).to(runner.device)
     return make_draft(model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))

@@ -20,6 +20,7 @@ from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.model.positions import rope_table
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 from magicdec.speculation.rolling_runner import RollingRunner
 
@@ -95,9 +96,9 @@ def forward(
     runner: RollingRunner, rows: dict[int, WrittenOut], ids: Tensor, settled: list[int]
 ) -> None:
     """Logits [T, V] of `ids`, which follow the tokens of the row."""
-    logits = runner.forward(ids, list(rows), committed=settled)
+    logits = runner.forward(ForwardBatch(ids, list(rows), committed=settled))
     for i, plain in enumerate(rows.values()):
-        expected = plain.forward(ids[i].tolist(), settled[i])
+        expected = plain.forward(ForwardBatch(ids[i].tolist(), settled[i]))
         assert torch.allclose(logits[i], expected, atol=5e-4, rtol=1e-4), (
             i,
             settled[i],
@@ -182,7 +183,7 @@ def test_rotating_the_sinks_often_adds_no_error() -> None:
     torch.manual_seed(0)
     slots = None
     for step in range(300):
-        runner.forward(torch.randint(3, VOCAB, (1, 1)), [0])
+        runner.forward(ForwardBatch(torch.randint(3, VOCAB, (1, 1)), [0]))
         if step == 10:
             slots = runner.cache.slots(torch.tensor([0]), torch.arange(4)[None])
             first = runner.cache.read_keys(slots).clone()
@@ -231,7 +232,7 @@ def test_the_pool_suffices_for_every_block_size() -> None:
             for row in range(3):
                 runner.allocate(row)
             for num_new in [40, 1, 39, 2, 40, 40, 7, 40, *[1] * 20]:
-                runner.forward(torch.randint(3, VOCAB, (3, num_new)), [0, 1, 2])
+                runner.forward(ForwardBatch(torch.randint(3, VOCAB, (3, num_new)), [0, 1, 2]))
                 for row in range(3):
                     blocks = runner.cache.blocks[row]
                     start = max(0, runner.settled[row] - policy.budget + policy.num_sink_tokens)
@@ -245,6 +246,6 @@ def test_another_policy_or_a_longer_tail_is_refused() -> None:
     runner = make_rolling(TINY, StreamingLLM(4, 24), SDPABackend(), 8)
     runner.allocate(0)
     with pytest.raises(AssertionError, match="evicted tokens cannot be shown"):
-        runner.forward(torch.ones(1, 1, dtype=torch.int64), [0], StreamingLLM(4, 25))
+        runner.forward(ForwardBatch(torch.ones(1, 1, dtype=torch.int64), [0], StreamingLLM(4, 25)))
     with pytest.raises(AssertionError, match="as long as was announced"):
-        runner.forward(torch.ones(1, TAIL + 1, dtype=torch.int64), [0])
+        runner.forward(ForwardBatch(torch.ones(1, TAIL + 1, dtype=torch.int64), [0]))

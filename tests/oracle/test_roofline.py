@@ -28,8 +28,10 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.names import EAGLE
+from magicdec.runner.forward_batch import EnqueuedForward, ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Executor, NativeForward
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.speculation.steps.strategy import Setup
 
 LENGTHS = [5, 70, 1, 33]
@@ -86,7 +88,7 @@ def test_bytes_read_are_those_of_the_keys() -> None:
     for ids in (torch.ones(2, 40, dtype=torch.long), torch.ones(2, 1, dtype=torch.long)):
         counts = runner.counts.copy()
         keys = kernel(TINY.head_dim).magicdec_keys_read()
-        runner.forward(ids, [0, 1])
+        runner.forward(ForwardBatch(ids, [0, 1]))
         keys = kernel(TINY.head_dim).magicdec_keys_read() - keys
         used = runner.counts.minus(counts)
         if ids.shape[1] == 1:  # a long chunk reads a key once for several tokens
@@ -110,12 +112,12 @@ def test_steps_touch_no_new_memory(is_packed: bool, num_new: int) -> None:
     ids = torch.randint(0, 50, (4, num_new))
     for row in rows:
         runner.allocate(row)
-    runner.forward(torch.randint(0, 50, (4, 150)), rows)
+    runner.forward(ForwardBatch(torch.randint(0, 50, (4, 150)), rows))
 
     def take_steps() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(STEPS):
-            runner.forward(ids, rows).argmax(-1).tolist()
+            runner.forward(ForwardBatch(ids, rows)).argmax(-1).tolist()
             runner.truncate(list(rows), [150] * 4)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
@@ -140,7 +142,7 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     reads: list[int] = []
     run_layers = ModelRunner._run_layers
 
-    def spy(runner: ModelRunner, forward: NativeForward) -> None:
+    def spy(runner: ModelRunner, forward: EnqueuedForward) -> None:
         run_layers(runner, forward)
         if forward.is_draft and not forward.rows.is_captured:
             reads.extend(forward.view.count_keys().tolist())
@@ -153,7 +155,7 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     if drafter == "model":
         draft = make_draft(tiny_transformer(seed=1), kv, 3, runner.max_tokens)
     elif drafter == EAGLE:
-        runner.keep_states(FITTED.capture)
+        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
         draft = make_draft(made_head(model), kv, 3, runner.max_tokens)
     requests = make_requests(random_prompts([100, 20, 60], model.config.vocab_size), NUM_NEW)
     recorder = StandInRecorder() if is_captured else None

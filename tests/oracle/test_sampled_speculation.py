@@ -37,7 +37,9 @@ from magicdec.engine.engine import Engine
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.eagle import EagleHead
 from magicdec.names import EAGLE
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.metadata import Filters, Penalties
 from magicdec.runner.sampling.model_tokens import Proposal, confidence
@@ -69,7 +71,9 @@ def exact_distribution(section: SamplingSection) -> dict[tuple[int, ...], float]
         longer: dict[tuple[int, ...], float] = {}
         for tokens, mass in result.items():
             runner.truncate([0], [0])
-            logits = runner.forward(torch.tensor([[*PROMPT, *tokens]]), [0], num_outputs=1)
+            logits = runner.forward(
+                ForwardBatch(torch.tensor([[*PROMPT, *tokens]]), [0], num_outputs=1)
+            )
             params = make_params(section, NUM_TOKENS, (), 0)
             request = Request(0, PROMPT, params, list(tokens))
             penalties = Penalties.of([request], TOY.vocab_size, runner.device)
@@ -103,9 +107,9 @@ def emitted(
     if drafter == "self in int8":
         copy_of_it = low_bit_copy(runner.model, "int8", is_packed=False)
         drafter = "self"
-        runner.drafting = runner.with_model(copy_of_it, None)
+        runner = runner.with_draft_runner(runner.with_model(copy_of_it, None))
     if drafter.endswith(EAGLE):
-        runner.keep_states(FITTED.capture)
+        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
         head = toy_head()
         draft = make_draft(head, kv, ROWS, 32, copy(backend), max_drafts=16)
     if drafter.endswith("model"):

@@ -20,6 +20,7 @@ from magicdec.model.checkpoint.gguf_weights import hf_name
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.names import STORED
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.setup.loading import load_kind
 from magicdec.setup.model_plan import Kinds
 from magicdec.workload.books import read_books
@@ -87,7 +88,7 @@ def test_the_next_token_of_every_position_is_transformers(linear: str) -> None:
         with torch.inference_mode():
             expected = theirs(text[None]).logits[0]
             parts = [
-                runner.forward(part[None], [0], num_outputs=len(part))[0]
+                runner.forward(ForwardBatch(part[None], [0], num_outputs=len(part)))[0]
                 for part in text.split([700, 700, 599, 1])
             ]
         found = torch.cat(parts)

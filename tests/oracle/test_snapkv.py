@@ -13,9 +13,10 @@ from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
 from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows
-from magicdec.kv.prompt_queries import PromptQueries
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.runner.request import Batch
 from magicdec.speculation.observation import newest_queries, received_weights
 from magicdec.speculation.policies.snapkv import CopiedKV, SnapKV
@@ -109,7 +110,8 @@ def test_prefill_keeps_the_queries_that_a_rerun_shows(chunk: int) -> None:
     """A window of 12 lies in the last chunk, in the last two or in the last four; a prompt may be
     shorter than it. Another pass, and another prompt in the same row, find their own."""
     runner = make_runner(tiny_transformer(), 3, 100, NativeBackend())
-    runner.prompt_queries = PromptQueries(12)
+    prefilled = PromptQueries(12)
+    runner.set_observer(PromptQueries, prefilled)
     engine = Engine(runner, chunk)
     for seed in (0, 1):
         prompts = random_prompts([66, 9, 66], TINY.vocab_size, seed)
@@ -119,9 +121,9 @@ def test_prefill_keeps_the_queries_that_a_rerun_shows(chunk: int) -> None:
             forwards = runner.counts.copy().num_forwards
             kept = newest_queries(runner, some, count)
             assert runner.counts.copy().num_forwards == forwards, "no token has run again"
-            runner.prompt_queries, prefilled = None, runner.prompt_queries
+            runner.set_observer(PromptQueries, None)
             again = newest_queries(runner, some, count)
-            runner.prompt_queries = prefilled
+            runner.set_observer(PromptQueries, prefilled)
             assert runner.counts.copy().num_forwards == forwards + 1
             assert len(kept) == len(again) == TINY.num_layers
             for ours, oracle in zip(kept, again, strict=True):
@@ -150,7 +152,7 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     assert reader.lengths([0, 1, 2]).bounds == (70, 9, 41)
     assert reader.runner.cache.lengths == [24, 9, 24]
     before = [small_keys(reader, row) for row in range(3)]
-    runner.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [0, 2])
+    runner.forward(ForwardBatch(torch.tensor([[5, 6, 7], [8, 9, 10]]), [0, 2]))
     runner.truncate([0, 2], [73, 42])  # two drafts accepted and none
     requests[0].output_ids.extend([6, 7, 11])  # the newest is not cached
     requests[2].output_ids.append(9)

@@ -35,7 +35,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams, StepOutput
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.steps.build import build_decoder
-from magicdec.speculation.steps.witness import Witness
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.systems.batching import Batching
 from magicdec.systems.modes import Pass
 
@@ -319,7 +319,7 @@ def test_captured_steps_of_each_set_of_rows_leave_their_logits() -> None:
             zip(random_prompts((9,) * 7, TINY.vocab_size), (25, 6, 14, 30, 9, 20, 6), strict=True)
         )
     ]
-    witness = Witness.of(runner, 3, 3, 200, "1", 3)
+    witness = LogitsRecorder.of(runner, 3, 3, 200, "1", 3)
     witness.is_watching = True
     recorder = StandInRecorder()
     strategy = build_decoder(
@@ -327,7 +327,7 @@ def test_captured_steps_of_each_set_of_rows_leave_their_logits() -> None:
         DecodingSection("speculative", "self", 3),
         KVSection("streaming_llm", 12, 4),
         recorder=recorder,
-        witness=witness,
+        logits_recorder=witness,
         is_in_flight=True,
     )
     serve_by(runner, requests, strategy, 4)

@@ -22,11 +22,12 @@ from magicdec.distributed.groups import Launch
 from magicdec.engine.engine import Engine
 from magicdec.records.correctness import Correctness, JudgedAgain
 from magicdec.records.record import RunRecord
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.prepare import prepare
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.recorder import Eager
 from magicdec.speculation.steps.strategy import Setup, make_strategy
-from magicdec.speculation.steps.witness import Witness
 
 
 @cache
@@ -86,19 +87,19 @@ def decode(
     decoding: DecodingSection,
     recorder: Any = Eager(),
     sampling: SamplingSection = SamplingSection(),
-) -> tuple[Witness, list[Any], list[list[int]]]:
+) -> tuple[LogitsRecorder, list[Any], list[list[int]]]:
     """A pass whose steps are all kept."""
     engine = Engine(runner, 64)
     prompts = [(*prompt[:20], *prompt[:20]) for prompt in random_prompts((20, 20, 20), 97)]
     requests = make_requests(prompts, [24, 17, 21], sampling=sampling)
     engine.prefill(requests)
-    witness = Witness.of(runner, 3, 8, 24, "1", 8)
+    witness = LogitsRecorder.of(runner, 3, 8, 24, "1", 8)
     setup = Setup(
         runner,
         decoding,
         KVSection("streaming_llm", 17, num_sink_tokens=2),
         recorder=recorder,
-        witness=witness,
+        logits_recorder=witness,
     )
     strategy = make_strategy("speculative", setup)
     engine.begin(strategy)
@@ -175,7 +176,7 @@ def test_the_wider_model_reads_the_prompts_of_the_run() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
     texts = wider.WiderTexts(runner, lambda part: copy.deepcopy(model).double(), SDPABackend)
     (chunk,) = texts.logits([0, 1], [70, 33], ids)
-    expected = runner.forward(ids, [0, 1])
+    expected = runner.forward(ForwardBatch(ids, [0, 1]))
     assert chunk[0] == 0 and chunk[1].dtype == torch.float64
     assert (chunk[1] - expected).abs().max() < 1e-4
 
@@ -201,9 +202,9 @@ def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
 ) -> None:
     """Where a forward is one native call, they are verified together."""
     config = short_run("float32", num_rows=3)
-    kept = list[Witness]()
+    kept = list[LogitsRecorder]()
 
-    def judge_and_keep(witness: Witness, *more: Any) -> JudgedAgain:
+    def judge_and_keep(witness: LogitsRecorder, *more: Any) -> JudgedAgain:
         kept.append(witness)
         return judge_again(witness, *more)
 

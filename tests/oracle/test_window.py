@@ -3,7 +3,6 @@ drafts that read only keys which the target would see. `test_attention.py` tests
 and `test_families.py` the logits, and drafts under every policy in shorter texts."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.view import KVView, make_view
 from magicdec.model.config import LayerKind
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
 from magicdec.speculation.policies.policy import make_draft_kv
@@ -52,11 +52,13 @@ def test_tokens_are_those_of_transformers_and_drafts_read_no_key_before_the_wind
     runner = make_runner(mistral, 2, 150 + 40 + 4)
     num_checked = 0
 
-    def note(self: ModelRunner, ids: Tensor, rows: Any, *how: Any, **more: Any) -> Tensor:
+    def note(self: ModelRunner, batch: ForwardBatch) -> Tensor:
         nonlocal num_checked
-        if how:  # a draft: it has a policy of its own and a number of committed tokens
-            policy, committed = how
-            view = make_view(self.cache, rows, policy, 1, committed, self.window)
+        if batch.is_draft:
+            assert batch.policy is not None and batch.committed is not None
+            rows = BatchRows.of(batch.rows, self.device)
+            committed = batch.committed
+            view = make_view(self.cache, rows, batch.policy, 1, committed, self.window)
             committed = Lengths.of(committed, runner.device).bounds
             for layer in range(3):
                 positions = view.key_positions(layer)
@@ -65,7 +67,7 @@ def test_tokens_are_those_of_transformers_and_drafts_read_no_key_before_the_wind
                     place = settled if view.per_head else length
                     assert int(found.min()) > place - WINDOW
                     num_checked += 1
-        return forward(self, ids, rows, *how, **more)
+        return forward(self, batch)
 
     monkeypatch.setattr(ModelRunner, "forward", note)
     prompts = random_prompts([150, 30], VOCAB, seed=4)
@@ -100,7 +102,7 @@ def test_snapkv_keeps_only_keys_within_the_window(
     request.row = 0
     request.output_ids.append(3)
     runner.allocate(0)
-    runner.forward(torch.tensor([prompt]), [0])
+    runner.forward(ForwardBatch(torch.tensor([prompt]), [0]))
     batch = Batch((request,))
     reader.admit(batch.requests)
     found: list[int] = []
@@ -117,7 +119,7 @@ def test_snapkv_keeps_only_keys_within_the_window(
             found.append(oldest(views[-1], runner, settled.bounds[0]) - settled.bounds[0])
             assert found[-1] > k - WINDOW
         reader.rewind([0], settled)
-        runner.forward(torch.tensor([[5, 6, 7, 8]]), [0])
+        runner.forward(ForwardBatch(torch.tensor([[5, 6, 7, 8]]), [0]))
         request.output_ids.extend([6, 7, 8, 9])
     assert min(found) < -WINDOW // 4, "something is found"
 
@@ -142,7 +144,7 @@ def test_a_decode_step_reads_only_a_window(mistral: Transformer) -> None:
         runner.allocate(row)
     runner.cache.advance([0, 1], 120)
     runner.cache.truncate([1], [20])
-    runner.forward(torch.tensor([[5], [6]]), [0, 1])
+    runner.forward(ForwardBatch(torch.tensor([[5], [6]]), [0, 1]))
     assert runner.counts.copy().kv_tokens_read == WINDOW + 21
     kv = (WINDOW + 21) * kv_bytes_per_token(mistral)
     assert bytes_read(mistral, runner.counts) == weight_bytes(mistral) + kv

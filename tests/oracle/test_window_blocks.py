@@ -44,6 +44,7 @@ from magicdec.kv.layout import TILE
 from magicdec.model.config import LayerKind
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import Silent
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Request
@@ -313,12 +314,12 @@ def test_going_back_further_than_was_said_is_an_error() -> None:
         runner = replace(runner, window_room=WindowRoom(10, 16))
     runner.allocate(0)
     for chunk in torch.tensor(random_prompts([160], 97)).split(16, dim=1):
-        runner.forward(chunk, [0])
+        runner.forward(ForwardBatch(chunk, [0]))
     runner.truncate([0], [150])
-    runner.forward(torch.tensor([[5]]), [0])
+    runner.forward(ForwardBatch(torch.tensor([[5]]), [0]))
     runner.truncate([0], [120])
     with pytest.raises(AssertionError, match="row 0 went back to 120 tokens"):
-        runner.forward(torch.tensor([[5]]), [0])
+        runner.forward(ForwardBatch(torch.tensor([[5]]), [0]))
     runner.release(0)
     assert not any(cache.blocks[0] or cache.first_held[0] for cache in runner.caches.distinct)
 

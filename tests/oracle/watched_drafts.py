@@ -25,6 +25,7 @@ from magicdec.engine.engine import Engine
 from magicdec.kv.layer_views import LayerViews
 from magicdec.kv.view import KVView
 from magicdec.model.config import ModelConfig
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Batch, Request
@@ -231,17 +232,17 @@ def watch_views(patch: pytest.MonkeyPatch, watch: Watch) -> None:
 
     patch.setattr(CopiedKV, "admit", admit_copies)
     patch.setattr(ModelRunner, "make_views", made)
-    patch.setattr(ModelRunner, "forward", noted(watch, ModelRunner.forward, False))
-    patch.setattr(ModelRunner, "draft", noted(watch, ModelRunner.draft, True))
+    patch.setattr(ModelRunner, "forward", noted(watch, ModelRunner.forward))
+    patch.setattr(ModelRunner, "draft", noted(watch, ModelRunner.draft))
 
 
-def noted(watch: Watch, call: Any, is_draft: bool) -> Any:
+def noted(watch: Watch, call: Any) -> Any:
     """A method of runners, within which views are those of drafts, if it drafts."""
 
-    def run(runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
-        watch.drafting = runner if is_draft or kwargs.get("is_draft") else None
+    def run(runner: ModelRunner, batch: ForwardBatch, *args: Any) -> Any:
+        watch.drafting = runner if batch.is_draft else None
         try:
-            return call(runner, *args, **kwargs)
+            return call(runner, batch, *args)
         finally:
             watch.drafting = None
 

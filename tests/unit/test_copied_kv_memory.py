@@ -19,6 +19,7 @@ from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.engine.engine import Engine
 from magicdec.model.config import LayerKind
 from magicdec.output.console import Silent
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.loading import make_draft as load_draft
 from magicdec.setup.prepare import Prepared
@@ -202,7 +203,7 @@ def test_rows_that_are_far_behind_copy_nothing_past_the_end_of_others(seed: int)
     for request in requests:
         count = new - 2
         tokens = torch.randint(TINY.vocab_size, (1, count), generator=generator)
-        runner.forward(tokens, [request.row])
+        runner.forward(ForwardBatch(tokens, [request.row]))
         request.output_ids.extend(tokens[0].tolist())
     # The second row has followed the target all along.
     reader.prepare(requests[1:], gamma)

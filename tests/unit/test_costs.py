@@ -30,6 +30,7 @@ from magicdec.predict.speculation import (
     break_even_context,
     prefill_seconds,
 )
+from magicdec.runner.forward_batch import ForwardBatch
 
 LLAMA_2_7B = PRESETS["llama-2-7b-32k"].config
 LLAMA_31_8B = PRESETS["llama-3.1-8b"].config
@@ -93,7 +94,7 @@ def test_a_forward_has_the_bytes_that_the_runner_counts() -> None:
     runner = make_runner(model, 2, 64)
     Engine(runner, 16).prefill(make_requests(random_prompts([20, 20], TINY.vocab_size), 9))
     before = runner.counts.copy()
-    runner.forward(torch.ones(2, 3, dtype=torch.long), [0, 1])
+    runner.forward(ForwardBatch(torch.ones(2, 3, dtype=torch.long), [0, 1]))
     counted = roofline.bytes_read(model, runner.counts.minus(before))
     cost = Deployment(TINY, A100, 4).forward(2, 3, 20)
     assert cost.weight_bytes + cost.kv_bytes == counted

@@ -28,6 +28,7 @@ from magicdec.speculation.draft_length import (
     FixedLength,
     make_draft_length,
 )
+from magicdec.speculation.drafter import Drafter
 from magicdec.speculation.forecast import (
     Acceptance,
     StepTimes,
@@ -35,6 +36,7 @@ from magicdec.speculation.forecast import (
     seconds_until_done,
     tokens_of_steps,
 )
+from magicdec.speculation.no_drafter import NoDrafter
 from magicdec.speculation.steps import calibration
 from magicdec.speculation.steps.calibration import measure_steps, repeated
 
@@ -444,7 +446,7 @@ class ScriptedSteps:
     now: float = 0.0
     calls: list[tuple[str, int]] = field(default_factory=list)
     phase: Any = "timed"
-    drafter: Any = None
+    drafter: Drafter = NoDrafter()
     reads_experts: bool = False
 
     def padded_gamma(self, count: int) -> int:

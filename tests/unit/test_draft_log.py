@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from magicdec.kv.draft_log import DIGITS, Digest, DraftLog, digest_of_ranks
+from magicdec.kv.cache import BatchRows
 from magicdec.kv.layer_views import LayerViews, LayerWindows
+from magicdec.runner.observers.draft_log import DIGITS, Digest, DraftLog, digest_of_ranks
 
 LAYERS = 3
 HEADS = 2
@@ -40,6 +41,14 @@ def views_of(*views: Any) -> LayerViews:
     return LayerViews(views, LayerWindows((None, 1)[: len(views)], of_layer))
 
 
+def show(
+    log: DraftLog, views: LayerViews, offsets: torch.Tensor | None, num_forwards: int = 1
+) -> None:
+    """Show a log draft forwards of row 0."""
+    rows = BatchRows.of([0], torch.device("cpu"))
+    log.on_draft(rows, views, offsets, num_forwards)
+
+
 def shared(*ranges: tuple[int, int]) -> torch.Tensor:
     """What all layers and heads of one row read."""
     return torch.tensor([[[list(ranges)]]])
@@ -50,7 +59,7 @@ def digest_of(*forwards: torch.Tensor, cache: Any = None, chain: int = 1) -> Dig
     log = DraftLog()
     cache = cache or cache_of()
     for ranges in forwards:
-        log.read(views_of(view_of(cache, ranges)), None, chain)
+        show(log, views_of(view_of(cache, ranges)), None, chain)
     (digest,) = log.digests([0]) or [("", 0)]
     return digest
 
@@ -77,7 +86,7 @@ def test_layers_with_another_window_count_for_themselves() -> None:
 
     def digest(*of_kinds: torch.Tensor) -> Digest:
         log = DraftLog()
-        log.read(views_of(*(view_of(cache, ranges) for ranges in of_kinds)), None)
+        show(log, views_of(*(view_of(cache, ranges) for ranges in of_kinds)), None)
         (found,) = log.digests([0]) or [("", 0)]
         return found
 
@@ -132,15 +141,15 @@ def test_entries_of_a_copy_are_the_positions_that_they_hold() -> None:
     positions = torch.tensor([[[3, 30, 7, 38, 39], [1, 2, 3, 38, 39]]])  # [B, G, N]
     offsets = torch.tensor([35])
     log = DraftLog()
-    log.chose(alone(copy), [0], [positions] * LAYERS)
-    log.read(views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
+    log.on_choice(alone(copy), [0], [positions] * LAYERS)
+    show(log, views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
     (of_copy,) = log.digests([0]) or []
     kept = [[(7, 8), (38, 40), (40, 43)], [(3, 4), (38, 40), (40, 43)]]
     ranges = torch.tensor([[kept]] * LAYERS)  # [L, B, G, R, 2]
     assert of_copy == digest_of(ranges, cache=source)
     log.begin()
-    log.chose(alone(copy), [0], [positions.flip(2)] * LAYERS)
-    log.read(views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
+    log.on_choice(alone(copy), [0], [positions.flip(2)] * LAYERS)
+    show(log, views_of(view_of(copy, shared((2, 5), (5, 8)))), offsets)
     assert log.digests([0]) != [of_copy], "other entries are read"
 
 
@@ -154,7 +163,7 @@ def test_what_was_drafted_counts_without_padding() -> None:
 
 def test_a_step_begins_with_nothing_and_captured_steps_have_no_log() -> None:
     log = DraftLog()
-    log.read(views_of(view_of(cache_of(), WHOLE)), None)
+    show(log, views_of(view_of(cache_of(), WHOLE)), None)
     before = log.digests([0])
     log.begin()
     assert log.digests([0]) != before and (log.digests([0]) or [("", 1)])[0][1] == 0

@@ -21,6 +21,7 @@ from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.config import EagleConfig, ModelConfig
 from magicdec.output.console import Silent
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.setup.eagle_checks import check_head, state_layers
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_plan import model_plans_of
@@ -376,9 +377,10 @@ def test_the_plan_has_the_bytes_of_a_head_its_cache_and_its_states(budget: int) 
     alone = Group((0,), 0)
     runner = make_runner(of_target, run.source, alone, models)
     draft = make_draft(run, ParallelGroups(0, 1, alone, draft=alone), models)
-    assert draft is not None and draft.runner is not None and runner.states is not None
+    states = runner.observer(HiddenStates)
+    assert draft is not None and draft.runner is not None and states is not None
     parameters = draft.runner.model.named_parameters()
     own = sum(p.nbytes for name, p in parameters if not name.startswith("embedding"))
     assert of_head.weight_bytes == own
     assert of_head.kv_bytes == draft.runner.cache.num_bytes
-    assert of_target.state_bytes == runner.states.num_bytes
+    assert of_target.state_bytes == states.num_bytes

@@ -21,6 +21,7 @@ from eagle_heads import FITTED, made_head
 from magicdec.config.sections import NAMED, DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
 from magicdec.names import DRAFTERS, EAGLE, NGRAM_AND
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.request import StepOutput
 from magicdec.speculation.steps.strategy import Setup
 
@@ -73,7 +74,7 @@ def test_drafts_are_accepted_as_often_as_asked_for(drafter: str, temperature: fl
     draft = None
     kv = KVSection("full")
     if drafter.endswith(EAGLE):
-        runner.keep_states(FITTED.capture)
+        runner.observers.append(HiddenStates.of(runner, FITTED.capture))
         draft = make_draft(made_head(model), kv, *size)
     elif drafter.removeprefix(NGRAM_AND) in NAMED:
         draft = make_draft(tiny_transformer(seed=2), kv, *size)

@@ -22,6 +22,7 @@ from magicdec.distributed.channels.message import (
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.output.console import make_progress
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.systems.pipeinfer.drawn_drafts import draw_right
 from magicdec.systems.pipeinfer.path_drafter import DraftRequest
 from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
@@ -71,7 +72,7 @@ def test_the_lateness_of_sleeps_does_not_add_up(clock: FakeClock) -> None:
     for due_s in (begin_s, begin_s + 0.25, begin_s + 2.0):
         clock.now = max(clock.now, due_s) + LATE_S
         emulated.reach(due_s)
-        runner.forward(torch.zeros(1, 1, TINY.hidden_size), [0])
+        runner.forward(ForwardBatch(torch.zeros(1, 1, TINY.hidden_size), [0]))
         answers_s.append(emulated.now_s - begin_s)
         assert clock.now == emulated.now_s + LATE_S, "it sleeps, whatever it says"
     assert answers_s == [STAGE_S, 2 * STAGE_S, 2.0 + STAGE_S]

@@ -47,7 +47,7 @@ from magicdec.model.experts import Experts
 from magicdec.model.linear.packed import PackedLinear, first_outputs, pack
 from magicdec.model.linear.quantizers import INT4
 from magicdec.output.tables import Shown
-from magicdec.runner.native_steps.executor import AttentionObserver
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.policies.verified import VerifiedKV
 from magicdec.speculation.steps.recorder import Eager
@@ -175,9 +175,9 @@ def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
     whole = runner.forward
     watched = []
 
-    def forward(*args: Any, watch: AttentionObserver | None = None, **more: Any) -> torch.Tensor:
-        watched.append(watch is not None)
-        return whole(*args, watch=watch, **more)
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        watched.append(bool(runner.observers))
+        return whole(batch)
 
     grid = LatencyGrid((2,), (50,), (1, 4), DRAFTS, repeats=1, warmup=0)
     made = list(make_forwards(runner, batch, grid, 50))

@@ -10,6 +10,7 @@ from conftest import make_runner, tiny_transformer
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.names import BASELINE
+from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.speculation.steps.build import build_decoder
 
 PACKAGE = Path(__file__).parents[2] / "magicdec"
@@ -50,18 +51,18 @@ def test_prefill_keeps_the_queries_of_the_decoder_that_was_built_last(has_copy: 
     """Of a running batch; prompts that are in the cache keep theirs."""
     runner = make_runner(tiny_transformer(), 2, 100)
     if has_copy:
-        runner.drafting = runner.with_model(tiny_transformer(), None)
+        runner = runner.with_draft_runner(runner.with_model(tiny_transformer(), None))
     decoding = DecodingSection("speculative", "self", 3)
     build_decoder(runner, decoding, SNAPKV)
-    assert runner.prompt_queries is None
+    assert runner.observer(PromptQueries) is None
     build_decoder(runner, decoding, SNAPKV, is_in_flight=True)
-    kept = runner.prompt_queries
-    assert kept is not None and runner.drafter.prompt_queries is kept
+    kept = runner.observer(PromptQueries)
+    assert kept is not None and runner.drafting_runner.observers == [kept]
     build_decoder(runner, decoding, SNAPKV, name=BASELINE)
-    assert runner.prompt_queries is kept
+    assert runner.observer(PromptQueries) is kept
     for options in ({"name": BASELINE}, {"is_in_flight": True}):
         lookup = DecodingSection("speculative", "ngram", 3)
         section = decoding if "name" in options else lookup
         build_decoder(runner, section, SNAPKV, **{"is_in_flight": True} | options)  # type: ignore[arg-type]
-        assert runner.prompt_queries is None and runner.drafter.prompt_queries is None
+        assert runner.observers == [] and runner.drafting_runner.observers == []
         build_decoder(runner, decoding, SNAPKV, is_in_flight=True)

@@ -23,6 +23,7 @@ from threaded_pipeline import FakeStage, ServedInThreads, divide, serve
 
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.setup.loading import make_backend
@@ -125,7 +126,9 @@ def least_margin(request: Request) -> float:
     """By how much the largest logit exceeds the second, at the output token where this is least."""
     text, runner = [*request.prompt_ids, *request.output_ids], make_runner(target(), 1, MAX_TOKENS)
     runner.allocate(0)
-    logits = runner.forward(torch.tensor([text[:-1]]), [0])[0, len(request.prompt_ids) - 1 :]
+    logits = runner.forward(ForwardBatch(torch.tensor([text[:-1]]), [0]))[
+        0, len(request.prompt_ids) - 1 :
+    ]
     largest = logits.topk(2, dim=-1).values
     return float((largest[:, 0] - largest[:, 1]).min())
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from magicdec.distributed.channels.message import Ends, Kind, Message, Traffic
 from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.runner.native_steps.executor import Cancellation
+from magicdec.runner.forward_batch import Cancellation
 from magicdec.systems.pipeinfer import run_stage
 from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics

@@ -24,7 +24,7 @@ from magicdec.bench.verdict.judgement import ends_elsewhere, first_wrong, judge_
 from magicdec.distributed.groups import Group
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.runner.request import Request, SamplingParams
-from magicdec.speculation.steps.witness import KeptStep, Witness
+from magicdec.speculation.steps.logits_recorder import KeptStep, LogitsRecorder
 
 SIZE = 8  # of the vocabulary
 RUNNER: Any = SimpleNamespace(
@@ -61,7 +61,7 @@ def step_of(
 
 
 def judged(step: KeptStep) -> JudgedAgain:
-    witness = Witness((0,), 1.0, None, [step], 1)  # type: ignore[arg-type]
+    witness = LogitsRecorder((0,), 1.0, None, [step], 1)  # type: ignore[arg-type]
     return judge_again(witness, step.requests, RUNNER)
 
 
@@ -112,7 +112,7 @@ def test_penalties_are_applied_again() -> None:
     assert [w.tokens for w in walks(replace(step, requests=(repeated,)), RUNNER)] == [[3, 6]]
 
 
-def pass_of(output: Sequence[int], width: int) -> tuple[Witness, list[Request]]:
+def pass_of(output: Sequence[int], width: int) -> tuple[LogitsRecorder, list[Request]]:
     """A pass in steps of `width` tokens, of whose logits after token i each is i."""
     request = request_of(output)
     steps = []
@@ -122,7 +122,7 @@ def pass_of(output: Sequence[int], width: int) -> tuple[Witness, list[Request]]:
         logits[0, :, 0] = -torch.arange(at - 1.0, at - 1 + len(tokens))
         verdict = [len(tokens) - 1, *tokens]
         steps.append(step_of(request, verdict, logits, tokens[:-1], num_output=at))
-    return Witness((0,), 1.0, None, steps), [request]  # type: ignore[arg-type]
+    return LogitsRecorder((0,), 1.0, None, steps), [request]  # type: ignore[arg-type]
 
 
 def test_logits_are_compared_after_the_same_text_alone() -> None:
@@ -319,11 +319,11 @@ def test_a_witness_keeps_what_there_is_room_for() -> None:
         model = SimpleNamespace(head_rows=(0, vocab))
         return SimpleNamespace(model=model, cache=SimpleNamespace(k=torch.zeros(1)))
 
-    every = Witness.of(runner_of(2048), 4, 4, 64, "1", 4)
+    every = LogitsRecorder.of(runner_of(2048), 4, 4, 64, "1", 4)
     assert every.rows == (0, 1, 2, 3) and every.share == 1
-    some = Witness.of(runner_of(128_000), 4, 4, 64, "1", 4)
+    some = LogitsRecorder.of(runner_of(128_000), 4, 4, 64, "1", 4)
     assert len(some.rows) == 3 and 0 < some.share < 0.2
-    plain = Witness.of(runner_of(128_000), 4, 0, 64, "1", 4)
+    plain = LogitsRecorder.of(runner_of(128_000), 4, 0, 64, "1", 4)
     assert plain.rows == some.rows and plain.share == pytest.approx(5 * some.share)
     assert every.wants([0, 1]) == [], "not before it watches"
     every.is_watching = True

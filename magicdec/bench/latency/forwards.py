@@ -35,6 +35,7 @@ from magicdec.model.linear.packed import Linear, first_outputs
 from magicdec.model.transformer import Transformer
 from magicdec.output.console import make_progress
 from magicdec.records.environment import Environment
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, NotFinite, Request, SamplingParams, naming
 from magicdec.runner.sampling.metadata import SamplingMetadata
@@ -121,8 +122,7 @@ def time_place(
     recorder = make_recorder(config.decoding, runner.device)
     drafting = {}
     for weights, copy in copies.items():
-        drafting[weights] = with_copy(with_weights(plan, weights), runner, copy).drafter
-        runner.drafting = None
+        drafting[weights] = with_copy(with_weights(plan, weights), runner, copy).drafting_runner
     forwards = list(make_forwards(runner, batch, grid, context, recorder, drafting))
     for number in range(grid.warmup + grid.repeats):
         for forward in forwards if number % 2 == 0 else reversed(forwards):
@@ -276,7 +276,7 @@ def make_forwards(
 
 
 def watches(draft_kv: DraftKV) -> bool:
-    return draft_kv.watch is not None or draft_kv.watch_queries is not None
+    return bool(draft_kv.observers)
 
 
 def new_ids(runner: ModelRunner, T: int) -> Tensor:
@@ -299,11 +299,11 @@ def target_forward(
     held = list(runner.cache.lengths)
     rows = rows_of(batch, runner, recorder)
     sampling = sampling_of(batch, runner)
-    watch = None if watching is None else watching.watch
-    watch_queries = None if watching is None else watching.watch_queries
+    observers = () if watching is None else watching.observers
 
     def run() -> Tensor:
-        logits = runner.forward(ids, rows, watch=watch, watch_queries=watch_queries)
+        with runner.observed_by(observers):
+            logits = runner.forward(ForwardBatch(ids, rows))
         return greedy_tokens(runner, logits, sampling)
 
     repeatable = record_work(run, runner, recorder)

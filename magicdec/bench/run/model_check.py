@@ -50,6 +50,7 @@ from magicdec.model.tokenizer import Tokenizer
 from magicdec.names import BASELINE
 from magicdec.output.console import Silent
 from magicdec.output.files import load_object
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.memory_check import free_device_memory
@@ -519,9 +520,9 @@ def continued(runner: ModelRunner, ids: Sequence[int], following: Sequence[int])
     starts = [0, *range(first, len(ids), CHUNK)]
     for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
         kept = min(KEPT, stop - start)
-        parts = [runner.forward([ids[start:stop]], [0], num_outputs=kept)[0]]
+        parts = [runner.forward(ForwardBatch([ids[start:stop]], [0], num_outputs=kept))[0]]
     for token in following[:-1]:
-        parts.append(runner.forward([[token]], [0])[0])
+        parts.append(runner.forward(ForwardBatch([[token]], [0]))[0])
     logits = torch.cat(parts).float()
     tokens = logits[-NUM_NEW:].argmax(dim=1).tolist()
     return Continued(logits, tokens, time.perf_counter() - started)

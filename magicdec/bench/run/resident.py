@@ -157,7 +157,7 @@ def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
 
 class Resident:
     """The models and prompts that runs share. Runs for their counts (`is_counted`), not times, also
-    share a baseline pass, and log their drafts (`kv.draft_log`)."""
+    share a baseline pass, and log their drafts (`DraftLog`)."""
 
     def __init__(self, device: torch.device, progress: Progress, is_counted: bool = False) -> None:
         self.models = LoadedModels(device, progress)

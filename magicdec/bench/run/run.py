@@ -23,6 +23,7 @@ from magicdec.bench.verdict.check import RunReplays, check_outputs, uncompared
 from magicdec.bench.verdict.forwards import measure_forwards
 from magicdec.bench.verdict.judgement import judge_again
 from magicdec.bench.verdict.wider import WiderTexts, wider_kinds
+from magicdec.engine.engine import Engine
 from magicdec.hardware.environment import watch_gpu
 from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import RankThreads, ThreadCount, check_threads
@@ -33,7 +34,6 @@ from magicdec.hardware.timing import (
     reset_peak_memory,
     synchronize,
 )
-from magicdec.kv.draft_log import Digest, DraftLog, digest_of_ranks
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.transformer import Transformer
 from magicdec.names import BASELINE, REFERENCE_BACKEND
@@ -41,13 +41,14 @@ from magicdec.output.console import Progress, make_progress
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.draft_log import Digest, DraftLog, digest_of_ranks
 from magicdec.runner.request import Request, StepOutput, naming
 from magicdec.setup.loading import (
-    copy_runner,
     load_model,
     make_backend,
     make_draft,
     runner_of,
+    with_copy,
 )
 from magicdec.setup.memory_sampler import MemoryTaken, MemoryWatch
 from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
@@ -55,8 +56,8 @@ from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 from magicdec.speculation.draft_length import make_draft_length
 from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import DecodingStrategy
-from magicdec.speculation.steps.witness import Witness
 
 
 class RankCounts(NamedTuple):
@@ -106,14 +107,14 @@ class Run:
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
         self.is_counted = self.resident.is_counted
         self.engine = self.prompts.engine
-        self.copies: dict[int, ModelRunner | None] = {}  # by the identity of the target's runner
+        self.engines: dict[int, Engine] = {}  # by the identity of that of the prompts
         self.draft = make_draft(prepared, self.groups, self.resident.models)
         self.draft_length = make_draft_length(d, group, self.device)
         has_baseline = d.baseline and d.strategy != BASELINE
         self.passes = [BASELINE, d.strategy] if has_baseline else [d.strategy]
         self.prefilled: list[Prefilled] = []  # the batches so far
         self.measured: dict[str, list[MeasuredBatch]] = {name: [] for name in self.passes}
-        self.kept: dict[str, Witness] = {}  # of the last pass of each name
+        self.kept: dict[str, LogitsRecorder] = {}  # of the last pass of each name
         self.warmup_calibration_ms: float | None = None
         self.is_timed = self.device.type == "cpu" or self.config.output.benchmark
 
@@ -141,15 +142,15 @@ class Run:
         )
 
     def use(self, prefilled: Prefilled) -> None:
-        """Makes this batch current. Its runner, shared by runs with other drafts, drafts with this
-        run's copy."""
-        self.engine = prefilled.engine
-        runner = self.runner
-        plan = self.plan_of(self.max_tokens)
-        if id(runner) not in self.copies:
+        """Makes this batch current. Its caches, shared by runs with other drafts, get a runner that
+        drafts with this run's copy."""
+        engine = prefilled.engine
+        if id(engine) not in self.engines:
+            plan = self.plan_of(self.max_tokens)
             copy = self.resident.models.get_copy(self.prepared.source, self.groups.target, plan)
-            self.copies[id(runner)] = copy_runner(plan, runner, copy)
-        runner.drafting = self.copies[id(runner)]
+            runner = with_copy(plan, engine.runner, copy)
+            self.engines[id(engine)] = engine.with_runner(runner)
+        self.engine = self.engines[id(engine)]
 
     def load_wider(self, part: StagePart = StagePart()) -> Transformer:
         """This rank's weights of the target or a part in a wider dtype, for torch's own
@@ -163,7 +164,7 @@ class Run:
         backend = make_backend(REFERENCE_BACKEND)
         return ModelRunner(model, backend, self.groups.target, 1, self.max_tokens)
 
-    def make_witness(self, name: str) -> Witness | None:
+    def make_witness(self, name: str) -> LogitsRecorder | None:
         """A witness that keeps logits of the next pass; None if nothing is compared."""
         if not self.is_compared:
             return None
@@ -171,10 +172,10 @@ class Run:
         most = self.config.decoding.max_gamma
         seed = f"{w.seed} {len(self.measured[name])}"
         gamma = 0 if name == BASELINE else most
-        return Witness.of(self.runner, w.batch_size, gamma, w.num_new_tokens, seed, most)
+        return LogitsRecorder.of(self.runner, w.batch_size, gamma, w.num_new_tokens, seed, most)
 
     def make_strategy(
-        self, name: str, timer: PhaseTimer, witness: Witness | None = None
+        self, name: str, timer: PhaseTimer, witness: LogitsRecorder | None = None
     ) -> DecodingStrategy:
         return build_decoder(
             self.runner,
@@ -185,12 +186,12 @@ class Run:
             corpus=self.prepared.corpus,
             draft_length=self.draft_length,
             phase=timer,
-            witness=witness,
+            logits_recorder=witness,
         )
 
     def runners(self) -> list[ModelRunner]:
         """The target's runner, and the draft's if this rank has a shard of it."""
-        draft = self.runner.drafting if self.draft is None else self.draft.runner
+        draft = self.runner.draft_runner if self.draft is None else self.draft.runner
         return [self.runner] if draft is None else [self.runner, draft]
 
     @property
@@ -251,7 +252,7 @@ class Run:
         self.engine.rewind(snapshots)
         log = DraftLog() if self.is_counted and name != BASELINE else None
         for runner in self.runners():
-            runner.draft_log = log
+            runner.set_observer(DraftLog, log)
         strategy = self.make_strategy(name, timer, witness)
         threads.note()
         self.begin(name, strategy, samples)

@@ -29,7 +29,7 @@ from magicdec.runner.prefill import prefill
 from magicdec.runner.request import PromptAfter, Request, SamplingParams
 from magicdec.runner.step_plan import PrefillChunk
 from magicdec.setup.loading import load_model, make_backend
-from magicdec.speculation.steps.witness import KeptStep, Witness
+from magicdec.speculation.steps.logits_recorder import KeptStep, LogitsRecorder
 from magicdec.systems.batching import Batching
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import System
@@ -40,7 +40,7 @@ OutputGaps = tuple[Tensor, Tensor]
 """The pairs [N, 2] and the gaps float64 [N] of an output."""
 
 
-KeptPass = tuple[Witness | None, Sequence[Request]]
+KeptPass = tuple[LogitsRecorder | None, Sequence[Request]]
 """The witness of a pass on this rank, if it has kept steps, and the requests."""
 
 

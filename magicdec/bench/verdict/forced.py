@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from magicdec.kv.cache import upload
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.request import Batch, StepOutput
 
@@ -53,7 +54,7 @@ class ForcedSteps:
             for text, before in zip(texts, befores, strict=True)
         ]
         runner = self.runner
-        logits = runner.forward(upload(ids, runner.device), batch.rows)
+        logits = runner.forward(ForwardBatch(upload(ids, runner.device), batch.rows))
         whole = gather_vocab(logits, runner.vocab_places, runner.group)
         places = zip(batch.ids, befores, counts, strict=True)
         for place, (number, before, count) in enumerate(places):

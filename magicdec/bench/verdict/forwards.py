@@ -27,7 +27,7 @@ from magicdec.records.correctness import ForwardErrors
 from magicdec.records.intervals import quantile
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.request import Request
-from magicdec.speculation.steps.witness import Witness
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 
 ALARM = 1e-3  # the probability that honest forwards exceed one of the limits
 EACH = ALARM / 3
@@ -77,8 +77,8 @@ class Errors:
 
 @torch.inference_mode()
 def measure_forwards(
-    decode: tuple[Witness, Sequence[Request]],
-    verify: tuple[Witness, Sequence[Request]],
+    decode: tuple[LogitsRecorder, Sequence[Request]],
+    verify: tuple[LogitsRecorder, Sequence[Request]],
     runner: ModelRunner,
     make_texts: Callable[[], WiderTexts],
     dtype: str,
@@ -106,8 +106,8 @@ def count_unequal(pairs: Sequence[PairedLogits], runner: ModelRunner) -> int:
 
 
 def pairs_of(
-    decode: tuple[Witness, Sequence[Request]],
-    verify: tuple[Witness, Sequence[Request]],
+    decode: tuple[LogitsRecorder, Sequence[Request]],
+    verify: tuple[LogitsRecorder, Sequence[Request]],
     runner: ModelRunner,
 ) -> Iterator[PairedLogits]:
     ours, theirs = (kept_logits(witness, runner) for witness, _ in (decode, verify))
@@ -124,7 +124,7 @@ def pairs_of(
                 yield PairedLogits(place, index, kept[index], others[index])
 
 
-def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
+def kept_logits(witness: LogitsRecorder, runner: ModelRunner) -> dict[int, Kept]:
     """The logits along the output of each request, by its id, up to a token that contradicts
     them."""
     found = dict[int, Kept]()

@@ -19,7 +19,7 @@ from torch import Tensor
 from magicdec.records.correctness import JudgedAgain, Misjudged
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.request import Request
-from magicdec.speculation.steps.witness import KeptStep, Witness
+from magicdec.speculation.steps.logits_recorder import KeptStep, LogitsRecorder
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Walk:
 
 
 @torch.inference_mode()
-def judge_again(witness: Witness, requests: Sequence[Request], runner: ModelRunner) -> JudgedAgain:
+def judge_again(
+    witness: LogitsRecorder, requests: Sequence[Request], runner: ModelRunner
+) -> JudgedAgain:
     """Judges the steps that `witness` has kept. `requests`, all of the pass, have ended. Every rank
     of the group calls this."""
     wrong = list[Misjudged]()

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from magicdec.bench.verdict.forced import gap
 from magicdec.kv.cache import upload
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
@@ -85,7 +86,9 @@ def _replay(
     gaps = []
     for at in range(0, ids.shape[1], step):
         part = ids[:, at : at + step]
-        logits = runner.forward(pad(part, (0, step - part.shape[1])), rows)[:, : part.shape[1]]
+        logits = runner.forward(ForwardBatch(pad(part, (0, step - part.shape[1])), rows))[
+            :, : part.shape[1]
+        ]
         whole = gather_vocab(logits, runner.vocab_places, runner.group)
         chosen.append(whole.topk(2).indices if pairs is None else pairs[:, at : at + step])
         gaps.append(gap(whole, chosen[-1]))
@@ -110,7 +113,7 @@ def view_of(
     shortfalls = []
     gaps = []
     for part in ids.split(prefill_chunk, dim=1):
-        logits = wider.forward(part, [0])
+        logits = wider.forward(ForwardBatch(part, [0]))
         # the outputs that this chunk predicts
         first = max(at, 0)
         last = at + part.shape[1]

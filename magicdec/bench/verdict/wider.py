@@ -22,6 +22,7 @@ from magicdec.hardware.costs import linear_parameters
 from magicdec.kv.cache import upload
 from magicdec.model.transformer import Transformer
 from magicdec.names import NARROW
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request
 from magicdec.setup.model_plan import Kinds, StagePart
@@ -99,7 +100,7 @@ class WiderTexts:
             places = list(range(len(rows)))
             hidden = list[Tensor]()
             for at in range(0, ids.shape[1], step):
-                out = runner.forward(x[:, at : at + step], places)
+                out = runner.forward(ForwardBatch(x[:, at : at + step], places))
                 if model.is_last:
                     yield at, out
                 else:

@@ -9,11 +9,11 @@ rows of this rank.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,14 +24,14 @@ from magicdec.distributed.groups import Group
 from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
 from magicdec.distributed.shared_memory import SLOT_BYTES, WAIT_MS, SharedMemoryExchange
 from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
-from magicdec.kv.cache import BatchRows, KVCache
+from magicdec.kv.cache import KVCache
 from magicdec.kv.layer_views import LayerViews
-from magicdec.kv.view import KVView
 from magicdec.model.block import Block
 from magicdec.model.config import RopeConfig
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
 from magicdec.model.linear.packed import LAYER_HEADER
 from magicdec.model.transformer import Transformer
+from magicdec.runner.forward_batch import Cancelled, EnqueuedForward
 from magicdec.runner.native_steps.descriptions import (
     CacheFields,
     CallFields,
@@ -46,27 +46,6 @@ from magicdec.runner.native_steps.descriptions import (
 )
 from magicdec.runner.native_steps.interrupts import Interrupts
 
-
-class Cancellation(Protocol):
-    """A cancellation is set once the int64 at `address` is `value`. Native forwards read it."""
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def value(self) -> int: ...
-
-    def is_set(self) -> bool: ...
-
-
-class Cancelled(Exception):
-    """A forward ended after `num_layers` layers."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.num_layers = num_layers
-
-
 SOURCE = Path(__file__).with_name("forward.cpp")
 HEADERS = (
     SOURCE.with_suffix(".h"),
@@ -79,9 +58,6 @@ INTERRUPTED = 1
 UNKNOWN_TOKEN = 2
 
 Fields = TypeVar("Fields", bound=ctypes.Structure)
-AttentionObserver = Callable[[int, Tensor], None]
-"""A function of a layer and its attention weights [B, G, blocks]
-(`AttentionBackend.run_with_weights`), or its queries [B, T, H, D] after RoPE, before attention."""
 
 
 @cache
@@ -107,28 +83,26 @@ def array_of(fields: type[Fields], size: int) -> type[ctypes.Array[Fields]]:
     return fields * size
 
 
-@dataclass(eq=False)
-class NativeForward:
-    """A forward of `rows` with equal numbers of new tokens, computed alone or with others.
+@dataclass
+class SeenForward:
+    """What observers of a forward see of all layers, once it is computed: attention weights [L, B,
+    G, blocks], queries [L, B, T, H, D], and hidden states [N, B, T, hidden]."""
 
-    `x` are token ids [B, T] or hidden states [B, T, hidden]; `out` [B, num_outputs, V or hidden]
-    is set once computed, and `states` [N, B, T, hidden] if N are asked for. `watch` and
-    `watch_queries`: see `ModelRunner.defer`."""
-
-    x: Tensor
-    rows: BatchRows
-    views: LayerViews
-    num_outputs: int
-    watch: AttentionObserver | None = None
-    watch_queries: AttentionObserver | None = None
-    is_draft: bool = False
-    cancellation: Cancellation | None = None
-    out: Tensor | None = None
+    forward: EnqueuedForward
+    weights: Tensor | None = None
+    queries: Tensor | None = None
     states: Tensor | None = None
 
-    @property
-    def view(self) -> KVView:
-        return self.views.widest
+    def show(self) -> None:
+        for each in self.forward.observers:
+            if self.weights is not None and each.needs_weights:
+                for layer, weights in enumerate(self.weights):
+                    each.on_weights(self.forward, layer, weights)
+            if self.queries is not None and each.needs_queries:
+                for layer, queries in enumerate(self.queries):
+                    each.on_queries(self.forward, layer, queries)
+        if self.states is not None:
+            self.forward.show_states(self.states)
 
 
 class Executor:
@@ -175,21 +149,22 @@ class Executor:
         self.experts_read = 0
         return count
 
-    def serves(self, forward: NativeForward) -> bool:
-        """Whether `forward` can be computed here. Long chunks with watched queries are not: the
+    def serves(self, forward: EnqueuedForward) -> bool:
+        """Whether `forward` can be computed here. Long chunks whose queries are seen are not: the
         queries of all layers would be kept. Of an EAGLE-3 head, only chains are."""
         if self.config.eagle is not None:
             return False
-        return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
+        if not forward.observers or forward.view.num_new < PREFILL_FROM:
+            return True
+        return not any(each.needs_queries for each in forward.observers)
 
     def forward(
         self,
-        forwards: Sequence[NativeForward],
+        forwards: Sequence[EnqueuedForward],
         offsets: Tensor | None,
-        state_layers: Sequence[int] = (),
     ) -> tuple[list[int], bool]:
         """Compute `forwards` of distinct rows in one call that reads weights once; tokens have
-        the bits of a forward of their own. `state_layers`: see `HiddenStates.layers`.
+        the bits of a forward of their own.
 
         Returns by forward the keys that one head saw in all layers, summed over rows, and whether
         all logits of this rank are finite.
@@ -199,32 +174,15 @@ class Executor:
         """
         model = self.model
         layers = len(self.model.blocks)
-        size = self.config.head_dim
         counts = [len(each.x) * each.num_outputs for each in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
         calls = list[CallFields]()
-        of_states = (ctypes.c_int64 * len(state_layers))(*state_layers)
-        watched = list[tuple[AttentionObserver, Tensor]]()
+        seen = list[SeenForward]()
         for each in forwards:
             call = self._call(each.x, each.views, offsets, 1, each.num_outputs)
             calls.append(call)
-            if state_layers:
-                each.states = out.new_empty(
-                    len(state_layers), *each.x.shape[:2], self.config.hidden_size
-                )
-                call.states = each.states.data_ptr()
-                call.state_layers = ctypes.addressof(of_states)
-                call.num_states = len(state_layers)
-            if each.watch is not None:
-                shape = layers, len(each.x), self.num_kv_heads, each.view.num_weight_blocks
-                weights = torch.empty(shape)
-                call.mass = weights.data_ptr()
-                call.num_blocks = weights.shape[3]
-                watched.append((each.watch, weights))
-            if each.watch_queries is not None:
-                queries = out.new_empty(layers, *each.x.shape[:2], self.num_heads, size)
-                call.queries = queries.data_ptr()
-                watched.append((each.watch_queries, queries))
+            if each.observers:
+                seen.append(self._let_see(each, call))
         if model.is_last and model.has_head:
             calls[0].logits = out.data_ptr()
         else:
@@ -236,12 +194,40 @@ class Executor:
         fields = self._run(forwards[0].views, calls)
         if cancellation is not None and fields[0].layers_done < layers:
             raise Cancelled(fields[0].layers_done)
-        for layer in range(layers):
-            for watch, values in watched:
-                watch(layer, values[layer])
+        for shown in seen:
+            shown.show()
         for each, own in zip(forwards, out.split(counts), strict=True):
             each.out = own.view(len(each.x), each.num_outputs, model.width_out)
         return list(map(_keys_seen, calls)), not fields[0].not_finite
+
+    def _let_see(self, forward: EnqueuedForward, call: CallFields) -> SeenForward:
+        """Let `call` write what the observers of `forward` need."""
+        num_rows, num_new = forward.x.shape[:2]
+        layers = len(self.model.blocks)
+        seen = SeenForward(forward)
+        observers = forward.observers
+        if any(each.needs_weights for each in observers):
+            num_blocks = forward.view.num_weight_blocks
+            seen.weights = torch.empty(layers, num_rows, self.num_kv_heads, num_blocks)
+            call.mass = seen.weights.data_ptr()
+            call.num_blocks = num_blocks
+        if any(each.needs_queries for each in observers):
+            seen.queries = torch.empty(
+                layers, num_rows, num_new, self.num_heads, self.config.head_dim, dtype=self.dtype
+            )
+            call.queries = seen.queries.data_ptr()
+        state_layers = forward.state_layers
+        if state_layers:
+            numbers = (ctypes.c_int64 * len(state_layers))(*state_layers)
+            hidden = self.config.hidden_size
+            seen.states = torch.empty(
+                len(state_layers), num_rows, num_new, hidden, dtype=self.dtype
+            )
+            call.states = seen.states.data_ptr()
+            call.state_layers = ctypes.addressof(numbers)
+            call.num_states = len(state_layers)
+            call.kept.append(numbers)
+        return seen
 
     def draft(
         self,

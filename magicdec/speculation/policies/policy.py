@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from magicdec.config.sections import KVSection
-from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.view import FullView
 from magicdec.names import KV_POLICIES, load_named
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.speculation.draft_kv import DraftKV
 
 
@@ -102,6 +102,4 @@ def keep_queries(runner: ModelRunner, kv: KVSection | None) -> None:
     """Let prefill keep the queries by which the section's policy first chooses; without a
     section, none."""
     num_tokens = 0 if kv is None else make_policy(kv).observed_tokens
-    runner.prompt_queries = PromptQueries(num_tokens) if num_tokens else None
-    if runner.drafting is not None:
-        runner.drafting.prompt_queries = runner.prompt_queries
+    runner.set_observer(PromptQueries, PromptQueries(num_tokens) if num_tokens else None)

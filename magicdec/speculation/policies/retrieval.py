@@ -17,6 +17,7 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.attention import AttentionQueries
 from magicdec.runner.request import Request
 from magicdec.speculation.block_choice import add_mean_keys, score_blocks
 from magicdec.speculation.block_kv import BLOCK, BlockKV, BlockSelection, Number
@@ -51,19 +52,26 @@ class RetrievedBlocks(BlockKV):
         model = runner.model.config
         rows = runner.num_rows
         first, last = runner.model.shard.heads(model.num_heads, model.num_kv_heads)[0]
-        queries = shape.num_kv_heads, (last - first) // shape.num_kv_heads, shape.head_dim
-        keys = shape.num_kv_heads, self.num_blocks, shape.head_dim
-        self._query = torch.zeros(shape.num_layers, rows, *queries, device=runner.device)
-        self._mean_keys = torch.zeros(shape.num_layers, rows, *keys, device=runner.device)
+        self._query = torch.zeros(
+            shape.num_layers,
+            rows,
+            shape.num_kv_heads,
+            (last - first) // shape.num_kv_heads,
+            shape.head_dim,
+            device=runner.device,
+        )
+        self._mean_keys = torch.zeros(
+            shape.num_layers,
+            rows,
+            shape.num_kv_heads,
+            self.num_blocks,
+            shape.head_dim,
+            device=runner.device,
+        )
         self._committed = torch.zeros(rows, dtype=torch.int64, device=runner.device)
         self._complete = [0] * rows  # blocks of each row whose mean key is known, on the host
-        # Queries [B, T, H, D] of the last verification, by the number of a layer in the cache.
-        self._seen: dict[int, Tensor] = {}
-
-    def watch_queries(self, layer: int, queries: Tensor) -> None:
-        windows = self.runner.windows
-        if not windows.is_narrow(layer):
-            self._seen[windows.numbers[layer]] = queries
+        self._seen = AttentionQueries()  # of the last verification
+        self.observers = (self._seen,)
 
     @property
     def state(self) -> list[Tensor]:
@@ -105,11 +113,11 @@ class RetrievedBlocks(BlockKV):
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         before = self._committed[rows.index]
-        for layer, queries in self._seen.items():
+        for number, queries in self.in_widest(self._seen.layers):
             place = (lengths.tensor - before - 1).clamp(0, queries.shape[1] - 1)
             query = queries.gather(1, place.view(-1, 1, 1, 1).expand(-1, 1, *queries.shape[2:]))
-            self._query[layer].index_copy_(0, rows.index, self._by_kv_head(query[:, 0]))
-        self._seen.clear()
+            self._query[number].index_copy_(0, rows.index, self._by_kv_head(query[:, 0]))
+        self._seen.layers.clear()
         self._committed.index_copy_(0, rows.index, lengths.tensor)
         super().commit(rows, lengths)
 

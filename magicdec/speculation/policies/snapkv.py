@@ -225,8 +225,8 @@ class CopiedKV(DraftKV):
             positions = first + self.policy.select(weights, window)
             self._copy(layer, rows, positions, places)
             chosen.append(positions)
-        if self.runner.draft_log is not None:
-            self.runner.draft_log.chose(self.runner.caches, rows.numbers, chosen)
+        for observer in self.runner.observers:
+            observer.on_choice(self.runner.caches, rows.numbers, chosen)
         cache.truncate(rows, [0] * len(rows))
         cache.advance(rows, count)
         return count

@@ -16,6 +16,7 @@ from magicdec.config.capabilities import MOST_WATCHED
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.attention import AttentionWeights
 from magicdec.runner.request import Request
 from magicdec.speculation.block_kv import BlockKV, BlockSelection
 from magicdec.speculation.draft_kv import DraftKV
@@ -63,13 +64,8 @@ class WeighedBlocks(BlockKV):
             self.num_blocks,
             device=runner.device,
         )
-        # Weights of the last verification's rows, by the number of a layer in the cache.
-        self._seen: dict[int, Tensor] = {}
-
-    def watch(self, layer: int, weights: Tensor) -> None:
-        windows = self.runner.windows
-        if not windows.is_narrow(layer):
-            self._seen[windows.numbers[layer]] = weights
+        self._seen = AttentionWeights()  # of the last verification's rows
+        self.observers = (self._seen,)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Run the newest tokens of long prompts again to observe their attention."""
@@ -83,7 +79,7 @@ class WeighedBlocks(BlockKV):
         rows = BatchRows.of([r.row for r in long if r.row is not None], runner.device)
         lengths = runner.cache.lengths_of(rows)
         count = self.policy.rerun_tokens(min(lengths.bounds))
-        rerun_tail(runner, rows, newest_cached(long, count, runner.device), self.watch)
+        rerun_tail(runner, rows, newest_cached(long, count, runner.device), self._seen)
         self.commit(rows, lengths)
 
     @property
@@ -94,7 +90,7 @@ class WeighedBlocks(BlockKV):
         return self._weights, rows.index
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        for layer, weights in self._seen.items():
-            self._weights[layer, :, :, : weights.shape[2]].index_copy_(0, rows.index, weights)
-        self._seen.clear()
+        for number, weights in self.in_widest(self._seen.layers):
+            self._weights[number, :, :, : weights.shape[2]].index_copy_(0, rows.index, weights)
+        self._seen.layers.clear()
         super().commit(rows, lengths)

@@ -13,9 +13,9 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.recorder import Recorder, make_recorder
 from magicdec.speculation.steps.strategy import DecodingStrategy, Phase, Setup, make_strategy
-from magicdec.speculation.steps.witness import Witness
 
 
 def build_decoder(
@@ -29,7 +29,7 @@ def build_decoder(
     draft_length: DraftLength | None = None,
     phase: Phase = nullcontext,
     recorder: Recorder | None = None,
-    witness: Witness | None = None,
+    logits_recorder: LogitsRecorder | None = None,
     is_in_flight: bool = False,
 ) -> DecodingStrategy:
     """A decoder of the requests in `runner`.
@@ -43,7 +43,7 @@ def build_decoder(
         draft_length: an earlier decoder's, with what it has learned.
         phase: a context that times phases of a step.
         recorder: by default as the config says.
-        witness: keeps logits of steps.
+        logits_recorder: keeps logits of steps.
         is_in_flight: requests join a running batch, so prefill keeps queries for this drafter.
     """
     name = name or decoding.strategy
@@ -57,7 +57,7 @@ def build_decoder(
         draft_length=draft_length,
         recorder=recorder or make_recorder(decoding, runner.device),
         is_in_flight=is_in_flight,
-        witness=witness,
+        logits_recorder=logits_recorder,
     )
     if is_in_flight:
         drafts_itself = name != BASELINE and decoding.model_drafter == SELF

@@ -33,20 +33,17 @@ def measure_steps(
     verifies, since unlike tokens read more experts, and times a verification between these, since
     each token adds fewer than the one before. Restores all state."""
     drafter = steps.drafter
-    draft_kv = None if drafter is None else drafter.draft_kv
-    state = [] if draft_kv is None else draft_kv.state
+    state = [] if drafter.draft_kv is None else drafter.draft_kv.state
     before = [tensor.clone() for tensor in state]
     phase = steps.phase
     steps.phase = nullcontext
-    pa = 0.0 if drafter is None else drafter.pa
+    pa = drafter.pa
     try:
-        if drafter is not None:
-            drafter.pa = 0.0
+        drafter.pa = 0.0
         seconds = _measure(steps, batch, cached, max_gamma)
     finally:
         steps.phase = phase
-        if drafter is not None:
-            drafter.pa = pa
+        drafter.pa = pa
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)
     draft_s, verify_s = (_line(seconds[kind]) for kind in ("draft", "verify"))

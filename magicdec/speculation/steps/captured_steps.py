@@ -14,10 +14,10 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal
 from magicdec.speculation.drafter import Drafter, DraftShape
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
 from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
 from magicdec.speculation.steps.strategy import Phase
-from magicdec.speculation.steps.witness import Witness
 
 MOST_CAPTURED = 16  # sets of rows whose captured steps are kept
 
@@ -26,7 +26,7 @@ Works = dict[tuple[str, int, int], RecordedWork]
 
 @dataclass(frozen=True)
 class SeenLogits:
-    """Buffers for the logits that captured verifications leave for a witness."""
+    """Buffers for the logits that captured verifications leave for a `LogitsRecorder`."""
 
     rows: tuple[int, ...]
     index: Tensor  # int64 [R]: their places in the captured batch
@@ -67,7 +67,7 @@ class CapturedBatch:
     batch: DeviceBatch
     works: Works
     proposal: Proposal
-    seen: SeenLogits | None  # for the witness
+    seen: SeenLogits | None
 
 
 class CapturedSteps(DecodeSteps):
@@ -82,18 +82,18 @@ class CapturedSteps(DecodeSteps):
     def __init__(
         self,
         runner: ModelRunner,
-        drafter: Drafter | None,
+        drafter: Drafter,
         phase: Phase,
         recorder: Recorder,
         is_in_flight: bool = False,
-        witness: Witness | None = None,
+        logits_recorder: LogitsRecorder | None = None,
         emulated: EmulatedAcceptance | None = None,
     ) -> None:
-        super().__init__(runner, drafter, phase, is_in_flight, witness, emulated)
+        super().__init__(runner, drafter, phase, is_in_flight, logits_recorder, emulated)
         self.recorder = recorder
-        self._captures_drafts = drafter is not None and drafter.can_capture
+        self._captures_drafts = drafter.can_capture
         self._works: Works = {}
-        self._seen: SeenLogits | None = None  # for the witness
+        self._seen: SeenLogits | None = None
         self._captured: dict[tuple[int, ...], CapturedBatch] = {}
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ class CapturedSteps(DecodeSteps):
         self._take_captured(batch)
         for count in self._lengths:
             self._work("verify", count, 0)
-            if count and self.drafter is not None and self._captures_drafts:
+            if count and self._captures_drafts:
                 for pending in self.drafter.pendings(count):
                     self._work("draft", count, pending)
 
@@ -121,7 +121,6 @@ class CapturedSteps(DecodeSteps):
 
     def _drafted(self, batch: Batch, gamma: int) -> Proposal:
         drafter = self.drafter
-        assert drafter is not None, "only a strategy with a drafter drafts"
         pending = drafter.prepare(batch.requests, gamma)
         if not self._captures_drafts:
             uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
@@ -139,12 +138,13 @@ class CapturedSteps(DecodeSteps):
         count = 0 if proposal is None else self._hand_over(proposal)
         result = self._work("verify", count, 0)()
         verdict = self._read(result)
-        if self._seen is not None and self.witness is not None:
-            places = self.witness.wants(batch.rows)
+        recorder = self.logits_recorder
+        if self._seen is not None and recorder is not None:
+            places = recorder.wants(batch.rows)
             if places:
                 logits = self._seen.of_rows([batch.rows[place] for place in places], 1 + count)
-                self.witness.keep(batch.requests, proposal, verdict, places, logits)
-        if self.drafter is not None and not self._captures_drafts:
+                recorder.keep(batch.requests, proposal, verdict, places, logits)
+        if not self._captures_drafts:
             # The captured verification did not truncate the drafter's cache.
             rows = BatchRows.of(self._rows, self.runner.device)
             self.drafter.commit(rows, self.runner.cache.lengths_of(rows))
@@ -152,7 +152,6 @@ class CapturedSteps(DecodeSteps):
 
     def _propose(self, count: int, pending: int) -> Tensor:
         """Draft ids [B, K] of a captured step; probabilities go to the pending proposal."""
-        assert self.drafter is not None, "only a strategy with a drafter drafts"
         proposal = self.drafter.propose(self._batch, DraftShape(count, pending))
         target = self._pending_proposal.first(count).probabilities
         if target is not None:
@@ -173,14 +172,14 @@ class CapturedSteps(DecodeSteps):
                     return self._propose(count, pending)
                 proposal = self._pending_proposal.first(count) if count else None
                 verification = self._begin(proposal)
-                self.runner.flush()
+                self.runner.execute()
                 if self._seen is not None:
                     self._seen.take(verification)
                 return self._finish(verification, self._captures_drafts)
 
             caches = [runner.cache.seq_lens for runner in self._runners]
             state = [*caches, batch.newest, *batch.sampling.state]
-            if self.drafter is not None and self.drafter.draft_kv is not None:
+            if self.drafter.draft_kv is not None:
                 state += self.drafter.draft_kv.state
             counts = list({id(r.counts): r.counts for r in self._runners}.values())
             self._works[key] = record(self.recorder, work, state, counts)
@@ -188,9 +187,8 @@ class CapturedSteps(DecodeSteps):
 
     def _make_proposal(self) -> Proposal:
         drafts = self._batch.newest.new_zeros(len(self._batch.rows), self._most)
-        drafter = self.drafter
         probs = None
-        if drafter is not None and drafter.has_probabilities and self._batch.sampling.draws:
+        if self.drafter.has_probabilities and self._batch.sampling.draws:
             shape = *drafts.shape, self.runner.model.config.vocab_size
             probs = drafts.new_zeros(shape, dtype=torch.float64)
         return Proposal(drafts, probs)
@@ -221,9 +219,9 @@ class CapturedSteps(DecodeSteps):
             self._batch.load(batch)
             return
         self._works, self._pending_proposal = {}, self._make_proposal()
-        if self.witness is not None:
+        if self.logits_recorder is not None:
             self._seen = SeenLogits.of(
-                self.runner, self.witness.rows, self._batch, self._most, self._seen
+                self.runner, self.logits_recorder.rows, self._batch, self._most, self._seen
             )
         if self.is_in_flight:
             self._captured.pop(rows, None)

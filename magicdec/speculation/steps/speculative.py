@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from magicdec.kv.cache import upload
-from magicdec.kv.draft_log import DraftLog
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.draft_log import DraftLog
 from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal, join
 from magicdec.speculation.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.speculation.drafter import Drafter, DraftPlan, make_drafter
+from magicdec.speculation.no_drafter import NoDrafter
 from magicdec.speculation.steps.calibration import measure_steps
 from magicdec.speculation.steps.captured_steps import CapturedSteps
 from magicdec.speculation.steps.steps import DecodeSteps
@@ -28,7 +29,8 @@ from magicdec.speculation.steps.strategy import Setup
 
 @dataclass(frozen=True)
 class StepDraft:
-    """The draft of a batch: none, or `padded_gamma` tokens a row with padding."""
+    """The draft of rows that draft as many tokens: none, or `padded_gamma` tokens a row with
+    padding."""
 
     batch: Batch
     plan: DraftPlan
@@ -40,13 +42,23 @@ class StepDraft:
         return [min(self.padded_gamma, count) for count in self.plan.counts]
 
 
+@dataclass(frozen=True)
+class DraftsTogether:
+    """The drafts that one forward verifies, with the time when drafting `started`. If the forward
+    `is_alone`, nothing else was enqueued before."""
+
+    drafts: Sequence[StepDraft]
+    started: float
+    is_alone: bool
+
+
 class Speculative:
     """The strategy in which `drafter` drafts as many tokens as `draft_length` chooses."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        drafter: Drafter | None,
+        drafter: Drafter,
         draft_length: DraftLength,
         steps: DecodeSteps,
     ) -> None:
@@ -59,14 +71,13 @@ class Speculative:
     def admit(self, batch: Batch) -> None:
         self._running |= zip(batch.rows, batch.requests, strict=True)
         running = Batch(tuple(self._running[row] for row in sorted(self._running)))
-        if self.drafter is not None:
-            self.drafter.admit(batch.requests)
+        self.drafter.admit(batch.requests)
         self.steps.admit(running, self.draft_length.choices)
         self.draft_length.begin(running, self.measure)
 
     @property
     def log(self) -> DraftLog | None:
-        return None if self.drafter is None else self.runner.draft_log
+        return self.runner.observer(DraftLog)
 
     def release(self, rows: Sequence[int]) -> None:
         admitted_rows = [row for row in rows if self._running.pop(row, None) is not None]
@@ -76,42 +87,61 @@ class Speculative:
         """Every row emits one token more than it accepts. Rows with different numbers of drafts
         share a forward if `DecodeSteps.can_join`; else each group is padded to its longest and
         computed apart."""
-        log = self.log
-        lengths = self.draft_length.lengths(batch)
-        if log is not None:
-            log.begin()
-        groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
+        if self.log is not None:
+            self.log.begin()
+        drafts = list[StepDraft]()
         verdicts = dict[Request, list[int]]()
-        proposed = dict[Request, int]()
-        padded_gamma = 0
-        for together in [groups] if self.steps.can_join else [[group] for group in groups]:
-            started = time.perf_counter()
-            is_alone = not self.runner.deferred
-            drafts = [self._draft(*group) for group in together]
-            rows = Batch(tuple(r for draft in drafts for r in draft.batch.requests))
-            proposal = self._join(drafts)
-            verdicts |= zip(rows.requests, self.steps.verify(rows, proposal), strict=True)
-            seconds = time.perf_counter() - started
-            is_ragged = proposal is not None and proposal.counts is not None
-            of_step = seconds if is_alone and len(drafts) == 1 else None
-            for draft in drafts:
-                self._observe(draft, verdicts, of_step, is_ragged)
-                proposed |= zip(draft.batch.requests, draft.counts, strict=True)
-                padded_gamma = max(padded_gamma, draft.padded_gamma)
+        for groups in self._groups(batch):
+            together = self._draft(groups)
+            verdicts |= self._verify(together)
+            drafts += together.drafts
+        return self._accept(batch, drafts, verdicts)
+
+    def _groups(self, batch: Batch) -> list[list[tuple[Batch, int]]]:
+        """The rows with each draft length, and that length; by which are verified together."""
+        lengths = self.draft_length.lengths(batch)
+        groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
+        return [groups] if self.steps.can_join else [[group] for group in groups]
+
+    def _draft(self, groups: Sequence[tuple[Batch, int]]) -> DraftsTogether:
+        started = time.perf_counter()
+        is_alone = not self.runner.enqueued
+        drafts = [self._draft_rows(rows, count) for rows, count in groups]
+        return DraftsTogether(drafts, started, is_alone)
+
+    def _verify(self, together: DraftsTogether) -> dict[Request, list[int]]:
+        """The verdicts of `DecodeSteps.verify` by request, of which the draft length learns."""
+        drafts = together.drafts
+        rows = Batch(tuple(r for draft in drafts for r in draft.batch.requests))
+        proposal = self._join(drafts)
+        verdicts = dict(zip(rows.requests, self.steps.verify(rows, proposal), strict=True))
+        seconds = time.perf_counter() - together.started
+        is_ragged = proposal is not None and proposal.counts is not None
+        of_step = seconds if together.is_alone and len(drafts) == 1 else None
+        for draft in drafts:
+            self._observe(draft, verdicts, of_step, is_ragged)
+        return verdicts
+
+    def _accept(
+        self, batch: Batch, drafts: Sequence[StepDraft], verdicts: dict[Request, list[int]]
+    ) -> StepOutput:
+        """What each row emits: its accepted drafts, and a token of the target."""
+        log = self.log
         accepted = [verdicts[request][0] for request in batch.requests]
         emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, accepted, strict=True)]
+        padded_gamma = max(draft.padded_gamma for draft in drafts)
         if padded_gamma == 0:
             return StepOutput(emitted, digests=None if log is None else [])
+        proposed = dict[Request, int]()
+        for draft in drafts:
+            proposed |= zip(draft.batch.requests, draft.counts, strict=True)
         digests = None if log is None else log.digests(batch.rows)
         counts = [proposed[r] for r in batch.requests]
         return StepOutput(emitted, padded_gamma, accepted, counts, digests=digests)
 
-    def _draft(self, batch: Batch, count: int) -> StepDraft:
-        if self.drafter is None:
-            plan = DraftPlan([0] * len(batch.requests), ())
-        else:
-            can_join = self.steps.can_join
-            plan = self.drafter.plan(batch.requests, count, self.draft_length, can_join)
+    def _draft_rows(self, batch: Batch, count: int) -> StepDraft:
+        can_join = self.steps.can_join
+        plan = self.drafter.plan(batch.requests, count, self.draft_length, can_join)
         if not any(plan.counts):
             return StepDraft(batch, plan, None, 0)
         count = self.steps.padded_gamma(max(plan.counts))
@@ -168,21 +198,36 @@ def speculative(setup: Setup) -> Speculative:
     length = setup.draft_length or make_draft_length(
         setup.decoding, runner.group, runner.device, per_row=per_row
     )
-    steps = make_steps(setup, drafter)
-    return Speculative(runner, drafter, length, steps)
+    emulated = None
+    if setup.decoding.emulated_rates is not None:
+        rates = upload(setup.decoding.emulated_rates, runner.device, torch.float64)
+        emulated = EmulatedAcceptance(rates)
+    return Speculative(runner, drafter, length, make_steps(setup, drafter, emulated))
 
 
 def autoregressive(setup: Setup) -> Speculative:
-    return Speculative(setup.runner, None, FixedLength(0), make_steps(setup, None))
+    drafter = NoDrafter()
+    return Speculative(setup.runner, drafter, FixedLength(0), make_steps(setup, drafter))
 
 
-def make_steps(setup: Setup, drafter: Drafter | None) -> DecodeSteps:
-    rates = None if drafter is None else setup.decoding.emulated_rates
-    emulated = None
-    if rates is not None:
-        device = setup.runner.device
-        emulated = EmulatedAcceptance(upload(rates, device, torch.float64))
-    more = setup.is_in_flight, setup.witness, emulated
+def make_steps(
+    setup: Setup, drafter: Drafter, emulated: EmulatedAcceptance | None = None
+) -> DecodeSteps:
     if setup.recorder.captures:
-        return CapturedSteps(setup.runner, drafter, setup.phase, setup.recorder, *more)
-    return DecodeSteps(setup.runner, drafter, setup.phase, *more)
+        return CapturedSteps(
+            setup.runner,
+            drafter,
+            setup.phase,
+            setup.recorder,
+            is_in_flight=setup.is_in_flight,
+            logits_recorder=setup.logits_recorder,
+            emulated=emulated,
+        )
+    return DecodeSteps(
+        setup.runner,
+        drafter,
+        setup.phase,
+        is_in_flight=setup.is_in_flight,
+        logits_recorder=setup.logits_recorder,
+        emulated=emulated,
+    )

@@ -15,21 +15,22 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.device_batch import DeviceBatch
-from magicdec.runner.model_runner import ModelRunner, NativeForward
+from magicdec.runner.forward_batch import EnqueuedForward, ForwardBatch
+from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, NotFinite, Request
 from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal, judge
 from magicdec.speculation.drafter import Drafter, DraftShape
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import Phase
-from magicdec.speculation.steps.witness import Witness
 
 
 @dataclass(frozen=True)
 class PendingVerification:
-    """A verification of rows that held `before`, whose forwards may be deferred."""
+    """A verification of rows that held `before`, whose forwards may be enqueued."""
 
     proposal: Proposal
     before: Lengths
-    forwards: Sequence[NativeForward]
+    forwards: Sequence[EnqueuedForward]
     places: Tensor | None = None  # int64 [B, K+1], if there are several forwards: see `judge`
 
     def logits(self) -> Tensor:
@@ -54,16 +55,16 @@ class DecodeSteps:
     def __init__(
         self,
         runner: ModelRunner,
-        drafter: Drafter | None,
+        drafter: Drafter,
         phase: Phase,
         is_in_flight: bool = False,
-        witness: Witness | None = None,
+        logits_recorder: LogitsRecorder | None = None,
         emulated: EmulatedAcceptance | None = None,
     ) -> None:
         self.runner = runner
         self.emulated = emulated
         self.drafter = drafter
-        self.witness = witness
+        self.logits_recorder = logits_recorder
         self.phase = phase
         self.is_in_flight = is_in_flight
         self._runners: list[ModelRunner] = []
@@ -88,8 +89,7 @@ class DecodeSteps:
         return self.runner.model.config.experts is not None
 
     def release(self, rows: Sequence[int]) -> None:
-        if self.drafter is not None:
-            self.drafter.release(rows)
+        self.drafter.release(rows)
 
     def decode(self, batch: Batch) -> list[list[int]]:
         return [row[1:] for row in self.verify(batch, None)]
@@ -112,33 +112,27 @@ class DecodeSteps:
     def can_join(self) -> bool:
         """Whether rows with different numbers of drafts share one reading of the weights.
         Observed attention needs equal numbers."""
-        drafter = self.drafter
-        is_watched = drafter is not None and (drafter.watch or drafter.watch_queries)
-        return self.runner.executor is not None and not is_watched
+        return self.runner.executor is not None and not self.drafter.observers
 
     @torch.inference_mode()
     def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
         """Truncate rows to earlier `lengths`. Their requests have emitted nothing since."""
         device = self.runner.device
         self.runner.truncate(batch.rows, lengths)
-        if self.drafter is not None:
-            rows = BatchRows.of(batch.rows, device)
-            self.drafter.commit(rows, Lengths.of(lengths, device))
+        self.drafter.commit(BatchRows.of(batch.rows, device), Lengths.of(lengths, device))
         self._batch.load(batch)
 
     def _find_runners(self, draft_lengths: Sequence[int]) -> None:
         """A drafter may have made a new runner since the last call."""
-        draft_kv = None if self.drafter is None else self.drafter.draft_kv
-        self._lengths = draft_lengths
-        if self.drafter is not None:
-            self._lengths = self.drafter.lengths(draft_lengths)
-        self._runners, self._most = [self.runner], max(self._lengths)
+        draft_kv = self.drafter.draft_kv
+        self._lengths = self.drafter.lengths(draft_lengths)
+        self._most = max(self._lengths)
+        self._runners = [self.runner]
         if draft_kv is not None and draft_kv.runner is not self.runner:
             self._runners.append(draft_kv.runner)
         self._vocab_size = max(r.model.config.vocab_size for r in self._runners)
 
     def _drafted(self, batch: Batch, gamma: int) -> Proposal:
-        assert self.drafter is not None, "only a strategy with a drafter drafts"
         pending = self.drafter.prepare(batch.requests, gamma)
         return self.drafter.propose(self._batch, DraftShape(gamma, pending))
 
@@ -146,15 +140,16 @@ class DecodeSteps:
         """Verify, and read the result: the step's only read."""
         self._show(batch)
         verification = self._begin(proposal)
-        self.runner.flush()
+        self.runner.execute()
         if any(runner.has_flaws for runner in self._runners):
             self._batch.sampling.spoil()
             if self._batch.sampling.flaws is None:
                 raise NotFinite.after(*self._flawed(verification))
         verdicts = self._read(self._finish(verification))
-        if self.witness is not None and (places := self.witness.wants(batch.rows)):
+        recorder = self.logits_recorder
+        if recorder is not None and (places := recorder.wants(batch.rows)):
             logits = verification.logits_of(places)
-            self.witness.keep(batch.requests, proposal, verdicts, places, logits)
+            recorder.keep(batch.requests, proposal, verdicts, places, logits)
         return verdicts
 
     def _flawed(self, verification: PendingVerification) -> tuple[int, int]:
@@ -181,41 +176,35 @@ class DecodeSteps:
         return [row[first + len(self._runners) :] for row in results]
 
     def _begin(self, proposal: Proposal | None) -> PendingVerification:
-        batch = self._batch
         runner = self.runner
-        drafter = self.drafter
-        rows = batch.rows
-        last = batch.newest[:, -1:]
-        watch = watch_queries = None
-        tokens = last
-        if proposal is None:
-            proposal = Proposal(last[:, :0])
-        else:
-            tokens = torch.cat([last, proposal.ids], dim=1)
-            if drafter is not None:
-                watch = drafter.watch
-                watch_queries = drafter.watch_queries
+        rows = self._batch.rows
+        last = self._batch.newest[:, -1:]
         before = runner.cache.lengths_of(rows)
+        if proposal is None:
+            forward = runner.enqueue(ForwardBatch(last, rows))
+            return PendingVerification(Proposal(last[:, :0]), before, [forward])
+        tokens = torch.cat([last, proposal.ids], dim=1)
         if proposal.counts is not None:
-            return PendingVerification(
-                proposal, before, *self._begin_ragged(proposal.counts, tokens)
-            )
-        forward = runner.defer(tokens, rows, watch=watch, watch_queries=watch_queries)
+            forwards, places = self._begin_ragged(proposal.counts, tokens)
+            return PendingVerification(proposal, before, forwards, places)
+        with runner.observed_by(self.drafter.observers):
+            forward = runner.enqueue(ForwardBatch(tokens, rows))
         return PendingVerification(proposal, before, [forward])
 
     def _begin_ragged(
         self, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[list[NativeForward], Tensor]:
+    ) -> tuple[list[EnqueuedForward], Tensor]:
         """A forward for each number of drafts, all computed in one native call, and the `places`
         of their logits."""
         rows = self._batch.rows.numbers
         starts = [0] * len(counts)
         num_tokens = 0
-        forwards = list[NativeForward]()
+        forwards = list[EnqueuedForward]()
         for count in sorted(set(counts)):
             members = [place for place, each in enumerate(counts) if each == count]
             new_tokens = tokens[members, : 1 + count]
-            forwards.append(self.runner.defer(new_tokens, [rows[place] for place in members]))
+            of_members = ForwardBatch(new_tokens, [rows[place] for place in members])
+            forwards.append(self.runner.enqueue(of_members))
             for place in members:
                 starts[place] = num_tokens
                 num_tokens = num_tokens + 1 + count
@@ -231,7 +220,6 @@ class DecodeSteps:
         the first."""
         batch = self._batch
         runner = self.runner
-        drafter = self.drafter
         proposal = verification.proposal
         before = verification.before
         rows = batch.rows
@@ -253,8 +241,8 @@ class DecodeSteps:
             runner.truncate(rows, new_lengths)
         places = torch.stack([accepted, emitted], dim=1)
         batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
-        if drafter is not None and tells_drafter:
-            drafter.commit(rows, new_lengths)
+        if tells_drafter:
+            self.drafter.commit(rows, new_lengths)
         lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
         columns = [*lengths, accepted.unsqueeze(1), ids]
         is_noted = batch.sampling.flaws is not None

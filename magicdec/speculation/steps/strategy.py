@@ -13,8 +13,8 @@ from magicdec.names import STRATEGIES, load_named
 from magicdec.runner.request import Batch, StepOutput
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.drafter import DraftSetup
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.recorder import Eager, Recorder
-from magicdec.speculation.steps.witness import Witness
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """A function from the name of a phase ("draft", "verify", ...) to a context that may time it.
@@ -29,7 +29,7 @@ class Setup(DraftSetup):
     draft_length: DraftLength | None = None  # default: made from `decoding`
     recorder: Recorder = Eager()  # default: nothing is captured
     is_in_flight: bool = False  # requests join a running batch, and rows are used again
-    witness: Witness | None = None  # keeps logits of steps
+    logits_recorder: LogitsRecorder | None = None
 
 
 class DecodingStrategy(Protocol):

@@ -29,8 +29,8 @@ from magicdec.distributed.channels.message import (
     wait_for_stream,
     words_of,
 )
-from magicdec.runner.model_runner import ModelRunner, Tokens, gather_vocab, sums_of
-from magicdec.runner.native_steps.executor import Cancellation, Cancelled
+from magicdec.runner.forward_batch import Cancellation, Cancelled, ForwardBatch, Tokens
+from magicdec.runner.model_runner import ModelRunner, gather_vocab, sums_of
 from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.stages.spans import SpanKind
@@ -208,11 +208,13 @@ class RunStage:
             assert message.payload is not None, "the stage before has computed"
             x = message.payload
         out = self.runner.forward(
-            x,
-            [launch.lane],
-            num_outputs=launch.num_outputs,
-            cancellation=cancellation,
-            is_of_prompt=is_of_prompt,
+            ForwardBatch(
+                x,
+                [launch.lane],
+                num_outputs=launch.num_outputs,
+                cancellation=cancellation,
+                is_of_prompt=is_of_prompt,
+            )
         )
         if not model.has_head:
             return out

@@ -28,9 +28,10 @@ from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import Scheduler
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import BatchRows, Lengths
-from magicdec.kv.draft_log import DraftLog
 from magicdec.runner.device_batch import DeviceBatch
-from magicdec.runner.model_runner import ModelRunner, Tokens
+from magicdec.runner.forward_batch import Tokens
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.draft_log import DraftLog
 from magicdec.runner.request import (
     Batch,
     Observer,
@@ -62,7 +63,7 @@ class PendingDraft:
     proposal: Proposal
     sampling: SamplingMetadata
     num_drafted: Sequence[int]  # of each row, without padding
-    digests: Sequence[tuple[str, int]] | None = None  # of each row (`kv.draft_log`), if it is kept
+    digests: Sequence[tuple[str, int]] | None = None  # of each row (`DraftLog`), if it is kept
 
 
 class RingSpeculation:
@@ -116,7 +117,7 @@ class RingSpeculation:
         self.log = log
         own = () if self.drafter.draft_kv is None else (self.drafter.draft_kv.runner,)
         for runner in (self.runner, *own):
-            runner.draft_log = log
+            runner.set_observer(DraftLog, log)
 
     @torch.inference_mode()
     def judge(self, draft: PendingDraft, logits: Tensor) -> StepOutput:

@@ -20,7 +20,8 @@ from magicdec.distributed.channels.message import (
     Message,
     wait_for_stream,
 )
-from magicdec.runner.model_runner import ModelRunner, Tokens
+from magicdec.runner.forward_batch import ForwardBatch, Tokens
+from magicdec.runner.model_runner import ModelRunner
 from magicdec.systems.stages.spans import SpanKind
 
 OF_PROMPT = 0
@@ -63,7 +64,9 @@ class Stage:
     def compute(
         self, x: Tokens, rows: Sequence[int], num_outputs: int | None, is_of_prompt: bool
     ) -> Tensor:
-        return self.runner.forward(x, rows, num_outputs=num_outputs, is_of_prompt=is_of_prompt)
+        return self.runner.forward(
+            ForwardBatch(x, rows, num_outputs=num_outputs, is_of_prompt=is_of_prompt)
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

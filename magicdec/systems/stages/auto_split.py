@@ -24,7 +24,8 @@ from magicdec.distributed.start import stage_groups_before_run
 from magicdec.hardware.environment import device_of, release_memory
 from magicdec.hardware.threads import use_threads
 from magicdec.output.console import make_progress
-from magicdec.runner.model_runner import ModelRunner, Tokens
+from magicdec.runner.forward_batch import Tokens
+from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import BatchLimits

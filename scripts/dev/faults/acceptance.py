@@ -307,7 +307,7 @@ CHOICES = (
     ),
     regression(
         "the first queries of a prompt's last chunk choose",
-        "kv/prompt_queries.py",
+        "runner/observers/prompt_queries.py",
         "newest = queries[0, -count:]",
         "newest = queries[0, :count]",
         f"{SNAPKV} 257 --gamma 4",
@@ -582,7 +582,7 @@ HEAD = "--draft eagle:demo-eagle --kv_policy full --gamma 4"
 HEADS = (
     regression(
         "a head reads the states of the token before",
-        "kv/hidden_states.py",
+        "runner/observers/hidden_states.py",
         "return self.values[rows.unsqueeze(1), positions]",
         "return self.values[rows.unsqueeze(1), (positions - 1).clamp(min=0)]",
         "eagle:demo-eagle",

@@ -185,13 +185,13 @@ PROPERTIES = (
         (
             Fault(
                 "heads are alike",
-                "kv/draft_log.py",
+                "runner/observers/draft_log.py",
                 "(weights * of_heads).sum",
                 "(weights * 0 + of_heads).sum",
             ),
             Fault(
                 "the first layer counts",
-                "kv/draft_log.py",
+                "runner/observers/draft_log.py",
                 "of_row = of_view[:, place]",
                 "of_row = of_view[:1, place]",
             ),
@@ -203,13 +203,13 @@ PROPERTIES = (
         (
             Fault(
                 "what all layers read is that of the widest",
-                "kv/draft_log.py",
+                "runner/observers/draft_log.py",
                 "of_row = of_view[:, place]",
                 "of_row = ranges[0][:, place]",
             ),
             Fault(
                 "keys of the widest layers are counted",
-                "kv/draft_log.py",
+                "runner/observers/draft_log.py",
                 "num_read += len(layers) * keys",
                 "num_read = len(windows.of_layer) * keys",
             ),
@@ -221,7 +221,7 @@ PROPERTIES = (
         (
             Fault(
                 "cells of a copy are taken for positions",
-                "kv/draft_log.py",
+                "runner/observers/draft_log.py",
                 "chosen = self._chosen.get((id(cache), row))",
                 "chosen = None",
             ),

@@ -26,6 +26,7 @@ from magicdec.distributed.groups import Group
 from magicdec.kv.cache import KVCache
 from magicdec.model.checkpoint.source import find_model
 from magicdec.output.console import make_progress
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.loading import load_model, make_backend
 from magicdec.setup.model_plan import Kinds
@@ -151,5 +152,5 @@ def logits(device: torch.device, backend: AttentionBackend, elementwise: str) ->
     ids = torch.randint(3, source.config.vocab_size, shape, generator=generator).to(device)
     for row in range(ROWS):
         runner.allocate(row)
-    runner.forward(ids[:, :LENGTH], range(ROWS))
-    return runner.forward(ids[:, LENGTH:], range(ROWS)).float().cpu()
+    runner.forward(ForwardBatch(ids[:, :LENGTH], range(ROWS)))
+    return runner.forward(ForwardBatch(ids[:, LENGTH:], range(ROWS))).float().cpu()

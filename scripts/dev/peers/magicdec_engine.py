@@ -63,6 +63,7 @@ class Magicdec(Peer):
     def verify(self, drafts: list[list[int]]) -> list[list[int]]:
         import torch
 
+        from magicdec.runner.forward_batch import ForwardBatch
         from magicdec.runner.request import Batch
         from magicdec.runner.sampling.metadata import SamplingMetadata
         from magicdec.runner.sampling.model_tokens import greedy_tokens
@@ -70,13 +71,15 @@ class Magicdec(Peer):
         batch = Batch(tuple(self.engine.scheduler.running))
         lengths = [self.runner.cache.lengths[row] for row in batch.rows]
         newest = [[r.last_token, *d] for r, d in zip(batch.requests, drafts, strict=True)]
-        logits = self.runner.forward(torch.tensor(newest), batch.rows)
+        logits = self.runner.forward(ForwardBatch(torch.tensor(newest), batch.rows))
         ids: list[list[int]] = greedy_tokens(self.runner, logits, SamplingMetadata()).tolist()
         self.runner.truncate(batch.rows, lengths)
         return ids
 
     def score(self, texts: list[list[int]]) -> list[list[float]]:
         import torch
+
+        from magicdec.runner.forward_batch import ForwardBatch
 
         ids = torch.tensor(texts)
         rows = range(len(ids))
@@ -88,7 +91,7 @@ class Magicdec(Peer):
         for first in range(0, ids.shape[1] - 1, CHUNK):
             following = ids[:, first + 1 : first + CHUNK + 1]
             part = ids[:, first : first + following.shape[1]]
-            logits = self.runner.forward(part, rows, num_outputs=part.shape[1])
+            logits = self.runner.forward(ForwardBatch(part, rows, num_outputs=part.shape[1]))
             found.append(log_probs_of(logits, following))
         values: list[list[float]] = torch.cat(found, dim=1).tolist()
         return values

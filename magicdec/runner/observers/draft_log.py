@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from magicdec.kv.cache import KVCache
+from magicdec.kv.cache import BatchRows, KVCache
 from magicdec.kv.layer_caches import LayerCaches
 from magicdec.kv.layer_views import LayerViews
 from magicdec.kv.view import KVView
+from magicdec.runner.forward_batch import ForwardObserver
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 LogPlaces = np.ndarray[Any, np.dtype[np.int64]]
@@ -89,8 +90,8 @@ def _common(hashes: Sequence[str]) -> str:
     return hashlib.blake2b(" ".join(hashes).encode()).hexdigest()[:DIGITS]
 
 
-@dataclass
-class DraftLog:
+@dataclass(eq=False)
+class DraftLog(ForwardObserver):
     """The log of a pass, for the running step between `begin` and `digests`. With captured
     forwards there are no digests."""
 
@@ -107,9 +108,9 @@ class DraftLog:
             return None
         return [self._rows.get(row, RowLog()).digest() for row in rows]
 
-    def chose(self, caches: LayerCaches, rows: Sequence[int], positions: Sequence[Tensor]) -> None:
-        """Note that the first entries of `rows` are now tokens at `positions`, [B, G, N] by layer;
-        empty: no choice."""
+    def on_choice(
+        self, caches: LayerCaches, rows: Sequence[int], positions: Sequence[Tensor]
+    ) -> None:
         for cache, layers in zip(caches.distinct, caches.windows.layers, strict=True):
             for place, row in enumerate(rows):
                 self._chosen.pop((id(cache), row), None)
@@ -122,9 +123,10 @@ class DraftLog:
         for row, tokens, count in zip(rows, ids.tolist(), counts, strict=True):
             self._rows.setdefault(row, RowLog()).drafted = tuple(tokens[:count])
 
-    def read(self, views: LayerViews, offsets: Tensor | None, num_forwards: int = 1) -> None:
-        """Note that draft forwards read `views`, with a tail that grows by one token each.
-        `offsets` are the runner's."""
+    def on_draft(
+        self, rows: BatchRows, views: LayerViews, offsets: Tensor | None, num_forwards: int
+    ) -> None:
+        self.is_complete &= not rows.is_captured
         if not self.is_complete:
             return
         view = views.widest

@@ -1,4 +1,4 @@
-"""Witness: logits of steps, kept so that another judge can tell how large their errors are.
+"""LogitsRecorder: logits of steps, kept so that another judge can tell how large their errors are.
 
 Steps and rows are chosen at random beforehand, within a bound on memory.
 
@@ -36,7 +36,7 @@ class KeptStep:
 
 
 @dataclass
-class Witness:
+class LogitsRecorder:
     """A keeper of steps of `rows`, each with probability `share`, while `is_watching` and memory
     lasts. All ranks keep the same."""
 
@@ -57,8 +57,8 @@ class Witness:
         num_steps: int,
         seed: str,
         max_gamma: int,
-    ) -> Witness:
-        """A witness for at most `num_steps` steps of `num_rows` rows with at most `gamma`
+    ) -> LogitsRecorder:
+        """A recorder of at most `num_steps` steps of `num_rows` rows with at most `gamma`
         drafts. Passes of equal seed and `max_gamma` keep the same rows."""
         chance = random.Random(seed)
         (first, last) = runner.model.head_rows

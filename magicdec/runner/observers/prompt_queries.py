@@ -6,11 +6,13 @@ Shapes: T tokens of a chunk, W kept tokens, B rows, H query heads of this rank, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from magicdec.runner.forward_batch import EnqueuedForward, ForwardObserver
 
 
 @dataclass
@@ -22,30 +24,36 @@ class _Kept:
     layers: dict[int, Tensor] = field(default_factory=dict)
 
 
-class PromptQueries:
+class PromptQueries(ForwardObserver):
     """A keeper of the queries of the last `num_tokens` tokens of prompts."""
+
+    needs_queries = True
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self._rows: dict[int, _Kept] = {}
 
-    def begin(self, row: int, prompt_length: int, num_computed: int) -> None:
-        self._rows[row] = _Kept(prompt_length, num_computed)
+    def begin_prompt(self, row: int, length: int, num_left: int) -> None:
+        self._rows[row] = _Kept(length, num_left)
 
-    def watch(self, row: int, num_left: int) -> Callable[[int, Tensor], None] | None:
-        """A function of layer and queries [1, T, H, D] of a prompt chunk, after which `num_left`
-        tokens follow; None if it keeps nothing."""
-        count = self.num_tokens - num_left
-        if count <= 0:
-            return None
-        layers = self._rows[row].layers
+    def wants(self, forward: EnqueuedForward) -> bool:
+        if not forward.view.is_of_prompt or forward.view.rows[0] not in self._rows:
+            return False
+        return self._num_kept(forward) > 0
 
-        def keep(layer: int, queries: Tensor) -> None:
-            newest = queries[0, -count:]
-            parts = [layers[layer], newest] if layer in layers else [newest]
-            layers[layer] = torch.cat(parts)  # a copy: the chunk's other queries can be freed
+    def on_queries(self, forward: EnqueuedForward, layer: int, queries: Tensor) -> None:
+        layers = self._rows[forward.view.rows[0]].layers
+        newest = queries[0, -self._num_kept(forward) :]
+        parts = [layers[layer], newest] if layer in layers else [newest]
+        layers[layer] = torch.cat(parts)  # a copy: the chunk's other queries can be freed
 
-        return keep
+    def _num_kept(self, forward: EnqueuedForward) -> int:
+        """How many of the tokens of a chunk of one row's prompt are among the last ones."""
+        view = forward.view
+        (row,) = view.rows
+        (length,) = view.lengths
+        num_left = self._rows[row].prompt_length - length - view.num_new
+        return self.num_tokens - num_left
 
     def newest(self, rows: Sequence[int], lengths: Sequence[int], count: int) -> list[Tensor]:
         """Queries [B, count, H, D] by layer of the newest `count` tokens of `rows` with prompts

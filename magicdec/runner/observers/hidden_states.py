@@ -1,0 +1,75 @@
+"""HiddenStates: hidden states of a model's tokens after some of its layers, by row and position,
+kept for a head that drafts from them.
+
+Shapes: B rows, T new tokens, N states of a token, S numbers of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.runner.forward_batch import EnqueuedForward, ForwardObserver
+from magicdec.runner.model_runner import ModelRunner
+
+
+class HiddenStates(ForwardObserver):
+    """States, and token ids, of `num_rows` rows of at most `max_tokens` tokens, of all tokens that
+    a runner computes from now on.
+
+    `state_layers`: state R[a] is what a layers have made of the embedding, before any final norm. A
+    row's lengths are those of the cache of the model that writes here."""
+
+    def __init__(
+        self,
+        state_layers: Sequence[int],
+        num_rows: int,
+        max_tokens: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.state_layers = tuple(state_layers)
+        num_states = len(self.state_layers)
+        self.values = torch.zeros(
+            num_rows, max_tokens, num_states, size, dtype=dtype, device=device
+        )
+        self.token_ids = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
+
+    @classmethod
+    def of(cls, runner: ModelRunner, state_layers: Sequence[int]) -> HiddenStates:
+        """Room for the states of all tokens of a runner, after so many of its layers."""
+        return cls(
+            state_layers,
+            num_rows=runner.num_rows,
+            max_tokens=runner.max_tokens,
+            size=runner.model.config.hidden_size,
+            dtype=runner.cache.k.dtype,
+            device=runner.device,
+        )
+
+    def wants(self, forward: EnqueuedForward) -> bool:
+        return not forward.is_draft
+
+    def on_states(self, forward: EnqueuedForward, states: Tensor) -> None:
+        self.write(forward.rows.index, forward.positions, forward.x, states)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.token_ids.nbytes
+
+    def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor, states: Tensor) -> None:
+        """States [N, B, T, S] of token ids [B, T] at positions [B, T] of rows [B]."""
+        place = rows.unsqueeze(1), positions
+        self.values[place] = states.permute(1, 2, 0, 3)
+        self.token_ids[place] = token_ids
+
+    def ids_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Token ids [B, T]."""
+        return self.token_ids[rows.unsqueeze(1), positions]
+
+    def states_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """[B, T, N, S]."""
+        return self.values[rows.unsqueeze(1), positions]
