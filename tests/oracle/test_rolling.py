@@ -98,7 +98,7 @@ def forward(
     """Logits [T, V] of `ids`, which follow the tokens of the row."""
     logits = runner.forward(ForwardBatch(ids, list(rows), committed=settled))
     for i, plain in enumerate(rows.values()):
-        expected = plain.forward(ForwardBatch(ids[i].tolist(), settled[i]))
+        expected = plain.forward(ids[i].tolist(), settled[i])
         assert torch.allclose(logits[i], expected, atol=5e-4, rtol=1e-4), (
             i,
             settled[i],

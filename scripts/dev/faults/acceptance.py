@@ -247,8 +247,8 @@ CHOICES = (
     regression(
         "retrieval by the query of the prompt alone",
         RETRIEVED,
-        "self._seen[windows.numbers[layer]] = queries",
-        "pass",
+        "in self.in_widest(self._seen.layers):",
+        "in ():",
         f"{RETRIEVAL} 257",
     ),
     regression(
@@ -262,8 +262,8 @@ CHOICES = (
     regression(
         "verified does not see what a verification attends to",
         WEIGHED,
-        "self._seen[windows.numbers[layer]] = weights",
-        "pass",
+        "in self.in_widest(self._seen.layers):",
+        "in ():",
         f"{VERIFIED} 257",
     ),
     regression(
@@ -308,8 +308,8 @@ CHOICES = (
     regression(
         "the first queries of a prompt's last chunk choose",
         "runner/observers/prompt_queries.py",
-        "newest = queries[0, -count:]",
-        "newest = queries[0, :count]",
+        "newest = queries[0, -self._num_kept(forward) :]",
+        "newest = queries[0, : self._num_kept(forward)]",
         f"{SNAPKV} 257 --gamma 4",
         f"{RETRIEVAL} 257",
     ),
@@ -506,8 +506,8 @@ RANKS = (
     regression(
         "the second rank retrieves by the query of the prompt",
         RETRIEVED,
-        "self._seen[windows.numbers[layer]] = queries",
-        f"self._seen.update({{}} if {SECOND} else {{layer: queries}})",
+        "in self.in_widest(self._seen.layers):",
+        f"in () if {SECOND} else self.in_widest(self._seen.layers):",
         f"{RETRIEVAL} 257 {ON_RANKS}",
     ),
     regression(

@@ -238,8 +238,8 @@ PROPERTIES = (
             Fault(
                 "weights of the prompt for ever",
                 "speculation/policies/verified.py",
-                "if not windows.is_narrow(layer):",
-                "if not windows.is_narrow(layer) and weights.shape[0] == 1:",
+                "in self.in_widest(self._seen.layers):",
+                "in () if len(rows) > 1 else self.in_widest(self._seen.layers):",
             ),
             Fault(
                 "a window of blocks short by one",

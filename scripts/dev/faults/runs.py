@@ -50,7 +50,7 @@ PROPERTIES = (
             Fault(
                 "draft lengths learn from times without the step",
                 "speculation/steps/speculative.py",
-                "        seconds = time.perf_counter() - started",
+                "        seconds = time.perf_counter() - together.started",
                 "        seconds = time.perf_counter() - time.perf_counter()",
             ),
         ),
