@@ -342,7 +342,14 @@ def make_engine(
     draft = make_draft(run, groups, models, target=plan)
     decoder = build_decoder(runner, config.decoding, config.kv, draft=draft, is_in_flight=True)
     step_tokens = plan.tokens - max_tokens + 1
-    limits = BatchLimits(plan.tokens, *runner.caches.limits, step_tokens, prefill_tokens)
+    block_size, num_blocks = runner.caches.limits
+    limits = BatchLimits(
+        max_tokens=plan.tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        step_tokens=step_tokens,
+        prefill_tokens=prefill_tokens,
+    )
     return Engine(runner, config.attention.prefill_chunk, limits), decoder
 
 

@@ -41,9 +41,9 @@ STRATEGIES = {
 DRAFTERS = {
     "self": "magicdec.speculation.model_drafter:SelfDrafter",
     "model": "magicdec.speculation.model_drafter:ModelDrafter",
+    "eagle": "magicdec.speculation.eagle:EagleDrafter",
     "ngram": "magicdec.speculation.ngram:NgramDrafter",
     "ngram+self": "magicdec.speculation.mixed:MixedDrafter",
-    "eagle": "magicdec.speculation.eagle:EagleDrafter",
     "ngram+model": "magicdec.speculation.mixed:MixedDrafter",
     "ngram+eagle": "magicdec.speculation.mixed:MixedDrafter",
 }

@@ -183,8 +183,15 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
     check_record_file("--out", args.out)
     new_tokens = tuple(sorted({1, *args.T}))
     copies = [each for each in args.draft_weights or () if each != SAME]
-    times = args.repeats, args.warmup, (None, *copies)
-    grid = LatencyGrid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
+    grid = LatencyGrid(
+        batch_sizes=args.B,
+        contexts=args.prefix_len,
+        new_tokens=new_tokens,
+        drafts=tuple(drafts),
+        repeats=args.repeats,
+        warmup=args.warmup,
+        draft_weights=(None, *copies),
+    )
     return config, grid, args
 
 

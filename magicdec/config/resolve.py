@@ -35,7 +35,6 @@ from magicdec.config.resolved import (
     tokens_of_rows,
 )
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import SELF
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def resolve(
     )
     kv = config.kv.resolve()
     low_bit = decoding.draft_weights
-    is_self = decoding.model_drafter == SELF
+    is_self = decoding.drafts_itself
 
     def backend_for(traits: ModelTraits, policy: str | None) -> Choice:
         case = AttentionCase(device, dtype, traits, tokens_of_rows(w, decoding), policy)

@@ -13,7 +13,6 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_BATCHES,
     DEFAULT_GEN_LEN,
-    SELF,
     DecodingSection,
     KVSection,
     OutputSection,
@@ -98,7 +97,7 @@ class ResolvedConfig:
     @property
     def low_bit(self) -> str | None:
         """The kind of the low-bit matrices that self-speculation drafts with; None without."""
-        return self.decoding.draft_weights if self.decoding.model_drafter == SELF else None
+        return self.decoding.draft_weights if self.decoding.drafts_itself else None
 
     def on_ranks(self, ranks: Sequence[int]) -> ResolvedConfig:
         parallel = dataclasses.replace(self.parallel, rank_group=tuple(ranks))

@@ -12,9 +12,7 @@ from magicdec.config.sections import (
     EAGLE_PREFIX,
     MODEL_PREFIX,
     NAMED,
-    NGRAM,
     NONE,
-    SELF,
     AttentionSection,
     DecodingSection,
     DraftSection,
@@ -26,22 +24,12 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import check_values
-from magicdec.names import BASELINE, DEFAULT_KV_POLICY, EAGLE, FULL_KV_POLICY, NGRAM_AND
+from magicdec.names import BASELINE, DEFAULT_KV_POLICY, DRAFTERS, EAGLE, FULL_KV_POLICY, NGRAM_AND
 
 MODEL = f"{MODEL_PREFIX}NAME"
 HEAD = f"{EAGLE_PREFIX}DIR"
 EAGLE_POLICIES = (FULL_KV_POLICY, DEFAULT_KV_POLICY)
 EXAMPLES = {"model": MODEL, EAGLE: HEAD}
-DRAFTS = (
-    SELF,
-    MODEL,
-    HEAD,
-    NGRAM,
-    NGRAM_AND + SELF,
-    NGRAM_AND + MODEL,
-    NGRAM_AND + HEAD,
-    NONE,
-)
 
 
 def split_draft(draft: str) -> tuple[str, str | None]:
@@ -55,6 +43,15 @@ def split_draft(draft: str) -> tuple[str, str | None]:
 def join_draft(drafter: str, name: str | None) -> str:
     """The inverse of `split_draft`. Other drafters have no name of a model."""
     return f"{drafter}:{name}" if drafter.removeprefix(NGRAM_AND) in NAMED else drafter
+
+
+def example_of(drafter: str) -> str:
+    """What `--draft` says for a drafter: ngram+model:NAME for ngram+model."""
+    looked_up, plus, last = drafter.rpartition("+")
+    return looked_up + plus + EXAMPLES.get(last, last)
+
+
+DRAFTS = (*map(example_of, DRAFTERS), NONE)
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,7 @@ class RunConfig:
         """The config with what `--draft` names, with the settings of `self.draft`. Raises
         ValueError outside `choices`."""
         drafter, name = split_draft(draft)
-        looked_up, _, last = drafter.rpartition("+")
-        lookup = NGRAM_AND if looked_up else ""
-        if (draft if name is None else lookup + EXAMPLES[last]) not in choices:
+        if (draft if name is None else example_of(drafter)) not in choices:
             first, _, second = draft.partition("+")
             if first and first == second:
                 raise ValueError(f"--draft {draft} names one source twice; give {first}")
@@ -110,14 +105,14 @@ class RunConfig:
         policy = policy_name(kv.policy, kv.budget)
         if self.draft is not None:
             check_rank_group("--draft_ranks", self.draft.rank_group, world_size, is_target=False)
-            if d.model_drafter != EAGLE:
+            if not d.has_head:
                 check_standalone(policy)
             elif policy not in EAGLE_POLICIES:
                 raise ValueError(
                     f"--kv_policy {policy}: an EAGLE-3 head keeps its whole cache or a window of "
                     f"it; choose from {', '.join(EAGLE_POLICIES)}"
                 )
-            if self.draft.eagle_layers is not None and d.model_drafter != EAGLE:
+            if self.draft.eagle_layers is not None and not d.has_head:
                 layers = " ".join(map(str, self.draft.eagle_layers))
                 raise ValueError(
                     f"--eagle_layers {layers}: no EAGLE-3 head drafts here; leave it out"
@@ -141,11 +136,11 @@ class RunConfig:
                 "self or model",
             ),
             (
-                d.model_drafter in NAMED and not has_draft,
+                d.has_draft_model and not has_draft,
                 f"--drafter {drafter}: no draft is named here; that is longspec",
             ),
             (
-                d.model_drafter not in NAMED and has_draft,
+                has_draft and not d.has_draft_model,
                 f"--drafter {drafter}: the draft --model would do nothing; choose model, or run "
                 "selfspec",
             ),

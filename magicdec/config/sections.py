@@ -151,6 +151,12 @@ class AttentionSection:
     prefill_chunk: int = setting(512, "Prompt tokens in each forward of prefill.", least=1)
 
 
+def model_drafter_of(drafter: str | None) -> str | None:
+    """The part of a drafter's name that says which model drafts; None if none does."""
+    name = (drafter or "").removeprefix(NGRAM_AND)
+    return name if name in (SELF, *NAMED) else None
+
+
 @dataclass(frozen=True)
 class DecodingSection:
     strategy: str = "autoregressive"
@@ -247,8 +253,22 @@ class DecodingSection:
     @property
     def model_drafter(self) -> str | None:
         """The model that drafts, also beside prompt lookup: self, model, eagle, or None."""
-        name = (self.drafter or "").removeprefix(NGRAM_AND)
-        return None if name in ("", NGRAM) else name
+        return model_drafter_of(self.drafter)
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the target drafts, or a low-bit copy of it."""
+        return self.model_drafter == SELF
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a model or a head beside the target drafts."""
+        return self.model_drafter in NAMED
+
+    @property
+    def has_head(self) -> bool:
+        """Whether an EAGLE-3 head drafts."""
+        return self.model_drafter == EAGLE
 
     @property
     def max_draft_forwards(self) -> int:

@@ -102,9 +102,15 @@ class LayerCaches:
         """`shape` of so many layers with a storage. Rows share blocks if it `shares_prefixes`."""
         caches = list[KVCache]()
         for num_layers, storage in zip(windows.num_layers, storages, strict=True):
-            beside = caches[0] if caches else None
-            place = num_rows, storage.blocks_per_row, dtype, device
-            caches.append(KVCache(shape(num_layers, storage), *place, beside))
+            cache = KVCache(
+                shape(num_layers, storage),
+                num_rows=num_rows,
+                blocks_per_row=storage.blocks_per_row,
+                dtype=dtype,
+                device=device,
+                beside=caches[0] if caches else None,
+            )
+            caches.append(cache)
         held = tuple(each.held for each in storages)
         prefixes = None
         if shares_prefixes:
@@ -249,8 +255,8 @@ class LayerCaches:
         if len(self.distinct) == len(other.distinct) == 1:
             (from_cache,) = other.distinct
             (to_cache,) = self.distinct
-            slots = from_cache.slots(rows, source), to_cache.slots(rows, target)
-            to_cache.copy_from(from_cache, *slots)
+            from_slots = from_cache.slots(rows, source)
+            to_cache.copy_from(from_cache, from_slots, to_cache.slots(rows, target))
             return
         for layer in range(len(self.windows.of_layer)):
             self.write(layer, rows, target, *other.read(layer, rows, source))

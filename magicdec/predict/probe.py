@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,12 +116,9 @@ def measure_forwards(
     overheads of a layer, by which `SEVERAL` takes longer than `FEW`: the demo's weights may lie in
     a processor's cache, which outruns the memory. All models are whole on each rank."""
     num_rows = 32 if device.type == "cuda" else 4  # their KV exceeds the last-level cache
-    place = group, device, kinds, backend
-    demo = load_runner(*place, find_model("--model", "demo"), num_rows, CONTEXT + MANY)
-    small = [
-        load_runner(*place, random_model(config), num_rows, CACHED + MANY)
-        for config in (FEW, SEVERAL)
-    ]
+    load = partial(load_runner, group, device, kinds, backend)
+    demo = load(find_model("--model", "demo"), num_rows, CONTEXT + MANY)
+    small = [load(random_model(config), num_rows, CACHED + MANY) for config in (FEW, SEVERAL)]
     config = demo.model.config
     size = demo.cache.k.element_size()
 

@@ -153,10 +153,10 @@ def does_as_much(kind: StepKind, other: StepKind) -> bool:
 
 def _kinds(samples: PassSamples) -> Iterator[tuple[Place, StepKind]]:
     for batch, times in enumerate(samples.step_ms):
-        size = batch, len(times)
-        forwards = _known(samples.num_forwards, *size, 0)
-        drafted = _known(samples.padded_gamma, *size, 0)
-        rows = map(len, _known(samples.num_emitted, *size, list[int]()))
+        num_steps = len(times)
+        forwards = _known(samples.num_forwards, batch, num_steps, 0)
+        drafted = _known(samples.padded_gamma, batch, num_steps, 0)
+        rows = map(len, _known(samples.num_emitted, batch, num_steps, list[int]()))
         for step, kind in enumerate(zip(forwards, drafted, rows, strict=True)):
             yield (batch, step), kind
 

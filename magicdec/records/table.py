@@ -316,8 +316,12 @@ def break_even(record: RunRecord) -> float | None:
     if metrics is None or not metrics.speedup or samples is None:
         return None
     num_tokens = sum(map(sum, samples.sequence_tokens))
-    of_drafts = metrics.num_spec_steps, metrics.mean_emitted_tokens
-    return break_even_length(num_tokens, num_tokens / metrics.speedup, *of_drafts)
+    return break_even_length(
+        num_tokens,
+        num_steps=num_tokens / metrics.speedup,
+        num_verified=metrics.num_spec_steps,
+        emitted=metrics.mean_emitted_tokens,
+    )
 
 
 def batches(count: int) -> str:

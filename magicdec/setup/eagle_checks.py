@@ -8,17 +8,16 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import EAGLE_PREFIX, MODEL_PREFIX
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.config import EagleConfig
-from magicdec.names import EAGLE
 
 
 def check_kind(run_config: RunConfig, draft: ModelSource) -> None:
     """A head is no model, and a model is no head."""
     is_head = draft.config.eagle is not None
-    if is_head and run_config.decoding.model_drafter != EAGLE:
+    if is_head and not run_config.decoding.has_head:
         raise ValueError(
             f"--draft {draft.name}: it is an EAGLE-3 head; name it as --draft {EAGLE_PREFIX}DIR"
         )
-    if not is_head and run_config.decoding.model_drafter == EAGLE:
+    if not is_head and run_config.decoding.has_head:
         raise ValueError(
             f"--draft {EAGLE_PREFIX}{draft.name}: it is a model, not an EAGLE-3 head; name it as "
             f"--draft {MODEL_PREFIX}NAME"

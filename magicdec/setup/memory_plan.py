@@ -12,7 +12,6 @@ from dataclasses import astuple, dataclass
 
 from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.config.sections import SELF
 from magicdec.hardware.costs import DTYPE_BYTES
 from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
@@ -34,7 +33,7 @@ def working_bytes(plan: ModelPlan) -> int:
     longest = max_tokens(plan.config)
     chunk = min(config.attention.prefill_chunk, w.prefix_len)
     T = 1 + longest - w.prefix_len - w.num_new_tokens
-    observes = config.decoding.model_drafter == SELF and load_policy(config.kv.policy).needs_weights
+    observes = config.decoding.drafts_itself and load_policy(config.kv.policy).needs_weights
     buffer = BANDWIDTH_BYTES // plan.shard.size
     needs = (
         forward_bytes(plan, (1, chunk, longest)),
@@ -54,7 +53,7 @@ def first_choice_bytes(plan: ModelPlan) -> int:
     config = plan.config
     policy = make_policy(plan.config.kv)
     w = plan.config.workload
-    if config.decoding.model_drafter != SELF:
+    if not config.decoding.drafts_itself:
         return 0
     B = w.batch_size
     S = w.prefix_len
@@ -179,12 +178,17 @@ def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[Mo
     them anew for each."""
     draft = config.draft
     rewound = rewound_by_pass(config, max_tokens(config))
-    place = config.parallel.rank_group, rank
-    plans = [ModelPlan(config, models.target, *place, rewound=rewound)]
+    plans = [ModelPlan(config, models.target, config.parallel.rank_group, rank, rewound=rewound)]
     if draft is not None and models.draft is not None and rank in draft.rank_group:
-        place = draft.rank_group, rank
-        rewound = rewound_by_step(config)
-        plans.append(ModelPlan(config, models.draft, *place, is_draft=True, rewound=rewound))
+        of_draft = ModelPlan(
+            config,
+            models.draft,
+            draft.rank_group,
+            rank,
+            is_draft=True,
+            rewound=rewound_by_step(config),
+        )
+        plans.append(of_draft)
     return plans
 
 

@@ -244,7 +244,7 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     flags_text = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(flags_text, length, flag, source)
     check_backend(config, config.attention.backend, flag, source)
-    if config.decoding.model_drafter == "self":
+    if config.decoding.drafts_itself:
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
     label = f"{flag} {source.name}"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig, tokens_of_rows
-from magicdec.config.sections import SELF
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
     DTYPE_BYTES,
@@ -301,7 +300,7 @@ class ModelPlan:
         chooses by."""
         config = self.config
         policy = make_policy(self.config.kv)
-        is_self = config.decoding.model_drafter == SELF
+        is_self = config.decoding.drafts_itself
         if not (self.is_draft or is_self):
             return 0
         if policy.is_copied:  # with room for the tokens that follow
@@ -322,11 +321,10 @@ class ModelPlan:
     def query_bytes(self) -> int:
         """Bytes of the queries of each prompt's newest tokens, which prefill keeps for the KV
         policy."""
-        if not (self.is_draft or self.config.decoding.model_drafter == SELF):
+        if not (self.is_draft or self.config.decoding.drafts_itself):
             return 0
         w = self.config.workload
-        heads = (self.model.num_heads, self.model.num_kv_heads)
-        first, last = self.shard.heads(*heads)[0]
+        first, last = self.shard.heads(self.model.num_heads, self.model.num_kv_heads)[0]
         tokens = w.batch_size * min(make_policy(self.config.kv).observed_tokens, w.prefix_len)
         numbers = self.part_model.num_layers * (last - first) * self.model.cached_head_dim
         return tokens * numbers * DTYPE_BYTES[self.config.model.dtype]

@@ -54,7 +54,7 @@ REFUSALS = [  # (ranks, flags, message)
     (2, "--modes ring+draft --draft ngram --gamma auto", "--gamma auto: --modes ring+draft drafts"),
     (1, "--modes ring+draft --draft self", "--draft self: --modes ring+draft lacks layers"),
     (1, "--gamma 4", "--gamma does nothing here: autoregressive decoding drafts nothing"),
-    (1, "--draft ngram --budget 65", "--budget does nothing here: prompt lookup reads no KV"),
+    (1, "--draft ngram --budget 65", "--budget does nothing here: drafts of ngram read no KV"),
     (1, "--draft other", "--draft other is not known; choose from self, model:NAME, eagle:DIR, "),
     (2, "--modes async --draft ngram+self", "--modes async drafts from one source; choose"),
     (2, "--modes ring+draft --draft ngram+self", "--modes ring+draft drafts from one source"),

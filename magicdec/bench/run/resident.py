@@ -126,7 +126,7 @@ class CacheDemand:
     def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> CacheDemand:
         longest = max(max_tokens(config) for config in configs)
         rewound = max(rewound_by_pass(config, longest) for config in configs)
-        observing = [config.kv for config in configs if config.decoding.model_drafter == "self"]
+        observing = [config.kv for config in configs if config.decoding.drafts_itself]
         most = max(observing, key=lambda kv: make_policy(kv).observed_tokens, default=None)
         return cls(longest, rewound, most, is_kept)
 

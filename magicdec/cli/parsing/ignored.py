@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import NAMED
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import is_other_start
 from magicdec.names import BASELINE, FULL_KV_POLICY
@@ -47,12 +46,12 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
         return "autoregressive decoding drafts nothing"
     if setting == "decoding.lookup_corpus" and not decoding.looks_up:
         return "nothing is looked up"
-    if section == "draft" and decoding.model_drafter not in NAMED:
+    if section == "draft" and not decoding.has_draft_model:
         return "no other model drafts"
-    if setting == "decoding.draft_weights" and decoding.drafter == "ngram":
-        return "prompt lookup has no weights"
-    if section == "kv" and decoding.drafter == "ngram":
-        return "prompt lookup reads no KV cache"
+    if setting == "decoding.draft_weights" and decoding.model_drafter is None:
+        return f"drafts of {decoding.drafter} have no weights"
+    if section == "kv" and decoding.model_drafter is None:
+        return f"drafts of {decoding.drafter} read no KV cache"
     if setting == "sampling.seed" and config.sampling.temperature == 0:
         return "--temperature 0 is greedy"
     return _why_policy_ignores(config, name) if section == "kv" else None

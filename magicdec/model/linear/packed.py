@@ -111,8 +111,9 @@ class PackedLinear(nn.Module):
         blocks = -(-self.out_features // WIDTH)
         packed = torch.empty(blocks, *shape(self.in_features), WIDTH, dtype=dtype)
         use_huge_pages(packed)
-        sizes = self.out_features, self.in_features
-        getattr(library(), pack)(weight.data_ptr(), *sizes, packed.data_ptr())
+        getattr(library(), pack)(
+            weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr()
+        )
         return packed
 
     def forward(self, x: Tensor) -> Tensor:

@@ -144,11 +144,12 @@ class Change:
 def pair_of(new: DraftedPass, old: DraftedPass) -> PairedCounts:
     pairs = zip(old.output_hashes, new.output_hashes, strict=True)
     is_other = np.array([one != other for one, other in pairs])
-    counts = old.counts, new.counts
+    before = old.counts
+    after = new.counts
     # Another text may be easier or harder to draft for, as another prompt may be.
-    between = float(np.nanvar(counts[0].rates, ddof=1)) if len(is_other) > 1 else 0.0
+    between = float(np.nanvar(before.rates, ddof=1)) if len(is_other) > 1 else 0.0
     errors = np.sqrt(rate_variances(old) + rate_variances(new) + is_other * between)
-    return PairedCounts(*counts, int(is_other.sum()), errors)
+    return PairedCounts(before, after, int(is_other.sum()), errors)
 
 
 def rate_variances(drafted: DraftedPass) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 from magicdec.config.capabilities import policy_called
 from magicdec.config.run_config import join_draft
-from magicdec.config.sections import NONE, KVSection, SamplingSection
+from magicdec.config.sections import NONE, KVSection, SamplingSection, model_drafter_of
 from magicdec.config.setting import declared
 from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.output.console import printable
@@ -40,7 +40,8 @@ def policy_of(config: Mapping[str, Any]) -> str | None:
     if config.get("kv") is None:  # of a mode whose drafts read no cache
         return None
     policy: str = config["kv"]["policy"]
-    return None if config["decoding"]["drafter"] == "ngram" else policy
+    drafter = config["decoding"]["drafter"]
+    return None if drafter is not None and model_drafter_of(drafter) is None else policy
 
 
 def measured_thing(record: DraftingRecord) -> Key:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from magicdec.config.sections import SELF, DecodingSection, KVSection
+from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.names import BASELINE
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.speculation.draft_length import DraftLength
@@ -60,6 +60,6 @@ def build_decoder(
         logits_recorder=logits_recorder,
     )
     if is_in_flight:
-        drafts_itself = name != BASELINE and decoding.model_drafter == SELF
+        drafts_itself = name != BASELINE and decoding.drafts_itself
         keep_queries(runner, kv if drafts_itself else None)
     return make_strategy(name, setup)
