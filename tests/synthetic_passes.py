@@ -21,7 +21,7 @@ from magicdec.records.acceptance import ReportedCounts, Verification, Verificati
 from magicdec.records.reading import parse_line
 from magicdec.records.stalls import TimedStep
 from magicdec.runner.request import Request, SamplingParams, Turn
-from magicdec.systems.servers.report import ANSWERS, BOTH, COUNTERS, ServerReport
+from magicdec.systems.servers.details import ANSWERS, BOTH, COUNTERS, ServersDetails
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 NUM_REQUESTS = 15
@@ -151,9 +151,9 @@ def as_reported(found: Verifications, kind: str) -> Verifications:
     )
 
 
-def report_of(kind: str) -> ServerReport:
+def report_of(kind: str) -> ServersDetails:
     source = kind if kind in (COUNTERS, BOTH) else ANSWERS
-    return ServerReport(program="vllm", source=source, missing=[], problems=[])
+    return ServersDetails(program="vllm", source=source, missing=[], problems=[])
 
 
 def drawn_steps(rng: random.Random) -> list[TimedStep]:

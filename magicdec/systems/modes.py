@@ -10,10 +10,10 @@ from string import digits
 
 from magicdec.names import SEQUENTIAL
 
-BATCHING = "magicdec.systems.batching:Batching"
-RING = "magicdec.systems.ring.ring:Ring"
-SPECULATIVE = "magicdec.systems.pipeinfer.speculative_pipeline:SpeculativePipeline"
-ENDPOINT = "magicdec.systems.endpoint:Endpoint"
+BATCHING = "magicdec.systems.flover.system:Flover"
+RING = "magicdec.systems.mdi_llm.system:MDILLM"
+SPECULATIVE = "magicdec.systems.pipeinfer.system:PipeInfer"
+ENDPOINT = "magicdec.systems.servers.system:Servers"
 WITH_DRAFT = "+draft"
 AT_ONCE = " at once"  # behind the concurrency of a pass
 

@@ -24,7 +24,7 @@ from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.layout import StageGrid, make_grid, read_split
 from magicdec.names import NGRAM_AND, OPENAI_API, SERVER_APIS
 from magicdec.runner.step_plan import PREFILL_TOKENS
-from magicdec.systems.http_client import read_key
+from magicdec.systems.servers.http_client import read_key
 from magicdec.systems.modes import (
     ENDPOINT,
     MODES,

@@ -41,9 +41,9 @@ from magicdec.workload.request_shapes import RequestShape
 
 if TYPE_CHECKING:
     from magicdec.speculation.steps.witness import Witness
-    from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
-    from magicdec.systems.ring.metrics import RingMetrics
-    from magicdec.systems.servers.report import ServerReport
+    from magicdec.systems.pipeinfer.details import PipeInferDetails
+    from magicdec.systems.mdi_llm.details import MDILLMDetails
+    from magicdec.systems.servers.details import ServersDetails
 
 WARM_UP_TOKENS = 3
 
@@ -102,15 +102,15 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class Extras:
+class SystemDetails:
     """Measurements of a system beside the times of requests: those of stages on the first rank,
     and `witness`, which has kept steps, on each rank that computes whole ones."""
 
-    ring: RingMetrics | None = None
-    speculation: SpeculationMetrics | None = None
+    ring: MDILLMDetails | None = None
+    speculation: PipeInferDetails | None = None
     trace: PassTrace | None = None
     witness: Witness | None = None
-    server: ServerReport | None = None  # of another program
+    server: ServersDetails | None = None  # of another program
 
 
 class System(ABC):
@@ -205,7 +205,7 @@ class System(ABC):
         return self.run.config.parallel.threads if self.computes else 0
 
     @abstractmethod
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> SystemDetails:
         """Serve all requests, each from its arrival on. Only the first rank's get their tokens.
         Raises ValueError, before the first step, if a request can never be served."""
 

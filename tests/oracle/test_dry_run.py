@@ -88,8 +88,8 @@ OF_PA = {
 SHORT = [12, 6, 18, 3, 10]  # new tokens: every operator here takes much longer than elsewhere
 OF_STAGES = {
     "distributed/channels/message.wait_for_stream: synchronize",
-    "systems/ring/recurrent._tokens: tolist",
-    "systems/ring/recurrent.judge: tolist",
+    "systems/mdi_llm/recurrent._tokens: tolist",
+    "systems/mdi_llm/recurrent.judge: tolist",
     "systems/pipeinfer/run_stage.predict: download",
     "systems/pipeinfer/path_drafter._learn: tolist",
 }

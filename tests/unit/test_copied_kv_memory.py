@@ -29,7 +29,7 @@ from magicdec.systems.pipeinfer.head import DraftRequest
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import ModelPathDrafter
 from magicdec.systems.pipeinfer.run_stage import RunStage
-from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.pipeinfer.system import PipeInfer
 
 ALONE = Launch(0, 1, 0, 1)
 WINDOW = 6
@@ -137,7 +137,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
         ALONE,
     )
     (pipeline,) = prepare(experiment.config, experiment.options, ALONE).systems
-    assert isinstance(pipeline, SpeculativePipeline)
+    assert isinstance(pipeline, PipeInfer)
     drafting = pipeline.drafting
     assert drafting is not None and drafting.draft_source is not None
     alone = Group((0,), 0)

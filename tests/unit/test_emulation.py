@@ -25,8 +25,8 @@ from magicdec.output.console import make_progress
 from magicdec.systems.pipeinfer.drawn_drafts import draw_right
 from magicdec.systems.pipeinfer.path_drafter import DraftRequest
 from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
-from magicdec.systems.ring.recurrent import RecurrentPipeline
-from magicdec.systems.ring.ring_stage import Stage
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline
+from magicdec.systems.mdi_llm.ring_stage import Stage
 from magicdec.systems.stages.emulation import (
     DueReceiver,
     EmulatedTime,

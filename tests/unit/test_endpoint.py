@@ -26,8 +26,8 @@ from magicdec.distributed.groups import Launch
 from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
-from magicdec.systems.batching import Batching
-from magicdec.systems.endpoint import is_same_server, without_openai
+from magicdec.systems.flover.system import Flover
+from magicdec.systems.servers.system import is_same_server, without_openai
 
 ALONE = Launch(0, 1, 0, 1)
 
@@ -245,14 +245,14 @@ def words(
 @pytest.fixture
 def learning(server: StandInServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers as our own modes did."""
-    original = Batching.serve
+    original = Flover.serve
 
-    def serve(batching: Batching, each: Any, requests: Any, watch: Any) -> Any:
+    def serve(batching: Flover, each: Any, requests: Any, watch: Any) -> Any:
         extras = original(batching, each, requests, watch)
         server.answers |= {r.prompt_ids: list(r.output_ids) for r in requests}
         return extras
 
-    monkeypatch.setattr(Batching, "serve", serve)
+    monkeypatch.setattr(Flover, "serve", serve)
 
 
 def run(words: list[str]) -> int:

@@ -26,7 +26,7 @@ from magicdec.output.tables import print_tables
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import SCHEMA_VERSION
 from magicdec.runner.request import Moves
-from magicdec.systems.pipeinfer.metrics import speculation_metrics
+from magicdec.systems.pipeinfer.details import speculation_metrics
 from magicdec.systems.pipeinfer.scheduler import Counts
 
 OPTIONS: dict[str, Any] = {

@@ -17,9 +17,9 @@ from magicdec.output.console import make_progress
 from magicdec.runner.request import Moves, Request
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.systems.modes import Pass
-from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
+from magicdec.systems.pipeinfer.details import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.scheduler import Counts
-from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.pipeinfer.system import PipeInfer
 from magicdec.systems.stages.spans import Span, SpanKind
 
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
@@ -207,11 +207,11 @@ SYNC = Pass.named("sync")
 
 def prepared(
     tmp_path: Path, *words: str, rank: int = 0, world_size: int = 3
-) -> SpeculativePipeline:
+) -> PipeInfer:
     words = "--num_requests", "2", *words
     serving = prepare_as("pipeline", tmp_path, *words, rank=rank, world_size=world_size)
     system = serving.system_of(SYNC)
-    assert isinstance(system, SpeculativePipeline)
+    assert isinstance(system, PipeInfer)
     return system
 
 

@@ -21,7 +21,7 @@ from magicdec.bench.serving.record import occupancy_of
 from magicdec.cli import records
 from magicdec.engine.scheduler import StepCounts
 from magicdec.runner.request import Moves
-from magicdec.systems.ring.metrics import StageUse, ring_metrics
+from magicdec.systems.mdi_llm.details import StageUse, ring_metrics
 from magicdec.systems.stages.spans import Span, SpanKind
 
 __all__ = ["numbers_by_hand"]  # a fixture of all tests here

@@ -34,9 +34,9 @@ from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
-from magicdec.systems.batching import Batching
+from magicdec.systems.flover.system import Flover
 from magicdec.systems.modes import MODES, NAMES, Drafts, Pass
-from magicdec.systems.system import WARM_UP_TOKENS, Extras, PassObserver, StepShape, System
+from magicdec.systems.system import WARM_UP_TOKENS, SystemDetails, PassObserver, StepShape, System
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
@@ -290,14 +290,14 @@ def test_the_modes_before_a_failure_are_recorded_and_printed(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], error: type[BaseException],
 ) -> None:  # fmt: skip
-    original, out = Batching.serve, tmp_path / "out.jsonl"
+    original, out = Flover.serve, tmp_path / "out.jsonl"
 
-    def interrupted(batching: Batching, each: Pass, *work: Any) -> Extras:
+    def interrupted(batching: Flover, each: Pass, *work: Any) -> SystemDetails:
         if each.mode == "inflight":
             raise error
         return original(batching, each, *work)
 
-    monkeypatch.setattr(Batching, "serve", interrupted)
+    monkeypatch.setattr(Flover, "serve", interrupted)
     words += [
         "--modes",
         "sequential",
@@ -373,7 +373,7 @@ class RoundRobin(System):
     def now(self) -> float:
         return self.clock.now()
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> SystemDetails:
         lengths = [(len(r.prompt_ids), r.sampling.max_new_tokens) for r in requests]
         self.log.append((each.name, lengths))
         if observer.is_measured and each.name == self.interrupted:
@@ -392,7 +392,7 @@ class RoundRobin(System):
                 self.clock.after_step()
                 self.emit(each, request, observer)
                 order += [request] * (request.finished_s is None)
-        return Extras()
+        return SystemDetails()
 
     def close(self) -> None:
         """It took nothing."""

@@ -19,7 +19,7 @@ from magicdec.records.acceptance import (
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.servers.counters import Counters
 from magicdec.systems.servers.form import NOTHING, AskedText
-from magicdec.systems.servers.report import (
+from magicdec.systems.servers.details import (
     ANSWERS,
     BOTH,
     COUNTERS,

@@ -13,7 +13,7 @@ from magicdec.bench.serving.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
 from magicdec.systems.pipeinfer.head import Head
-from magicdec.systems.ring.ring_stage import Stage
+from magicdec.systems.mdi_llm.ring_stage import Stage
 from magicdec.systems.stages.spans import SpanKind
 
 ALONE = Launch(0, 1, 0, 1)

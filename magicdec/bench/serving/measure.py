@@ -54,7 +54,7 @@ from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.setup.session import RankSession
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import (
-    Extras,
+    SystemDetails,
     PassObserver,
     PassTrace,
     System,
@@ -73,7 +73,7 @@ class Served:
     each: Pass
     requests: list[Request]
     observer: PassObserver
-    extras: Extras
+    extras: SystemDetails
     threads: list[int]
     peak_memory: int | None
     load: LoadWatch

@@ -20,7 +20,7 @@ from magicdec.records.metrics import mean, percentile, stall_metrics
 from magicdec.records.performance import SUFFIX
 from magicdec.records.stalls import PassSteps, TimedStep
 from magicdec.runner.request import Moves, Request
-from magicdec.systems.servers.report import ServerReport
+from magicdec.systems.servers.details import ServersDetails
 
 OF_SERVER = "of `endpoint`"  # another program counts these
 ONE_TOKEN = "if every request has a single output token"
@@ -341,8 +341,8 @@ def acceptance_by_context(
 
 
 def missing_of(
-    report: ServerReport | None, metrics: ServingMetrics | None, verifications: Verifications
-) -> ServerReport | None:
+    report: ServersDetails | None, metrics: ServingMetrics | None, verifications: Verifications
+) -> ServersDetails | None:
     """The report of a server with the names of the metrics that do not follow from it. If it says
     that nothing was drafted, none is missing."""
     if report is None:

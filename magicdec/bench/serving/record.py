@@ -32,9 +32,9 @@ from magicdec.records.samples import hash_output
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import Moves, Request
 from magicdec.systems.modes import Pass
-from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
-from magicdec.systems.ring.metrics import RingMetrics
-from magicdec.systems.servers.report import ServerReport
+from magicdec.systems.pipeinfer.details import PipeInferDetails
+from magicdec.systems.mdi_llm.details import MDILLMDetails
+from magicdec.systems.servers.details import ServersDetails
 
 if TYPE_CHECKING:
     from magicdec.systems.stages.spans import Span
@@ -218,8 +218,8 @@ class ServingRecord(MeasuredRecord):
         null=f"if `{UNCHECKED}` or `{FAILED}`",
     )
     metrics: ServingMetrics | None = recorded("its metrics", null=f"if `diverged` or `{FAILED}`")
-    ring: RingMetrics | None = recorded("how the stages of a ring spent their time", null=NO_STAGES)
-    speculation: SpeculationMetrics | None = recorded(
+    ring: MDILLMDetails | None = recorded("how the stages of a ring spent their time", null=NO_STAGES)
+    speculation: PipeInferDetails | None = recorded(
         "what pipelined speculation launched and skipped", null=NO_STAGES
     )
     occupancy: list[list[float]] | None = recorded(
@@ -245,7 +245,7 @@ class ServingRecord(MeasuredRecord):
         "pass alone; if `diverged` or `failed`; in records of earlier versions",
         default=None,
     )
-    server: ServerReport | None = recorded(
+    server: ServersDetails | None = recorded(
         "what the server at `--endpoint` reported of its drafts",
         null="of modes other than `endpoint`; in records of earlier versions",
         default=None,

@@ -33,8 +33,8 @@ from magicdec.records.table import (
     stalls_in,
 )
 from magicdec.systems.modes import AT_ONCE, Pass
-from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
-from magicdec.systems.ring.metrics import RingMetrics
+from magicdec.systems.pipeinfer.details import PipeInferDetails
+from magicdec.systems.mdi_llm.details import MDILLMDetails
 
 if TYPE_CHECKING:
     from magicdec.systems.system import PassTrace
@@ -112,7 +112,7 @@ def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
             cells = [fixed(length, 2) for length in lengths]
             group.append([Shown("  that pays (break-even)", "break_even_length"), *cells])
         rows += [[Heading(heading), *[None] * len(records)], *group] if group else []
-    own = metric_rows(SpeculationMetrics, [record.speculation for record in records])
+    own = metric_rows(PipeInferDetails, [record.speculation for record in records])
     return rows + ([[Heading(OF_SPECULATION), *[None] * len(records)], *own] if own else [])
 
 
@@ -442,7 +442,7 @@ def compared_text(record: ServingRecord) -> str:
     return f"{prefix or 'ok with ties, '}{text}, {why}"
 
 
-def stage_table(name: str, ring: RingMetrics) -> Table:
+def stage_table(name: str, ring: MDILLMDetails) -> Table:
     """A row for each stage, and the round as predicted and as measured."""
     decode_ms: Sequence[float | None] = ring.decode_ms or [None] * len(ring.busy)
     numbers = zip(
@@ -471,7 +471,7 @@ def stage_table(name: str, ring: RingMetrics) -> Table:
     )
 
 
-def describe_round(ring: RingMetrics) -> list[str]:
+def describe_round(ring: MDILLMDetails) -> list[str]:
     """The link, and the round as predicted and as measured."""
     lines = []
     if ring.link_ms is not None:

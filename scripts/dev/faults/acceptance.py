@@ -550,7 +550,7 @@ SYSTEMS = (
     ),
     regression(
         "the last draft of a ring's message is another token",
-        "systems/ring/recurrent.py",
+        "systems/mdi_llm/recurrent.py",
         "        self.counts.num_messages += 1\n",
         "        proposal.ids[:, -1] = 5\n        self.counts.num_messages += 1\n",
         f"--modes ring+draft {OF_MODEL} --nproc 2",

@@ -1,4 +1,4 @@
-"""RingMetrics: the use of the stages of a ring, from their spans, and counts of its drafts.
+"""MDILLMDetails: the use of the stages of a ring, from their spans, and counts of its drafts.
 
 Imports no torch.
 """
@@ -85,7 +85,7 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingMetrics(RecordPart):
+class MDILLMDetails(RecordPart):
     """The metrics of a ring. Lists have an entry for each stage."""
 
     num_layers: list[int] = recorded("layers of each stage")
@@ -150,7 +150,7 @@ def ring_metrics(
     measured_round_ms: float | None,
     drafts: DraftCounts | None = None,
     num_later: int = 0,
-) -> RingMetrics:
+) -> MDILLMDetails:
     """The metrics from number and size of the lanes and the uses of the stages. `num_later` counts
     output tokens after the first of each sample."""
     stage_s = [use.decode_s for use in uses if use.decode_s is not None]
@@ -158,7 +158,7 @@ def ring_metrics(
     links_s = [link_s for use in uses for link_s in use.links_s] if len(uses) > 1 else []
     link_s = statistics.median(links_s) if links_s else None
     links = [link_s or 0.0] * len(uses)
-    return RingMetrics(
+    return MDILLMDetails(
         num_layers=list(num_layers),
         tensor_parallel=tensor_parallel,
         num_lanes=lanes[0],

@@ -1,4 +1,4 @@
-"""Ring: the system whose requests circulate through a ring of stages, with or without drafts
+"""MDILLM: the system whose requests circulate through a ring of stages, with or without drafts
 (MDI-LLM, arXiv 2505.18164, section III). Owns loading, connections and measurements;
 `RecurrentPipeline` owns the order of messages."""
 
@@ -26,28 +26,28 @@ from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens, rewound_by_step
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.modes import Pass
-from magicdec.systems.ring.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics, uses_of
-from magicdec.systems.ring.recurrent import (
+from magicdec.systems.mdi_llm.details import DraftCounts, MDILLMDetails, StageUse, ring_metrics, uses_of
+from magicdec.systems.mdi_llm.recurrent import (
     RecurrentPipeline,
     RingSpeculation,
     make_speculation,
     max_gamma_of,
     most_under_way,
 )
-from magicdec.systems.ring.ring_stage import Stage
+from magicdec.systems.mdi_llm.ring_stage import Stage
 from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
 from magicdec.systems.stages.clocks import gather_leaders
 from magicdec.systems.stages.spans import Spans
 from magicdec.systems.stages.stage import StageLoop
 from magicdec.systems.stages.staged import StagedSystem, check_split
-from magicdec.systems.system import Extras, PassObserver, PassTrace, StepShape
+from magicdec.systems.system import SystemDetails, PassObserver, PassTrace, StepShape
 
 # bytes of an edge in shared memory
 LEAST_CAPACITY = 1 << 20
 MOST_CAPACITY = 1 << 24
 
 
-class Ring(StagedSystem):
+class MDILLM(StagedSystem):
     """A ring of stages. `run.config` is of this rank's stage. A pass is opened anew if only it or
     the last one drafts, since drafts need room in messages and cache."""
 
@@ -108,7 +108,7 @@ class Ring(StagedSystem):
         max_gamma = max_gamma_of(self.run.config) if each.is_drafting else 0
         return StepShape(self.options.batch_size, 1 + max_gamma)
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> SystemDetails:
         assert self.opened is not None, "it was opened"
         with observer.threads.during() if self.computes else nullcontext():
             return self.opened.serve(Arrivals(requests, each.concurrency), observer)
@@ -127,7 +127,7 @@ class OpenRing:
     first stage."""
 
     def __init__(
-        self, ring: Ring, each: Pass, groups: ParallelGroups, models: LoadedModels
+        self, ring: MDILLM, each: Pass, groups: ParallelGroups, models: LoadedModels
     ) -> None:
         self.ring = ring
         self.groups = groups
@@ -184,7 +184,7 @@ class OpenRing:
         connector = ring.connector(form, self.models.device, depth, capacity)
         return form, connector.ring(ring.grid)
 
-    def serve(self, arrivals: Arrivals, observer: PassObserver) -> Extras:
+    def serve(self, arrivals: Arrivals, observer: PassObserver) -> SystemDetails:
         spans = Spans()
         before = self.ends.outbound.traffic
         launch = self.ring.launch
@@ -206,7 +206,7 @@ class OpenRing:
         sent = self.ends.outbound.traffic.since(before)
         stages, sent_by_stage, error_s = gather_leaders(launch, grid, spans, sent)
         if launch.rank != 0 or not observer.is_measured:
-            return Extras()
+            return SystemDetails()
         trace = PassTrace(
             [f"stage {number}" for number in range(len(stages))],
             [sorted(each, key=lambda span: span.begin_s) for each in stages],
@@ -215,9 +215,9 @@ class OpenRing:
             error_s,
         )
         uses = uses_of(stages, sent_by_stage, prompts)
-        return Extras(ring=self._metrics(uses, list(arrivals)), trace=trace)
+        return SystemDetails(ring=self._metrics(uses, list(arrivals)), trace=trace)
 
-    def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
+    def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> MDILLMDetails:
         ring = self.ring
         gaps = [gap for request in requests for gap in request.gaps_ms()]
         return ring_metrics(

@@ -40,7 +40,7 @@ from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.strategy import DecodingStrategy
 from magicdec.speculation.steps.witness import Witness
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, PassObserver, StepShape, System
+from magicdec.systems.system import SystemDetails, PassObserver, StepShape, System
 
 Serve = Callable[[Sequence[Request] | Arrivals], None]
 BatchFunction = Callable[[Serve, Arrivals, Clock, int, float], None]
@@ -103,7 +103,7 @@ class CapturedPass:
     witness: Witness | None
 
 
-class Batching(System):
+class Flover(System):
     """The system of the engine, on the first rank alone or on all ranks if `is_on_all`."""
 
     are_steps_timed = True
@@ -194,9 +194,9 @@ class Batching(System):
         max_gamma = self.run.config.decoding.max_gamma if each.is_drafting else 0
         return StepShape(1 if each.mode == SEQUENTIAL else self.options.rows, 1 + max_gamma)
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> SystemDetails:
         if self.runner is None:  # this rank waits
-            return Extras()
+            return SystemDetails()
         log = DraftLog() if observer.is_logged and each.is_drafting else None
         own_draft = None if self.draft is None else self.draft.runner
         for runner in (self.runner, self.runner.drafting, own_draft):
@@ -209,7 +209,7 @@ class Batching(System):
         with observer.threads.during():
             arrivals = Arrivals(requests, each.concurrency)
             self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)
-        return Extras(witness=witness if observer.is_measured else None)
+        return SystemDetails(witness=witness if observer.is_measured else None)
 
     def _decode(
         self,

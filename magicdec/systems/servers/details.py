@@ -1,4 +1,4 @@
-"""ServerReport: what a server reported of its drafts in a pass, and what of it is taken, which is
+"""ServersDetails: what a server reported of its drafts in a pass, and what of it is taken, which is
 only what adds up and is of this pass alone. Imports no torch."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def formats() -> dict[str, ServerFormat]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerReport(RecordPart):
+class ServersDetails(RecordPart):
     """What a server reported of its drafts, and what is missing."""
 
     program: str | None = recorded(
@@ -90,7 +90,7 @@ def cached_of(said: ServerCounts, requests: Sequence[Request]) -> dict[int, int]
 
 def conclude(
     said: ServerCounts, requests: Sequence[Request], counted: Callable[[], CountedPass | None]
-) -> tuple[Verifications, ServerReport]:
+) -> tuple[Verifications, ServersDetails]:
     """What is taken of the answers and of the counters of a pass whose requests have ended.
     `counted` raises ValueError, one sentence, if its counts are not those of the pass."""
     lengths = {request.request_id: len(request.output_ids) - 1 for request in requests}
@@ -117,7 +117,7 @@ def conclude(
         (False, True): COUNTERS,
     }.get((bool(answers), total is not None))
     taken = Verifications(reported=answers, reported_total=total)
-    return taken, ServerReport(program=program, source=source, missing=[], problems=problems)
+    return taken, ServersDetails(program=program, source=source, missing=[], problems=problems)
 
 
 def _checked_answers(said: ServerCounts, lengths: Mapping[int, int]) -> dict[int, ReportedCounts]:

@@ -23,13 +23,13 @@ from magicdec.output.console import Progress
 from magicdec.runner.request import UNKNOWN_ID, Request, StepOutput
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
-from magicdec.systems.batching import of_first_rank_alone
-from magicdec.systems.http_client import AnswerLimits, LimitReached, Server, read_key
+from magicdec.systems.flover.system import of_first_rank_alone
+from magicdec.systems.servers.http_client import AnswerLimits, LimitReached, Server, read_key
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import NO_URL
 from magicdec.systems.servers.counters import Counters
 from magicdec.systems.servers.form import AskedText, ServerApi
-from magicdec.systems.servers.report import (
+from magicdec.systems.servers.details import (
     CountedPass,
     ServerCounts,
     cached_of,
@@ -38,7 +38,7 @@ from magicdec.systems.servers.report import (
     form_of,
     is_behind,
 )
-from magicdec.systems.system import Extras, PassObserver, StepShape, System
+from magicdec.systems.system import SystemDetails, PassObserver, StepShape, System
 
 # Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
 # the prompt, which a server may repeat as ids, and for each token that was asked for.
@@ -63,7 +63,7 @@ class Refused(ValueError):
     """What a server says that does not do what it was asked for."""
 
 
-class Endpoint(System):
+class Servers(System):
     """A system that sends every request at its arrival, from a thread of the first rank. The server
     decides how many it serves together, of those that `--concurrency` lets be in flight."""
 
@@ -141,7 +141,7 @@ class Endpoint(System):
     def step_shape(self, each: Pass) -> StepShape:
         return StepShape(self.options.rows, 1)  # as far as is known here
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> SystemDetails:
         ended = SimpleQueue[Exception | None]()
         self.said = ServerCounts()
         is_read = observer.is_measured and self.launch.rank == 0
@@ -156,11 +156,11 @@ class Endpoint(System):
             if (error := ended.get()) is not None:
                 raise error
         if not is_read:
-            return Extras()
+            return SystemDetails()
         taken, report = conclude(self.said, requests, lambda: self._count(before, requests))
         observer.verifications = taken
         self._take_hits(requests, observer.counts, report.problems)
-        return Extras(server=report)
+        return SystemDetails(server=report)
 
     def _take_hits(
         self, requests: Sequence[Request], counts: StepCounts, problems: list[str]

@@ -1,4 +1,4 @@
-"""SpeculationMetrics: the use of the ranks of pipelined speculation, from their spans. Imports no
+"""PipeInferDetails: the use of the ranks of pipelined speculation, from their spans. Imports no
 torch."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from magicdec.systems.stages.spans import Span, SpanKind, link_times
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationMetrics(RecordPart):
+class PipeInferDetails(RecordPart):
     """The metrics of a pipeline over all requests. Shares are of the time between the first and the
     last token."""
 
@@ -119,7 +119,7 @@ class Observed:
         return total
 
 
-def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) -> SpeculationMetrics:
+def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) -> PipeInferDetails:
     layout = observed.layout
     rows = observed.rows
     seconds = observed.end_s - observed.begin_s
@@ -138,7 +138,7 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
         for spans, size in stages
     ]
     least_margin = counts.least_margin if math.isfinite(counts.least_margin) else None
-    return SpeculationMetrics(
+    return PipeInferDetails(
         runs=counts.runs,
         speculative_runs=counts.speculative_runs,
         invalid_runs=counts.invalid_runs,

@@ -1,4 +1,4 @@
-"""SpeculativePipeline: the system of stages that decode token by token, with one batch of drafts,
+"""PipeInfer: the system of stages that decode token by token, with one batch of drafts,
 or with drafts that run ahead and are cancelled if wrong (PipeInfer, arXiv 2407.11798).
 
 Owns what a rank loads and how ranks are connected. For `--layer_split auto` a stage is timed
@@ -33,7 +33,7 @@ from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer import messages
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
-from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
+from magicdec.systems.pipeinfer.details import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.path_drafter import (
     LookupPathDrafter,
     ModelPathDrafter,
@@ -52,10 +52,10 @@ from magicdec.systems.stages.auto_split import (
 from magicdec.systems.stages.clocks import clocks_of, gather_spans
 from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.staged import StagedSystem
-from magicdec.systems.system import Extras, PassObserver, PassTrace, StepShape
+from magicdec.systems.system import SystemDetails, PassObserver, PassTrace, StepShape
 
 
-class SpeculativePipeline(StagedSystem):
+class PipeInfer(StagedSystem):
     """A pipeline with a head. `run.config` is of one stage without drafts; `drafting` is `run` with
     the draft model, if there is one."""
 
@@ -177,7 +177,7 @@ class SpeculativePipeline(StagedSystem):
     def computes(self) -> bool:
         return self.member is not None and self.member.computes
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> SystemDetails:
         assert self.member is not None, "it was opened"
         scheduler = PipelinedScheduler(
             replace(self.options.speculation, mode=each.mode),
@@ -189,11 +189,11 @@ class SpeculativePipeline(StagedSystem):
         observer.counts.moves = self.member.moves
         observer.counts.num_steps = scheduler.counts.runs
         if self.rank != 0 or not observer.is_measured:
-            return Extras()
+            return SystemDetails()
         observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
         prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is SpanKind.PROMPT)
         ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
-        return Extras(
+        return SystemDetails(
             speculation=speculation_metrics(observed, scheduler.counts, each.is_drafting),
             trace=PassTrace(ranks, spans_of_ranks, {}, prompts),
         )
