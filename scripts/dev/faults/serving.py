@@ -315,15 +315,15 @@ PROPERTIES = (
             Fault(
                 "no warm-up",
                 "bench/serving/measure.py",
-                "self._warm_up(each, system.warm_up_rows(each))",
+                "self._warm_up(each, system.rows)",
                 "pass",
             ),
             Fault(
                 "the first mode alone is warmed up",
                 "bench/serving/measure.py",
-                "                self._warm_up(each, system.warm_up_rows(each))",
+                "                self._warm_up(each, system.rows)",
                 "                if self.reference is None:\n"
-                "                    self._warm_up(each, system.warm_up_rows(each))",
+                "                    self._warm_up(each, system.rows)",
             ),
             Fault(
                 "whole requests as a warm-up",
