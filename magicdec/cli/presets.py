@@ -1,5 +1,5 @@
-"""The presets of `magicdec serve`: the commands of the original suites, as their descriptions, their
-modes, and the defaults in which they differ. Imports no torch.
+"""The presets of `magicdec serve`: the commands of the original suites, as descriptions, modes, and
+the defaults in which they differ. Imports no torch.
 
 `modes` are those that a command compares without `--modes`: those of them that the ranks can have,
 and that draft if something drafts; without it, all that systems declare. With `rows_of`, every mode
@@ -14,8 +14,8 @@ from magicdec.workload.request_shapes import BURST
 
 PRESETS: dict[str, dict[str, Any]] = {
     "serve": {
-        "description": "Serve the same requests in every mode that is named: one after the other, in "
-        "batches, in flight, by tensor parallelism, in a ring of stages, and by pipelined "
+        "description": "Serve the same requests in every mode that is named: one after the other, "
+        "in batches, in flight, by tensor parallelism, in a ring of stages, and by pipelined "
         "speculation. All tokens are compared with those of the first mode.",
     },
     "inflight": {

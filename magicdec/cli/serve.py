@@ -108,8 +108,8 @@ class ServeFilesSection(PictureSection):
 
 @dataclass(frozen=True)
 class Command:
-    """A name of the command, as `presets.PRESETS` has it, with its help, modes and `defaults` by name
-    of a setting."""
+    """A name of the command, as `presets.PRESETS` has it, with its help, its modes, and `defaults`
+    by names of settings."""
 
     description: str
     modes: tuple[str, ...] = DEFAULT_NAMES
@@ -130,7 +130,8 @@ class Command:
         return Parser(self.description, sections, only, everyday=EVERYDAY)
 
     def _with_defaults(self, section: SettingsT) -> SettingsT:
-        own = declared(type(section))
+        kind: type = type(section)
+        own = declared(kind)
         return replace(section, **{k: value for k, value in self.defaults.items() if k in own})
 
     @property
@@ -211,8 +212,8 @@ class Command:
         ]
 
     def check_shapes(self, options: ServeOptions, values: ParsedValues, config: RunConfig) -> None:
-        """Raises ValueError, naming the flag, for prompts that cannot have the lengths of the load, or
-        its turns."""
+        """Raises ValueError, naming the flag, for prompts that cannot have the lengths of the load,
+        or its turns."""
         dataset = config.workload.dataset
         has_trace = options.arrival.startswith(f"{TRACE}:")
         if is_prompt_set(dataset) and (has_trace or options.prefix_len.startswith(UNIFORM)):

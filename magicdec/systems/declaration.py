@@ -1,5 +1,5 @@
-"""SystemDeclaration: what a system says of itself, so that no command, record or table needs to know
-it: its paper, its modes, its settings, and what it measures beside requests. Imports no torch.
+"""SystemDeclaration: what a system says of itself, so that no command, record or table needs to
+know it: its paper, its modes, its settings, and what it measures beside requests. Imports no torch.
 
 A new system is a folder with a declaration, a line in `names.SYSTEMS`, and a `System`
 (`systems/system.py`) that serves in its modes.
@@ -95,7 +95,8 @@ class SystemSettings:
 
     def describe(self) -> dict[str, Any]:
         """The settings as they are recorded."""
-        return {name: getattr(self, name) for name in declared(type(self))}
+        kind: type = type(self)
+        return {name: getattr(self, name) for name in declared(kind)}
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class SystemDeclaration:
 
     @property
     def own_settings(self) -> frozenset[str]:
-        return frozenset(declared(self.settings))
+        kind: type = self.settings
+        return frozenset(declared(kind))
 
     def uses_setting(self, name: str, serving_pass: Pass) -> bool:
         """Whether one of its passes uses a setting of its own."""

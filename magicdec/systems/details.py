@@ -4,7 +4,7 @@ declares its own. Imports no torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Self
@@ -37,6 +37,11 @@ class Details(RecordPart):
     stages_title: ClassVar[str] = ""  # of a figure of the stages; empty without stages
 
     kind: str
+
+    @classmethod
+    def name(cls) -> str:
+        """The `kind` of all of its objects."""
+        return str(next(each.default for each in fields(cls) if each.name == "kind"))
 
     @property
     def program(self) -> str | None:

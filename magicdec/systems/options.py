@@ -58,8 +58,9 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The load and its modes, and what `settle` derives: requests in the order of arrival (`shapes`),
-    `passes`, and the settings of each named system. `gen_len` is None if a trace has the lengths."""
+    """The load and its modes, and what `settle` derives: requests in the order of arrival
+    (`shapes`), `passes`, and the settings of each named system. `gen_len` is None if a trace has
+    the lengths."""
 
     num_requests: int | None = setting(
         None, "Requests to serve. Default: 8, or all of a trace.", least=1
@@ -239,7 +240,8 @@ class ServeOptions:
 
     def describe(self, serving_pass: Pass | None = None) -> dict[str, Any]:
         """The load as it is recorded, with the settings of the system of a pass."""
-        values = {name: getattr(self, name) for name in declared(type(self))}
+        kind: type = type(self)
+        values = {name: getattr(self, name) for name in declared(kind)}
         values |= {"draft": self.draft, "num_requests": len(self.shapes)}
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
@@ -249,8 +251,8 @@ class ServeOptions:
         return values
 
     def check(self, config: RunConfig, world_size: int) -> None:
-        """Raises ValueError, naming mode, flag and reason, if a mode cannot serve the settled options
-        with any model."""
+        """Raises ValueError, naming mode, flag and reason, if a mode cannot serve the settled
+        options with any model."""
         self._check_drafts()
         for system in self.named_systems:
             settings = self.systems[system.name]
@@ -269,8 +271,8 @@ class ServeOptions:
             others = [name for name, mode in MODES.items() if mode.is_draft_default]
             chosen = next((each.name for each in may_draft), others[0])
             raise ValueError(
-                f"--draft {self.draft} does nothing: no mode of --modes {names} drafts; add one, such "
-                f"as {chosen}{WITH_DRAFT}"
+                f"--draft {self.draft} does nothing: no mode of --modes {names} drafts; add one, "
+                f"such as {chosen}{WITH_DRAFT}"
             )
 
     def _check_chance(self) -> None:
@@ -290,8 +292,8 @@ class ServeOptions:
     def refuse_turns(self, name: str, reason: str) -> NoReturn:
         """Raises ValueError for a flag with which the answers of a conversation mean nothing."""
         raise ValueError(
-            f"--turns {self.turns}: a conversation goes on with its answers, but --{name} {reason}; "
-            "leave one out"
+            f"--turns {self.turns}: a conversation goes on with its answers, but --{name} {reason}"
+            "; leave one out"
         )
 
     @property
@@ -302,5 +304,6 @@ class ServeOptions:
 
 def with_values(settings: SystemSettings, values: Mapping[str, Any]) -> SystemSettings:
     """The settings with those of the values that they declare."""
-    own = {name: value for name, value in values.items() if name in declared(type(settings))}
+    kind: type = type(settings)
+    own = {name: value for name, value in values.items() if name in declared(kind)}
     return replace(settings, **own)

@@ -51,7 +51,7 @@ UNLOGGED = "except in the passes of the gate; of pipelined speculation; where st
 ACCEPTANCE = "emulate_acceptance"
 OF_STAGES = ("emulate_stage_ms", "emulate_link_ms")
 # The flags of the load on which drafts depend, beside those of a run and of a system.
-SERVING_FLAGS = ("num_requests", "arrival", ACCEPTANCE)
+SERVING_FLAGS = ("num_requests", "arrival", "concurrency", "turns", ACCEPTANCE)
 # Those that older records do not have, with what they did.
 LATER_FLAGS = {"concurrency": None, "prefix_cache": False, "turns": 1}
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
@@ -100,8 +100,8 @@ class RequestRecord(RecordPart):
         "those of them that were accepted", "tokens", null=UNREPORTED
     )
     per_step_emitted: list[int] | None = recorded(
-        "tokens that each of these verifications appended to its output; in `pipeinfer` those of the "
-        "commit in which the verification ended",
+        "tokens that each of these verifications appended to its output; where drafts run ahead, "
+        "those of the commit in which the verification ended",
         "tokens",
         null=f"{NO_VERIFICATIONS}; of `endpoint`",
     )

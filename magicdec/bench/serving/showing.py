@@ -325,11 +325,12 @@ def title_of(records: Sequence[ServingRecord]) -> str:
     workload = newest.config["workload"]
     count = workload["num_requests"]
     noun = "request" if newest.turns == 1 else "conversation"
+    sizes = {each.config["workload"].get("batch_size") for each in records} - {None}
+    rows = f", --B {' '.join(map(str, sorted(sizes)))}" if sizes else ""
     output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
     return (
         f"{model['model']} ({dtypes_of(model)}), {newest.workload.text}: "
-        f"{count} {noun}{'s' * (count != 1)}, arrival {newest.arrival}{output}, "
-        f"--B {workload['batch_size']}"
+        f"{count} {noun}{'s' * (count != 1)}, arrival {newest.arrival}{output}{rows}"
     )
 
 

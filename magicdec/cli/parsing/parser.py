@@ -65,8 +65,8 @@ class Parser(argparse.ArgumentParser):
     """A parser of `sections`, given by name with their defaults, or as types where settings have
     none. `only` names the fields of a section that have a flag here, `aliases` further spellings,
     and `everyday` the flags that `--help` shows, where `--help_all` shows all. `gone` are flags of
-    earlier versions, each with what took its place. A setting that several sections declare alike is
-    one flag, whose value each of them gets."""
+    earlier versions, each with what took its place. A setting that several sections declare is one
+    flag, whose value each of them gets."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""What Flover (arXiv 2305.13484) says of itself: the modes of the engine, whole batches or a running
-batch. Imports no torch."""
+"""What Flover (arXiv 2305.13484) says of itself: the modes of the engine, whole batches or a
+running batch. Imports no torch."""
 
 from __future__ import annotations
 

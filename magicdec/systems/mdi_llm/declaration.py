@@ -64,8 +64,8 @@ class MDILLMSettings(StagesSettings, RowSettings, PrefillSettings):
         drafting = [each for each in passes if each.is_drafting]
         if drafting and load.draft == SELF:
             raise ValueError(
-                f"--draft {SELF}: --modes {RING}{WITH_DRAFT} lacks layers to draft with on its first "
-                "stage; choose ngram or model:NAME"
+                f"--draft {SELF}: --modes {RING}{WITH_DRAFT} lacks layers to draft with on its "
+                "first stage; choose ngram or model:NAME"
             )
         self.rows(load, world_size)
         for each in drafting:

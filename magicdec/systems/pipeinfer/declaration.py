@@ -1,5 +1,5 @@
-"""What PipeInfer (arXiv 2407.11798) says of itself: stages that decode token by token, with one batch
-of drafts, or with drafts that run ahead and are cancelled if wrong. Imports no torch."""
+"""What PipeInfer (arXiv 2407.11798) says of itself: stages that decode token by token, with one
+batch of drafts, or with drafts that run ahead and are cancelled if wrong. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class PipeInferSettings(StagesSettings):
         "lanes",
         None,
         is_default=True,
-        help="Requests at the same time; the others wait. Default: 1, or the most of --concurrency.",
+        help="Requests at the same time; the others wait. Default: 1, or the most of "
+        "--concurrency.",
     )
     emulate_draft_ms: float | None = setting(
         None,
@@ -62,20 +63,20 @@ class PipeInferSettings(StagesSettings):
             raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
         if drafting and acceptance is not None and not self.emulates:
             raise ValueError(
-                f"{load.acceptance_flag}: --modes {drafting[0]} drafts ahead of stages that compute, "
-                "whose tokens no drafter knows; give --emulate_stage_ms too, name by --draft what "
-                "drafts, or predict it by magicdec simulate"
+                f"{load.acceptance_flag}: --modes {drafting[0]} drafts ahead of stages that "
+                "compute, whose tokens no drafter knows; give --emulate_stage_ms too, name by "
+                "--draft what drafts, or predict it by magicdec simulate"
             )
         if drafting and acceptance is not None and not (len(acceptance) == 1 and acceptance[0] < 1):
             raise ValueError(
-                f"{load.acceptance_flag}: pipelined speculation takes one probability below 1, that "
-                "a token is drafted right"
+                f"{load.acceptance_flag}: pipelined speculation takes one probability below 1, "
+                "that a token is drafted right"
             )
         super().check(load, passes, config, world_size)
         if drafting and acceptance is None and self.emulates:
             raise ValueError(
-                f"{self.stage_flag}: stages that sleep emit no tokens that a draft could guess; give "
-                "--emulate_acceptance"
+                f"{self.stage_flag}: stages that sleep emit no tokens that a draft could guess; "
+                "give --emulate_acceptance"
             )
 
     def check_model(

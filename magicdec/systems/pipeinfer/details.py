@@ -26,8 +26,8 @@ class PipeInferDetails(StagedDetails):
 
     heading: ClassVar[str] = "Pipelined speculation"
     notes: ClassVar[tuple[str, ...]] = (
-        "a run: tokens of one request that pass the stages together, such as a token and its drafts; "
-        "cancelled: the token that it was drafted after has turned out to be another one",
+        "a run: tokens of one request that pass the stages together, such as a token and its "
+        "drafts; cancelled: the token that it was drafted after has turned out to be another one",
     )
     stages_title: ClassVar[str] = "Ranks of pipelined speculation over time"
 

@@ -141,15 +141,15 @@ class ServersSettings(RowSettings, PrefixSettings):
             values = getattr(self, name)
             if values is not None and len(values) not in (1, len(servers)):
                 raise ValueError(
-                    f"--{name} has {len(values)} values for {len(servers)} servers of --endpoint; give "
-                    "one for all or one for each"
+                    f"--{name} has {len(values)} values for {len(servers)} servers of --endpoint; "
+                    "give one for all or one for each"
                 )
         of_each = [self.of_server("endpoint_metrics", number) for number in range(len(servers))]
         urls = [url for url in of_each if url not in (None, NO_URL)]
         if len(set(urls)) < len(urls):
             raise ValueError(
-                "--endpoint_metrics has the same counters for several servers; give each its own, or "
-                f"{NO_URL}"
+                "--endpoint_metrics has the same counters for several servers; give each its own, "
+                f"or {NO_URL}"
             )
 
 

@@ -18,9 +18,9 @@ NUM_PARTS = 100  # of the time of a pass, in which the share that stages are bus
 @dataclass(frozen=True, kw_only=True)
 class StagedDetails(Details):
     occupancy: list[list[float]] | None = recorded(
-        f"the share of each of {NUM_PARTS} equal parts of the pass, from the first work of a stage to "
-        "the last, in which each stage, or each rank of a pipeline with a head, computed, drafted or "
-        "chose tokens",
+        f"the share of each of {NUM_PARTS} equal parts of the pass, from the first work of a stage "
+        "to the last, in which each stage, or each rank of a pipeline with a head, computed, "
+        "drafted or chose tokens",
         "0 to 1",
         null="in records of earlier versions",
         default=None,

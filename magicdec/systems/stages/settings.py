@@ -59,12 +59,12 @@ class StagesSettings(StagesSection, SystemSettings):
         others = [each.name for each in load.passes if not load.emulates(each)]
         if others:
             raise ValueError(
-                f"{self.stage_flag}: --modes {others[0]} has no stages that could sleep; choose from "
-                f"{', '.join(load.modes_on(Ranks.STAGES))}"
+                f"{self.stage_flag}: --modes {others[0]} has no stages that could sleep; choose "
+                f"from {', '.join(load.modes_on(Ranks.STAGES))}"
             )
         if self.is_measured:
             raise ValueError(
-                f"{FLAG} {self.layer_split}: with {self.stage_flag} a stage takes the same time with "
-                "any layers; give layer counts or shares"
+                f"{FLAG} {self.layer_split}: with {self.stage_flag} a stage takes the same time "
+                "with any layers; give layer counts or shares"
             )
         refuse_sampling(config, f"{self.stage_flag}, whose stages choose no tokens")
