@@ -33,9 +33,11 @@ from magicdec.cli.plan import PlanSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
+    FIXED_GAMMA,
     NGRAM,
     NONE,
     SELF,
+    DecodingSection,
     DraftChoice,
     KVSection,
     ModelSection,
