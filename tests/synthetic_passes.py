@@ -11,7 +11,7 @@ from conftest import ROOT
 from magicdec.bench.serving.metrics import (
     acceptance_by_context,
     categories_of,
-    missing_of,
+    completed,
     serving_metrics,
     times_by_turn,
 )
@@ -66,13 +66,14 @@ def served(kind: str = STEPS, seed: int = 0) -> ServingRecord:
     config = record.config | {"workload": record.config["workload"] | {"goodput": GOODPUT}}
     return replace(
         record,
+        name="endpoint" if is_external else record.name,
         config=config,
         workload=replace(record.workload, categories=categories),
         metrics=metrics,
         requests=describe_requests(requests, counts.moves, requests[0].arrived_s, judged),
         times_by_turn=times_by_turn(requests, counts.moves),
         acceptance_by_context=acceptance_by_context(requests, judged),
-        server=missing_of(report_of(kind), metrics, judged) if is_external else None,
+        details=completed(report_of(kind), metrics, judged) if is_external else None,
     )
 
 

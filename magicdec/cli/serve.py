@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 SettingsT = TypeVar("SettingsT", ServeOptions, SystemSettings)
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
+OF_DRAFTING = ("serving.emulate_acceptance",)  # settings of every pass that drafts
 OF_WEIGHTS = (
     "decoding.draft_weights",
     *(f"model.{name}" for name in ("linear", "elementwise", "native_steps", "target_dtype")),
@@ -260,19 +261,17 @@ def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
 
 def is_used(name: str, values: ParsedValues, passes: Sequence[Pass]) -> bool:
     """Whether a pass uses a setting, such as `serving.turns`: one of all runs, or of its system."""
-    if name == "serving.emulate_acceptance":
-        return any(each.is_drafting for each in passes)
-    owners = values.owners[name]
-    if not set(owners) <= set(SYSTEMS):
-        users = [system.name for system in SYSTEMS.values() if name in system.uses]
-        of_drafts = name.startswith("draft.")
-        return not users or any(
-            each.system.name in users and (each.is_drafting or not of_drafts) for each in passes
-        )
-    _, _, own_name = name.partition(".")
-    return any(
-        each.system.name in owners and each.system.uses_setting(own_name, each) for each in passes
-    )
+    section, _, own_name = name.partition(".")
+    drafts = any(each.is_drafting for each in passes)
+    owners = [SYSTEMS[each] for each in values.owners[name] if each in SYSTEMS]
+    if section in SYSTEMS:
+        used = [each for each in passes if each.system in owners]
+        return any(each.system.uses_setting(own_name, each) for each in used)
+    if any(own_name in system.draft_settings for system in owners) or name in OF_DRAFTING:
+        return drafts
+    users = [system for system in SYSTEMS.values() if name in system.uses]
+    used = [each for each in passes if each.system in users]
+    return not users or any(each.is_drafting or section != "draft" for each in used)
 
 
 COMMANDS = {name: Command(**preset) for name, preset in PRESETS.items()}

@@ -351,7 +351,7 @@ def test_a_ring_of_stages(drafter: str, waits: Counter[str]) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
+@pytest.mark.parametrize("mode", ["pipeline", "pipeline+draft", "pipeinfer"])
 def test_a_pipeline_of_stages(mode: str, waits: Counter[str]) -> None:
     model = tiny_transformer(replace(TINY, num_layers=3))
     expected, requests = (

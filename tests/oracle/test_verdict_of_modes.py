@@ -220,13 +220,13 @@ def test_stages_are_judged_by_the_engine_if_a_mode_is_one(tmp_path: Path) -> Non
         "--prefix_cache",
         "--modes",
         "ring",
-        "iterative",
+        "pipeline",
         "inflight",
         world_size=2,
     )
     systems = {system.passes[0].mode: system for system in prepared.systems}
     engine = systems["inflight"]
-    for mode, rows in (("ring", "inflight"), ("iterative", "sequential")):
+    for mode, rows in (("ring", "inflight"), ("pipeline", "sequential")):
         stands_for = engine_pass(systems[mode], Pass(mode, False), prepared.systems)
         assert stands_for is not None and stands_for.system is engine
         assert (stands_for.mode, stands_for.num_tokens) == (rows, 1)

@@ -119,7 +119,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
             "--device",
             "cpu",
             "--modes",
-            "async",
+            "pipeinfer",
             "--prefix_len",
             "uniform:1:120",
             "--gen_len",
@@ -151,7 +151,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     ):
         text = list(prompt[: shape.prompt_len])
         drafter.propose(DraftRequest(number, 0, 0, tuple(text), (5,)), text)
-    plan = pipeline.plan(Pass.named("async"), (0,))
+    plan = pipeline.plan(Pass.named("pipeinfer"), (0,))
     assert len(made) == 2, "the whole context, and the copy"
     assert sum(made) == plan.draft_kv - query_bytes(drafting)
 
@@ -169,7 +169,7 @@ def test_a_pipelines_drafter_needs_no_more_than_that(seed: int) -> None:
     ]
     served = [replace(request, request_id=i) for i, request in enumerate(served)]
     expected = generate_alone(model, [replace(r, output_ids=[]) for r in served], 100)
-    options = Options(mode="sync", gamma=4, pa=0.0, lanes=2)
+    options = Options(mode="pipeline+draft", gamma=4, pa=0.0, lanes=2)
     # Synchronous speculation drafts past the end of an output.
     num_cells = max(p + n for p, n in lengths) + options.gamma
     kv = KVSection("snapkv", 12, window_size=4)

@@ -15,7 +15,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import PipelineLayout, make_layout
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.run_stage import RunStage
-from magicdec.systems.pipeinfer.system import RunTiming, PipeInfer
+from magicdec.systems.pipeinfer.system import PipeInfer, RunTiming
 from magicdec.systems.stages.auto_split import STEPS, DecodeStep, RankTimes
 
 WORDS = ("--num_requests", "2", "--threads", "1")
@@ -24,7 +24,7 @@ NGRAM = ("--gamma", "3", "--draft", "ngram")
 
 def prepared(tmp_path: Path, *words: str, **place: Any) -> PipeInfer:
     system = prepare_as("pipeline", tmp_path, *WORDS, *words, **place).system_of(
-        Pass.named("iterative")
+        Pass.named("pipeline")
     )
     assert isinstance(system, PipeInfer)
     return system
@@ -96,7 +96,7 @@ def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("words", "gamma"),
-    [(["--modes", "iterative"], 0), (["--gamma", "99", "--draft", "ngram"], 7)],
+    [(["--modes", "pipeline"], 0), (["--gamma", "99", "--draft", "ngram"], 7)],
 )
 def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
     words: list[str], gamma: int, tmp_path: Path

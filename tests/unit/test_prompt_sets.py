@@ -225,7 +225,7 @@ def test_requests_are_whole_prompts(tmp_path: Path) -> None:
 
 def test_an_emulated_drafter_knows_where_outputs_begin(tmp_path: Path) -> None:
     words = ("--dataset", name_of("sharegpt", "sharegpt.json"), "--num_requests", "3")
-    words += ("--emulate_stage_ms", "1", "--emulate_acceptance", "0.5", "--modes", "async")
+    words += ("--emulate_stage_ms", "1", "--emulate_acceptance", "0.5", "--modes", "pipeinfer")
     (system,) = prepare_as("serve", tmp_path, *words, world_size=2).systems
     assert isinstance(system, PipeInfer)
     lengths = [len(prompt) for prompt in system.run.workload.prompts]

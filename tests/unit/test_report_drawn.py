@@ -491,7 +491,7 @@ def test_names_beside_bars_do_not_meet(name: str) -> None:
         "inflight+draft",
         "tensor_parallel",
         "ring",
-        "async",
+        "pipeinfer",
         "endpoint+draft",
     ]
     rows = [

@@ -17,11 +17,11 @@ from test_pipeline_command import finished
 from test_report import links, numbers_by_hand, rows, variant
 
 from magicdec.bench.serving.metrics import serving_metrics
-from magicdec.bench.serving.record import occupancy_of
 from magicdec.cli import records
 from magicdec.engine.scheduler import StepCounts
 from magicdec.runner.request import Moves
 from magicdec.systems.mdi_llm.details import StageUse, ring_metrics
+from magicdec.systems.stages.details import occupancy_of
 from magicdec.systems.stages.spans import Span, SpanKind
 
 __all__ = ["numbers_by_hand"]  # a fixture of all tests here
@@ -47,7 +47,7 @@ def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
     ring = asdict(ring_metrics([1, 1], 1, (1, 1), uses, 8, 2.0))
     right = {"status": "ok", "num_differing": 0, "metrics": asdict(metrics), "requests": [times]}
     if name == "ring":
-        right |= {"ring": ring, "occupancy": [[1.0, 0.5], [0.0, 0.5]]}
+        right["details"] = ring | {"occupancy": [[1.0, 0.5], [0.0, 0.5]]}
     return record(name, **workload) | right
 
 
@@ -57,8 +57,8 @@ EVERY = [
     served("inflight", 3.0, start="rate 3", goodput={}, arrival="poisson:5"),
     served("sequential", 2.0, start="second", draft="none"),
     served("ring", 1.0, start="second", draft="none"),
-    measured("iterative", start="third"),
-    measured("async", start="third"),
+    measured("pipeline", start="third"),
+    measured("pipeinfer", start="third"),
 ]
 CLOSED = [
     served(f"{mode}, {count} at once", seconds, start="fourth", concurrency=count)
@@ -206,7 +206,7 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
     of = {(row["kind"], row["pass"]): row for row in frame.to_dict("records")}
     assert of["serving", "static"]["output_throughput"] == pytest.approx(0.5)
     assert of["serving", "static"]["workload.goodput"] == "ttft:1500.0"
-    assert of["serving", "ring"]["ring.busy"] == "0.75 0.25"
-    assert of["serving", "async"]["speculation.most_in_flight"] == 2
-    assert of["serving", "async"]["workload.draft"] == "ngram"
+    assert of["serving", "ring"]["details.busy"] == "0.75 0.25"
+    assert of["serving", "pipeinfer"]["details.most_in_flight"] == 2
+    assert of["serving", "pipeinfer"]["workload.draft"] == "ngram"
     assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()

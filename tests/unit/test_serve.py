@@ -34,46 +34,47 @@ from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
+from magicdec.systems.declaration import Drafts
 from magicdec.systems.flover.system import Flover
-from magicdec.systems.modes import MODES, NAMES, Drafts, Pass
-from magicdec.systems.system import WARM_UP_TOKENS, SystemDetails, PassObserver, StepShape, System
+from magicdec.systems.modes import MODES, NAMES, SYSTEM_OF, Pass
+from magicdec.systems.system import WARM_UP_TOKENS, PassObserver, StepShape, System, SystemDetails
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
 REFUSALS = [  # (ranks, flags, message)
     (1, "--modes nonsense", "--modes nonsense is not known; choose from sequential, static, "),
     (1, "--modes ring ring", "--modes names ring twice"),
-    (1, "--modes iterative+draft --draft ngram", "--modes iterative+draft is not known; choose"),
-    (1, "--modes sync", "--modes sync drafts; say by --draft what drafts"),
+    (1, "--modes pipeinfer+draft --draft ngram", "--modes pipeinfer+draft is not known; choose"),
+    (1, "--modes pipeline+draft", "--modes pipeline+draft drafts; say by --draft what drafts"),
     (1, "--modes ring+draft", "--modes ring+draft drafts; say by --draft what drafts"),
     (1, "--draft ngram --modes static ring", "static ring drafts; add one, such as static+draft"),
     (1, "--modes tensor_parallel", "--modes tensor_parallel needs several ranks; see --nproc"),
     (1, "--layer_split 2 --modes inflight", f"--layer_split {UNUSED} inflight uses it"),
     (3, "--layer_split 0,1 --modes ring", "--layer_split 0,1: a ring has no head without layers"),
-    (2, "--modes async --draft ngram --gamma auto", "--gamma auto: --modes async drafts a fixed"),
+    (2, "--modes pipeinfer --draft ngram --gamma auto", "--modes pipeinfer drafts a fixed"),
     (2, "--modes ring+draft --draft ngram --gamma auto", "--gamma auto: --modes ring+draft drafts"),
     (1, "--modes ring+draft --draft self", "--draft self: --modes ring+draft lacks layers"),
     (1, "--gamma 4", "--gamma does nothing here: autoregressive decoding drafts nothing"),
     (1, "--draft ngram --budget 65", "--budget does nothing here: prompt lookup reads no KV"),
     (1, "--draft other", "--draft other is not known; choose from self, model:NAME, eagle:DIR, "),
-    (2, "--modes async --draft ngram+self", "--modes async drafts from one source; choose"),
+    (2, "--modes pipeinfer --draft ngram+self", "--modes pipeinfer drafts from one source; choose"),
     (2, "--modes ring+draft --draft ngram+self", "--modes ring+draft drafts from one source"),
     (1, "--modes inflight+draft --draft self --pr 0.3", f"--pr {UNUSED} inflight+draft uses it"),
     (1, "--modes inflight+draft --draft ngram --pa 0.3", "lookup ends where its own evidence does"),
     (1, "--modes inflight --pa 0.3", f"--pa {UNUSED} inflight uses it; leave it out"),
-    (1, "--modes iterative --pa 0.3", f"--pa {UNUSED} iterative uses it"),
-    (1, "--modes iterative --pr 0.1", f"--pr {UNUSED} iterative uses it"),
+    (1, "--modes pipeline --pa 0.3", f"--pa {UNUSED} pipeline uses it"),
+    (1, "--modes pipeline --pr 0.1", f"--pr {UNUSED} pipeline uses it"),
     (1, "--modes static --window_ms 5", f"--window_ms {UNUSED} static uses it"),
     (1, "--modes ring --cache_tokens 16", f"--cache_tokens {UNUSED} ring uses it"),
     (1, "--modes ring --batch_ranks all", f"--batch_ranks {UNUSED} ring uses it"),
-    (1, "--modes iterative --prefill_tokens 9", f"--prefill_tokens {UNUSED} iterative uses it"),
-    (1, "--modes iterative --B 2", f"--B {UNUSED} iterative uses it"),
+    (1, "--modes pipeline --prefill_tokens 9", f"--prefill_tokens {UNUSED} pipeline uses it"),
+    (1, "--modes pipeline --B 2", f"--B {UNUSED} pipeline uses it"),
     (1, "--modes inflight --emulate_link_ms 3", f"--emulate_link_ms {UNUSED} inflight uses it"),
     (1, "--emulate_link_ms 3", "--emulate_link_ms 3.0: one rank has no link"),
-    (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "is for --emulate_acceptance"),
+    (1, "--emulate_draft_ms 3 --modes pipeline+draft --draft ngram", "is for --emulate_acceptance"),
     (1, "--emulate_acceptance 0.5 --modes inflight", f"--emulate_acceptance {UNUSED}"),
-    (1, "--emulate_acceptance 0.5 --modes sync", "sync drafts ahead of stages that compute"),
-    (1, "--emulate_stage_ms 3 --emulate_acceptance 2 --modes sync", "takes one probability below"),
+    (1, "--emulate_acceptance 0.5 --modes pipeline+draft", "drafts ahead of stages that"),
+    (1, "--emulate_stage_ms 3 --emulate_acceptance 2 --modes pipeinfer", "takes one probability"),
     (
         *(1, "--emulate_acceptance 5.5 --gamma 3 --draft ngram --modes inflight+draft"),
         "a step emits at most 4 tokens",
@@ -86,14 +87,14 @@ REFUSALS = [  # (ranks, flags, message)
         "--emulate_stage_ms 3.0: --modes inflight+draft has no stages that could sleep; choose",
     ),
     (
-        *(1, "--emulate_stage_ms 3 --emulate_acceptance 0.5 --draft ngram --modes iterative sync"),
+        *(1, "--emulate_stage_ms 3 --emulate_acceptance .5 --draft ngram --modes ring pipeline+draft"),
         "--draft does nothing here: --emulate_acceptance drafts",
     ),
     (1, "--emulate_stage_ms 3 --modes ring --native_steps on", "--native_steps does nothing here"),
     (1, "--emulate_stage_ms 3 --modes ring --linear torch", "--linear does nothing here: emulated"),
     (1, "--emulate_stage_ms 3 --modes ring --target_dtype int8", "--target_dtype does nothing he"),
     (1, "--emulate_stage_ms 3 --modes ring --elementwise torch", "--elementwise does nothing here"),
-    (1, "--emulate_stage_ms 3 --modes sync ring --draft ngram", "give --emulate_acceptance"),
+    (1, "--emulate_stage_ms 3 --modes pipeinfer ring --draft ngram", "give --emulate_acceptance"),
     (1, "--emulate_stage_ms 3 --modes ring --temperature 1", "--temperature 1 does nothing with -"),
     (1, "--emulate_stage_ms 3 --modes ring+draft --draft model:demo-draft", "no tokens that --dra"),
     (1, "--emulate_stage_ms 3 --modes ring --presence_penalty 1", "--presence_penalty 1 does noth"),
@@ -123,13 +124,13 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 
 
 BATCHED = ["sequential", "static", "dynamic", "inflight"]
-PIPELINED = "iterative", "sync", "async"
+PIPELINED = "pipeline", "pipeline+draft", "pipeinfer"
 DEFAULTS = [  # (command, ranks, flags, modes)
-    ("serve", 1, "", ["sequential", "static", "inflight", "ring", "iterative"]),
-    ("serve", 2, "", ["sequential", "static", "inflight", "tensor_parallel", "ring", "iterative"]),
+    ("serve", 1, "", ["sequential", "static", "inflight", "ring", "pipeline"]),
+    ("serve", 2, "", ["sequential", "static", "inflight", "tensor_parallel", "ring", "pipeline"]),
     (
         *("serve", 1, "--draft ngram"),
-        ["sequential", "static", "inflight", "ring", *PIPELINED, "inflight+draft"],
+        ["sequential", "static", "inflight", "inflight+draft", "ring", *PIPELINED],
     ),
     ("inflight", 2, "", BATCHED),
     ("inflight", 1, "--draft self", [*BATCHED, "inflight+draft"]),
@@ -140,7 +141,7 @@ DEFAULTS = [  # (command, ranks, flags, modes)
     ),
     ("recurrent", 2, "--emulate_stage_ms 3", ["ring"]),
     ("pipeline", 2, "", ["sequential", *PIPELINED]),
-    ("pipeline", 2, "--draft none", ["sequential", "iterative"]),
+    ("pipeline", 2, "--draft none", ["sequential", "pipeline"]),
     ("pipeline", 2, "--emulate_stage_ms 3 --emulate_acceptance 0.4", [*PIPELINED]),
 ]  # fmt: skip
 
@@ -179,8 +180,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 # Each system is closed, and opened again for its other passes.
 ALL = (
-    *("sequential", "static", "ring", "dynamic", "inflight", "async", "inflight+draft"),
-    *("ring+draft", "iterative", "sync"),
+    *("sequential", "static", "ring", "dynamic", "inflight", "pipeinfer", "inflight+draft"),
+    *("ring+draft", "pipeline", "pipeline+draft"),
 )
 
 
@@ -227,7 +228,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
         ring = by_name["ring+draft"]["metrics"]
         assert ring["draft_acceptance_rate"] == 1
         assert (ring["num_draft_tokens"] < 24) == (pa > 0), "of four requests, three in a step"
-        assert by_name["sync"]["metrics"]["draft_acceptance_rate"] == 1
+        assert by_name["pipeline+draft"]["metrics"]["draft_acceptance_rate"] == 1
     said = capsys.readouterr()
     assert "in every mode all requests have the tokens of sequential" in said.out
     assert "10 records appended" in said.err
@@ -252,7 +253,10 @@ def check_events(events: list[dict[str, Any]]) -> None:
     assert [name for name in names if name.endswith(": requests")] == [
         f"{name}: requests" for name in ALL
     ]
-    assert "ring: stage 0" in names and sum(name.startswith("async: rank 0") for name in names) == 1
+    assert (
+        "ring: stage 0" in names
+        and sum(name.startswith("pipeinfer: rank 0") for name in names) == 1
+    )
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == set(range(len(names)))
     assert min(event["ts"] for event in spans) >= 0 <= min(event["dur"] for event in spans)
@@ -363,7 +367,8 @@ class RoundRobin(System):
     def step_shape(self, each: Pass) -> StepShape:
         return StepShape(1, 1)
 
-    def warm_up_rows(self, each: Pass) -> int:
+    @property
+    def rows(self) -> int:
         return 2
 
     @property
@@ -373,7 +378,9 @@ class RoundRobin(System):
     def now(self) -> float:
         return self.clock.now()
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> SystemDetails:
+    def serve(
+        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
         lengths = [(len(r.prompt_ids), r.sampling.max_new_tokens) for r in requests]
         self.log.append((each.name, lengths))
         if observer.is_measured and each.name == self.interrupted:
@@ -414,8 +421,8 @@ CHUNK = 4
 
 @pytest.fixture
 def toy(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
-    for name, mode in MODES.items():
-        monkeypatch.setitem(MODES, name, replace(mode, system="test_serve:RoundRobin"))
+    for name, system in SYSTEM_OF.items():
+        monkeypatch.setitem(SYSTEM_OF, name, replace(system, system="test_serve:RoundRobin"))
     monkeypatch.setattr(RoundRobin, "made", [])
     trace = tmp_path / "trace.jsonl"
     names = "arrival_ms", "prompt_len", "output_len"
@@ -426,7 +433,7 @@ def toy(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> To
     def serve_toy(*names: str) -> tuple[int, list[dict[str, Any]]]:
         experiment = COMMANDS["serve"].parse(words, ALONE)
         passes = tuple(Pass.named(name) for name in names)
-        experiment = replace(experiment, options=replace(experiment.options, passes=passes))
+        experiment = replace(experiment, options=experiment.options.settle(passes, seed=0))
         return experiment.run(words, ALONE), read(tmp_path / "out.jsonl")
 
     return serve_toy
@@ -569,7 +576,7 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
     monkeypatch.undo()  # which systems serve
     workload = records[1].config["workload"] | {"emulate_acceptance": [0.5]}
     config = records[1].config | {"workload": workload}
-    emulated = replace(records[1], name="async", config=config)
+    emulated = replace(records[1], name="pipeinfer", config=config)
     (brief,) = brief_tables([records[0], emulated])
     assert ", EMULATED by --emulate_acceptance" in brief.lead[0].text
     workload = workload | {"emulate_stage_ms": 3.0, "emulate_link_ms": 1.0}
@@ -587,7 +594,7 @@ def test_a_diverged_pass_gets_no_metrics(
     code, (first, record) = toy(first_of(name), name)
     assert code == 1 and first["status"] == "ok" and first["metrics"]
     assert (record["status"], record["num_differing"]) == ("diverged", 1)
-    assert record["metrics"] is record["ring"] is record["speculation"] is None
+    assert record["metrics"] is record["details"] is None
     assert f"{name}: DIVERGED, 1 of 3 requests differ from {first_of(name)}" in (
         capsys.readouterr().out
     )

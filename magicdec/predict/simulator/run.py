@@ -244,8 +244,8 @@ def _modes(records: Sequence[SimulationRecord]) -> Table:
 
 
 def _clusters(records: Sequence[SimulationRecord]) -> Table:
-    """A row for each cluster; of many, the best of each number of nodes in mode `pipeinfer`, or else
-    in the first mode."""
+    """A row for each cluster; of many, the best of each number of nodes in mode `pipeinfer`, or
+    else in the first mode."""
     modes = list(dict.fromkeys(map(mode_of, records)))
     ranked = PIPEINFER if PIPEINFER in modes else modes[0]
     clusters: dict[str, dict[str, SimulationRecord]] = {}

@@ -345,8 +345,8 @@ PROPERTIES = (
             Fault(
                 "any engine for the stages of a pipeline",
                 "bench/serving/verdict.py",
-                "isinstance(other, ReplayingSystem) and other.ranks_of_layer == system.ranks_of_layer",
-                "isinstance(other, ReplayingSystem)",
+                " and other.ranks_of_layer == system.ranks_of_layer:",
+                ":",
             ),
         ),
     ),
