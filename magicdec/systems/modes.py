@@ -21,13 +21,6 @@ SYSTEM_OF = {name: system for system in SYSTEMS.values() for name in system.mode
 RENAMED = {old: new for system in SYSTEMS.values() for old, new in system.renamed_modes.items()}
 
 
-def _names() -> Iterator[str]:
-    for name, mode in MODES.items():
-        yield name
-        if mode.drafts is Drafts.MAYBE:
-            yield f"{name}{WITH_DRAFT}"
-
-
 def _default_names() -> Iterator[str]:
     for name, mode in MODES.items():
         if mode.is_default:
@@ -36,7 +29,11 @@ def _default_names() -> Iterator[str]:
             yield f"{name}{WITH_DRAFT}"
 
 
-NAMES = tuple(_names())  # what `--modes` can name
+# What `--modes` can name.
+NAMES = (
+    *MODES,
+    *(f"{name}{WITH_DRAFT}" for name, mode in MODES.items() if mode.drafts is Drafts.MAYBE),
+)
 # What `serve` has without `--modes`, as far as ranks and drafts make it possible.
 DEFAULT_NAMES = tuple(_default_names())
 

@@ -22,6 +22,7 @@ from magicdec.bench.gate.cases import (
     margin_of,
     name_of,
     num_ranks,
+    options_of,
     quick,
     standard_cases,
 )
@@ -75,7 +76,7 @@ def test_every_system_that_drafts_has_a_case() -> None:
     for baseline, case in zip(served, cases, strict=True):
         again = case_of(baseline)
         assert isinstance(again, ServedCase)
-        assert again.options([again.mode]) == case.options([case.mode])
+        assert options_of([again]) == options_of([case])
         assert again.config.kv.resolve() == case.config.kv.resolve()
         assert again.config.decoding == case.config.decoding
         assert again.config.workload == case.config.workload

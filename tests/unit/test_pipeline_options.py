@@ -61,7 +61,7 @@ def test_bad_input_is_refused_in_one_line(
         "magicdec",
         "model's norm_eps",
         "model's weights",
-        "n_samples",
+        "settings of mdi_llm",
         "layers of ring",
         "layers of pipeline",
         "messages of pipeline",

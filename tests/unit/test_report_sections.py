@@ -86,8 +86,8 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
         "serving_throughput",
         "serving_goodput",
         "serving_modes",
-        "ring_stages",
-        "speculation_stages",
+        "mdi_llm_stages",
+        "pipeinfer_stages",
     ):
         assert name in figures and rows(out / f"{name}.csv"), name
     assert "against the draft's kv budget" in page.lower().replace("&#39;", "'"), (
@@ -154,13 +154,13 @@ def test_passes_of_a_busy_host_are_named(tmp_path: Path, command: Command) -> No
     assert out.startswith(f"1 of 2 passes (static 48%): {load}")
 
 
-@pytest.mark.parametrize("part", ["ring", "speculation"])
+@pytest.mark.parametrize("part", ["mdi_llm", "pipeinfer"])
 def test_stages_are_shown_over_time(out: Path, part: str) -> None:
     """In the parts of the time that the record has, or as one where it has none."""
     found = {
         r["stage"]: (r["pass"], r["busy"], r["parts"]) for r in rows(out / f"{part}_stages.csv")
     }
-    if part == "ring":
+    if part == "mdi_llm":
         assert found["0"] == ("ring", "0.75", "[1.0, 0.5]"), found
         assert found["1"] == ("ring", "0.25", "[0.0, 0.5]")
     else:

@@ -214,7 +214,8 @@ def test_the_command_prints_draws_and_records(command: Command, tmp_path: Path) 
     printed = shown.splitlines()
     assert code == 0
     assert max(map(len, printed)) <= 80
-    rows = {line.split()[0]: line.split() for line in printed if line[:10].strip() in MODES}
+    modes = [[mode] for mode in MODES]
+    rows = {line.split()[0]: line.split() for line in printed if line.split()[:1] in modes}
     assert list(rows) == list(MODES)
     assert chart.read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in out.read_text().splitlines()]

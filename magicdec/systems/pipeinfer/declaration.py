@@ -27,14 +27,7 @@ class PipeInferSettings(StagesSettings):
     pr: float = same(Options, "pr")
     pd: float = same(Options, "pd")
     max_in_flight: int | None = same(Options, "max_in_flight")
-    lanes: int | None = same(
-        Options,
-        "lanes",
-        None,
-        is_default=True,
-        help="Requests at the same time; the others wait. Default: 1, or the most of "
-        "--concurrency.",
-    )
+    lanes: int | None = same(Options, "lanes", None, is_default=True)
     emulate_draft_ms: float | None = setting(
         None,
         "A step of the drafter of emulated stages takes so long. Default: no time.",

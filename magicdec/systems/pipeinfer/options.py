@@ -35,7 +35,11 @@ class Options:
     max_in_flight: int | None = setting(
         None, "Most runs of a request at the same time. Default: no limit.", least=1
     )
-    lanes: int = setting(1, "Requests at the same time; the others wait.", least=1)
+    lanes: int = setting(
+        1,
+        "Requests at the same time; the others wait. Default: 1, or the most of --concurrency.",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
         assert self.mode in MODES
