@@ -56,7 +56,13 @@ ARRIVALS = {
     "uniform": "magicdec.workload.request_shapes:uniform",
     "poisson": "magicdec.workload.request_shapes:poisson",
 }
-SEQUENTIAL = "sequential"  # one process, one request after the other
+# The systems that serve requests, each with modes of its own.
+SYSTEMS = {
+    "flover": "magicdec.systems.flover.declaration:FLOVER",
+    "mdi_llm": "magicdec.systems.mdi_llm.declaration:MDI_LLM",
+    "pipeinfer": "magicdec.systems.pipeinfer.declaration:PIPEINFER",
+    "servers": "magicdec.systems.servers.declaration:SERVERS",
+}
 # Programs whose servers say what they drafted: the form in which each does.
 SERVER_FORMATS = {
     "vllm": "magicdec.systems.servers.vllm:VLLM",

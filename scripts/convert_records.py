@@ -45,6 +45,34 @@ def converted_config(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"decoding": renamed(kept, {"num_draft_tokens": "gamma"})}
 
 
+# The parts of a pass that `details` has taken the place of, with the `kind` of each.
+DETAILS = {"ring": "mdi_llm", "speculation": "pipeinfer", "server": "servers"}
+
+
+def with_details(raw: dict[str, Any]) -> dict[str, Any]:
+    """A serving record whose `ring`, `speculation`, `server` and `occupancy` are its `details`, and
+    whose modes have their names of now."""
+    from magicdec.systems.modes import RENAMED, Pass
+
+    old = {name: raw.get(name) for name in (*DETAILS, "occupancy")}
+    new = {key: value for key, value in raw.items() if key not in old}
+    parts = [(kind, old[name]) for name, kind in DETAILS.items() if old[name] is not None]
+    new["details"] = None
+    if parts and raw["metrics"] is not None:
+        ((kind, part),) = parts
+        shares = {} if old["occupancy"] is None else {"occupancy": old["occupancy"]}
+        new["details"] = {"kind": kind} | shares | part
+    workload = new["config"]["workload"]
+    if workload["mode"] in RENAMED:
+        workload["mode"] = Pass.named(workload["mode"]).mode
+    workload["modes"] = [Pass.named(name).name for name in workload["modes"]]
+    for part in (new, new.get("correctness") or {}):
+        for key in ("name", "reference"):
+            if part.get(key) is not None:
+                part[key] = Pass.named(part[key]).full_name
+    return new
+
+
 def converted(line: str) -> str:
     """A line of the new version. Raises ValueError for a line of another version than the old."""
     raw = json.loads(line)

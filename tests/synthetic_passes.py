@@ -11,7 +11,7 @@ from conftest import ROOT
 from magicdec.bench.serving.metrics import (
     acceptance_by_context,
     categories_of,
-    missing_of,
+    completed,
     serving_metrics,
     times_by_turn,
 )
@@ -21,7 +21,7 @@ from magicdec.records.acceptance import ReportedCounts, Verification, Verificati
 from magicdec.records.reading import parse_line
 from magicdec.records.stalls import TimedStep
 from magicdec.runner.request import Request, SamplingParams, Turn
-from magicdec.systems.servers.report import ANSWERS, BOTH, COUNTERS, ServerReport
+from magicdec.systems.servers.details import ANSWERS, BOTH, COUNTERS, ServersDetails
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 NUM_REQUESTS = 15
@@ -66,13 +66,14 @@ def served(kind: str = STEPS, seed: int = 0) -> ServingRecord:
     config = record.config | {"workload": record.config["workload"] | {"goodput": GOODPUT}}
     return replace(
         record,
+        name="endpoint" if is_external else record.name,
         config=config,
         workload=replace(record.workload, categories=categories),
         metrics=metrics,
         requests=describe_requests(requests, counts.moves, requests[0].arrived_s, judged),
         times_by_turn=times_by_turn(requests, counts.moves),
         acceptance_by_context=acceptance_by_context(requests, judged),
-        server=missing_of(report_of(kind), metrics, judged) if is_external else None,
+        details=completed(report_of(kind), metrics, judged) if is_external else None,
     )
 
 
@@ -151,9 +152,9 @@ def as_reported(found: Verifications, kind: str) -> Verifications:
     )
 
 
-def report_of(kind: str) -> ServerReport:
+def report_of(kind: str) -> ServersDetails:
     source = kind if kind in (COUNTERS, BOTH) else ANSWERS
-    return ServerReport(program="vllm", source=source, missing=[], problems=[])
+    return ServersDetails(program="vllm", source=source, missing=[], problems=[])
 
 
 def drawn_steps(rng: random.Random) -> list[TimedStep]:

@@ -1,7 +1,7 @@
-"""`magicdec serve`: the same requests in every named mode, in one table; and its short names
-`inflight`, `recurrent` and `pipeline`, which differ in their defaults alone.
+"""`magicdec serve`: the same requests in every named mode, in one table; and its presets, which
+differ in their defaults alone (`cli/presets.py`).
 
-    magicdec serve --nproc 3 --draft model:demo-draft --modes sequential inflight ring async
+    magicdec serve --nproc 3 --draft model:demo-draft --modes sequential inflight ring pipeinfer
     torchrun --nproc_per_node 2 tests/pipeline_benchmark.py --layer_split 0,1.0/head
 
 Heavy imports happen after the flags are read.
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from magicdec.cli.flags import (
     FAILED,
@@ -33,6 +33,7 @@ from magicdec.cli.flags import (
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
 from magicdec.cli.parsing.rank_checks import check_nproc
+from magicdec.cli.presets import PRESETS
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     CHAT,
@@ -43,7 +44,7 @@ from magicdec.config.sections import (
     DraftSection,
     PictureSection,
 )
-from magicdec.config.setting import setting
+from magicdec.config.setting import declared, setting
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.watching.watch import watch_ranks
@@ -53,39 +54,36 @@ from magicdec.output.console import START, labelled, spinner
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import append_line, check_files, check_record_file, to_json, write_text
-from magicdec.systems.modes import (
-    BATCHING,
-    ENDPOINT,
-    MODES,
-    SPECULATIVE,
-    Pass,
-    Ranks,
-    default_names,
-)
-from magicdec.systems.options import WINDOWED, ServeOptions, check_passes
-from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.declaration import Ranks, SystemSettings
+from magicdec.systems.modes import DEFAULT_NAMES, MODES, SYSTEMS, Pass
+from magicdec.systems.options import ServeOptions, with_values
 from magicdec.workload.prompt_sets import is_prompt_set
-from magicdec.workload.request_shapes import BURST, TRACE, UNIFORM
+from magicdec.workload.request_shapes import TRACE, UNIFORM
 
 if TYPE_CHECKING:
     from magicdec.bench.serving.measure import MeasuredPasses
     from magicdec.bench.serving.prepare import PreparedServing
     from magicdec.bench.serving.record import ServingRecord
 
+SettingsT = TypeVar("SettingsT", ServeOptions, SystemSettings)
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
+OF_DRAFTING = ("serving.emulate_acceptance",)  # settings of every pass that drafts
+OF_WEIGHTS = (
+    "decoding.draft_weights",
+    *(f"model.{name}" for name in ("linear", "elementwise", "native_steps", "target_dtype")),
+)
 EVERYDAY = (
     *("--model", "--dataset", "--num_requests", "--arrival", "--concurrency", "--turns"),
     *("--prefix_len", "--gen_len"),
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
     *("--goodput", "--nproc", "--plot", "--trace", "--out"),
 )
-WITHOUT_EOS = ("gamma", "draft_weights", "cuda_graphs")
+WITHOUT_EOS = ("gamma", "draft_weights", "cuda_graphs", "pa")
 # Sections of which only some settings have a flag here.
 ONLY = {
     "draft": ("rank_group",),
     "decoding": (*WITHOUT_EOS, "ignore_eos"),
     "workload": ("dataset", "prompt_format", "skip_tokens", "seed"),
-    "speculation": ("pa", "pr", "pd", "max_in_flight", "lanes"),
     "output": ("results", "verbose"),
 }
 
@@ -111,104 +109,112 @@ class ServeFilesSection(PictureSection):
 
 @dataclass(frozen=True)
 class Command:
-    """A name of the command, with its help and defaults. It compares those of `modes` that the
-    ranks can have, and with a draft also `drafting`. With `ignore_eos` it decodes to the full
-    length."""
+    """A name of the command, as `presets.PRESETS` has it, with its help, its modes, and `defaults`
+    by names of settings."""
 
     description: str
-    modes: tuple[str, ...]
-    drafting: tuple[str, ...] = ()
-    options: ServeOptions = ServeOptions()
-    draft: str = NONE
-    ignore_eos: bool = False
+    modes: tuple[str, ...] = DEFAULT_NAMES
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rows_of: str | None = None
 
     def build_parser(self) -> Parser:
         sections = {
             "file": ConfigFile(),
-            "drafts": DraftChoice(self.draft),
+            "drafts": DraftChoice(self.defaults.get("draft", NONE)),
             **sections_of(self.base),
-            "serving": self.options,
-            "speculation": Options(),
+            "serving": self._with_defaults(ServeOptions()),
+            **{name: self._with_defaults(each.settings()) for name, each in SYSTEMS.items()},
             "files": ServeFilesSection(),
         }
-        only = ONLY if not self.ignore_eos else ONLY | {"decoding": WITHOUT_EOS}
+        has_eos = not self.base.decoding.ignore_eos
+        only = ONLY if has_eos else ONLY | {"decoding": WITHOUT_EOS}
         return Parser(self.description, sections, only, everyday=EVERYDAY)
+
+    def _with_defaults(self, section: SettingsT) -> SettingsT:
+        kind: type = type(section)
+        own = declared(kind)
+        return replace(section, **{k: value for k, value in self.defaults.items() if k in own})
 
     @property
     def base(self) -> RunConfig:
-        return RunConfig(draft=DraftSection(), decoding=DecodingSection(ignore_eos=self.ignore_eos))
+        ignore_eos = self.defaults.get("ignore_eos", False)
+        return RunConfig(draft=DraftSection(), decoding=DecodingSection(ignore_eos=ignore_eos))
 
     def parse(self, words: Sequence[str], launch: Launch) -> ServeCommand:
         """The experiment of a command line. Raises ValueError, one line naming the flag, for errors
         of any model."""
         values = self.build_parser().read(words)
         options = values[ServeOptions]
+        settings = {name: values.sections[name] for name in SYSTEMS}
         files = values[ServeFilesSection]
         config = config_of(values, self.base)
         world_size = find_world_size(config.parallel.nproc, launch)
         draft = values[DraftChoice].draft
         is_named = "drafts.draft" in values.given
         config.with_draft(draft)
-        passes = self.passes(options, draft, world_size, is_named)
+        passes = self.passes(options, settings, draft, world_size)
         drafting = [each for each in passes if each.is_drafting]
-        is_emulated = options.emulate_stage_ms is not None
-        has_script = is_emulated and options.emulate_acceptance is not None
-        needs_draft = [each for each in drafting if not (has_script and each.drafts_ahead)]
+        sleeping = [each for each in passes if settings[each.system.name].emulates]
+        has_rates = options.emulate_acceptance is not None
+        needs_draft = [
+            each for each in drafting if not (has_rates and each.drafts_ahead and each in sleeping)
+        ]
         if not is_named and not needs_draft:
             draft = NONE
         elif drafting and not needs_draft and draft != NONE:
             values.refuse_given(["drafts.draft"], "--emulate_acceptance drafts")
-        if is_emulated:
+        if sleeping:
             values.refuse_given(OF_WEIGHTS, "emulated stages have no weights")
         config = config.with_draft(draft)
-        ahead = [each.drafts_ahead for each in drafting]
         if draft != NONE and any(map(options.accepts_by_chance, passes)):
             rates = options.emulate_acceptance
             config = replace(config, decoding=replace(config.decoding, emulate_acceptance=rates))
         # Modes that draft in turns stop by `--pa` as `run` does, which refuses it for lookups.
         # Beside a mode that drafts ahead, for which lookups have it, it is for that mode alone.
-        is_for_turns = not all(ahead) and not (any(ahead) and config.decoding.looks_up)
-        if "speculation.pa" in values.given and is_for_turns:
-            pa = values[Options].pa
-            config = replace(config, decoding=replace(config.decoding, pa=pa))
+        ahead = [each.drafts_ahead for each in drafting]
+        if all(ahead) or (any(ahead) and config.decoding.looks_up):
+            config = replace(config, decoding=replace(config.decoding, pa=DecodingSection.pa))
         config.check(world_size)
         refuse_unused(values, passes)
-        used = ["decoding.gamma"] if drafting else []
+        used = ["decoding.gamma", "decoding.pa"] if drafting else []
         refuse_ignored(config, values, used)
-        options = self.settle(options, values, passes, config, world_size)
-        options = replace(options, draft=draft)
-        check_passes(options, config, world_size)
+        self.check_shapes(options, values, config)
+        options = options.settle(passes, config.workload.seed, settings)
+        options = replace(self.with_equal_rows(options, world_size), draft=draft)
+        options.check(config, world_size)
         files.check(Path(config.output.results), launch.rank == 0)
         return ServeCommand(config, options, files)
 
     def passes(
-        self, options: ServeOptions, draft: str, world_size: int, is_named: bool
+        self,
+        options: ServeOptions,
+        settings: Mapping[str, SystemSettings],
+        draft: str,
+        world_size: int,
     ) -> list[Pass]:
         """The named modes, or the possible ones of this command."""
-        has_draft = draft != NONE or options.emulate_acceptance is not None
-        names = options.modes
-        if names is None:
-            every = default_names(self.modes, world_size, has_draft)
-            names = (*every, *(self.drafting if draft != NONE and is_named else ()))
-            names += tuple(name for name in EXTERNAL if options.endpoint is not None)
-            if options.emulate_stage_ms is not None:
-                names = tuple(each for each in names if has_stages(Pass.named(each))) or names
-        servers = range(len(options.endpoint or ()) or 1)
+        if options.modes is not None:
+            chosen = list(map(Pass.named, options.modes))
+        else:
+            has_rates = options.emulate_acceptance is not None
+            chosen = [
+                each
+                for each in map(Pass.named, dict.fromkeys((*self.modes, *EXTERNAL)))
+                if settings[each.system.name].num_instances
+                and (each.ranks is not Ranks.ALL or world_size > 1)
+                and (not each.is_drafting or draft != NONE or (has_rates and each.drafts_ahead))
+            ]
+            chosen = [each for each in chosen if settings[each.system.name].emulates] or chosen
         return [
             replace(each, server=server, concurrency=concurrency)
-            for each in map(Pass.named, names)
-            for server in (servers if each.system == ENDPOINT else (0,))
+            for each in chosen
+            for server in range(settings[each.system.name].num_instances or 1)
             for concurrency in options.concurrency or (None,)
         ]
 
-    def settle(
-        self,
-        options: ServeOptions,
-        values: ParsedValues,
-        passes: Sequence[Pass],
-        config: RunConfig,
-        world_size: int,
-    ) -> ServeOptions:
+    def check_shapes(self, options: ServeOptions, values: ParsedValues, config: RunConfig) -> None:
+        """Raises ValueError, naming the flag, for prompts that cannot have the lengths of the load,
+        or its turns."""
         dataset = config.workload.dataset
         has_trace = options.arrival.startswith(f"{TRACE}:")
         if is_prompt_set(dataset) and (has_trace or options.prefix_len.startswith(UNIFORM)):
@@ -231,103 +237,44 @@ class Command:
         if has_trace:
             lengths = ("serving.prefix_len", "serving.gen_len")
             values.refuse_given(lengths, "the trace has the lengths")
-        gamma = config.decoding.gamma
-        speculation = values[Options]
-        if isinstance(gamma, int):
-            speculation = replace(speculation, gamma=gamma)
         if options.concurrency is not None:
             values.refuse_given(["serving.arrival"], "--concurrency says when requests arrive")
-            if "speculation.lanes" not in values.given:
-                speculation = replace(speculation, lanes=options.most_in_flight)
-        options = replace(options, speculation=speculation)
-        return options.settle(passes, config.workload.seed, world_size)
 
-
-def has_stages(each: Pass) -> bool:
-    return each.ranks is Ranks.STAGES
-
-
-# What only some modes use, by the beginnings of names of settings.
-USED_BY: dict[str, Callable[[Pass], bool]] = {
-    "parallel.rank_group": lambda each: each.system == BATCHING,
-    "speculation.max_in_flight": lambda each: each.system == SPECULATIVE,
-    "speculation.lanes": lambda each: each.system == SPECULATIVE,
-    "speculation.pa": lambda each: each.is_drafting,
-    "speculation.pr": lambda each: each.drafts_ahead,
-    "speculation.pd": lambda each: each.drafts_ahead,
-    "draft.rank_group": lambda each: each.system == BATCHING and each.is_drafting,
-    "decoding.cuda_graphs": lambda each: each.system == BATCHING,
-    "serving.window_ms": lambda each: each.mode == WINDOWED,
-    "serving.block_tokens": lambda each: each.system == BATCHING,
-    "serving.cache_tokens": lambda each: each.system == BATCHING,
-    "serving.prefix_cache": lambda each: each.system in (BATCHING, ENDPOINT),
-    "serving.batch_ranks": lambda each: each.ranks is Ranks.FIRST,
-    "serving.prefill_tokens": lambda each: each.system != SPECULATIVE,
-    "serving.batch_size": lambda each: each.system != SPECULATIVE,
-    "serving.n_samples": lambda each: each.system != SPECULATIVE,
-    "serving.layer_split": has_stages,
-    "serving.emulate_link_": has_stages,
-    "serving.emulate_acceptance": lambda each: each.is_drafting,
-    "serving.emulate_draft_ms": lambda each: each.drafts_ahead,
-    "serving.endpoint": lambda each: each.system == ENDPOINT,
-}
-
-
-OF_WEIGHTS = (
-    "decoding.draft_weights",
-    *(f"model.{name}" for name in ("linear", "elementwise", "native_steps", "target_dtype")),
-)
-
-
-def is_unused(setting_name: str, passes: Sequence[Pass]) -> bool:
-    """Whether no pass uses a setting, such as `serving.window_ms`."""
-    return any(
-        setting_name.startswith(beginning) and not any(map(uses, passes))
-        for beginning, uses in USED_BY.items()
-    )
+    def with_equal_rows(self, options: ServeOptions, world_size: int) -> ServeOptions:
+        """The options in which every mode has as many rows as `rows_of`."""
+        found = [each for each in options.passes if each.mode == self.rows_of]
+        if not found:
+            return options
+        rows = options.settings_of(found[0]).rows(options, world_size)
+        systems = {
+            name: with_values(each, {"n_samples": rows}) for name, each in options.systems.items()
+        }
+        return replace(options, systems=systems)
 
 
 def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
-    """Raises ValueError for a given flag that no mode uses."""
+    """Raises ValueError for a given flag that no named mode declares."""
     modes = " ".join(dict.fromkeys(each.name for each in passes))
-    names = [name for name in sorted(values.given) if is_unused(name, passes)]
+    names = [name for name in sorted(values.given) if not is_used(name, values, passes)]
     values.refuse_given(names, f"no mode of --modes {modes} uses it")
 
 
-BURST_OPTIONS = ServeOptions(arrival=BURST)
-COMMANDS = {
-    "serve": Command(
-        "Serve the same requests in every mode that is named: one after the other, in batches, in "
-        "flight, by tensor parallelism, in a ring of stages, and by pipelined speculation. All "
-        "tokens are compared with those of the first mode.",
-        tuple(name for name in MODES if name not in (WINDOWED, *EXTERNAL)),
-        ("inflight+draft",),
-    ),
-    "inflight": Command(
-        "Serve requests that arrive over time: one after the other, in static and dynamic batches, "
-        "and in flight (`serve` with these modes, and with all ranks in each of them).",
-        ("sequential", "static", "dynamic", "inflight"),
-        ("inflight+draft",),
-        ServeOptions(batch_ranks="all"),
-        ignore_eos=True,
-    ),
-    "recurrent": Command(
-        "Divide a model by its layers among ranks; samples circulate through them (`serve` with a "
-        "ring, beside one process and tensor parallelism).",
-        ("sequential", "inflight", "tensor_parallel", "ring"),
-        ("ring+draft",),
-        ServeOptions(arrival=BURST, batch_size=1, has_rows_of_ring=True),
-    ),
-    "pipeline": Command(
-        "Divide a model by its layers among ranks, and let a draft run ahead of it: asynchronous "
-        "pipelined speculation, whose wrong runs are cancelled inside the stages, beside "
-        "synchronous speculation and plain decoding (`serve` with these modes).",
-        ("sequential", "iterative", "sync", "async"),
-        (),
-        BURST_OPTIONS,
-        draft="model:demo-draft",
-    ),
-}
+def is_used(name: str, values: ParsedValues, passes: Sequence[Pass]) -> bool:
+    """Whether a pass uses a setting, such as `serving.turns`: one of all runs, or of its system."""
+    section, _, own_name = name.partition(".")
+    drafts = any(each.is_drafting for each in passes)
+    owners = [SYSTEMS[each] for each in values.owners[name] if each in SYSTEMS]
+    if section in SYSTEMS:
+        used = [each for each in passes if each.system in owners]
+        return any(each.system.uses_setting(own_name, each) for each in used)
+    if any(own_name in system.draft_settings for system in owners) or name in OF_DRAFTING:
+        return drafts
+    users = [system for system in SYSTEMS.values() if name in system.uses]
+    used = [each for each in passes if each.system in users]
+    return not users or any(each.is_drafting or section != "draft" for each in used)
+
+
+COMMANDS = {name: Command(**preset) for name, preset in PRESETS.items()}
 
 
 class RecordFile:

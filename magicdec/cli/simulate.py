@@ -39,6 +39,7 @@ from magicdec.predict.simulator.simulation import (
     divisions,
 )
 from magicdec.records.record import append_records
+from magicdec.systems.modes import parse_names
 from magicdec.systems.pipeinfer.drawn_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
 
@@ -96,7 +97,7 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
     lanes: int = same(Options, "lanes")
     seed: int = same(WorkloadSection, "seed")
     modes: tuple[str, ...] | None = setting(
-        None, "Ways to decode that are simulated. Default: all.", choices=MODES
+        None, "Ways to decode that are simulated. Default: all.", choices=MODES, parse=parse_names
     )
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 

@@ -1,73 +1,54 @@
-"""The table of the modes of `magicdec serve`. Imports no torch. A new mode is a line of `MODES` and
-a `System` that serves in it."""
+"""The modes of `magicdec serve`, which the systems of `names.SYSTEMS` declare, and Pass: all
+requests, served once in one of them. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from string import digits
+from typing import Any
 
-from magicdec.names import SEQUENTIAL
+from magicdec.names import SYSTEMS as PLACES
+from magicdec.names import load_object
+from magicdec.systems.declaration import WITH_DRAFT, Drafts, Mode, Ranks, SystemDeclaration
 
-BATCHING = "magicdec.systems.batching:Batching"
-RING = "magicdec.systems.ring.ring:Ring"
-SPECULATIVE = "magicdec.systems.pipeinfer.speculative_pipeline:SpeculativePipeline"
-ENDPOINT = "magicdec.systems.endpoint:Endpoint"
-WITH_DRAFT = "+draft"
 AT_ONCE = " at once"  # behind the concurrency of a pass
-
-
-class Ranks(Enum):
-    """The ranks that compute in a mode; the others wait."""
-
-    FIRST = "first"  # with the threads of all ranks of its host, or all as --batch_ranks says
-    ALL = "all"
-    STAGES = "stages"
-    NONE = "none"  # another program computes
-
-
-class Drafts(Enum):
-    NEVER = "never"
-    MAYBE = "maybe"  # with the suffix +draft
-    ALWAYS = "always"
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A way to serve requests, by the class `system`."""
-
-    system: str
-    ranks: Ranks
-    drafts: Drafts
-    text: str
-
-
-MODES = {
-    SEQUENTIAL: Mode(BATCHING, Ranks.FIRST, Drafts.MAYBE, "one request after the other"),
-    "static": Mode(BATCHING, Ranks.FIRST, Drafts.MAYBE, "whole batches"),
-    "dynamic": Mode(BATCHING, Ranks.FIRST, Drafts.MAYBE, "batches that wait a limited time"),
-    "inflight": Mode(BATCHING, Ranks.FIRST, Drafts.MAYBE, "requests join a running batch"),
-    "tensor_parallel": Mode(
-        BATCHING, Ranks.ALL, Drafts.MAYBE, "the same on all ranks, which share every layer"
-    ),
-    "ring": Mode(RING, Ranks.STAGES, Drafts.MAYBE, "requests circulate through stages of layers"),
-    "iterative": Mode(SPECULATIVE, Ranks.STAGES, Drafts.NEVER, "stages decode token by token"),
-    "sync": Mode(SPECULATIVE, Ranks.STAGES, Drafts.ALWAYS, "stages verify one batch of drafts"),
-    "async": Mode(SPECULATIVE, Ranks.STAGES, Drafts.ALWAYS, "drafts run ahead of the stages"),
-    "endpoint": Mode(ENDPOINT, Ranks.NONE, Drafts.NEVER, "the server at --endpoint"),
+SYSTEMS: dict[str, SystemDeclaration] = {name: load_object(at) for name, at in PLACES.items()}
+MODES: dict[str, Mode] = {
+    name: mode for system in SYSTEMS.values() for name, mode in system.modes.items()
 }
+SYSTEM_OF = {name: system for system in SYSTEMS.values() for name in system.modes}
+RENAMED = {old: new for system in SYSTEMS.values() for old, new in system.renamed_modes.items()}
+
+
+def _default_names() -> Iterator[str]:
+    for name, mode in MODES.items():
+        if mode.is_default:
+            yield name
+        if mode.is_draft_default:
+            yield f"{name}{WITH_DRAFT}"
+
+
 # What `--modes` can name.
 NAMES = (
     *MODES,
     *(f"{name}{WITH_DRAFT}" for name, mode in MODES.items() if mode.drafts is Drafts.MAYBE),
 )
+# What `serve` has without `--modes`, as far as ranks and drafts make it possible.
+DEFAULT_NAMES = tuple(_default_names())
+
+
+def parse_names(words: str | Sequence[str]) -> Any:
+    """Names of modes, those of earlier versions as they are called now."""
+    texts = [words] if isinstance(words, str) else words
+    return [RENAMED.get(word, word) for word in texts]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """All requests, served once in one mode. `server` numbers the servers of `--endpoint`. At most
-    `concurrency` requests are in flight; None if they arrive at times of their own."""
+    """All requests, served once in one mode. `server` numbers the servers of a mode that several
+    serve in. At most `concurrency` requests are in flight; None if they arrive at times of their
+    own."""
 
     mode: str
     is_drafting: bool
@@ -76,11 +57,12 @@ class Pass:
 
     @classmethod
     def named(cls, name: str) -> Pass:
-        """The pass of a `name`, or of a `full_name`."""
+        """The pass of a `name`, or of a `full_name`, also in words of earlier versions."""
         name, _, at_once = name.partition(", ")
         concurrency = int(at_once.removesuffix(AT_ONCE)) if at_once else None
+        name = RENAMED.get(name, name)
         numbered = name.removesuffix(WITH_DRAFT)
-        mode = numbered.rstrip(digits)
+        mode = numbered if numbered in MODES else numbered.rstrip(digits)
         number = numbered.removeprefix(mode)
         is_drafting = numbered != name or MODES[mode].drafts is Drafts.ALWAYS
         return cls(mode, is_drafting, int(number) - 1 if number else 0, concurrency)
@@ -97,37 +79,29 @@ class Pass:
         """As `--modes` names it."""
         if self.server:
             return f"{self.mode}{self.server + 1}"
-        is_chosen = self.is_drafting and MODES[self.mode].drafts is Drafts.MAYBE
+        is_chosen = self.is_drafting and self.declared.drafts is Drafts.MAYBE
         return f"{self.mode}{WITH_DRAFT}" if is_chosen else self.mode
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether it drafts while a target verifies, in place of in turns."""
-        return self.is_drafting and self.system == SPECULATIVE
+        """Whether it drafts beside a target that verifies, in place of in turns."""
+        return self.is_drafting and self.declared.is_coupled
 
     @property
     def drafts_in_turns(self) -> bool:
         return self.is_drafting and not self.drafts_ahead
 
     @property
-    def system(self) -> str:
-        return MODES[self.mode].system
+    def declared(self) -> Mode:
+        return MODES[self.mode]
+
+    @property
+    def system(self) -> SystemDeclaration:
+        return SYSTEM_OF[self.mode]
 
     @property
     def ranks(self) -> Ranks:
-        return MODES[self.mode].ranks
+        return self.declared.ranks
 
     def __str__(self) -> str:
         return self.name
-
-
-def default_names(modes: Sequence[str], world_size: int, has_draft: bool) -> list[str]:
-    """The names of those `modes` that run on `world_size` ranks, with a draft or without one."""
-    names = []
-    for name in modes:
-        mode = MODES[name]
-        if mode.ranks is Ranks.ALL and world_size == 1:
-            continue
-        if mode.drafts is not Drafts.ALWAYS or has_draft:
-            names.append(name)
-    return names

@@ -32,7 +32,16 @@ from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.memory_check import MemoryBudget, add_up
 from magicdec.setup.memory_plan import MemoryPlan, plan_of
 from magicdec.setup.model_plan import ModelPlan
-from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
+from magicdec.setup.prepare import (
+    Prepared,
+    ResolvedRun,
+    SetupCache,
+    complete,
+    find,
+    resolve_run,
+)
+from magicdec.systems.declaration import SystemSettings
+from magicdec.systems.details import Details
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
 from magicdec.systems.stages.spans import Span
@@ -40,10 +49,9 @@ from magicdec.workload.conversations import Conversation
 from magicdec.workload.request_shapes import RequestShape
 
 if TYPE_CHECKING:
+    from magicdec.runner.model_runner import ModelRunner
     from magicdec.speculation.steps.logits_recorder import LogitsRecorder
-    from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
-    from magicdec.systems.ring.metrics import RingMetrics
-    from magicdec.systems.servers.report import ServerReport
+    from magicdec.speculation.steps.strategy import DecodingStrategy
 
 WARM_UP_TOKENS = 3
 
@@ -102,15 +110,14 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class Extras:
-    """Measurements of a system beside the times of requests: those of stages on the first rank,
-    and `witness`, which has kept steps, on each rank that computes whole ones."""
+class SystemDetails:
+    """What a system measured in a pass beside the times of requests: on the first rank `recorded`,
+    the part of the record, and `trace`; and `witness`, which has kept steps, on each rank that
+    computes whole ones."""
 
-    ring: RingMetrics | None = None
-    speculation: SpeculationMetrics | None = None
+    recorded: Details | None = None
     trace: PassTrace | None = None
     witness: LogitsRecorder | None = None
-    server: ServerReport | None = None  # of another program
 
 
 class System(ABC):
@@ -125,8 +132,15 @@ class System(ABC):
     are_steps_timed = False  # steps take their time alone, and do not wait for each other
     ranks_of_layer: int = 1  # the ranks that share a layer, whose sums are rounded by their number
 
-    def __init__(self, options: ServeOptions, passes: Sequence[Pass], launch: Launch) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        settings: SystemSettings,
+        passes: Sequence[Pass],
+        launch: Launch,
+    ) -> None:
         self.options = options
+        self.settings = settings
         self.passes = passes
         self.launch = launch
         self.has_drafts = any(each.is_drafting for each in passes)
@@ -177,14 +191,19 @@ class System(ABC):
         config = self.run.config
         return (config if each.is_drafting else config.without_drafts()).to_dict()
 
+    def describe_settings(self) -> dict[str, Any]:
+        """The settings as they are recorded, with what was chosen for them."""
+        return self.settings.describe()
+
     @abstractmethod
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         """Load this rank's models for a pass and connect it, keeping what an earlier pass opened if
         it fits."""
 
-    @abstractmethod
-    def warm_up_rows(self, each: Pass) -> int:
-        """The number of requests that a pass serves at once."""
+    @property
+    def rows(self) -> int:
+        """The number of requests that it serves at once."""
+        return self.settings.rows(self.options, self.launch.world_size)
 
     @abstractmethod
     def step_shape(self, each: Pass) -> StepShape:
@@ -205,7 +224,9 @@ class System(ABC):
         return self.run.config.parallel.threads if self.computes else 0
 
     @abstractmethod
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(
+        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
         """Serve all requests, each from its arrival on. Only the first rank's get their tokens.
         Raises ValueError, before the first step, if a request can never be served."""
 
@@ -216,6 +237,50 @@ class System(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free all that `open` took."""
+
+
+class ReplayingSystem(System):
+    """A system of the engine, whose batches can be served again, by another strategy. `runner` is
+    None on a rank that waits."""
+
+    runner: ModelRunner | None = None
+
+    @property
+    @abstractmethod
+    def shares_prefixes(self) -> bool:
+        """Whether texts share what their prompts have in common."""
+
+    @abstractmethod
+    def replay_mode(self, num_rows: int) -> str:
+        """The mode whose forwards decode one row, or several."""
+
+    @abstractmethod
+    def replay(
+        self,
+        mode: str,
+        requests: Sequence[Request],
+        num_tokens: int,
+        make: Callable[[ModelRunner], DecodingStrategy],
+        concurrency: int | None = None,
+        shares_prefixes: bool = False,
+    ) -> None:
+        """Serve requests at once, or at most `concurrency` of them, in the batches of `mode`, by a
+        strategy that appends at most `num_tokens` in a step. What earlier passes left in the cache
+        is lost. Texts share prefixes only if the system's do. The ranks that compute call it."""
+
+
+def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
+    """The run of the first rank alone, with the threads of all ranks of its host, but no more than
+    its cores: threads that share a core mostly wait for each other."""
+    asked = models.config.run_config
+    machine = models.machine
+    num_threads = models.config.parallel.threads * len(models.launch.local_ranks)
+    threads = min(num_threads, machine.num_cpus)
+    parallel = replace(asked.parallel, rank_group=(0,), threads=threads)
+    draft = None if asked.draft is None else replace(asked.draft, rank_group=(0,))
+    config = replace(asked, parallel=parallel, draft=draft)
+    alone = replace(machine, world_size=1, local_world_size=1, first_rank=0)
+    return resolve_run(config, Launch(0, 1, 0, 1), alone, models.source, models.draft_source)
 
 
 def make_requests(

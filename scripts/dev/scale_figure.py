@@ -248,7 +248,7 @@ class GpuCluster:
         )
         is_right = draw_right(acceptance, PIPELINED_TOKENS * lanes, 123)
         work = Work(is_right, PIPELINED_TOKENS, lanes)
-        return run_mode("async", machine, Options(lanes=lanes), work)[1].tokens_per_s
+        return run_mode("pipeinfer", machine, Options(lanes=lanes), work)[1].tokens_per_s
 
 
 def divisions(model: str, gpus: int, requests: int) -> Iterator[Division]:

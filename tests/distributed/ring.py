@@ -26,8 +26,8 @@ from magicdec.runner.request import Request
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.speculation.ngram import NgramDrafter
-from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
-from magicdec.systems.ring.ring_stage import Stage
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
+from magicdec.systems.mdi_llm.ring_stage import Stage
 from magicdec.systems.stages.clocks import compare_clocks
 from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop

@@ -35,7 +35,7 @@ MAX_TOKENS = 120
 LANES = 2
 LENGTHS = [5, 40, 1, 33]
 NEW = [20, 9, 20, 14]
-MODES = ("iterative", "sync", "async")
+MODES = ("pipeline", "pipeline+draft", "pipeinfer")
 KV = {
     "full": KVSection("full"),
     "streaming_llm": KVSection("streaming_llm", 12, 2),

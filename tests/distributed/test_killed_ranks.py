@@ -33,7 +33,7 @@ RING = ("recurrent", "--modes", "ring")
 WHOLE = ("recurrent", "--modes", "tensor_parallel", "ring")
 GLOO = ("--collectives", "gloo")
 TIMED = (*RING, "--layer_split", "auto:2")
-PIPELINE = ("pipeline", "--draft", "ngram", "--modes", "async")
+PIPELINE = ("pipeline", "--draft", "ngram", "--modes", "pipeinfer")
 SERVING = (
     "recurrent",
     "--modes",
@@ -72,7 +72,7 @@ DRAFTS = (
     "0.5,0.5/1.0",
     "--modes",
     "sequential",
-    "sync",
+    "pipeline+draft",
 )
 SHARED = ("--collectives", "shared_memory")
 CASES = {  # (phase, killed rank, ranks, command and its flags)

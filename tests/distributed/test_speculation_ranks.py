@@ -166,8 +166,8 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
         "auto/head",
         "--modes",
         "sequential",
-        "iterative",
-        "async",
+        "pipeline",
+        "pipeinfer",
         *FLAGS,
         num_ranks=2,
     )

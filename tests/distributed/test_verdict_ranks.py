@@ -37,7 +37,7 @@ WORDS = (
 @pytest.mark.parametrize(
     "modes",
     [
-        ("tensor_parallel", "inflight", "iterative", "sync"),
+        ("tensor_parallel", "inflight", "pipeline", "pipeline+draft"),
         pytest.param(("inflight", "tensor_parallel+draft"), marks=pytest.mark.wide),
     ],
     ids=["all ranks first", "one rank first"],

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from magicdec.cli.serve import recurrent
-from magicdec.systems.ring.ring_stage import Stage
+from magicdec.systems.mdi_llm.ring_stage import Stage
 
 INTERVAL = 100
 MAPPED = "/dev/shm/magicdec-"

@@ -89,8 +89,8 @@ OF_PA = {
 SHORT = [12, 6, 18, 3, 10]  # new tokens: every operator here takes much longer than elsewhere
 OF_STAGES = {
     "distributed/channels/message.wait_for_stream: synchronize",
-    "systems/ring/recurrent._tokens: tolist",
-    "systems/ring/recurrent.judge: tolist",
+    "systems/mdi_llm/recurrent._tokens: tolist",
+    "systems/mdi_llm/recurrent.judge: tolist",
     "systems/pipeinfer/run_stage.predict: download",
     "systems/pipeinfer/path_drafter._learn: tolist",
 }
@@ -353,7 +353,7 @@ def test_a_ring_of_stages(drafter: str, waits: Counter[str]) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
+@pytest.mark.parametrize("mode", ["pipeline", "pipeline+draft", "pipeinfer"])
 def test_a_pipeline_of_stages(mode: str, waits: Counter[str]) -> None:
     model = tiny_transformer(replace(TINY, num_layers=3))
     expected, requests = (

@@ -199,7 +199,7 @@ def test_pipelined_speculation_commits_no_token_without_a_margin() -> None:
     logits[1, 3] = INF
     tokens = [1, 3]
     margins = predict(logits, logits.sum(dim=1))[2:]
-    scheduler = PipelinedScheduler(Options(mode="iterative"))
+    scheduler = PipelinedScheduler(Options(mode="pipeline"))
     _, (launch, *_) = scheduler.submit([4, 5], 4)
     assert isinstance(launch, RunLaunch)
     numbers = floats_of(margins)

@@ -135,8 +135,8 @@ def test_the_command_saves_cases_and_runs_them_again(
     monkeypatch.setattr(gate, "measure", measure)
     code, out = call("--baseline", path, "--junit", junit)
     assert code == 0 and junit.read_text().count("<testcase") == len(records)
-    # Which drafts are judged in time differs from pass to pass in `async` alone.
-    is_timed = [record.mode == "async" for record in records]
+    # Which drafts are judged in time differs from pass to pass in `pipeinfer` alone.
+    is_timed = [record.mode == "pipeinfer" for record in records]
     same = f"{is_timed.count(False)} same" in out or f"{len(records)} same" in out
     assert same and is_timed.count(True) == 1
     monkeypatch.setattr(gate, "measure", measure_here)

@@ -107,16 +107,16 @@ class Draft:
 
 
 DRAFTS = {
-    "streaming_llm": Draft("self", modes=("async",)),
-    "snapkv": Draft("self", "snapkv", modes=("async",)),
+    "streaming_llm": Draft("self", modes=("pipeinfer",)),
+    "snapkv": Draft("self", "snapkv", modes=("pipeinfer",)),
     "verified": Draft("self", "verified"),
     "retrieval": Draft("self", "retrieval"),
-    "same": Draft("self", weights="same", modes=("async",)),
-    "int4": Draft("self", weights="int4", modes=("async",)),
-    "int8": Draft("self", weights="int8", modes=("async",)),
-    "lookup": Draft("ngram", modes=("ring+draft", "async")),
+    "same": Draft("self", weights="same", modes=("pipeinfer",)),
+    "int4": Draft("self", weights="int4", modes=("pipeinfer",)),
+    "int8": Draft("self", weights="int8", modes=("pipeinfer",)),
+    "lookup": Draft("ngram", modes=("ring+draft", "pipeinfer")),
     "lookup and self": Draft("ngram+self"),
-    "model": Draft("model", modes=("ring+draft", "async")),
+    "model": Draft("model", modes=("ring+draft", "pipeinfer")),
     "lookup and model": Draft("ngram+model"),
     "head": Draft("eagle"),
     "lookup and head": Draft("ngram+eagle"),

@@ -36,7 +36,7 @@ from magicdec.runner.request import Request, SamplingParams, StepOutput
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
-from magicdec.systems.batching import Batching
+from magicdec.systems.flover.system import Flover
 from magicdec.systems.modes import Pass
 
 WORDS = (
@@ -171,15 +171,15 @@ def test_few_rows_take_turns_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     """Two rows at a time, of a cache that keeps prefixes, have the errors of all at once; and the
     cache of a mode is given back when another system opens."""
     gone = list[bool]()
-    close = Batching.close
+    close = Flover.close
 
-    def note(system: Batching) -> None:
+    def note(system: Flover) -> None:
         runner = weakref.ref(system.runner)
         close(system)
         gc.collect()
         gone.append(runner() is None)
 
-    monkeypatch.setattr(Batching, "close", note)
+    monkeypatch.setattr(Flover, "close", note)
     small = ("--prefix_cache", "--block_tokens", "16", "--cache_tokens", "160")
     found = list[ForwardErrors]()
     for words in (SHORT, (*SHORT, *small)):
@@ -220,13 +220,13 @@ def test_stages_are_judged_by_the_engine_if_a_mode_is_one(tmp_path: Path) -> Non
         "--prefix_cache",
         "--modes",
         "ring",
-        "iterative",
+        "pipeline",
         "inflight",
         world_size=2,
     )
     systems = {system.passes[0].mode: system for system in prepared.systems}
     engine = systems["inflight"]
-    for mode, rows in (("ring", "inflight"), ("iterative", "sequential")):
+    for mode, rows in (("ring", "inflight"), ("pipeline", "sequential")):
         stands_for = engine_pass(systems[mode], Pass(mode, False), prepared.systems)
         assert stands_for is not None and stands_for.system is engine
         assert (stands_for.mode, stands_for.num_tokens) == (rows, 1)
@@ -339,7 +339,7 @@ def test_captured_steps_of_each_set_of_rows_leave_their_logits() -> None:
 def test_a_replay_makes_room_for_steps_that_the_pass_had_not(tmp_path: Path) -> None:
     prepared = prepare_as("serve", tmp_path, *STAGES, "--modes", "inflight", "--dtype", "float32")
     (system,) = prepared.systems
-    assert isinstance(system, Batching)
+    assert isinstance(system, Flover)
     each = prepared.options.passes[0]
     system.open(each, torch.device("cpu"), Silent())
     assert system.runner is not None
@@ -369,7 +369,7 @@ def test_a_replay_shares_prefixes_as_the_pass_did(
     words = (*STAGES, "--modes", "inflight", "--dtype", "float32", "--prefix_cache")
     prepared = prepare_as("serve", tmp_path, *words, "--block_tokens", "16")
     (system,) = prepared.systems
-    assert isinstance(system, Batching)
+    assert isinstance(system, Flover)
     system.open(prepared.options.passes[0], torch.device("cpu"), Silent())
     runner = system.runner
     assert runner is not None and runner.caches.prefixes is not None

@@ -52,9 +52,9 @@ from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.loading import make_runner as loaded_runner
 from magicdec.speculation.ngram import NgramDrafter
-from magicdec.systems.batching import Batching
-from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
-from magicdec.systems.ring.ring_stage import Stage
+from magicdec.systems.flover.system import Flover
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation
+from magicdec.systems.mdi_llm.ring_stage import Stage
 from magicdec.systems.system import PassObserver, System
 from magicdec.systems.system import make_requests as requests_to_serve
 
@@ -299,7 +299,7 @@ def test_requests_in_flight_go_back_no_further_than_is_planned(
     flags = ["--model", str(checkpoint), *FLAGS, "--B", "2", "--modes", mode, *words.split()]
     with small_blocks(1), blocks_given_back() as given_back:
         (batching,) = prepare_as("serve", tmp_path, *flags).systems
-        assert isinstance(batching, Batching)
+        assert isinstance(batching, Flover)
         (each,) = batching.passes
         batching.open(each, torch.device("cpu"), Silent())
         requests = requests_of(batching)

@@ -34,8 +34,8 @@ from magicdec.setup.memory_check import MemoryBudget, needed
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.steps import build, recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
-from magicdec.systems import batching
-from magicdec.systems.batching import BATCHINGS, Batching
+from magicdec.systems.flover import batchings as batching
+from magicdec.systems.flover.system import BATCHINGS, Flover
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import PassObserver, make_requests
 
@@ -93,7 +93,7 @@ def parse(*words: object) -> ServeCommand:
     return COMMANDS["inflight"].parse(list(map(str, words)), ALONE)
 
 
-def make_batching(checkpoint: Path, folder: Path, num_rows: int, *flags: object) -> Batching:
+def make_batching(checkpoint: Path, folder: Path, num_rows: int, *flags: object) -> Flover:
     """Open, with the requests above and a clock whose steps take 1 ms."""
     trace = folder / "trace.jsonl"
     lines = [
@@ -119,13 +119,13 @@ def make_batching(checkpoint: Path, folder: Path, num_rows: int, *flags: object)
         *flags,
     )
     (batching,) = prepare(experiment.config, experiment.options, ALONE).systems
-    assert isinstance(batching, Batching)
+    assert isinstance(batching, Flover)
     batching.open(Pass.named("inflight"), CPU, Silent())
     batching.clock = GroupClock(VirtualClock(1e-3), Group((0,), 0), CPU)
     return batching
 
 
-def serve(batching: Batching, mode: str) -> tuple[list[Request], StepCounts]:
+def serve(batching: Flover, mode: str) -> tuple[list[Request], StepCounts]:
     batching.clock = GroupClock(VirtualClock(1e-3), Group((0,), 0), CPU)
     observer = PassObserver(StepCounts(batching.now))
     prompts = batching.run.workload.prompts
@@ -135,7 +135,7 @@ def serve(batching: Batching, mode: str) -> tuple[list[Request], StepCounts]:
     return requests, observer.counts
 
 
-def lone_outputs(batching: Batching) -> list[list[int]]:
+def lone_outputs(batching: Flover) -> list[list[int]]:
     """The tokens of each request in a static batch of its own."""
     assert batching.runner is not None
     runner = make_runner(batching.runner.model, 1, 64)
@@ -401,7 +401,7 @@ def test_the_measured_pass_replays_what_its_warm_up_captured(
         model_drafter="model",
         gamma=gamma,
     )
-    system = object.__new__(batching.Batching)
+    system = object.__new__(batching.Flover)
     system.runner = cast(Any, SimpleNamespace(device=None, drafting=None))
     config = SimpleNamespace(decoding=decoding, kv=None, sampling=SimpleNamespace(temperature=1.0))
     system.run = cast(Any, SimpleNamespace(config=config, corpus=()))

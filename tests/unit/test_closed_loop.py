@@ -122,7 +122,7 @@ def test_pipelined_speculation_keeps_so_many_in_flight(concurrency: int) -> None
     drafter = ScriptedPathDrafter(outputs, [4] * 5, [[True, False] * 10] * 5, 0.9)
     ticks = iter(range(10**6))
     parts = [FakeStage(1, is_last) for is_last in (False, True)]
-    options = Options(mode="sync", gamma=2, lanes=3)
+    options = Options(mode="pipeline+draft", gamma=2, lanes=3)
     arrivals = Arrivals(requests, concurrency)
     serve_in_threads(parts, drafter, options, arrivals, clock=lambda: float(next(ticks)))
     assert [request.output_ids for request in requests] == outputs
@@ -137,7 +137,7 @@ def test_every_kind_of_mode_is_recorded_with_its_loop(
         *("--device", "cpu", "--threads", "1", "--out", str(tmp_path / "out.jsonl")),
         *("--num_requests", "5", "--prefix_len", "uniform:5:20", "--gen_len", "uniform:2:9"),
         *("--ignore_eos", "--draft", "ngram", "--concurrency", "2"),
-        *("--modes", "sequential", "inflight+draft", "ring", "ring+draft", "iterative", "async"),
+        *("--modes", "sequential", "inflight+draft", "ring", "ring+draft", "pipeline", "pipeinfer"),
     ]
     assert COMMANDS["serve"].parse(words, ALONE).run(words, ALONE) == 0
     records = list(read_records(tmp_path / "out.jsonl", ServingRecord))

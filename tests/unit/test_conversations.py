@@ -228,7 +228,15 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """The prompt of each turn has the answers before it, by a lone greedy run of that prompt."""
-    modes = ("sequential", "static", "inflight", "inflight+draft", "ring", "ring+draft", "async")
+    modes = (
+        "sequential",
+        "static",
+        "inflight",
+        "inflight+draft",
+        "ring",
+        "ring+draft",
+        "pipeinfer",
+    )
     experiment = parse_as(
         "serve",
         tmp_path,
@@ -363,7 +371,7 @@ def test_what_cannot_be_a_conversation_is_refused_in_one_line(
     words: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     given = words.replace("SET", chats(tmp_path / "set.jsonl")).split()
-    more = ["--modes", "sync" if "acceptance" in words else "inflight"]
+    more = ["--modes", "pipeline+draft" if "acceptance" in words else "inflight"]
     model = ["--model", str(tiny_checkpoint), "--num_requests", "5", "--turns", "3"]
     with pytest.raises(ValueError) as refused:
         prepare_as("serve", tmp_path, *model, *more, *given)

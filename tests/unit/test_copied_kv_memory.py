@@ -30,7 +30,7 @@ from magicdec.systems.pipeinfer.head import DraftRequest
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.path_drafter import ModelPathDrafter
 from magicdec.systems.pipeinfer.run_stage import RunStage
-from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.pipeinfer.system import PipeInfer
 
 ALONE = Launch(0, 1, 0, 1)
 WINDOW = 6
@@ -120,7 +120,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
             "--device",
             "cpu",
             "--modes",
-            "async",
+            "pipeinfer",
             "--prefix_len",
             "uniform:1:120",
             "--gen_len",
@@ -138,7 +138,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
         ALONE,
     )
     (pipeline,) = prepare(experiment.config, experiment.options, ALONE).systems
-    assert isinstance(pipeline, SpeculativePipeline)
+    assert isinstance(pipeline, PipeInfer)
     drafting = pipeline.drafting
     assert drafting is not None and drafting.draft_source is not None
     alone = Group((0,), 0)
@@ -152,7 +152,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     ):
         text = list(prompt[: shape.prompt_len])
         drafter.propose(DraftRequest(number, 0, 0, tuple(text), (5,)), text)
-    plan = pipeline.plan(Pass.named("async"), (0,))
+    plan = pipeline.plan(Pass.named("pipeinfer"), (0,))
     assert len(made) == 2, "the whole context, and the copy"
     assert sum(made) == plan.draft_kv - query_bytes(drafting)
 
@@ -170,7 +170,7 @@ def test_a_pipelines_drafter_needs_no_more_than_that(seed: int) -> None:
     ]
     served = [replace(request, request_id=i) for i, request in enumerate(served)]
     expected = generate_alone(model, [replace(r, output_ids=[]) for r in served], 100)
-    options = Options(mode="sync", gamma=4, pa=0.0, lanes=2)
+    options = Options(mode="pipeline+draft", gamma=4, pa=0.0, lanes=2)
     # Synchronous speculation drafts past the end of an output.
     num_cells = max(p + n for p, n in lengths) + options.gamma
     kv = KVSection("snapkv", 12, window_size=4)

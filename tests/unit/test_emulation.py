@@ -23,11 +23,11 @@ from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.output.console import make_progress
 from magicdec.runner.forward_batch import ForwardBatch
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline
+from magicdec.systems.mdi_llm.ring_stage import Stage
 from magicdec.systems.pipeinfer.drawn_drafts import draw_right
 from magicdec.systems.pipeinfer.path_drafter import DraftRequest
 from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
-from magicdec.systems.ring.recurrent import RecurrentPipeline
-from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages.emulation import (
     DueReceiver,
     EmulatedTime,
@@ -220,7 +220,7 @@ def test_systems_of_stages_plug_in_what_was_asked_for(
 ) -> None:
     """Stages that sleep hold no weights, read none, and write past any end token."""
     monkeypatch.setattr(connect, "processes_of", lambda launch: None)
-    words = ("--modes", "ring", "iterative", "--num_requests", "2", "--layer_split", "2,4")
+    words = ("--modes", "ring", "pipeline", "--num_requests", "2", "--layer_split", "2,4")
     emulated = ("--emulate_stage_ms", "500", "--emulate_link_ms", "2000")
     for more in (emulated, ()):
         is_emulated = bool(more)

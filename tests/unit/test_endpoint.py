@@ -26,8 +26,9 @@ from magicdec.distributed.groups import Launch
 from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
-from magicdec.systems.batching import Batching
-from magicdec.systems.endpoint import is_same_server, without_openai
+from magicdec.systems.flover.system import Flover
+from magicdec.systems.servers.details import ServersDetails
+from magicdec.systems.servers.system import is_same_server, without_openai
 
 ALONE = Launch(0, 1, 0, 1)
 
@@ -245,14 +246,14 @@ def words(
 @pytest.fixture
 def learning(server: StandInServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers as our own modes did."""
-    original = Batching.serve
+    original = Flover.serve
 
-    def serve(batching: Batching, each: Any, requests: Any, watch: Any) -> Any:
+    def serve(batching: Flover, each: Any, requests: Any, watch: Any) -> Any:
         extras = original(batching, each, requests, watch)
         server.answers |= {r.prompt_ids: list(r.output_ids) for r in requests}
         return extras
 
-    monkeypatch.setattr(Batching, "serve", serve)
+    monkeypatch.setattr(Flover, "serve", serve)
 
 
 def run(words: list[str]) -> int:
@@ -290,7 +291,7 @@ def test_a_server_is_measured_and_compared_like_a_mode(
     out = capsys.readouterr().out
     assert "in every mode all requests have the tokens of sequential" in out
     assert "endpoint: does not say whether it drafts; see --endpoint_metrics" in out
-    assert theirs["server"]["source"] is None and len(theirs["server"]["missing"]) == 9
+    assert theirs["details"]["source"] is None and len(theirs["details"]["missing"]) == 9
     assert "endpoint" in command("table", tmp_path / "out.jsonl").out
 
 
@@ -383,7 +384,7 @@ def test_what_a_server_had_of_prompts_is_counted_as_hits(
     assert run(given) == 0
     record = records_of(tmp_path)[-1]
     assert record["metrics"]["prefix_hit_rate"] is None
-    (problem,) = record["server"]["problems"]
+    (problem,) = record["details"]["problems"]
     assert re.fullmatch(r"request \d: 21 cached tokens of a prompt of \d+", problem)
 
 
@@ -430,7 +431,7 @@ def test_acceptance_is_a_column_beside_our_modes(
     assert run([*words, *modes]) == 0
     _, record = records_of(tmp_path)
     assert (record["status"], record["num_differing"]) == ("ok", 0)
-    metrics, said = record["metrics"], record["server"]
+    metrics, said = record["metrics"], record["details"]
     assert (said["program"], said["source"], said["problems"]) == (program, "answers", [])
     assert (metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]) == (9, 3)
     assert metrics["draft_acceptance_rate"] == 1 / 3
@@ -463,8 +464,8 @@ def test_what_contradicts_itself_is_one_line_and_the_times_stay(
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     _, record = records_of(tmp_path)
     assert record["metrics"]["draft_acceptance_rate"] is record["acceptance_by_context"] is None
-    assert record["metrics"]["mean_ttft_ms"] > 0 and record["server"]["source"] is None
-    assert "draft_acceptance_rate" in record["server"]["missing"]
+    assert record["metrics"]["mean_ttft_ms"] > 0 and record["details"]["source"] is None
+    assert "draft_acceptance_rate" in record["details"]["missing"]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "not taken" in line]
     assert line == ("endpoint: not taken: request 0: a histogram of 2 accepted draft tokens, not 1")
 
@@ -503,7 +504,7 @@ def test_counters_are_read_around_the_pass(
     flags = ("--modes", "sequential", "endpoint", "--endpoint_metrics", f"{address}/metrics")
     assert run([*words, *flags]) == 0
     _, record = records_of(tmp_path)
-    said, metrics = record["server"], record["metrics"]
+    said, metrics = record["details"], record["metrics"]
     assert record["acceptance_by_context"] is None
     if problem is None:
         assert (said["source"], said["problems"]) == ("counters", [])
@@ -529,7 +530,7 @@ def test_a_server_may_count_a_moment_after_it_answers(
     address = server.address.removesuffix("/v1")
     assert run([*words, "--modes", "endpoint", "--endpoint_metrics", f"{address}/metrics"]) == 0
     (record,) = records_of(tmp_path)
-    assert record["server"]["problems"] == []
+    assert record["details"]["problems"] == []
     assert record["metrics"]["mean_acceptance_length"] == 2
 
 
@@ -560,7 +561,7 @@ def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
     server.report = OF_VLLM
     assert run([*words, "--modes", "endpoint"]) == 0
     (drafting,) = read_records(tmp_path / "out.jsonl", ServingRecord)
-    assert drafting.metrics is not None and drafting.server is not None
+    assert drafting.metrics is not None and isinstance(drafting.details, ServersDetails)
     times = replace(drafting.metrics, mean_tpot_ms=30.0)
     drafting = replace(drafting, metrics=times)
     without = replace(times, mean_tpot_ms=20.0, num_draft_tokens=None, num_spec_steps=None)
@@ -568,13 +569,13 @@ def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
     assert break_even(drafting, [drafting]) is break_even(plain, [plain, drafting]) is None
     # 9 tokens take the time of 13.5 plain steps; 6 verifications of 1.5 tokens emit all of them.
     assert break_even(drafting, [plain, drafting]) == pytest.approx(13.5 / 6)
-    other = replace(plain, server=replace(drafting.server, program="sglang"))
+    other = replace(plain, details=replace(drafting.details, program="sglang"))
     assert break_even(drafting, [other, drafting]) is None
-    ours = replace(drafting, name="inflight+draft", server=None)
-    beside = [replace(plain, name=name, server=None) for name in ("static", "inflight")]
+    ours = replace(drafting, name="inflight+draft", details=None)
+    beside = [replace(plain, name=name, details=None) for name in ("static", "inflight")]
     assert break_even(ours, [*beside, ours]) == pytest.approx(13.5 / 6)
     assert break_even(ours, [beside[0], ours]) is None
-    assert break_even(replace(ours, name="async"), [*beside, ours]) is None
+    assert break_even(replace(ours, name="pipeinfer"), [*beside, ours]) is None
     few = replace(ours, metrics=replace(times, num_spec_steps=2))  # 3 tokens of 9
     assert break_even(few, [*beside, few]) is None
 
@@ -737,8 +738,8 @@ def test_what_no_server_can_serve_is_refused(
             "--emulate_stage_ms 3.0: --modes endpoint has no stages that could sleep",
         ),
         (
-            "--modes endpoint async --emulate_acceptance 0.5",
-            "--modes async drafts ahead of stages that compute",
+            "--modes endpoint pipeinfer --emulate_acceptance 0.5",
+            "--modes pipeinfer drafts ahead of stages that compute",
         ),
         ("--endpoint_prompts words", "--endpoint_prompts words is not known; choose from ids, te"),
         ("--endpoint_api vllm", "--endpoint_api vllm is not known; choose from openai, sglang, ll"),

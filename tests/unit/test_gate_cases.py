@@ -22,6 +22,7 @@ from magicdec.bench.gate.cases import (
     margin_of,
     name_of,
     num_ranks,
+    options_of,
     quick,
     standard_cases,
 )
@@ -69,13 +70,13 @@ def test_every_system_that_drafts_has_a_case() -> None:
     cases = [case for case in standard_cases(Subject()) if isinstance(case, ServedCase)]
     served = [baseline for baseline in EVERY if not isinstance(baseline, RunRecord)]
     assert [describe(baseline) for baseline in served] == list(map(name_of, cases))
-    modes = {"inflight+draft", "ring+draft", "sync", "async"}
+    modes = {"inflight+draft", "ring+draft", "pipeline+draft", "pipeinfer"}
     assert {case.mode for case in cases} == modes
     assert {f"mode {mode}" for mode in modes} <= set(map(kind_of, quick(EVERY)))
     for baseline, case in zip(served, cases, strict=True):
         again = case_of(baseline)
         assert isinstance(again, ServedCase)
-        assert again.options([again.mode]) == case.options([case.mode])
+        assert options_of([again]) == options_of([case])
         assert again.config.kv.resolve() == case.config.kv.resolve()
         assert again.config.decoding == case.config.decoding
         assert again.config.workload == case.config.workload

@@ -119,7 +119,7 @@ def test_the_light_files_import_no_torch(name: str) -> None:
     ("importer", "imported"),
     [
         ("runner.model_runner", "engine.engine"),
-        ("engine.scheduler", "systems.batching"),
+        ("engine.scheduler", "systems.flover.system"),
         ("config.run_config", "runner.request"),
         ("kv.view", "attention.backend"),
         ("kv.view", "speculation.policies.policy"),
@@ -129,7 +129,7 @@ def test_the_light_files_import_no_torch(name: str) -> None:
         ("model.transformer", "model.checkpoint.source"),
         ("runner.model_runner", "runner.sampling.verification"),
         ("records.table", "bench.run.run"),
-        ("systems.ring.ring", "bench.serving.measure"),
+        ("systems.mdi_llm.system", "bench.serving.measure"),
         ("bench.latency.record", "cli.latency"),
     ],
 )

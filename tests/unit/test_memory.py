@@ -233,7 +233,7 @@ def test_caches_are_those_of_a_run(
     ("mode", "options"),
     [
         *((name, "") for name in ("sequential", "inflight+draft", "ring", "ring+draft")),
-        *((name, "") for name in ("iterative", "async")),
+        *((name, "") for name in ("pipeline", "pipeinfer")),
         ("inflight+draft", "--prefix_cache --block_tokens 16 --cache_tokens 4000"),
         ("inflight+draft", "--prefix_cache --block_tokens 16 --cache_tokens 40"),
     ],

@@ -22,7 +22,7 @@ HOMES = {
     "make_drafter": {
         "speculation/steps/speculative.py",
         "speculation/mixed.py",
-        "systems/ring/recurrent.py",  # whose first stage drafts, and judges what comes home
+        "systems/mdi_llm/recurrent.py",  # whose first stage drafts, and judges what comes home
     },
     "acceptance_metrics": {
         "records/acceptance.py",

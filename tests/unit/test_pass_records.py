@@ -26,7 +26,7 @@ from magicdec.output.tables import print_tables
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import SCHEMA_VERSION
 from magicdec.runner.request import Moves
-from magicdec.systems.pipeinfer.metrics import speculation_metrics
+from magicdec.systems.pipeinfer.details import speculation_metrics
 from magicdec.systems.pipeinfer.scheduler import Counts
 
 OPTIONS: dict[str, Any] = {
@@ -53,7 +53,7 @@ def measured(name: str, start: str = "first", **workload: object) -> dict[str, A
     metrics = serving_metrics([finished([1.0, 2.0, 3.0])], counts)
     speculation = speculation_metrics(observed(), Counts(runs=3), has_drafts=True)
     right = {"status": "ok", "num_differing": 0}
-    parts = {"metrics": asdict(metrics), "speculation": asdict(speculation)}
+    parts = {"metrics": asdict(metrics), "details": asdict(speculation)}
     return record(name, start, **workload) | right | parts
 
 
@@ -106,8 +106,8 @@ RATES = "--bandwidth 100 --flops 10 --link 10 --link_latency_us 5 --B 1 4 --pref
     ("kind", "flags", "count"),
     [
         ("plan", f"plan --acceptance 0.8 --tp 2 {RATES}", 1),
-        ("simulation", "simulate --gen_len 8 --modes async ring", 2),
-        ("simulation", "simulate --gen_len 8 --stages 2 4 --modes async ring", 4),
+        ("simulation", "simulate --gen_len 8 --modes pipeinfer ring", 2),
+        ("simulation", "simulate --gen_len 8 --stages 2 4 --modes pipeinfer ring", 4),
     ],
 )
 def test_a_prediction_is_printed_repeated_and_compared(
@@ -148,13 +148,15 @@ def test_a_file_of_another_kind_is_refused_with_its_command(
 
 
 def test_each_command_has_a_table(tmp_path: Path, command: Command) -> None:
-    passes = [measured("sync"), measured("async"), record("async", "third")]
-    passes[2:2] = [measured(name, "second", layer_split="2,4") for name in ("sync", "async")]
+    passes = [measured("pipeline+draft"), measured("pipeinfer"), record("pipeinfer", "third")]
+    passes[2:2] = [
+        measured(name, "second", layer_split="2,4") for name in ("pipeline+draft", "pipeinfer")
+    ]
     path = write(tmp_path / "passes.jsonl", *passes)
     commands = list(commands_of(read_records(path, ServingRecord, is_strict=True)))
-    assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
-        ["async"]
-    ]
+    assert [[r.name for r in records] for records in commands] == [
+        ["pipeline+draft", "pipeinfer"]
+    ] * 2 + [["pipeinfer"]]
     assert len(re.findall(r"[^,] tokens/s of a request", command("table", path).out)) == 2
 
 
@@ -170,13 +172,13 @@ def test_a_file_may_have_records_of_several_kinds(
     """All commands append to one file. The table shows the runs, and then the commands of each
     kind; commands that read runs leave the others out and say so."""
     path = write(tmp_path / "runs.jsonl", record("static"), make())
-    command(simulate, "--gen_len", 8, "--modes", "async", "--out", path)
+    command(simulate, "--gen_len", 8, "--modes", "pipeinfer", "--out", path)
     write(path, *map(json.loads, path.read_text().splitlines()), make())
     assert len(load_records(path)) == 2
     others = "left out, 1 of kind serving and 1 of kind simulation"
     assert others in capsys.readouterr().err
     shown = command("table", path).out
-    places = [shown.index(text) for text in ("streaming_llm", "static", "async")]
+    places = [shown.index(text) for text in ("streaming_llm", "static", "pipeinfer")]
     assert places == sorted(places)
     _, out, err = command("table", path, "--format", "csv")
     assert len(out.splitlines()) == 3
@@ -186,15 +188,16 @@ def test_a_file_may_have_records_of_several_kinds(
 
 
 def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command) -> None:
-    old, new = measured("async"), measured("async", "later")
+    old, new = measured("pipeinfer"), measured("pipeinfer", "later")
     new["metrics"] |= {"makespan_s": 1.25 * old["metrics"]["makespan_s"]}
     new["environment"] |= {"threads": 7}
-    first = write(tmp_path / "old.jsonl", measured("sync"), old)
-    second = write(tmp_path / "new.jsonl", new, measured("sync", lanes=2))
+    first = write(tmp_path / "old.jsonl", measured("pipeline+draft"), old)
+    second = write(tmp_path / "new.jsonl", new, measured("pipeline+draft", lanes=2))
     summary = tmp_path / "summary.md"
     code, shown, _ = command(compare, second, first, "--summary", summary)
     assert code == 0
-    assert "async: demo" in shown and "sync: demo" in shown and "nothing is judged" in shown
+    assert "pipeinfer: demo" in shown and "nothing is judged" in shown
+    assert "pipeline+draft: demo" not in shown, "it has other settings"
     rows = {
         cells[0]: cells[1:] for cells in map(cells_of, summary.read_text().splitlines()) if cells
     }
@@ -202,7 +205,7 @@ def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command
     assert f"threads: old {old['environment']['threads']}, new 7" in shown and "cpu: " not in shown
     code, _, err = command(compare, second, first, "--margin", 0.1)
     assert code == 2 and "--margin does nothing here: it is for records of runs" in err
-    other = write(tmp_path / "other.jsonl", measured("async", gamma=9))
+    other = write(tmp_path / "other.jsonl", measured("pipeinfer", gamma=9))
     assert command(compare, second, other).code == 3
 
 

@@ -39,10 +39,11 @@ from magicdec.hardware.threads import (
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.setup.prepare import prepare
-from magicdec.systems.batching import Batching, of_first_rank_alone
+from magicdec.systems.flover.declaration import FloverSettings
+from magicdec.systems.flover.system import Flover, of_first_rank_alone
+from magicdec.systems.mdi_llm.system import MDILLM, OpenRing
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
-from magicdec.systems.ring.ring import OpenRing, Ring
 from magicdec.systems.stages.stage import StageLoop
 
 ALONE = Launch(0, 1, 0, 1)
@@ -239,7 +240,8 @@ def test_each_rank_has_its_own_and_one_process_those_of_its_host(
             changed = replace(whole.config, parallel=parallel)
             run = replace(whole, config=changed, launch=launch, machine=machine)
             ranks = "all" if is_on_all else "first"
-            batching = Batching(ServeOptions(batch_ranks=ranks), [each], launch)
+            settings = FloverSettings(batch_ranks=ranks)
+            batching = Flover(ServeOptions(), settings, [each], launch)
             batching.run = run if is_on_all else of_first_rank_alone(run)
             expected.append(batching.expected_threads)
         assert expected == of_ranks
@@ -297,10 +299,10 @@ FLAGS: dict[str, tuple[tuple[object, ...], list[str]]] = {  # and the modes
             "1.0/head",
             "--modes",
             "sequential",
-            "iterative",
-            "sync",
+            "pipeline",
+            "pipeline+draft",
         ),
-        ["sequential", "iterative", "sync"],
+        ["sequential", "pipeline", "pipeline+draft"],
     ),
 }
 
@@ -311,13 +313,13 @@ def test_the_record_of_each_pass_has_the_threads_of_its_ranks(command: str, serv
 
 
 SERVED = {
-    "before a batching serves": ("inflight", "Batching.open", "sequential", "2"),
+    "before a batching serves": ("inflight", "Flover.open", "sequential", "2"),
     "while a batching serves": ("inflight", "Engine.serve", "sequential", "1 to 3"),
-    "before a ring serves": ("recurrent", "Ring.open", "ring", "2"),
+    "before a ring serves": ("recurrent", "MDILLM.open", "ring", "2"),
     "while a ring serves": ("recurrent", "OpenRing.serve", "ring", "1 to 2"),
-    "while a stage or a drafter serves": ("pipeline", "StageLoop.serve", "iterative", "1 to 2"),
+    "while a stage or a drafter serves": ("pipeline", "StageLoop.serve", "pipeline", "1 to 2"),
 }
-CLASSES = {each.__name__: each for each in (Engine, Batching, Ring, OpenRing, StageLoop)}
+CLASSES = {each.__name__: each for each in (Engine, Flover, MDILLM, OpenRing, StageLoop)}
 
 
 @pytest.mark.parametrize("fault", SERVED)

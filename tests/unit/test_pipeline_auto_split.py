@@ -15,28 +15,28 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import PipelineLayout, make_layout
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer.run_stage import RunStage
-from magicdec.systems.pipeinfer.speculative_pipeline import RunTiming, SpeculativePipeline
+from magicdec.systems.pipeinfer.system import PipeInfer, RunTiming
 from magicdec.systems.stages.auto_split import STEPS, DecodeStep, RankTimes
 
 WORDS = ("--num_requests", "2", "--threads", "1")
 NGRAM = ("--gamma", "3", "--draft", "ngram")
 
 
-def prepared(tmp_path: Path, *words: str, **place: Any) -> SpeculativePipeline:
+def prepared(tmp_path: Path, *words: str, **place: Any) -> PipeInfer:
     system = prepare_as("pipeline", tmp_path, *WORDS, *words, **place).system_of(
-        Pass.named("iterative")
+        Pass.named("pipeline")
     )
-    assert isinstance(system, SpeculativePipeline)
+    assert isinstance(system, PipeInfer)
     return system
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> SpeculativePipeline:
+def alone(tmp_path: Path) -> PipeInfer:
     """On one rank, where `auto` needs no times."""
     return prepared(tmp_path, "--layer_split", "auto", *NGRAM)
 
 
-def test_one_stage_needs_no_times(alone: SpeculativePipeline, tmp_path: Path) -> None:
+def test_one_stage_needs_no_times(alone: PipeInfer, tmp_path: Path) -> None:
     assert (alone.split, alone.layer_split) == ("", "6")
     other = prepared(tmp_path, "--layer_split", "1.0/head", *NGRAM)
     assert other.layer_split == "1.0/head", "as the user wrote it"
@@ -96,7 +96,7 @@ def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("words", "gamma"),
-    [(["--modes", "iterative"], 0), (["--gamma", "99", "--draft", "ngram"], 7)],
+    [(["--modes", "pipeline"], 0), (["--gamma", "99", "--draft", "ngram"], 7)],
 )
 def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
     words: list[str], gamma: int, tmp_path: Path
@@ -105,13 +105,13 @@ def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
     assert step == DecodeStep(1, 104, gamma)
 
 
-def timing_of(alone: SpeculativePipeline, layout: PipelineLayout) -> RunTiming:
+def timing_of(alone: PipeInfer, layout: PipelineLayout) -> RunTiming:
     """Runs of three rows after 50 tokens, on the first rank."""
     return RunTiming(alone.run, [(rank,) for rank in layout.stages], DecodeStep(1, 50, 2))
 
 
 def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
-    alone: SpeculativePipeline, monkeypatch: pytest.MonkeyPatch
+    alone: PipeInfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("magicdec.systems.stages.auto_split.ROUNDS", 1)
     computed = list[tuple[object, ...]]()

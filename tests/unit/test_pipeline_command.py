@@ -17,12 +17,12 @@ from magicdec.output.console import make_progress
 from magicdec.runner.request import Moves, Request
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.systems.modes import Pass
-from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
+from magicdec.systems.pipeinfer.details import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.scheduler import Counts
-from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.pipeinfer.system import PipeInfer
 from magicdec.systems.stages.spans import Span, SpanKind
 
-EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
+EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "pipeinfer")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes"
         (["--draft", "self", "--kv_policy", "verified"], "choose from full, streaming_llm, snap"),
         (["--draft", "self", "--budget", "9"], "--budget 9 must be larger than --num_sink_tok"),
         (["--draft", "self", "--kv_policy", "full", "--budget", "9"], "reads the whole cache"),
-        (["--modes", "iterative", "--budget", "99"], "autoregressive decoding drafts nothing"),
+        (["--modes", "pipeline", "--budget", "99"], "autoregressive decoding drafts nothing"),
         (["--sampling_seed", "5"], "--sampling_seed does nothing here: --temperature 0 is greedy"),
     ],
 )
@@ -202,16 +202,14 @@ def test_the_speed_of_a_prompt_does_not_count_its_waiting() -> None:
     assert metrics.mean_ttft_ms == 2500.0, "which counts it"
 
 
-SYNC = Pass.named("sync")
+SYNC = Pass.named("pipeline+draft")
 
 
-def prepared(
-    tmp_path: Path, *words: str, rank: int = 0, world_size: int = 3
-) -> SpeculativePipeline:
+def prepared(tmp_path: Path, *words: str, rank: int = 0, world_size: int = 3) -> PipeInfer:
     words = "--num_requests", "2", *words
     serving = prepare_as("pipeline", tmp_path, *words, rank=rank, world_size=world_size)
     system = serving.system_of(SYNC)
-    assert isinstance(system, SpeculativePipeline)
+    assert isinstance(system, PipeInfer)
     return system
 
 

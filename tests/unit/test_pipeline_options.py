@@ -15,10 +15,10 @@ from serving_command import parse_as, prepare_as
 from magicdec.bench.serving.prepare import PreparedServing
 from magicdec.distributed.groups import Launch
 from magicdec.setup.model_plan import max_tokens
+from magicdec.systems.mdi_llm.details import DraftCounts, StageUse, ring_metrics
+from magicdec.systems.mdi_llm.ring_stage import Stage
+from magicdec.systems.mdi_llm.system import MDILLM
 from magicdec.systems.modes import Pass
-from magicdec.systems.ring.metrics import DraftCounts, StageUse, ring_metrics
-from magicdec.systems.ring.ring import Ring
-from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
 
 FOUR = ("--num_requests", "4")
@@ -61,10 +61,10 @@ def test_bad_input_is_refused_in_one_line(
         "magicdec",
         "model's norm_eps",
         "model's weights",
-        "n_samples",
+        "settings of mdi_llm",
         "layers of ring",
-        "layers of iterative",
-        "messages of iterative",
+        "layers of pipeline",
+        "messages of pipeline",
     ],
 )
 def test_ranks_that_disagree_are_refused(name: str, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_ranks_that_disagree_are_refused(name: str, tmp_path: Path) -> None:
         return [text, text, json.dumps(facts | others) if facts else text]
 
     with pytest.raises(ValueError, match=f"{name}.*: rank 0 has .*, rank 2 has other"):
-        words = *FOUR, "--modes", "ring", "iterative"
+        words = *FOUR, "--modes", "ring", "pipeline"
         prepare_as("recurrent", tmp_path, *words, world_size=3, exchange=exchange)
 
 
@@ -121,7 +121,7 @@ def test_times_of_layers_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     """What is measured has no bounds, so only its order is known: the first stage does more."""
     monkeypatch.setattr("magicdec.systems.stages.auto_split.ROUNDS", 1)
     ring = prepared(tmp_path, "--layer_split", "auto", world_size=1).system_of(Pass.named("ring"))
-    assert isinstance(ring, Ring)
+    assert isinstance(ring, MDILLM)
     assert ring.layer_split == "6" and ring.split == ""
     config = ring.run.config
     threads = torch.get_num_threads()

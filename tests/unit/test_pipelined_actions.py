@@ -152,7 +152,7 @@ def test_requests_take_turns_at_drafting() -> None:
 
 
 def test_synchronous_speculation_runs_the_newest_token_with_its_drafts() -> None:
-    scheduler = PipelinedScheduler(Options(mode="sync", gamma=2))
+    scheduler = PipelinedScheduler(Options(mode="pipeline+draft", gamma=2))
     scheduler.submit([1], 20)
     assert scheduler.result(0, [2]) == [Commit(0, (2,), None)]
     for number, token in enumerate((7, 8)):

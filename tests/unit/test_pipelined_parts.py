@@ -46,7 +46,7 @@ def test_the_drafter_is_asked_about_the_text_of_the_request(lanes: int) -> None:
     """Also of requests whose lane had another request before."""
     lengths = [1, 3, 2]
     served = make_requests([tuple(range(length)) for length in lengths], 9)
-    options = Options(mode="sync", gamma=2, lanes=lanes)
+    options = Options(mode="pipeline+draft", gamma=2, lanes=lanes)
     found = serve([FakeStage(2, True)], always(True, lengths), options, served)
     assert {step.request for step, _ in found.drafted} == {0, 1, 2}
     for request, known, path, candidate in drafted_in(found.drafted):
@@ -57,7 +57,10 @@ def test_the_drafter_is_asked_about_the_text_of_the_request(lanes: int) -> None:
 
 
 def test_a_head_that_comes_after_another_has_new_numbers() -> None:
-    parts, options = [FakeStage(3, index == 1) for index in range(2)], Options(mode="sync")
+    parts, options = (
+        [FakeStage(3, index == 1) for index in range(2)],
+        Options(mode="pipeline+draft"),
+    )
     first, again, alone = (make_requests([(9,)], num_new) for num_new in (20, 7, 7))
     found = serve(parts, always(False, [1]), options, again, before=first)
     assert first[0].output_ids == list(range(1, 21))
@@ -70,7 +73,7 @@ def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
     """Not when it arrives: with one lane it waits for the end of the request before it. And not
     when the last run of its prompt is launched."""
     before, served = make_requests([(9,)] * 4, 3), make_requests([(1, 2, 3), (1, 2), (1,)], 4)
-    options = Options(mode="iterative", lanes=1)
+    options = Options(mode="pipeline", lanes=1)
     found = serve([FakeStage(1, True)], always(True, [1]), options, served, 1, before=before)
     prompts = [s for s in found.head if s.what is SpanKind.PROMPT and s.run >= found.first_run]
     first = [prompts[place].begin_s for place in (0, 3, 5)]
@@ -91,7 +94,7 @@ class WorkClock:
         return sum(request.status is Status.FINISHED for request in self.requests)
 
 
-@pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
+@pytest.mark.parametrize("mode", ["pipeline", "pipeline+draft", "pipeinfer"])
 def test_a_head_begins_again_when_a_request_arrives_after_all_have_ended(mode: str) -> None:
     """The second and the third request arrive when the first has ended, and the fourth when all
     others have."""

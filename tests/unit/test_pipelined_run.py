@@ -105,7 +105,7 @@ def make_drafter(name: str, lanes: int) -> PathDrafter:
      "wrong"],
 )  # fmt: skip
 @pytest.mark.parametrize(
-    ("mode", "lanes"), [("iterative", 3), ("sync", 1), ("async", 1), ("async", 3)]
+    ("mode", "lanes"), [("pipeline", 3), ("pipeline+draft", 1), ("pipeinfer", 1), ("pipeinfer", 3)]
 )
 def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str) -> None:
     served = requests()
@@ -114,9 +114,9 @@ def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str
     found = serve(parts, make_drafter(drafter, lanes), options, served, CHUNK)
     assert [request.output_ids for request in served] == one_process()
     counts = found.scheduler.counts
-    if mode != "async":  # in which a busy machine may leave no time to draft
-        assert (counts.num_drafted > 0) == (mode == "sync")
-    if drafter == "right" and mode == "async":
+    if mode != "pipeinfer":  # in which a busy machine may leave no time to draft
+        assert (counts.num_drafted > 0) == (mode == "pipeline+draft")
+    if drafter == "right" and mode == "pipeinfer":
         assert counts.num_accepted == counts.num_drafted and not counts.invalid_runs
     for stage, part in zip(found.stages, parts, strict=True):
         assert len(stage) == counts.runs and max(s.value for s in stage) == part.num_layers
@@ -138,7 +138,7 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
     """No end token, after which the target's tokens are not known."""
     served = make_requests(random_prompts(LENGTHS, 97), NEW)
     parts = [RunStage(make_runner(part, 2, MAX_TOKENS)) for part in divide(target(), 2)]
-    options = Options(mode="sync", gamma=3, pa=0.0, lanes=2)
+    options = Options(mode="pipeline+draft", gamma=3, pa=0.0, lanes=2)
     found = serve(parts, make_drafter(f"self {policy}", 2), options, served, CHUNK)
     counts = found.scheduler.counts
     assert counts.num_drafted > counts.num_accepted > 0 or policy == "full"
@@ -151,12 +151,12 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
 @pytest.mark.parametrize(
     ("mode", "drafter"),
     [
-        ("iterative", "lookup"),
-        ("sync", "similar"),
-        ("sync", "target"),
-        ("async", "lookup"),
-        ("async", "similar"),
-        ("async", "target"),
+        ("pipeline", "lookup"),
+        ("pipeline+draft", "similar"),
+        ("pipeline+draft", "target"),
+        ("pipeinfer", "lookup"),
+        ("pipeinfer", "similar"),
+        ("pipeinfer", "target"),
     ],
 )
 @pytest.mark.parametrize("section", [SAMPLED, PENALISED, SAMPLED_PENALISED])
@@ -175,7 +175,7 @@ def test_sampled_tokens_are_those_of_one_process(
     found = serve(parts, drafts, options, served, CHUNK)
     assert [request.output_ids for request in served] == one_process(section) != one_process()
     counts = found.scheduler.counts
-    if drafter != "lookup" and mode == "sync":
+    if drafter != "lookup" and mode == "pipeline+draft":
         assert counts.num_accepted > 10
     if drafter == "target":
         assert counts.num_accepted == counts.num_drafted and not counts.invalid_runs
@@ -272,7 +272,7 @@ def signs(found: ServedInThreads) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("async", True), ("sync", False)])
+@pytest.mark.parametrize(("mode", "expected"), [("pipeinfer", True), ("pipeline+draft", False)])
 def test_it_is_asynchronous(mode: str, expected: bool) -> None:
     """The stages and the drafter sleep, so that this needs no cores."""
     drafter = ScriptedPathDrafter([list(range(1, 30))], [1], [[True] * 29], 0.9, 0.002)
@@ -308,4 +308,4 @@ def test_an_error_in_a_thread_ends_the_head() -> None:
     parts: Sequence[FakeStage] = [FakeStage(2, False, wait=fail), FakeStage(2, True)]
     drafter = ScriptedPathDrafter([[1, 2, 3]], [1], [[True] * 3], 0.9)
     with pytest.raises(RuntimeError, match="the stage broke"):
-        serve(parts, drafter, Options(mode="iterative"), make_requests([(9,)], 9))
+        serve(parts, drafter, Options(mode="pipeline"), make_requests([(9,)], 9))

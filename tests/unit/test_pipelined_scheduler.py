@@ -28,7 +28,9 @@ WIDE = [pytest.param(block, marks=pytest.mark.wide) for block in range(1, 20)]
 def random_options(chooser: random.Random) -> Options:
     choose = chooser.choice
     return Options(
-        mode=choose(["async", "async", "async", "async", "sync", "iterative"]),
+        mode=choose(
+            ["pipeinfer", "pipeinfer", "pipeinfer", "pipeinfer", "pipeline+draft", "pipeline"]
+        ),
         pa=choose([0, 0.3, 0.5]),
         pr=choose([0, 0, 0.1, 0.4]),
         pd=choose([0, 0, 0.05]),
@@ -144,7 +146,9 @@ class CheckedScheduler(PipelinedScheduler):
     def submit(
         self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
     ) -> tuple[int, list[Action]]:
-        recount: Recount = self.__dict__.setdefault("recount", Recount(self.options.mode == "sync"))
+        recount: Recount = self.__dict__.setdefault(
+            "recount", Recount(self.options.mode == "pipeline+draft")
+        )
         recount.texts[len(recount.texts)] = list(prompt)
         request, actions = super().submit(prompt, max_new_tokens, eos_ids)
         return request, self._checked(actions)
@@ -282,8 +286,8 @@ def test_nothing_of_an_always_right_draft_is_cancelled() -> None:
 
 
 def test_runs_are_launched_before_the_first_result_only_if_asynchronous() -> None:
-    assert max_in_flight("async") >= 3
-    assert max_in_flight("sync") == max_in_flight("iterative") == 1
+    assert max_in_flight("pipeinfer") >= 3
+    assert max_in_flight("pipeline+draft") == max_in_flight("pipeline") == 1
 
 
 def max_in_flight(mode: str) -> int:
@@ -296,6 +300,6 @@ def max_in_flight(mode: str) -> int:
 
 def test_there_is_always_a_run_of_the_newest_token() -> None:
     """At acceptance 0 decoding is as fast as without drafts, but for a layer that is finished."""
-    plain = scripted(0.0, FOUR_STAGES, Options(mode="iterative"), 20)[1]
+    plain = scripted(0.0, FOUR_STAGES, Options(mode="pipeline"), 20)[1]
     wrong = scripted(0.0, FOUR_STAGES, Options(gamma=2), 20)[1]
     assert wrong.end_s <= plain.end_s * 1.1

@@ -13,7 +13,7 @@ from serving_command import parse_as, prepare_as
 from test_workload import BOS, build
 
 from magicdec.config.sections import SamplingSection
-from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.pipeinfer.system import PipeInfer
 from magicdec.systems.system import make_requests
 from magicdec.workload.books import read_prompts
 from magicdec.workload.prompt_sets import PLACEHOLDER, PROMPT_SETS, cut_middle
@@ -225,9 +225,9 @@ def test_requests_are_whole_prompts(tmp_path: Path) -> None:
 
 def test_an_emulated_drafter_knows_where_outputs_begin(tmp_path: Path) -> None:
     words = ("--dataset", name_of("sharegpt", "sharegpt.json"), "--num_requests", "3")
-    words += ("--emulate_stage_ms", "1", "--emulate_acceptance", "0.5", "--modes", "async")
+    words += ("--emulate_stage_ms", "1", "--emulate_acceptance", "0.5", "--modes", "pipeinfer")
     (system,) = prepare_as("serve", tmp_path, *words, world_size=2).systems
-    assert isinstance(system, SpeculativePipeline)
+    assert isinstance(system, PipeInfer)
     lengths = [len(prompt) for prompt in system.run.workload.prompts]
     drafter = system._scripted(0.5)
     assert [*drafter.prompt_lens] == lengths

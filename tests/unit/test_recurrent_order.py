@@ -40,9 +40,9 @@ from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
-from magicdec.systems.ring.metrics import DraftCounts
-from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
-from magicdec.systems.ring.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
+from magicdec.systems.mdi_llm.details import DraftCounts
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
+from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 from magicdec.systems.system import PassObserver
 

@@ -29,6 +29,8 @@ from magicdec.bench.serving.record import ServingRecord
 from magicdec.output.figures import styled
 from magicdec.records.performance import Metrics
 from magicdec.records.reading import parse_line
+from magicdec.systems.details import Details
+from magicdec.systems.mdi_llm.details import MDILLMDetails
 
 READ = "environment.read_bandwidth_bytes_per_s"
 Value = Callable[[FrameRow], float]
@@ -218,11 +220,11 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
 
 
 @pytest.mark.narrow(4)
-@pytest.mark.parametrize("name", [*MARKED, "serving_modes", "ring_stages"])
+@pytest.mark.parametrize("name", [*MARKED, "serving_modes", "mdi_llm_stages"])
 def test_a_caption_says_how_many_records_are_of_a_busy_host(name: str) -> None:
     every = [each for at, record in enumerate(EVERY) for each in rows_of(at, record)]
     _, rows, _ = MARKED.get(name, (None, every, ""))
-    shown = [each for each in rows if name != "ring_stages" or each["pass"] == "ring"]
+    shown = [each for each in rows if name != "mdi_llm_stages" or each["pass"] == "ring"]
     busy = shown[0]["run"]
     changed = [each | {"is_busy": each["run"] == busy} for each in rows]
     makers: dict[bool, Callable[[Any], Any]] = {True: draw_served, False: passes.draw_by_context}
@@ -491,7 +493,7 @@ def test_names_beside_bars_do_not_meet(name: str) -> None:
         "inflight+draft",
         "tensor_parallel",
         "ring",
-        "async",
+        "pipeinfer",
         "endpoint+draft",
     ]
     rows = [
@@ -518,10 +520,10 @@ def test_names_beside_bars_do_not_meet(name: str) -> None:
                 assert not others, (ax.get_title(loc="left"), texts[at].get_text(), box, others)
 
 
-@pytest.mark.parametrize("part", ["ring", "speculation"])
-def test_a_strip_is_the_load_of_its_stage(part: str) -> None:
+@pytest.mark.parametrize("kind", served.staged_kinds(), ids=lambda kind: kind.name())
+def test_a_strip_is_the_load_of_its_stage(kind: type[Details]) -> None:
     made = [each for at, record in enumerate(EVERY) for each in rows_of(at, record)]
-    drawn = draw(lambda: draw_served(frame_of(made)), f"{part}_stages")
+    drawn = draw(lambda: draw_served(frame_of(made)), f"{kind.name()}_stages")
     ax = drawn.figure.axes[0]
     labels = {
         round(float(at)): text.get_text()
@@ -532,9 +534,9 @@ def test_a_strip_is_the_load_of_its_stage(part: str) -> None:
         left, right, bottom, top = image.get_extent()
         assert (left, right, image.get_clim()) == (0, 1, (0, 1))
         found[labels[round((bottom + top) / 2)]] = np.asarray(image.get_array()).tolist()
-    if part == "ring":
+    if kind is MDILLMDetails:
         assert found == {"ring, stage 0: 75%": [[1.0, 0.5]], "ring, stage 1: 25%": [[0.0, 0.5]]}
     about = drawn.table.iloc[0]["about"]
     for each in drawn.table[drawn.table["about"] == about].to_dict("records"):
         assert found[f"{each['name']}: {each['busy']:.0%}"] == [each["parts"]]
-    assert served.stages_of(PASSES[0]["object"], part) == []
+    assert served.stages_of(PASSES[0]["object"], kind) == []

@@ -17,11 +17,11 @@ from test_pipeline_command import finished
 from test_report import links, numbers_by_hand, rows, variant
 
 from magicdec.bench.serving.metrics import serving_metrics
-from magicdec.bench.serving.record import occupancy_of
 from magicdec.cli import records
 from magicdec.engine.scheduler import StepCounts
 from magicdec.runner.request import Moves
-from magicdec.systems.ring.metrics import StageUse, ring_metrics
+from magicdec.systems.mdi_llm.details import StageUse, ring_metrics
+from magicdec.systems.stages.details import occupancy_of
 from magicdec.systems.stages.spans import Span, SpanKind
 
 __all__ = ["numbers_by_hand"]  # a fixture of all tests here
@@ -47,7 +47,7 @@ def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
     ring = asdict(ring_metrics([1, 1], 1, (1, 1), uses, 8, 2.0))
     right = {"status": "ok", "num_differing": 0, "metrics": asdict(metrics), "requests": [times]}
     if name == "ring":
-        right |= {"ring": ring, "occupancy": [[1.0, 0.5], [0.0, 0.5]]}
+        right["details"] = ring | {"occupancy": [[1.0, 0.5], [0.0, 0.5]]}
     return record(name, **workload) | right
 
 
@@ -57,8 +57,8 @@ EVERY = [
     served("inflight", 3.0, start="rate 3", goodput={}, arrival="poisson:5"),
     served("sequential", 2.0, start="second", draft="none"),
     served("ring", 1.0, start="second", draft="none"),
-    measured("iterative", start="third"),
-    measured("async", start="third"),
+    measured("pipeline", start="third"),
+    measured("pipeinfer", start="third"),
 ]
 CLOSED = [
     served(f"{mode}, {count} at once", seconds, start="fourth", concurrency=count)
@@ -86,8 +86,8 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
         "serving_throughput",
         "serving_goodput",
         "serving_modes",
-        "ring_stages",
-        "speculation_stages",
+        "mdi_llm_stages",
+        "pipeinfer_stages",
     ):
         assert name in figures and rows(out / f"{name}.csv"), name
     assert "against the draft's kv budget" in page.lower().replace("&#39;", "'"), (
@@ -154,13 +154,13 @@ def test_passes_of_a_busy_host_are_named(tmp_path: Path, command: Command) -> No
     assert out.startswith(f"1 of 2 passes (static 48%): {load}")
 
 
-@pytest.mark.parametrize("part", ["ring", "speculation"])
+@pytest.mark.parametrize("part", ["mdi_llm", "pipeinfer"])
 def test_stages_are_shown_over_time(out: Path, part: str) -> None:
     """In the parts of the time that the record has, or as one where it has none."""
     found = {
         r["stage"]: (r["pass"], r["busy"], r["parts"]) for r in rows(out / f"{part}_stages.csv")
     }
-    if part == "ring":
+    if part == "mdi_llm":
         assert found["0"] == ("ring", "0.75", "[1.0, 0.5]"), found
         assert found["1"] == ("ring", "0.25", "[0.0, 0.5]")
     else:
@@ -206,7 +206,7 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
     of = {(row["kind"], row["pass"]): row for row in frame.to_dict("records")}
     assert of["serving", "static"]["output_throughput"] == pytest.approx(0.5)
     assert of["serving", "static"]["workload.goodput"] == "ttft:1500.0"
-    assert of["serving", "ring"]["ring.busy"] == "0.75 0.25"
-    assert of["serving", "async"]["speculation.most_in_flight"] == 2
-    assert of["serving", "async"]["workload.draft"] == "ngram"
+    assert of["serving", "ring"]["details.busy"] == "0.75 0.25"
+    assert of["serving", "pipeinfer"]["details.most_in_flight"] == 2
+    assert of["serving", "pipeinfer"]["workload.draft"] == "ngram"
     assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()

@@ -22,9 +22,9 @@ from magicdec.bench.serving.showing import (
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.runner.request import Request
-from magicdec.systems.ring.metrics import uses_of
-from magicdec.systems.ring.recurrent import RecurrentPipeline
-from magicdec.systems.ring.ring_stage import Stage
+from magicdec.systems.mdi_llm.details import uses_of
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline
+from magicdec.systems.mdi_llm.ring_stage import Stage
 from magicdec.systems.stages import clocks
 from magicdec.systems.stages.clocks import Ahead
 from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel

@@ -34,46 +34,47 @@ from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
-from magicdec.systems.batching import Batching
-from magicdec.systems.modes import MODES, NAMES, Drafts, Pass
-from magicdec.systems.system import WARM_UP_TOKENS, Extras, PassObserver, StepShape, System
+from magicdec.systems.declaration import Drafts
+from magicdec.systems.flover.system import Flover
+from magicdec.systems.modes import MODES, NAMES, SYSTEM_OF, Pass
+from magicdec.systems.system import WARM_UP_TOKENS, PassObserver, StepShape, System, SystemDetails
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
 REFUSALS = [  # (ranks, flags, message)
     (1, "--modes nonsense", "--modes nonsense is not known; choose from sequential, static, "),
     (1, "--modes ring ring", "--modes names ring twice"),
-    (1, "--modes iterative+draft --draft ngram", "--modes iterative+draft is not known; choose"),
-    (1, "--modes sync", "--modes sync drafts; say by --draft what drafts"),
+    (1, "--modes pipeinfer+draft --draft ngram", "--modes pipeinfer+draft is not known; choose"),
+    (1, "--modes pipeline+draft", "--modes pipeline+draft drafts; say by --draft what drafts"),
     (1, "--modes ring+draft", "--modes ring+draft drafts; say by --draft what drafts"),
     (1, "--draft ngram --modes static ring", "static ring drafts; add one, such as static+draft"),
     (1, "--modes tensor_parallel", "--modes tensor_parallel needs several ranks; see --nproc"),
     (1, "--layer_split 2 --modes inflight", f"--layer_split {UNUSED} inflight uses it"),
     (3, "--layer_split 0,1 --modes ring", "--layer_split 0,1: a ring has no head without layers"),
-    (2, "--modes async --draft ngram --gamma auto", "--gamma auto: --modes async drafts a fixed"),
+    (2, "--modes pipeinfer --draft ngram --gamma auto", "--modes pipeinfer drafts a fixed"),
     (2, "--modes ring+draft --draft ngram --gamma auto", "--gamma auto: --modes ring+draft drafts"),
     (1, "--modes ring+draft --draft self", "--draft self: --modes ring+draft lacks layers"),
     (1, "--gamma 4", "--gamma does nothing here: autoregressive decoding drafts nothing"),
     (1, "--draft ngram --budget 65", "--budget does nothing here: drafts of ngram read no KV"),
     (1, "--draft other", "--draft other is not known; choose from self, model:NAME, eagle:DIR, "),
-    (2, "--modes async --draft ngram+self", "--modes async drafts from one source; choose"),
+    (2, "--modes pipeinfer --draft ngram+self", "--modes pipeinfer drafts from one source; choose"),
     (2, "--modes ring+draft --draft ngram+self", "--modes ring+draft drafts from one source"),
     (1, "--modes inflight+draft --draft self --pr 0.3", f"--pr {UNUSED} inflight+draft uses it"),
     (1, "--modes inflight+draft --draft ngram --pa 0.3", "lookup ends where its own evidence does"),
     (1, "--modes inflight --pa 0.3", f"--pa {UNUSED} inflight uses it; leave it out"),
-    (1, "--modes iterative --pa 0.3", f"--pa {UNUSED} iterative uses it"),
-    (1, "--modes iterative --pr 0.1", f"--pr {UNUSED} iterative uses it"),
+    (1, "--modes pipeline --pa 0.3", f"--pa {UNUSED} pipeline uses it"),
+    (1, "--modes pipeline --pr 0.1", f"--pr {UNUSED} pipeline uses it"),
     (1, "--modes static --window_ms 5", f"--window_ms {UNUSED} static uses it"),
     (1, "--modes ring --cache_tokens 16", f"--cache_tokens {UNUSED} ring uses it"),
     (1, "--modes ring --batch_ranks all", f"--batch_ranks {UNUSED} ring uses it"),
-    (1, "--modes iterative --prefill_tokens 9", f"--prefill_tokens {UNUSED} iterative uses it"),
-    (1, "--modes iterative --B 2", f"--B {UNUSED} iterative uses it"),
+    (1, "--modes pipeline --prefill_tokens 9", f"--prefill_tokens {UNUSED} pipeline uses it"),
+    (1, "--modes pipeline --B 2", f"--B {UNUSED} pipeline uses it"),
     (1, "--modes inflight --emulate_link_ms 3", f"--emulate_link_ms {UNUSED} inflight uses it"),
     (1, "--emulate_link_ms 3", "--emulate_link_ms 3.0: one rank has no link"),
-    (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "is for --emulate_acceptance"),
+    (1, "--emulate_draft_ms 3 --modes pipeline+draft --draft ngram", "is for --emulate_acceptance"),
     (1, "--emulate_acceptance 0.5 --modes inflight", f"--emulate_acceptance {UNUSED}"),
-    (1, "--emulate_acceptance 0.5 --modes sync", "sync drafts ahead of stages that compute"),
-    (1, "--emulate_stage_ms 3 --emulate_acceptance 2 --modes sync", "takes one probability below"),
+    (1, "--emulate_acceptance 0.5 --modes pipeline+draft", "drafts ahead of stages that"),
+    (1, "--emulate_stage_ms 3 --emulate_acceptance 2 --modes pipeinfer", "takes one probability"),
     (
         *(1, "--emulate_acceptance 5.5 --gamma 3 --draft ngram --modes inflight+draft"),
         "a step emits at most 4 tokens",
@@ -83,17 +84,18 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--emulate_acceptance 2 --modes inflight+draft", "inflight+draft drafts; say by --draft"),
     (
         *(1, "--emulate_acceptance .5 --draft ngram --modes inflight+draft --emulate_stage_ms 3"),
-        "--emulate_stage_ms 3.0: --modes inflight+draft has no stages that could sleep; choose",
+        f"--emulate_stage_ms {UNUSED} inflight+draft uses it",
     ),
+    (1, "--emulate_stage_ms 3 --modes ring inflight", "inflight has no stages that could sleep"),
     (
-        *(1, "--emulate_stage_ms 3 --emulate_acceptance 0.5 --draft ngram --modes iterative sync"),
+        *(1, "--emulate_stage_ms 3 --emulate_acceptance .5 --draft ngram --modes pipeline+draft"),
         "--draft does nothing here: --emulate_acceptance drafts",
     ),
     (1, "--emulate_stage_ms 3 --modes ring --native_steps on", "--native_steps does nothing here"),
     (1, "--emulate_stage_ms 3 --modes ring --linear torch", "--linear does nothing here: emulated"),
     (1, "--emulate_stage_ms 3 --modes ring --target_dtype int8", "--target_dtype does nothing he"),
     (1, "--emulate_stage_ms 3 --modes ring --elementwise torch", "--elementwise does nothing here"),
-    (1, "--emulate_stage_ms 3 --modes sync ring --draft ngram", "give --emulate_acceptance"),
+    (1, "--emulate_stage_ms 3 --modes pipeinfer ring --draft ngram", "give --emulate_acceptance"),
     (1, "--emulate_stage_ms 3 --modes ring --temperature 1", "--temperature 1 does nothing with -"),
     (1, "--emulate_stage_ms 3 --modes ring+draft --draft model:demo-draft", "no tokens that --dra"),
     (1, "--emulate_stage_ms 3 --modes ring --presence_penalty 1", "--presence_penalty 1 does noth"),
@@ -123,13 +125,13 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 
 
 BATCHED = ["sequential", "static", "dynamic", "inflight"]
-PIPELINED = "iterative", "sync", "async"
+PIPELINED = "pipeline", "pipeline+draft", "pipeinfer"
 DEFAULTS = [  # (command, ranks, flags, modes)
-    ("serve", 1, "", ["sequential", "static", "inflight", "ring", "iterative"]),
-    ("serve", 2, "", ["sequential", "static", "inflight", "tensor_parallel", "ring", "iterative"]),
+    ("serve", 1, "", ["sequential", "static", "inflight", "ring", "pipeline"]),
+    ("serve", 2, "", ["sequential", "static", "inflight", "tensor_parallel", "ring", "pipeline"]),
     (
         *("serve", 1, "--draft ngram"),
-        ["sequential", "static", "inflight", "ring", *PIPELINED, "inflight+draft"],
+        ["sequential", "static", "inflight", "inflight+draft", "ring", *PIPELINED],
     ),
     ("inflight", 2, "", BATCHED),
     ("inflight", 1, "--draft self", [*BATCHED, "inflight+draft"]),
@@ -140,7 +142,7 @@ DEFAULTS = [  # (command, ranks, flags, modes)
     ),
     ("recurrent", 2, "--emulate_stage_ms 3", ["ring"]),
     ("pipeline", 2, "", ["sequential", *PIPELINED]),
-    ("pipeline", 2, "--draft none", ["sequential", "iterative"]),
+    ("pipeline", 2, "--draft none", ["sequential", "pipeline"]),
     ("pipeline", 2, "--emulate_stage_ms 3 --emulate_acceptance 0.4", [*PIPELINED]),
 ]  # fmt: skip
 
@@ -179,8 +181,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 # Each system is closed, and opened again for its other passes.
 ALL = (
-    *("sequential", "static", "ring", "dynamic", "inflight", "async", "inflight+draft"),
-    *("ring+draft", "iterative", "sync"),
+    *("sequential", "static", "ring", "dynamic", "inflight", "pipeinfer", "inflight+draft"),
+    *("ring+draft", "pipeline", "pipeline+draft"),
 )
 
 
@@ -215,19 +217,21 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert check_pass(parse_line(json.dumps(record), ServingRecord)) == [], record["name"]
         each, config = Pass.named(record["name"]), record["config"]
         assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
-        assert config["workload"]["batch_size"] == rows
+        settings = config["workload"]  # of the load, and of its own system alone
+        assert settings.get("batch_size") == (None if "lanes" in settings else rows)
+        assert ("lanes" in settings) == (record["name"] in PIPELINED)
         assert config["workload"]["prompt_format"] == "plain"
         if each.is_drafting and each.mode in ("inflight", "ring"):
             assert config["decoding"]["drafter"] == draft
             assert config["decoding"]["pa"] == (pa if draft == "model" else None)
-        assert (record["ring"] is not None) == (each.mode == "ring")
-        assert (record["speculation"] is not None) == (each.mode in PIPELINED)
+        kinds = {"ring": "mdi_llm"} | dict.fromkeys(PIPELINED, "pipeinfer")
+        assert (record["details"] or {}).get("kind") == kinds.get(each.mode)
     by_name = {record["name"]: record for record in records}
     if draft == "model":
         ring = by_name["ring+draft"]["metrics"]
         assert ring["draft_acceptance_rate"] == 1
         assert (ring["num_draft_tokens"] < 24) == (pa > 0), "of four requests, three in a step"
-        assert by_name["sync"]["metrics"]["draft_acceptance_rate"] == 1
+        assert by_name["pipeline+draft"]["metrics"]["draft_acceptance_rate"] == 1
     said = capsys.readouterr()
     assert "in every mode all requests have the tokens of sequential" in said.out
     assert "10 records appended" in said.err
@@ -252,7 +256,10 @@ def check_events(events: list[dict[str, Any]]) -> None:
     assert [name for name in names if name.endswith(": requests")] == [
         f"{name}: requests" for name in ALL
     ]
-    assert "ring: stage 0" in names and sum(name.startswith("async: rank 0") for name in names) == 1
+    assert (
+        "ring: stage 0" in names
+        and sum(name.startswith("pipeinfer: rank 0") for name in names) == 1
+    )
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == set(range(len(names)))
     assert min(event["ts"] for event in spans) >= 0 <= min(event["dur"] for event in spans)
@@ -290,14 +297,14 @@ def test_the_modes_before_a_failure_are_recorded_and_printed(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], error: type[BaseException],
 ) -> None:  # fmt: skip
-    original, out = Batching.serve, tmp_path / "out.jsonl"
+    original, out = Flover.serve, tmp_path / "out.jsonl"
 
-    def interrupted(batching: Batching, each: Pass, *work: Any) -> Extras:
+    def interrupted(batching: Flover, each: Pass, *work: Any) -> SystemDetails:
         if each.mode == "inflight":
             raise error
         return original(batching, each, *work)
 
-    monkeypatch.setattr(Batching, "serve", interrupted)
+    monkeypatch.setattr(Flover, "serve", interrupted)
     words += [
         "--modes",
         "sequential",
@@ -363,7 +370,8 @@ class RoundRobin(System):
     def step_shape(self, each: Pass) -> StepShape:
         return StepShape(1, 1)
 
-    def warm_up_rows(self, each: Pass) -> int:
+    @property
+    def rows(self) -> int:
         return 2
 
     @property
@@ -373,7 +381,9 @@ class RoundRobin(System):
     def now(self) -> float:
         return self.clock.now()
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(
+        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
         lengths = [(len(r.prompt_ids), r.sampling.max_new_tokens) for r in requests]
         self.log.append((each.name, lengths))
         if observer.is_measured and each.name == self.interrupted:
@@ -392,7 +402,7 @@ class RoundRobin(System):
                 self.clock.after_step()
                 self.emit(each, request, observer)
                 order += [request] * (request.finished_s is None)
-        return Extras()
+        return SystemDetails()
 
     def close(self) -> None:
         """It took nothing."""
@@ -414,8 +424,8 @@ CHUNK = 4
 
 @pytest.fixture
 def toy(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
-    for name, mode in MODES.items():
-        monkeypatch.setitem(MODES, name, replace(mode, system="test_serve:RoundRobin"))
+    for name, system in SYSTEM_OF.items():
+        monkeypatch.setitem(SYSTEM_OF, name, replace(system, system="test_serve:RoundRobin"))
     monkeypatch.setattr(RoundRobin, "made", [])
     trace = tmp_path / "trace.jsonl"
     names = "arrival_ms", "prompt_len", "output_len"
@@ -426,7 +436,7 @@ def toy(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> To
     def serve_toy(*names: str) -> tuple[int, list[dict[str, Any]]]:
         experiment = COMMANDS["serve"].parse(words, ALONE)
         passes = tuple(Pass.named(name) for name in names)
-        experiment = replace(experiment, options=replace(experiment.options, passes=passes))
+        experiment = replace(experiment, options=experiment.options.settle(passes, seed=0))
         return experiment.run(words, ALONE), read(tmp_path / "out.jsonl")
 
     return serve_toy
@@ -442,12 +452,12 @@ def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
     """The requests of the trace: the second arrives while the first is served, and the last when
     the others have ended. Tokens come at 1, 2, 4, 5 and 6 s, at 3 s, and from 61 to 64 s."""
     code, records = toy(first_of(name), name)
-    (system,) = RoundRobin.made
     warm_up = [(CHUNK, WARM_UP_TOKENS), (3, 1)]
     lengths = [(prompt, output) for _, prompt, output in SHAPES]
-    assert system.log == [
+    log = [served for system in RoundRobin.made for served in system.log]
+    assert sorted(log) == sorted(
         (each, work) for each in (first_of(name), name) for work in (warm_up, lengths)
-    ]
+    )
     assert code == 0 and [record["name"] for record in records] == [first_of(name), name]
     for record in records:
         metrics = record["metrics"]
@@ -569,7 +579,7 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
     monkeypatch.undo()  # which systems serve
     workload = records[1].config["workload"] | {"emulate_acceptance": [0.5]}
     config = records[1].config | {"workload": workload}
-    emulated = replace(records[1], name="async", config=config)
+    emulated = replace(records[1], name="pipeinfer", config=config)
     (brief,) = brief_tables([records[0], emulated])
     assert ", EMULATED by --emulate_acceptance" in brief.lead[0].text
     workload = workload | {"emulate_stage_ms": 3.0, "emulate_link_ms": 1.0}
@@ -587,7 +597,7 @@ def test_a_diverged_pass_gets_no_metrics(
     code, (first, record) = toy(first_of(name), name)
     assert code == 1 and first["status"] == "ok" and first["metrics"]
     assert (record["status"], record["num_differing"]) == ("diverged", 1)
-    assert record["metrics"] is record["ring"] is record["speculation"] is None
+    assert record["metrics"] is record["details"] is None
     assert f"{name}: DIVERGED, 1 of 3 requests differ from {first_of(name)}" in (
         capsys.readouterr().out
     )

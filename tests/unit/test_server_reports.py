@@ -18,8 +18,7 @@ from magicdec.records.acceptance import (
 )
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.form import NOTHING, AskedText
-from magicdec.systems.servers.report import (
+from magicdec.systems.servers.details import (
     ANSWERS,
     BOTH,
     COUNTERS,
@@ -29,6 +28,7 @@ from magicdec.systems.servers.report import (
     form_of,
     formats,
 )
+from magicdec.systems.servers.form import NOTHING, AskedText
 
 STEPS = ((3, 3), (3, 0), (3, 1), (2, 2))  # of one request: drafted and accepted
 COUNTS = ReportedCounts(11, 6, 4, histogram=(1, 1, 1, 1), steps=STEPS)

@@ -54,7 +54,7 @@ def test_as_many_candidates_are_right_as_the_rate_says() -> None:
 
 
 def test_plain_decoding_takes_all_stages_and_links_for_each_token() -> None:
-    found = run("iterative", gen_len=20)
+    found = run("pipeline", gen_len=20)
     assert found.tokens_per_s == pytest.approx(1 / ROUND_S)
     times = found.ttft_ms, found.mean_itl_ms, found.p99_itl_ms
     assert times == pytest.approx((84, 84, 84))
@@ -77,14 +77,14 @@ def test_a_round_of_the_ring_is_as_long_as_the_formula(
 
 @pytest.mark.parametrize("draft", [1, 4, 8])
 def test_a_right_draft_makes_synchronous_steps_as_long_as_the_formula(draft: int) -> None:
-    found = run("sync", options=Options(gamma=draft), gen_len=1 + 6 * (draft + 1))
+    found = run("pipeline+draft", options=Options(gamma=draft), gen_len=1 + 6 * (draft + 1))
     assert found.tokens_per_s == pytest.approx((draft + 1) / (0.004 * draft + ROUND_S))
 
 
 @pytest.mark.parametrize("draft", [1, 4, 8])
 def test_a_right_draft_fills_the_pipeline(draft: int) -> None:
     """A microbatch comes home every time that the slower of stage and drafter needs."""
-    found = run("async", options=Options(gamma=draft), gen_len=100 * draft)
+    found = run("pipeinfer", options=Options(gamma=draft), gen_len=100 * draft)
     assert found.tokens_per_s == pytest.approx(draft / max(0.02, 0.004 * draft), rel=0.05)
     assert found.invalid_runs == found.layers_skipped == 0
 
@@ -92,7 +92,7 @@ def test_a_right_draft_fills_the_pipeline(draft: int) -> None:
 def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
     machine = replace(FOUR, bytes_per_s=1e6, row_bytes=5000)
     bytes_of_a_token = 3 * (5000 + VOID_BYTES) + RESULT_BYTES + VOID_BYTES
-    found = run("iterative", machine, gen_len=5)
+    found = run("pipeline", machine, gen_len=5)
     assert found.mean_itl_ms == pytest.approx(84 + bytes_of_a_token / 1e3)
     ring = run("ring", machine, gen_len=5, ring_requests=1)
     assert ring.mean_itl_ms == pytest.approx(84 + 4 * (5000 + VOID_BYTES) / 1e3)
@@ -131,8 +131,8 @@ def test_a_cancelled_run_stops_after_its_layer() -> None:
 
 def test_a_cancellation_takes_its_time() -> None:
     """One that comes when all is computed skips nothing; what it came for was of no use."""
-    soon = run("async", replace(FOUR, cancel_s=0.0), acceptance=0.0)
-    late = run("async", replace(FOUR, cancel_s=1.0), acceptance=0.0)
+    soon = run("pipeinfer", replace(FOUR, cancel_s=0.0), acceptance=0.0)
+    late = run("pipeinfer", replace(FOUR, cancel_s=1.0), acceptance=0.0)
     assert soon.layers_skipped > 0 == late.layers_skipped
     assert late.layers_computed == late.runs * 4 * FOUR.layers
     assert late.useful < soon.useful < soon.busy < late.busy
@@ -146,15 +146,15 @@ def test_a_stage_takes_more_for_more_rows() -> None:
 def test_it_pays() -> None:
     """Acceptance 0.8 is that of records: accepted / drafted tokens, here with 4 drafts a step."""
     found = {mode: run(mode, acceptance=conditional_rate(0.8, 4), gen_len=1000) for mode in MODES}
-    assert found["sync"].draft_acceptance_rate == pytest.approx(0.8, abs=0.04)
+    assert found["pipeline+draft"].draft_acceptance_rate == pytest.approx(0.8, abs=0.04)
     rates = {mode: each.tokens_per_s for mode, each in found.items()}
-    assert rates["async"] >= 1.5 * rates["sync"]
-    assert rates["async"] >= 2 * rates["iterative"]
+    assert rates["pipeinfer"] >= 1.5 * rates["pipeline+draft"]
+    assert rates["pipeinfer"] >= 2 * rates["pipeline"]
 
 
 @pytest.mark.parametrize("draft", [1, 2, 4, 8])
 def test_a_wrong_draft_costs_little(draft: int) -> None:
-    wrong = run("async", acceptance=0.0, options=Options(gamma=draft))
+    wrong = run("pipeinfer", acceptance=0.0, options=Options(gamma=draft))
     assert wrong.tokens_per_s >= 0.9 / ROUND_S
     assert wrong.useful == pytest.approx(20 / 84, rel=0.1)
 
@@ -162,7 +162,7 @@ def test_a_wrong_draft_costs_little(draft: int) -> None:
 def test_nothing_is_cancelled_later_than_the_layer_that_runs() -> None:
     """With one layer for each stage a run that has begun is finished: more is wasted."""
     fine, coarse = (
-        run("async", replace(FOUR, layers=layers), acceptance=0.5) for layers in (16, 1)
+        run("pipeinfer", replace(FOUR, layers=layers), acceptance=0.5) for layers in (16, 1)
     )
     assert fine.busy - fine.useful < coarse.busy - coarse.useful
     assert fine.tokens_per_s > coarse.tokens_per_s
@@ -172,7 +172,7 @@ def test_times_between_tokens_are_defined_as_in_records() -> None:
     """Synchronous speculation commits several tokens at a time, and these have no time between
     them. Percentiles are interpolated, as numpy does it; the last commit is late, so that one time
     is larger than all others."""
-    trace, _ = run_mode("sync", FOUR, Options(gamma=4), Work([True] * 12, 12))
+    trace, _ = run_mode("pipeline+draft", FOUR, Options(gamma=4), Work([True] * 12, 12))
     last_s, commit = trace.commits[-1]
     late = replace(trace, commits=[*trace.commits[:-1], (last_s + 1.0, commit)])
     measured = measure(FOUR, late, Counts())
@@ -184,7 +184,7 @@ def test_times_between_tokens_are_defined_as_in_records() -> None:
 
 
 def test_one_token_has_no_time_between_tokens() -> None:
-    found = run("iterative", gen_len=1)
+    found = run("pipeline", gen_len=1)
     assert found.mean_itl_ms is None and found.p99_itl_ms is None
 
 
@@ -214,7 +214,8 @@ def test_the_command_prints_draws_and_records(command: Command, tmp_path: Path) 
     printed = shown.splitlines()
     assert code == 0
     assert max(map(len, printed)) <= 80
-    rows = {line.split()[0]: line.split() for line in printed if line[:10].strip() in MODES}
+    modes = [[mode] for mode in MODES]
+    rows = {line.split()[0]: line.split() for line in printed if line.split()[:1] in modes}
     assert list(rows) == list(MODES)
     assert chart.read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in out.read_text().splitlines()]

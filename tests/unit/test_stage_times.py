@@ -22,15 +22,15 @@ from magicdec.distributed.channels.message import Ends, Kind, Message, Traffic
 from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.runner.forward_batch import Cancellation
+from magicdec.systems.mdi_llm import recurrent, ring_stage
+from magicdec.systems.mdi_llm.details import StageUse, uses_of
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation
+from magicdec.systems.mdi_llm.ring_stage import VERIFY, WANTED, Stage
 from magicdec.systems.pipeinfer import run_stage
+from magicdec.systems.pipeinfer.details import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.messages import RunLaunch
-from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.run_stage import CancelBoard
 from magicdec.systems.pipeinfer.scheduler import Counts
-from magicdec.systems.ring import recurrent, ring_stage
-from magicdec.systems.ring.metrics import StageUse, uses_of
-from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
-from magicdec.systems.ring.ring_stage import VERIFY, WANTED, Stage
 from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop

@@ -15,10 +15,10 @@ from magicdec.bench.serving.metrics import serving_metrics
 from magicdec.engine.scheduler import StepCounts
 from magicdec.names import SERVER_APIS, load_object
 from magicdec.runner.request import UNKNOWN_ID, Moves, Request, SamplingParams
-from magicdec.systems.endpoint import Endpoint
-from magicdec.systems.http_client import AnswerLimits
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.report import ServerCounts, cached_of, count_pass, is_behind
+from magicdec.systems.servers.details import ServerCounts, cached_of, count_pass, is_behind
+from magicdec.systems.servers.http_client import AnswerLimits
+from magicdec.systems.servers.system import Servers
 from magicdec.systems.system import PassObserver
 
 Event = dict[str, Any]
@@ -26,7 +26,7 @@ MOST = 6  # tokens that are asked for
 ARRIVED_S = 100.0
 
 
-class ScriptedStream(Endpoint):
+class ScriptedStream(Servers):
     """Answers with events at times of a clock that stands still between them."""
 
     def __init__(self, api: str, events: Sequence[tuple[float, Event]]) -> None:

@@ -74,7 +74,7 @@ def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
     requests = make_requests([(9,)], 3)
     torch.set_num_threads(3)
     count = ThreadCount()
-    scheduler = PipelinedScheduler(Options(mode="iterative"))
+    scheduler = PipelinedScheduler(Options(mode="pipeline"))
     member.serve(scheduler, requests, ignore_step, count)
     member.close()
     torch.set_num_threads(before)

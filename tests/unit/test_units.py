@@ -12,7 +12,6 @@ from synthetic_records import drawn
 from test_plan import MACHINE
 from test_record_document import TOPS, kinds
 
-from magicdec.bench.serving.showing import describe_round
 from magicdec.cli.probe import print_machine
 from magicdec.cli.simulate import SimulationSection, make_machines
 from magicdec.hardware import timing
@@ -23,6 +22,7 @@ from magicdec.records.fields import described_fields
 from magicdec.records.table import table_of
 from magicdec.setup.memory_check import free_host_memory
 from magicdec.setup.memory_plan import MemoryPlan
+from magicdec.systems.mdi_llm.details import describe_round
 
 # What a number of the second unit is in the first.
 LARGER = {("bytes", "GB"): 1e9, ("bytes", "MB"): 1e6, ("bytes", "GiB"): 2**30, ("ms", "us"): 1e-3}

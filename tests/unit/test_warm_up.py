@@ -12,8 +12,10 @@ from magicdec.bench.serving.measure import MeasuredPasses
 from magicdec.bench.serving.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
+from magicdec.systems.mdi_llm.details import MDILLMDetails
+from magicdec.systems.mdi_llm.ring_stage import Stage
+from magicdec.systems.pipeinfer.details import PipeInferDetails
 from magicdec.systems.pipeinfer.head import Head
-from magicdec.systems.ring.ring_stage import Stage
 from magicdec.systems.stages.spans import SpanKind
 
 ALONE = Launch(0, 1, 0, 1)
@@ -63,17 +65,22 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
         serve(head)
 
     monkeypatch.setattr(Head, "serve", watched)
-    flags = "--layer_split 1.0/head --emulate_stage_ms 0.1 --emulate_acceptance 0.5 --modes sync"
-    measurement = measured(tiny_checkpoint, tmp_path, *flags.split())
+    flags = "--layer_split 1.0/head --emulate_stage_ms 0.1 --emulate_acceptance 0.5"
+    words = [*flags.split(), "--modes", "pipeline+draft"]
+    measurement = measured(tiny_checkpoint, tmp_path, *words)
     (record,) = measurement.records
     (trace,) = measurement.traces
-    assert trace is not None and record.speculation is not None and record.metrics is not None
+    assert (
+        trace is not None
+        and isinstance(record.details, PipeInferDetails)
+        and record.metrics is not None
+    )
     warm_up, head = heads
     first_run = head.first_run
     num_runs = head.scheduler.counts.runs
     assert first_run == warm_up.scheduler.counts.runs > 0
     (spans,) = trace.spans
-    use = record.speculation
+    use = record.details
     of = {what: [span.run for span in spans if span.what is what] for what in SpanKind}
     assert of[SpanKind.STAGE] == of[SpanKind.RESULT] == list(range(first_run, first_run + num_runs))
     assert sorted(of[SpanKind.PROMPT] + of[SpanKind.LAUNCH]) == of[SpanKind.STAGE]
@@ -110,17 +117,21 @@ def test_a_ring_counts_what_comes_after_it(
     measurement = measured(tiny_checkpoint, tmp_path, *flags)
     (record,) = measurement.records
     (trace,) = measurement.traces
-    assert trace is not None and record.ring is not None and record.metrics is not None
+    assert (
+        trace is not None
+        and isinstance(record.details, MDILLMDetails)
+        and record.metrics is not None
+    )
     stages = [span for span in trace.spans[0] if span.what is SpanKind.STAGE]
     num_messages = 2 * NUM_NEW
     if has_drafts:
-        num_messages = record.ring.sent_messages[0] - 1
+        num_messages = record.details.sent_messages[0] - 1
         assert record.metrics.num_draft_tokens == 3 * (num_messages - 2) > 0
         rounds = num_messages - 2
-        assert record.ring.tokens_per_round == 2 * (NUM_NEW - 1) / rounds
+        assert record.details.tokens_per_round == 2 * (NUM_NEW - 1) / rounds
     assert (record.metrics.num_draft_tokens is not None) == has_drafts
     assert len(stages) == len(trace.requests) == num_messages
-    assert record.ring.sent_messages == [num_messages + 1], "and the end"
+    assert record.details.sent_messages == [num_messages + 1], "and the end"
     assert record.metrics.makespan_s == pytest.approx(num_messages * stage_s)
     assert sum(r.output_len for r in record.requests) == 2 * NUM_NEW
     assert {r.arrival_ms for r in record.requests} == {0}

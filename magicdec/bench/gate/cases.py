@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from magicdec.bench.serving.recomputing import unfounded_metric as unfounded_in_pass
-from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.serving.record import LATER_FLAGS, ServingRecord
 from magicdec.config.capabilities import check_standalone, policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -42,9 +42,10 @@ from magicdec.names import (
 from magicdec.records.comparison.conditions import describe, flags_of, kind_of
 from magicdec.records.recomputing import unfounded_metric as unfounded_in_run
 from magicdec.records.record import DraftingRecord, Record, RunRecord
-from magicdec.systems.modes import Pass, Ranks
-from magicdec.systems.options import ServeOptions, check_passes
-from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.declaration import Drafts, Ranks
+from magicdec.systems.modes import MODES, WITH_DRAFT, Pass
+from magicdec.systems.options import ServeOptions, with_values
+from magicdec.workload.request_shapes import BURST
 
 LEAST_PROMPTS = 4  # fewer show no loss (docs/results.md)
 RANKS_PER_CORE = 2  # more of them would wait for each other for most of the time
@@ -57,8 +58,9 @@ SHORT_PREFIX = 1024  # of the cases whose prefill no other case shares, at most
 FEW_PROMPTS = 8  # of sampled cases, whose prefill draws first tokens of its own
 SERVED_PREFIX = 512  # at most
 SERVED_REQUESTS = 8
-SERVED_ROWS = 3
 SERVED_TOKENS = 32
+# Of the systems that have such settings: few rows, and drafts that no threshold ends.
+SERVED_SETTINGS = {"batch_size": 3, "pa": 0.0}
 PA = 0.5
 RESELECT_EVERY = 16
 LOOKUP_GAMMA = 31  # rows propose different numbers of tokens
@@ -218,33 +220,40 @@ def _of_systems(subject: Subject) -> Iterator[ServedCase]:
     draft = NGRAM if subject.standalone is None else f"{MODEL_PREFIX}{subject.standalone}"
     full = KVSection(FULL_KV_POLICY)
     kv = KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
-    yield _served(
-        subject, "inflight+draft", SELF, full if subject.prefix_len <= DRAFT_BUDGET else kv
-    )
-    for mode in ("inflight+draft", "ring+draft", "sync"):
-        yield _served(subject, mode, draft, full)
-    if draft != NGRAM:  # what is looked up follows from what is committed in time
-        yield _served(subject, "async", draft, full)
+    modes = [
+        Pass.named(name if mode.drafts is Drafts.ALWAYS else f"{name}{WITH_DRAFT}")
+        for name, mode in MODES.items()
+        if mode.is_in_gate
+    ]
+    for serving_pass in modes:
+        if serving_pass.ranks is Ranks.FIRST:
+            of_self = full if subject.prefix_len <= DRAFT_BUDGET else kv
+            yield _served(subject, serving_pass, SELF, of_self)
+    for serving_pass in modes:
+        # What is looked up follows from what is committed in time.
+        if draft != NGRAM or not serving_pass.declared.is_judged_by_time:
+            yield _served(subject, serving_pass, draft, full)
 
 
-def _served(subject: Subject, mode: str, draft: str, kv: KVSection) -> ServedCase:
+def _served(subject: Subject, serving_pass: Pass, draft: str, kv: KVSection) -> ServedCase:
     """On one rank where the mode has no stages. Few and short prompts, more than there are rows."""
     drafter = "model" if draft.startswith(MODEL_PREFIX) else draft
-    each = Pass.named(mode)
-    ranks = subject.nproc if each.ranks is Ranks.STAGES else 1
+    ranks = subject.nproc if serving_pass.ranks is Ranks.STAGES else 1
     config = subject.config(drafter, kv, GAMMA)
     parallel = ParallelSection(device="cpu", nproc=ranks)
     workload = WorkloadSection(subject.dataset)
-    return ServedCase(
+    case = ServedCase(
         replace(config, parallel=parallel, workload=workload),
-        mode,
+        serving_pass.name,
         draft,
         num_requests=SERVED_REQUESTS,
         prefix_len=min(subject.prefix_len, SERVED_PREFIX),
         gen_len=subject.gen_len or SERVED_TOKENS,
-        batch_size=SERVED_ROWS,
-        pa=0.0,
+        settings=tuple(SERVED_SETTINGS.items()),
     )
+    settled = options_of([case]).settings_of(serving_pass).describe()
+    names = serving_pass.system.drafts_follow
+    return replace(case, settings=tuple((name, settled[name]) for name in names))
 
 
 def _budgets(subject: Subject, policy: str, budgets: Sequence[int]) -> Iterator[KVSection]:
@@ -273,25 +282,19 @@ class ServedCase:
     num_requests: int
     prefix_len: int
     gen_len: int
-    batch_size: int
-    pa: float  # of pipelined speculation
+    settings: tuple[tuple[str, Any], ...]  # of its system, on which its drafts depend
 
-    def options(self, modes: Sequence[str]) -> ServeOptions:
-        """The settled options of a command that serves in these modes."""
-        gamma = self.config.decoding.gamma
-        assert isinstance(gamma, int), "a mode drafts a fixed number of tokens"
-        options = ServeOptions(
-            num_requests=self.num_requests,
-            prefix_len=str(self.prefix_len),
-            gen_len=str(self.gen_len),
-            modes=tuple(modes),
-            arrival="burst",
-            batch_size=self.batch_size,
-            draft=self.draft,
-            speculation=Options(gamma=gamma, pa=self.pa),
-        )
-        seed = self.config.workload.seed
-        return options.settle(list(map(Pass.named, modes)), seed, num_ranks(self))
+    @property
+    def serving_pass(self) -> Pass:
+        return Pass.named(self.mode)
+
+    def joins(self, others: Sequence[ServedCase]) -> bool:
+        """Whether one command can serve in its mode and in those of others."""
+        first = others[0]
+        is_alike = replace(self, mode=first.mode, settings=first.settings) == first
+        system = self.serving_pass.system
+        beside = [other for other in others if other.serving_pass.system is system]
+        return is_alike and all(other.settings == self.settings for other in beside)
 
     @classmethod
     def of_record(cls, record: ServingRecord) -> ServedCase:
@@ -300,10 +303,11 @@ class ServedCase:
         config = recorded_config(record, record.config_as_run())
         try:
             flags = record.config["workload"]
-            numbers = {
-                name: int(flags[name])
-                for name in ("num_requests", "prefix_len", "gen_len", "batch_size")
-            }
+            numbers = {name: int(flags[name]) for name in ("num_requests", "prefix_len", "gen_len")}
+            serving_pass = Pass.named(record.name)
+            settings = [
+                (name, (LATER_FLAGS | flags)[name]) for name in serving_pass.system.drafts_follow
+            ]
             workload = WorkloadSection(dataset=flags["dataset"], seed=flags["seed"])
             ranks = record.environment.world_size
             return cls(
@@ -313,15 +317,34 @@ class ServedCase:
                     parallel=ParallelSection(device=config.parallel.device, nproc=ranks),
                     draft=config.draft and replace(config.draft, rank_group=None),
                 ),
-                record.name,
+                serving_pass.name,
                 flags["draft"],
-                pa=flags["pa"],
+                settings=tuple(settings),
                 **numbers,
             )
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"{describe(record)}: its config is not one of a pass: {error}"
             ) from None
+
+
+def options_of(cases: Sequence[ServedCase]) -> ServeOptions:
+    """The settled options of a command that serves in the modes of these cases, which are alike."""
+    first = cases[0]
+    passes = [case.serving_pass for case in cases]
+    options = ServeOptions(
+        num_requests=first.num_requests,
+        prefix_len=str(first.prefix_len),
+        gen_len=str(first.gen_len),
+        modes=tuple(case.mode for case in cases),
+        arrival=BURST,
+        draft=first.draft,
+    )
+    settings = {
+        system.name: with_values(system.settings(), dict(case.settings))
+        for case, system in ((case, case.serving_pass.system) for case in cases)
+    }
+    return options.settle(passes, first.config.workload.seed, settings)
 
 
 Case = RunConfig | ServedCase
@@ -468,7 +491,7 @@ def check_case(case: Case, num_cores: int) -> None:
         )
     try:
         if isinstance(case, ServedCase):
-            check_passes(case.options([case.mode]), case.config, ranks)
+            options_of([case]).check(case.config, ranks)
             count = case.num_requests
             counted = f"{count} requests"
         else:

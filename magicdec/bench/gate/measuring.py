@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from magicdec.bench.gate.cases import Case, ServedCase, config_of, num_ranks
+from magicdec.bench.gate.cases import Case, ServedCase, config_of, num_ranks, options_of
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.distributed.groups import Launch, set_launch
 from magicdec.distributed.loopback import LOOPBACK, listen, serve_store
@@ -306,12 +306,16 @@ def serve_cases(
 ) -> Iterator[tuple[int, Result]]:
     """As `run_cases`, for requests that a mode serves. Modes that serve the same requests are
     measured one after the other, as by one command."""
-    alike: dict[ServedCase, list[tuple[int, str]]] = {}
+    alike = list[list[tuple[int, ServedCase]]]()
     for number, case in cases:
-        alike.setdefault(replace(case, mode=""), []).append((number, case.mode))
+        group = next((g for g in alike if case.joins([other for _, other in g])), None)
+        if group is None:
+            alike.append([(number, case)])
+        else:
+            group.append((number, case))
     left = [number for number, _ in cases]
-    for case, modes in alike.items():
-        for number, result in _serve_modes(case, modes, launch):
+    for group in alike:
+        for number, result in _serve_modes(group, launch):
             left.remove(number)
             if launch.rank == 0 or isinstance(result, str):
                 yield number, result
@@ -321,7 +325,7 @@ def serve_cases(
 
 
 def _serve_modes(
-    case: ServedCase, modes: Sequence[tuple[int, str]], launch: Launch
+    cases: Sequence[tuple[int, ServedCase]], launch: Launch
 ) -> list[tuple[int, Result]]:
     from magicdec.bench.serving.measure import measure as measure_modes
     from magicdec.bench.serving.prepare import prepare
@@ -329,7 +333,8 @@ def _serve_modes(
     records = list[ServingRecord]()
     error = ""
     try:
-        prepared = prepare(case.config, case.options([mode for _, mode in modes]), launch)
+        served = [case for _, case in cases]
+        prepared = prepare(served[0].config, options_of(served), launch)
         measure_modes(prepared, records.append, is_logged=True)
     except ValueError as wrong:
         error = str(wrong)
@@ -338,8 +343,8 @@ def _serve_modes(
     if launch.rank > 0 and not error:
         return []  # the first rank has the records, whose lines get the seal of their content
     results: list[Result] = [replace(record, seal="") for record in records]
-    results += [error or NO_RESULT] * (len(modes) - len(results))
-    return [(number, result) for (number, _), result in zip(modes, results, strict=True)]
+    results += [error or NO_RESULT] * (len(cases) - len(results))
+    return [(number, result) for (number, _), result in zip(cases, results, strict=True)]
 
 
 def _run_group(

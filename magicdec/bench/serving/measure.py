@@ -17,7 +17,7 @@ import torch
 from magicdec.bench.serving.metrics import (
     acceptance_by_context,
     categories_of,
-    missing_of,
+    completed,
     serving_metrics,
     times_by_turn,
 )
@@ -27,7 +27,6 @@ from magicdec.bench.serving.record import (
     ServingRecord,
     describe_requests,
     differing,
-    occupancy_of,
     parts_of,
     status_of,
 )
@@ -54,10 +53,10 @@ from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.setup.session import RankSession
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import (
-    Extras,
     PassObserver,
     PassTrace,
     System,
+    SystemDetails,
     make_requests,
     shortened,
 )
@@ -73,14 +72,14 @@ class Served:
     each: Pass
     requests: list[Request]
     observer: PassObserver
-    extras: Extras
+    details: SystemDetails
     threads: list[int]
     peak_memory: int | None
     load: LoadWatch
 
     @property
     def kept(self) -> KeptPass:
-        return self.extras.witness, self.requests
+        return self.details.witness, self.requests
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Experiment:
         num_tokens = self._most_tokens()
         try:
             with naming(f"{each.full_name}: warm-up"):
-                self._warm_up(each, system.warm_up_rows(each))
+                self._warm_up(each, system.rows)
             with self.progress.task(each.full_name, num_tokens) as advance, naming(each.full_name):
                 served = self.serve(
                     each,
@@ -172,7 +171,7 @@ class Experiment:
         if self.launch.rank == 0:
             record = self.describe(served, verdict)
             self.measured.records.append(record)
-            self.measured.traces.append(served.extras.trace)
+            self.measured.traces.append(served.details.trace)
             self.keep(record)
 
     def _most_tokens(self) -> int:
@@ -223,7 +222,7 @@ class Experiment:
         has_turns = observer.is_measured and self.prepared.options.turns > 1
         talks = self.prepared.run.workload.conversations if has_turns else None
         requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled, talks)
-        extras = system.serve(each, requests, observer)
+        details = system.serve(each, requests, observer)
         load.end()
         expected = system.expected_threads
         peak = peak_memory_bytes(device) if is_reset else None
@@ -233,7 +232,7 @@ class Experiment:
         peaks = [peak for rank_threads, peak in by_rank if rank_threads.expected]
         known = [peak for peak in peaks if peak is not None]
         total = sum(known) if known and None not in peaks else None
-        return Served(each, requests, observer, extras, threads, total, load)
+        return Served(each, requests, observer, details, threads, total, load)
 
     def describe_failed(self, each: Pass, error: str) -> ServingRecord:
         system = self.prepared.system_of(each)
@@ -249,9 +248,7 @@ class Experiment:
             reference=first.full_name if len(self.prepared.options.passes) > 1 else None,
             num_differing=None,
             metrics=None,
-            ring=None,
-            speculation=None,
-            occupancy=None,
+            details=None,
             requests=[],
             error=error,
         )
@@ -338,7 +335,7 @@ class Experiment:
         status = status_of(verdict.num_differing, verdict.correctness, dtype, is_external)
         is_right = status != "diverged"
         counts = served.observer.counts
-        trace = served.extras.trace
+        recorded = served.details.recorded if is_right else None
         goodput = options.goodput or {}
         prompts = self.prepared.run.workload
         # With random weights a draft and its target agree by chance alone.
@@ -360,13 +357,10 @@ class Experiment:
             num_differing=verdict.num_differing,
             correctness=verdict.correctness,
             metrics=metrics,
-            ring=served.extras.ring if is_right else None,
-            speculation=served.extras.speculation if is_right else None,
-            occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
+            details=completed(recorded, metrics, served.observer.verifications),
             requests=describe_requests(requests, counts.moves, requests[0].arrived_s, judged),
             times_by_turn=times_by_turn(requests, counts.moves) if is_right else None,
             acceptance_by_context=acceptance_by_context(requests, judged) if is_right else None,
-            server=missing_of(served.extras.server, metrics, served.observer.verifications),
         )
 
     def describe_config(self, each: Pass) -> dict[str, Any]:
@@ -381,10 +375,8 @@ class Experiment:
             "prompt_format": asked.prompt_format,
             "seed": prompts.seed,
         }
-        settings |= options.describe() | {"mode": each.mode, "concurrency": each.concurrency}
-        splits = [each.layer_split for each in (system, *self.prepared.systems)]
-        chosen = next((split for split in splits if split is not None), options.layer_split)
-        settings["layer_split"] = chosen
+        settings |= options.describe() | system.describe_settings()
+        settings |= {"mode": each.mode, "concurrency": each.concurrency}
         has_draft = each.is_drafting and bool(config["decoding"]["drafter"] or config["draft"])
         return parts_of(config, has_draft) | {"workload": settings}
 

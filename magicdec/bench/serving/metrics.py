@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from magicdec.records.metrics import mean, percentile, stall_metrics
 from magicdec.records.performance import SUFFIX
 from magicdec.records.stalls import PassSteps, TimedStep
 from magicdec.runner.request import Moves, Request
-from magicdec.systems.servers.report import ServerReport
+from magicdec.systems.details import Details
 
 OF_SERVER = "of `endpoint`"  # another program counts these
 ONE_TOKEN = "if every request has a single output token"
@@ -340,16 +340,14 @@ def acceptance_by_context(
     return groups if any(each.num_draft_tokens or each.num_spec_steps for each in groups) else None
 
 
-def missing_of(
-    report: ServerReport | None, metrics: ServingMetrics | None, verifications: Verifications
-) -> ServerReport | None:
-    """The report of a server with the names of the metrics that do not follow from it. If it says
-    that nothing was drafted, none is missing."""
-    if report is None:
+def completed(
+    details: Details | None, metrics: ServingMetrics | None, verifications: Verifications
+) -> Details | None:
+    """The details with the names of the metrics of acceptance that the pass does not have."""
+    if details is None:
         return None
-    is_drafting = report.source is None or verifications.has_drafts
-    names = [name for name in REPORTABLE if getattr(metrics, name, None) is None]
-    return replace(report, missing=names if is_drafting else [])
+    missing = [name for name in REPORTABLE if getattr(metrics, name, None) is None]
+    return details.completed(missing, verifications.has_drafts)
 
 
 def prefill_speed(request: Request, moves: Moves) -> float:

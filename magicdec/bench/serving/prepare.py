@@ -5,7 +5,7 @@ times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ from magicdec.names import load_object
 from magicdec.setup.memory_check import MemoryBudget, check_together, find_room
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.prepare import Prepared, SetupCache, check_agreement
-from magicdec.systems.modes import Pass, Ranks
+from magicdec.systems.declaration import Ranks
+from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
 from magicdec.systems.system import System
 
@@ -44,17 +45,18 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
     """Find and check the models, divide them, make the prompts and plan the memory. Raises
     ValueError, one line naming the flag, for errors that a user can correct."""
     cache = SetupCache()
-    by_system = dict[tuple[str, bool, int], list[Pass]]()
+    by_system = dict[Hashable, list[Pass]]()
     # Stages first: they can read a checkpoint of which this host has a part.
     for each in sorted(options.passes, key=lambda each: each.ranks is not Ranks.STAGES):
-        place = each.system, options.is_on_all(each, launch.world_size), each.server
+        instance = options.settings_of(each).instance_of(each, launch.world_size)
+        place = each.system.name, instance
         by_system.setdefault(place, []).append(each)
     systems: list[System] = []
-    for (name, *_), passes in by_system.items():
-        kind: type[System] = load_object(name)
+    for passes in by_system.values():
+        kind: type[System] = load_object(passes[0].system.system)
         has_stages = passes[0].ranks is Ranks.STAGES
         config = without_draft_ranks(run_config) if has_stages else run_config
-        systems.append(kind(options, passes, launch))
+        systems.append(kind(options, options.settings_of(passes[0]), passes, launch))
         systems[-1].prepare(config, cache)
     first = systems[0].run
     room = find_room(first.config, launch, first.machine.num_gpus)
@@ -88,6 +90,8 @@ def check_here(systems: Sequence[System], room: MemoryBudget) -> str:
 def check_equal_serving(prepared: PreparedServing) -> None:
     """As `check_agreement`, for what serves requests: the split of its layers too."""
     facts: dict[str, Any] = prepared.options.describe()
+    for name, settings in prepared.options.systems.items():
+        facts[f"settings of {name}"] = settings.describe()
     for system in prepared.systems:
         transport = system.transport
         facts[f"layers of {system.names}"] = [len(layers) for layers in system.layers]

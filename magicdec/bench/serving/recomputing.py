@@ -289,8 +289,8 @@ def acceptance(record: ServingRecord) -> MetricValues:
     requests do not say follows from their sums alone."""
     by_request = acceptance_of(record, range(len(record.requests)))
     metrics = record.metrics
-    server = record.server
-    if metrics is None or server is None or "counters" not in (server.source or ""):
+    details = record.details
+    if metrics is None or details is None or not details.takes_totals:
         return {name: by_request.get(name) for name in ACCEPTANCE}
     num_later = sum(each.output_len - 1 for each in record.requests)
     of_pass = RequestDrafts.of_sums(metrics, num_later)
@@ -383,7 +383,7 @@ def acceptance_of(record: ServingRecord, numbers: Iterable[int]) -> MetricValues
     """The acceptance of some requests as far as it is known by request; empty if nothing was
     drafted for them."""
     requests = [record.requests[number] for number in numbers]
-    is_external = record.server is not None
+    is_external = record.is_external
     drafts = [RequestDrafts.of_request(each, is_external) for each in requests]
     found = total([each for each in drafts if each.has_drafts])
     cancelled = known(each.num_cancelled_draft_tokens for each in requests)

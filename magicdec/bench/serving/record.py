@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from magicdec.bench.serving.metrics import (
     FIRST_CONTEXT,
     NO_PREFIXES,
@@ -31,13 +29,14 @@ from magicdec.records.record import MeasuredRecord, margin_field, seal_field, se
 from magicdec.records.samples import hash_output
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import Moves, Request
+from magicdec.systems.declaration import Ranks
+from magicdec.systems.details import Details, details_type
 from magicdec.systems.modes import Pass
-from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
-from magicdec.systems.ring.metrics import RingMetrics
-from magicdec.systems.servers.report import ServerReport
 
 if TYPE_CHECKING:
-    from magicdec.systems.stages.spans import Span
+    AnyDetails = Details
+else:
+    AnyDetails = details_type()
 
 PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
 OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
@@ -49,19 +48,12 @@ NO_VERIFICATIONS = "if nothing was drafted for it; with random weights"
 UNREPORTED = f"{NO_VERIFICATIONS}; if a server does not report it"
 ALONE = "without `--turns`; in records of earlier versions"
 UNLOGGED = "except in the passes of the gate; of pipelined speculation; where steps are captured"
-NO_STAGES = "of other modes, or if `diverged` or `failed`"
 ACCEPTANCE = "emulate_acceptance"
 OF_STAGES = ("emulate_stage_ms", "emulate_link_ms")
-# The flags of a mode on which its drafts depend, beside those of a run.
-SERVING_FLAGS = (
-    *("num_requests", "arrival", "batch_size", "n_samples", "lanes", "max_in_flight"),
-    *("pa", "pr", "pd", "prefill_tokens", "block_tokens", "cache_tokens", "window_ms"),
-    ACCEPTANCE,
-)
+# The flags of the load on which drafts depend, beside those of a run and of a system.
+SERVING_FLAGS = ("num_requests", "arrival", "concurrency", "turns", ACCEPTANCE)
 # Those that older records do not have, with what they did.
 LATER_FLAGS = {"concurrency": None, "prefix_cache": False, "turns": 1}
-WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
-NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
 
 
@@ -108,8 +100,8 @@ class RequestRecord(RecordPart):
         "those of them that were accepted", "tokens", null=UNREPORTED
     )
     per_step_emitted: list[int] | None = recorded(
-        "tokens that each of these verifications appended to its output; in `async` those of the "
-        "commit in which the verification ended",
+        "tokens that each of these verifications appended to its output; where drafts run ahead, "
+        "those of the commit in which the verification ended",
         "tokens",
         null=f"{NO_VERIFICATIONS}; of `endpoint`",
     )
@@ -199,8 +191,8 @@ class ServingRecord(MeasuredRecord):
     )
     config: dict[str, Any] = recorded(
         "the resolved configuration as in a run's record, in which no value is `auto`; of stages, "
-        "that of the first; `workload` has the flags of the command; `draft` and `kv` are there "
-        "with drafts only"
+        "that of the first; `workload` has the flags of the load and of the system; `draft` and "
+        "`kv` are there with drafts only"
     )
     threads: list[int] = recorded(
         "CPU threads as measured in this pass, in the order of all ranks; 0 for a rank that "
@@ -218,17 +210,9 @@ class ServingRecord(MeasuredRecord):
         null=f"if `{UNCHECKED}` or `{FAILED}`",
     )
     metrics: ServingMetrics | None = recorded("its metrics", null=f"if `diverged` or `{FAILED}`")
-    ring: RingMetrics | None = recorded("how the stages of a ring spent their time", null=NO_STAGES)
-    speculation: SpeculationMetrics | None = recorded(
-        "what pipelined speculation launched and skipped", null=NO_STAGES
-    )
-    occupancy: list[list[float]] | None = recorded(
-        "the share of each of "
-        f"{NUM_PARTS} equal parts of the pass, from the first work of a stage to the last, in "
-        "which each stage of a ring, or each rank of pipelined speculation, computed, drafted or, "
-        "as the head of a ring, chose tokens",
-        "0 to 1",
-        null=NO_STAGES,
+    details: AnyDetails | None = recorded(
+        "what its system measured beside the requests, by its `kind`",
+        null="of systems that measure nothing else; if `diverged` or `failed`",
     )
     requests: list[RequestRecord] = recorded(
         f"the requests in the order of arrival; none if `{FAILED}`"
@@ -243,11 +227,6 @@ class ServingRecord(MeasuredRecord):
         "and so on; groups without a request are left out",
         null="if nothing was drafted; with random weights; if a server reports it of the whole "
         "pass alone; if `diverged` or `failed`; in records of earlier versions",
-        default=None,
-    )
-    server: ServerReport | None = recorded(
-        "what the server at `--endpoint` reported of its drafts",
-        null="of modes other than `endpoint`; in records of earlier versions",
         default=None,
     )
     error: str | None = recorded(
@@ -331,7 +310,7 @@ class ServingRecord(MeasuredRecord):
 
     @property
     def are_judged_by_time(self) -> bool:
-        return self.config["workload"]["mode"] == "async"
+        return Pass.named(self.name).declared.is_judged_by_time
 
     @property
     def _drafts_by_text(self) -> bool:
@@ -359,6 +338,16 @@ class ServingRecord(MeasuredRecord):
         return [f"--{name}" for name in names]
 
     @property
+    def is_external(self) -> bool:
+        """Whether another program has computed."""
+        return Pass.named(self.name).ranks is Ranks.NONE
+
+    @property
+    def program(self) -> str | None:
+        """The other program that has computed, if it is known."""
+        return None if self.details is None else self.details.program
+
+    @property
     def is_uncompared(self) -> bool:
         # The gate compares the tokens of others with those of the baseline.
         return self.accepts_by_chance
@@ -373,13 +362,16 @@ class ServingRecord(MeasuredRecord):
 
     def serving_flags(self) -> dict[str, Any]:
         settings = LATER_FLAGS | self.config["workload"]
-        return {name: settings[name] for name in (*SERVING_FLAGS, *LATER_FLAGS)}
+        of_system = Pass.named(self.name).system.drafts_follow
+        return {
+            name: settings[name] for name in (*SERVING_FLAGS, "concurrency", "turns", *of_system)
+        }
 
     def drafted_pass(self) -> DraftedPass:
         """As `DraftingRecord`."""
         if self.metrics is None or self.metrics.draft_acceptance_rate is None:
             raise ValueError("has no draft_acceptance_rate")
-        if self.server is not None:
+        if self.is_external:
             raise ValueError("has the acceptance that a server reports, which is not compared")
         found = Verifications()
         for number, request in enumerate(self.requests):
@@ -426,27 +418,6 @@ def differing(expected: Sequence[Request], others: Sequence[Request]) -> list[in
     """The ids of the requests whose output tokens are not the same."""
     pairs = zip(expected, others, strict=True)
     return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]
-
-
-def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
-    """[stages, NUM_PARTS] the share of each part of the time in which each stage was busy, from
-    what the stages did when."""
-    working = [
-        sorted((s.begin_s, s.end_s) for s in of_stage if s.what.name in WORK) for of_stage in spans
-    ]
-    times = [np.array(each).reshape(-1, 2).T for each in working]
-    edges = np.linspace(
-        min(begins_s.min(initial=np.inf) for begins_s, _ in times),
-        max(ends_s.max(initial=-np.inf) for _, ends_s in times),
-        NUM_PARTS + 1,
-    )
-    shares = []
-    for begins_s, ends_s in times:
-        until_s = np.maximum.accumulate(ends_s)  # what overlaps counts once
-        from_s = np.maximum(begins_s, np.concatenate(([-np.inf], until_s))[: len(begins_s)])
-        inside_s = np.minimum(until_s[:, None], edges[1:]) - np.maximum(from_s[:, None], edges[:-1])
-        shares.append(inside_s.clip(min=0).sum(axis=0) / (edges[1] - edges[0]))
-    return [share.clip(max=1).round(3).tolist() for share in shares]
 
 
 def describe_requests(

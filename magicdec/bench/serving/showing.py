@@ -32,9 +32,8 @@ from magicdec.records.table import (
     place_text,
     stalls_in,
 )
+from magicdec.systems.details import Details
 from magicdec.systems.modes import AT_ONCE, Pass
-from magicdec.systems.pipeinfer.metrics import SpeculationMetrics
-from magicdec.systems.ring.metrics import RingMetrics
 
 if TYPE_CHECKING:
     from magicdec.systems.system import PassTrace
@@ -52,8 +51,12 @@ def tables(records: Sequence[ServingRecord]) -> list[Table]:
         *turn_tables(records),
         *(table for part in shown for table in context_tables(part)),
         *(table for record in records for table in category_tables(record.name, record.metrics)),
-        *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
+        *(table for record in records for table in detail_tables(record)),
     ]
+
+
+def detail_tables(record: ServingRecord) -> list[Table]:
+    return [] if record.details is None else record.details.tables(record.name)
 
 
 def brief_tables(records: Sequence[ServingRecord]) -> list[Table]:
@@ -86,12 +89,6 @@ GROUPS = {
     ),
 }
 OF_STALLS = ("steady_output_throughput", "stalled_steps", "stalled_ms")  # where a step stalled
-OF_SPECULATION = "Pipelined speculation"
-SAID_MISSING = ("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position")
-RUNS = (
-    "a run: tokens of one request that pass the stages together, such as a token and its drafts; "
-    "cancelled: the token that it was drafted after has turned out to be another one"
-)
 
 
 def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
@@ -112,8 +109,22 @@ def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
             cells = [fixed(length, 2) for length in lengths]
             group.append([Shown("  that pays (break-even)", "break_even_length"), *cells])
         rows += [[Heading(heading), *[None] * len(records)], *group] if group else []
-    own = metric_rows(SpeculationMetrics, [record.speculation for record in records])
-    return rows + ([[Heading(OF_SPECULATION), *[None] * len(records)], *own] if own else [])
+    return rows + detail_rows(records)
+
+
+def detail_rows(records: Sequence[ServingRecord]) -> list[list[object]]:
+    """The rows of what systems measured, those of each below its heading."""
+    rows = list[list[object]]()
+    for kind in kinds_of(records):
+        details = [each.details if type(each.details) is kind else None for each in records]
+        own = metric_rows(kind, details)
+        rows += [[Heading(kind.heading), *[None] * len(records)], *own] if own else []
+    return rows
+
+
+def kinds_of(records: Sequence[ServingRecord]) -> list[type[Details]]:
+    """The kinds of details of these records."""
+    return list(dict.fromkeys(type(each.details) for each in records if each.details is not None))
 
 
 def break_even(record: ServingRecord, records: Sequence[ServingRecord]) -> float | None:
@@ -138,9 +149,8 @@ def is_plain_of(plain: ServingRecord, record: ServingRecord) -> bool:
     other = Pass.named(plain.name)
     if other.concurrency != mode.concurrency:
         return False
-    if record.server is not None:
-        theirs = plain.server
-        is_same = theirs is not None and theirs.program == record.server.program
+    if record.is_external:
+        is_same = plain.is_external and plain.program == record.program
         return is_same and plain.metrics is not None and not has_drafts(plain)
     return mode.drafts_in_turns and other == replace(mode, is_drafting=False)
 
@@ -209,22 +219,14 @@ def turn_tables(records: Sequence[ServingRecord]) -> list[Table]:
 
 
 def reported_lines(records: Sequence[ServingRecord]) -> list[str]:
-    """What servers report of their drafts, and what is not taken or missing."""
-    lines = []
-    for record in records:
-        report = record.server
-        if report is None:
-            continue
-        lines += [f"{record.name}: not taken: {problem}" for problem in report.problems]
-        if report.source is None and not report.problems:
-            lines.append(f"{record.name}: does not say whether it drafts; see --endpoint_metrics")
-        if has_drafts(record):
-            missing = [name for name in report.missing if name in SAID_MISSING]
-            rest = f"; without {', '.join(missing)}" if missing else ""
-            lines.append(
-                f"{record.name}: acceptance by the {report.source} of {report.program}{rest}"
-            )
-    return lines
+    """What systems say of their passes in a line."""
+    found = [(each.details, each) for each in records]
+    return [
+        line
+        for details, each in found
+        if details is not None
+        for line in details.lines(each.name, has_drafts(each))
+    ]
 
 
 def times_of(first: ServingRecord) -> Shown:
@@ -323,11 +325,12 @@ def title_of(records: Sequence[ServingRecord]) -> str:
     workload = newest.config["workload"]
     count = workload["num_requests"]
     noun = "request" if newest.turns == 1 else "conversation"
+    sizes = {each.config["workload"].get("batch_size") for each in records} - {None}
+    rows = f", --B {' '.join(map(str, sorted(sizes)))}" if sizes else ""
     output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
     return (
         f"{model['model']} ({dtypes_of(model)}), {newest.workload.text}: "
-        f"{count} {noun}{'s' * (count != 1)}, arrival {newest.arrival}{output}, "
-        f"--B {workload['batch_size']}"
+        f"{count} {noun}{'s' * (count != 1)}, arrival {newest.arrival}{output}{rows}"
     )
 
 
@@ -340,7 +343,7 @@ def modes_table(
         [Column("", is_text=True, key="metric"), *columns_of(shown)],
         rows_in(rows, places),
         title="; ".join(mode_of(shown)),
-        below=[*stalls_of(shown), *([RUNS] if any(r.speculation for r in shown) else [])],
+        below=[*stalls_of(shown), *(note for kind in kinds_of(shown) for note in kind.notes)],
     )
 
 
@@ -440,53 +443,6 @@ def compared_text(record: ServingRecord) -> str:
         return f"{prefix}{text}"
     why = f"{place_text(found.first_divergence)}; {limits_text(found)}"
     return f"{prefix or 'ok with ties, '}{text}, {why}"
-
-
-def stage_table(name: str, ring: RingMetrics) -> Table:
-    """A row for each stage, and the round as predicted and as measured."""
-    decode_ms: Sequence[float | None] = ring.decode_ms or [None] * len(ring.busy)
-    numbers = zip(
-        *(ring.num_layers, ring.busy, decode_ms, ring.queue_depth),
-        *(ring.sent_messages, ring.sent_bytes),
-        strict=True,
-    )
-    labels = "stage", "layers", "busy", "idle", "ms a message", "queue depth", "messages"
-    return Table(
-        [*labels, "bytes a message"],
-        [
-            (
-                stage,
-                layers,
-                fixed(busy, 0, "%", 100),
-                fixed(1 - busy, 0, "%", 100),
-                fixed(ms, 2),
-                fixed(depth, 2),
-                fixed(messages, 0),
-                fixed(num_bytes / messages, 0),
-            )
-            for stage, (layers, busy, ms, depth, messages, num_bytes) in enumerate(numbers)
-        ],
-        title=name,
-        below=describe_round(ring),
-    )
-
-
-def describe_round(ring: RingMetrics) -> list[str]:
-    """The link, and the round as predicted and as measured."""
-    lines = []
-    if ring.link_ms is not None:
-        lines.append(f"link: {1e3 * ring.link_ms:.0f} us for {ring.decode_hop_bytes:,} bytes")
-    if ring.tokens_per_round is not None:
-        lines.append(
-            f"drafts: {ring.tokens_per_round:.2f} tokens a round, drafted in "
-            f"{ring.draft_ms:.2f} ms a message"
-        )
-    if ring.measured_round_ms is not None and ring.predicted_round_ms is not None:
-        lines.append(
-            f"round of {ring.num_lanes} lane{'s' * (ring.num_lanes != 1)}: predicted "
-            f"{ring.predicted_round_ms:.2f} ms, measured {ring.measured_round_ms:.2f} ms"
-        )
-    return lines
 
 
 WAITING = "waiting"

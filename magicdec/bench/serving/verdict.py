@@ -21,7 +21,7 @@ from magicdec.bench.verdict.judgement import judge_again
 from magicdec.bench.verdict.rounding import Gaps, WiderView, view_of
 from magicdec.bench.verdict.wider import WiderTexts, rows_of, wider_kinds
 from magicdec.distributed.values import all_gather_values
-from magicdec.names import REFERENCE_BACKEND, SEQUENTIAL
+from magicdec.names import REFERENCE_BACKEND
 from magicdec.output.console import Progress
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
@@ -30,9 +30,8 @@ from magicdec.runner.request import PromptAfter, Request, SamplingParams
 from magicdec.runner.step_plan import PrefillChunk
 from magicdec.setup.loading import load_model, make_backend
 from magicdec.speculation.steps.logits_recorder import KeptStep, LogitsRecorder
-from magicdec.systems.batching import Batching
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import System
+from magicdec.systems.system import ReplayingSystem, System
 
 SentGaps = tuple[list[list[int]], list[float]]
 """`OutputGaps` as ranks exchange them."""
@@ -48,7 +47,7 @@ def judge_steps(system: System, kept: KeptPass) -> JudgedAgain | None:
     """The steps of a pass of `system`, judged again; None on a rank that has kept none. Every rank
     calls it."""
     witness, requests = kept
-    if witness is None or not isinstance(system, Batching) or system.runner is None:
+    if witness is None or not isinstance(system, ReplayingSystem) or system.runner is None:
         return None
     return judge_again(witness, requests, system.runner)
 
@@ -58,7 +57,7 @@ def compare_forwards(
 ) -> ForwardErrors | None:
     """The errors of two passes of `system`, which has just served the judged one. None on a rank
     that has kept no steps of both. What is in the cache is lost. Every rank calls it."""
-    runner = system.runner if isinstance(system, Batching) else None
+    runner = system.runner if isinstance(system, ReplayingSystem) else None
     first, expected = reference
     second, found = judged
     if runner is None or first is None or second is None:
@@ -79,7 +78,7 @@ def whole(system: System, kept: KeptPass) -> KeptPass:
     """The same with logits of the whole vocabulary, on the first rank alone. Every rank calls
     it."""
     witness, requests = kept
-    runner = system.runner if isinstance(system, Batching) else None
+    runner = system.runner if isinstance(system, ReplayingSystem) else None
     if runner is None or witness is None or runner.group.size == 1:
         return kept
     steps = list[KeptStep]()
@@ -113,7 +112,7 @@ class EnginePass:
     `mode` of a system, the most tokens of a row in a step, the most requests in flight, and whether
     texts share prefixes, whose KV decode steps may have computed in place of a prefill."""
 
-    system: Batching
+    system: ReplayingSystem
     mode: str
     num_tokens: int
     concurrency: int | None = None
@@ -125,14 +124,14 @@ def engine_pass(system: System, each: Pass, systems: Sequence[System]) -> Engine
     are shared by as many ranks. None if no other mode of the command is one, or another program has
     computed."""
     shape = system.step_shape(each)
-    if isinstance(system, Batching):
-        shares = system.options.prefix_cache
+    if isinstance(system, ReplayingSystem):
+        shares = system.shares_prefixes
         return EnginePass(system, each.mode, shape.tokens, each.concurrency, shares)
     if system.is_external:
         return None
-    mode = SEQUENTIAL if shape.rows == 1 else "inflight"
     for other in systems:
-        if isinstance(other, Batching) and other.ranks_of_layer == system.ranks_of_layer:
+        if isinstance(other, ReplayingSystem) and other.ranks_of_layer == system.ranks_of_layer:
+            mode = other.replay_mode(shape.rows)
             return EnginePass(other, mode, shape.tokens, each.concurrency)
     return None
 

@@ -33,9 +33,11 @@ from magicdec.cli.plan import PlanSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
+    FIXED_GAMMA,
     NGRAM,
     NONE,
     SELF,
+    DecodingSection,
     DraftChoice,
     KVSection,
     ModelSection,
@@ -54,7 +56,6 @@ from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_B
 from magicdec.output.console import make_progress
 from magicdec.output.writing import check_record_file, check_writable
 from magicdec.records.record import RunRecord, append_records
-from magicdec.systems.pipeinfer.options import Options
 
 if TYPE_CHECKING:
     from magicdec.bench.study.drafts import BaselineTimes, Found
@@ -99,7 +100,7 @@ class AdviceSection:
     model: str = same(ModelSection, "model")
     draft: tuple[str, ...] = same(DraftChoice, "draft", tuple({words[1]: 0 for words in SOURCES}))
     budget: tuple[int, ...] = same(KVSection, "budget", (65, 257), least=1)
-    gamma: int = same(Options, "gamma")
+    gamma: int = same(DecodingSection, "gamma", FIXED_GAMMA, words=())
     dataset: str = same(WorkloadSection, "dataset")
     B: int = same(WorkloadSection, "batch_size", 1)
     prefix_len: int = same(WorkloadSection, "prefix_len", 2048)

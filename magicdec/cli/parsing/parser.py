@@ -30,12 +30,15 @@ class ConfigFile:
 @dataclass(frozen=True)
 class ParsedValues:
     """The read sections by name. Settings are named by section and field, such as `kv.budget`; the
-    user gave `typed` ones on the command line, and `filed` ones in the file of `--config`."""
+    user gave `typed` ones on the command line, and `filed` ones in the file of `--config`. A
+    setting that several sections declare has the name of the first of them, and `owners` names all
+    of them."""
 
     sections: Mapping[str, Any]
     typed: frozenset[str]
     filed: frozenset[str]
     settings: Mapping[str, Declared]
+    owners: Mapping[str, Sequence[str]]
 
     def __getitem__(self, kind: type[SectionType]) -> SectionType:
         return next(each for each in self.sections.values() if type(each) is kind)
@@ -62,7 +65,8 @@ class Parser(argparse.ArgumentParser):
     """A parser of `sections`, given by name with their defaults, or as types where settings have
     none. `only` names the fields of a section that have a flag here, `aliases` further spellings,
     and `everyday` the flags that `--help` shows, where `--help_all` shows all. `gone` are flags of
-    earlier versions, each with what took its place."""
+    earlier versions, each with what took its place. A setting that several sections declare is one
+    flag, whose value each of them gets."""
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class Parser(argparse.ArgumentParser):
         self.gone = dict(gone or {})
         self.sections = dict(sections)
         self.settings: dict[str, Declared] = {}
+        self.owners: dict[str, list[str]] = {}  # the sections that declare a setting
         if everyday:
             self.add_argument(
                 "--help_all",
@@ -94,7 +99,15 @@ class Parser(argparse.ArgumentParser):
                 if only is None or field in only.get(name, (field,)):
                     default = getattr(section, field, MISSING)
                     more = (aliases or {}).get(f"{name}.{field}", ())
-                    self._add_setting(group, f"{name}.{field}", each, default, more)
+                    first = self._declared_before(each)
+                    self.owners.setdefault(first or f"{name}.{field}", []).append(name)
+                    if first is None:
+                        self._add_setting(group, f"{name}.{field}", each, default, more)
+
+    def _declared_before(self, each: Declared) -> str | None:
+        """The name of a setting of the same flag, which another section has declared."""
+        found = [name for name, other in self.settings.items() if other.flag == each.flag]
+        return found[0] if found and each.flag.startswith("-") else None
 
     def _add_setting(
         self, group: Any, name: str, each: Declared, default: Any, aliases: Sequence[str]
@@ -164,13 +177,16 @@ class Parser(argparse.ArgumentParser):
         values = others | filed | typed
         sections = {}
         for name, section in self.sections.items():
-            parts = ((key.partition("."), value) for key, value in values.items())
-            own = {field: value for (owner, _, field), value in parts if owner == name}
+            own = {
+                key.partition(".")[2]: value
+                for key, value in values.items()
+                if name in self.owners[key]
+            }
             sections[name] = (
                 section(**own) if isinstance(section, type) else replace(section, **own)
             )
         given = frozenset(filed) | frozenset(others)
-        return ParsedValues(sections, frozenset(typed), given, self.settings)
+        return ParsedValues(sections, frozenset(typed), given, self.settings, self.owners)
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
         for word in words:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.systems.modes import RING, SPECULATIVE
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
@@ -27,22 +26,10 @@ def check_heads(config: RunConfig, nproc: int) -> None:
 def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
     """Raises ValueError if the ranks cannot divide the model as the modes of `magicdec serve`
     need."""
-    from magicdec.distributed.layout import make_layout, read_split
-    from magicdec.systems.stages.staged import check_split
-
-    split = options.layer_split
-    if options.of_system(RING) or options.of_system(SPECULATIVE):
-        with _checked_source(config, nproc) as source:
-            model = source.config
-            if options.of_system(RING):
-                grid = options.grid(nproc)
-                check_split(read_split(split).stages, grid, source)
-                Shard(0, grid.tensor_parallel).heads(model.num_heads, model.num_kv_heads)
-            if options.of_system(SPECULATIVE):
-                layout = make_layout(split, nproc, model.num_layers)
-                Shard(0, layout.tensor_parallel).heads(model.num_heads, model.num_kv_heads)
-    if any(options.is_on_all(each, nproc) for each in options.passes):
-        check_heads(config, nproc)
+    with _checked_source(config, nproc) as source:
+        for system in options.named_systems:
+            settings = options.systems[system.name]
+            settings.check_model(options, options.of_system(system), source, nproc)
 
 
 @contextmanager

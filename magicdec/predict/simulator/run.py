@@ -3,9 +3,9 @@ are made from these classes. Imports no torch; matplotlib only to draw.
 
 All modes share one scheduler and one simulated machine:
 
-- `iterative`: one request, one token after the other.
-- `sync`: drafts, then one run that verifies them, then drafts again.
-- `async`: pipelined speculation ([PipeInfer](https://arxiv.org/abs/2407.11798)).
+- `pipeline`: one request, one token after the other.
+- `pipeline+draft`: drafts, then one run that verifies them, then drafts again.
+- `pipeinfer`: pipelined speculation ([PipeInfer](https://arxiv.org/abs/2407.11798)).
 - `ring`: recurrent pipeline parallelism ([MDI-LLM](https://arxiv.org/abs/2505.18164)): at least
   as many requests as stages, without drafts.
 """
@@ -33,11 +33,18 @@ from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metric_tables import fixed, metric_columns
 from magicdec.records.metrics import mean, percentile
 from magicdec.records.record import Record
-from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.mdi_llm.declaration import RING
+from magicdec.systems.pipeinfer.options import MODES as SCHEDULED
+from magicdec.systems.pipeinfer.options import (
+    PIPEINFER,
+    PIPELINE,
+    RENAMED,
+    Options,
+)
 from magicdec.systems.pipeinfer.scheduler import Counts, PipelinedScheduler
 
-MODES = ("iterative", "sync", "async", "ring")
-WITHOUT_DRAFTS = ("iterative", "ring")  # every token takes as long as the one before
+MODES = (*SCHEDULED, RING)
+WITHOUT_DRAFTS = (PIPELINE, RING)  # every token takes as long as the one before
 STEADY_TOKENS = 4  # that tell their speed
 PROMPT = (0,)  # a stage takes as long for it as for one row
 
@@ -48,16 +55,16 @@ class Work:
 
     is_right: Sequence[bool]
     gen_len: int
-    num_requests: int = 1  # of iterative, sync and async
+    num_requests: int = 1  # of all modes but the ring
     ring_requests: int | None = None  # None: as many as stages
 
 
 def run_mode(
     mode: str, machine: SimulatedMachine, options: Options, work: Work
 ) -> tuple[SimulationTrace, SimulatedMetrics]:
-    is_ring = mode == "ring"
+    is_ring = mode == RING
     requests = (work.ring_requests or machine.num_stages) if is_ring else work.num_requests
-    kind = "iterative" if is_ring else mode
+    kind = PIPELINE if is_ring else mode
     scheduler = PipelinedScheduler(replace(options, mode=kind, lanes=requests))
     # Every request has another part of `is_right`, which is taken in a circle.
     starts = (index * work.gen_len % len(work.is_right) for index in range(requests))
@@ -186,7 +193,7 @@ def _within(begin: float, end: float, first: float, last: float) -> float:
 
 MOST_LINES = 40
 NOTES = (
-    "ratio: tok/s over those of iterative. TTFT, ITL and p99 (of the ITL) are in ms.",
+    f"ratio: tok/s over those of {PIPELINE}. TTFT, ITL and p99 (of the ITL) are in ms.",
     "busy: share of time in which a stage computes; useful: without cancelled runs.",
     "accept: accepted / judged draft tokens, without those cancelled before.",
 )
@@ -201,21 +208,27 @@ def _machine(record: SimulationRecord) -> tuple[int | None, dict[str, Any]]:
     return record.config["nodes"], record.config["machine"]
 
 
+def mode_of(record: SimulationRecord) -> str:
+    """The mode of a record, one of earlier versions as it is called now."""
+    mode: str = record.config["mode"]
+    return RENAMED.get(mode, mode)
+
+
 def _modes(records: Sequence[SimulationRecord]) -> Table:
     machine = records[0].config["machine"]
-    metrics = {record.config["mode"]: record.metrics for record in records}
+    metrics = {mode_of(record): record.metrics for record in records}
     stage_ms = sorted({round(1e3 * time, 3) for time in machine["stage_s"]})
     times = " to ".join(f"{ms:g}" for ms in dict.fromkeys((stage_ms[0], stage_ms[-1])))
     columns, rows = metric_columns(SimulatedMetrics, list(metrics.values()))
-    base = metrics.get("iterative")
+    base = metrics.get(PIPELINE)
     notes = list(NOTES)
-    if (m := metrics.get("async")) is not None:
+    if (m := metrics.get(PIPEINFER)) is not None:
         notes += [
-            f"async: {m.invalid_runs} runs invalid, {m.mean_in_flight:.1f} in flight;",
+            f"{PIPEINFER}: {m.invalid_runs} runs invalid, {m.mean_in_flight:.1f} in flight;",
             f"{m.layers_skipped} of {m.layers_skipped + m.layers_computed} layers skipped.",
         ]
-    if "ring" in metrics:
-        notes.append("ring: tok/s of all its requests together.")
+    if RING in metrics:
+        notes.append(f"{RING}: tok/s of all its requests together.")
     ratios = [base and fixed(m.tokens_per_s / base.tokens_per_s, 2) for m in metrics.values()]
     return Table(
         [Column("mode", is_text=True), columns[0], "ratio", *columns[1:]],
@@ -231,13 +244,13 @@ def _modes(records: Sequence[SimulationRecord]) -> Table:
 
 
 def _clusters(records: Sequence[SimulationRecord]) -> Table:
-    """A row for each cluster; of many, the best of each number of nodes in mode `async`, or else in
-    the first mode."""
-    modes = list(dict.fromkeys(record.config["mode"] for record in records))
-    ranked = "async" if "async" in modes else modes[0]
+    """A row for each cluster; of many, the best of each number of nodes in mode `pipeinfer`, or
+    else in the first mode."""
+    modes = list(dict.fromkeys(map(mode_of, records)))
+    ranked = PIPEINFER if PIPEINFER in modes else modes[0]
     clusters: dict[str, dict[str, SimulationRecord]] = {}
     for record in records:
-        clusters.setdefault(str(_machine(record)), {})[record.config["mode"]] = record
+        clusters.setdefault(str(_machine(record)), {})[mode_of(record)] = record
     rows = [_cluster(modes, members) for members in clusters.values()]
     above = []
     if len(rows) > MOST_LINES:

@@ -17,7 +17,7 @@ from magicdec.records.comparison.compare import MISSING, REGRESSION, SAME, Compa
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 
 # The parts of records that hold what came out.
-PARTS = ("status", "metrics", "speculation", "rows", "cells", "break_even_prefix_len")
+PARTS = ("status", "metrics", "details", "rows", "cells", "break_even_prefix_len")
 # What a forward or a prediction is of, by the kind of its record; of others, their place in a list.
 PLACES = {
     "latency": ("phase", "B", "context", "T", "budget", "kv_policy", "draft_weights"),
@@ -63,9 +63,21 @@ def values_of(records: Iterable[Record]) -> dict[str, RecordedValues]:
         values = found.setdefault(key, RecordedValues(name, machine))
         values.machine = machine
         for part in PARTS:
-            places = leaves(part, fields.get(part), PLACES.get(record.kind, ()))
+            value = fields.get(part)
+            if part == "details":
+                value = without_series(value)
+            places = leaves(part, value, PLACES.get(record.kind, ()))
             values.by_place.update(places)
     return found
+
+
+def without_series(details: dict[str, Any] | None) -> dict[str, Any]:
+    """The details of a pass without what they say of each part of its time."""
+    return {
+        key: value
+        for key, value in (details or {}).items()
+        if not (isinstance(value, list) and any(isinstance(each, list) for each in value))
+    }
 
 
 def leaves(name: str, value: object, places: Iterable[str]) -> Iterator[tuple[str, object]]:

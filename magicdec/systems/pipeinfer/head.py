@@ -40,6 +40,7 @@ from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
 from magicdec.runner.request import Moves, Observer, Request, StepOutput, ignore_step, naming
 from magicdec.systems.pipeinfer.messages import Action, Cancel, Commit, DraftAction, RunLaunch
+from magicdec.systems.pipeinfer.options import PIPELINE
 from magicdec.systems.pipeinfer.path_drafter import (
     DraftRequest,
     PathDrafter,
@@ -337,12 +338,12 @@ class Head:
         self.moves[request.request_id] = Moves([self.clock()])
         self._lanes[number] = launch.lane
         self._num_known[number] = 0
-        if self.drafts is not None and self.scheduler.options.mode != "iterative":
+        if self.drafts is not None and self.scheduler.options.mode != PIPELINE:
             prompt = DraftRequest(number, launch.lane, 0, request.prompt_ids)
             self.drafts.send(prompt.to_message(0))
 
     def _draft(self, draft: DraftAction) -> None:
-        assert self.drafts is not None, "without a drafter the mode is iterative"
+        assert self.drafts is not None, "without a drafter no mode drafts"
         number = draft.request
         request = self.requests[draft.request]
         num_known = self._num_known[number]

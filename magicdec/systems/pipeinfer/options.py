@@ -1,4 +1,5 @@
-"""The settings of pipelined speculation (PipeInfer, arXiv 2407.11798, and its code)."""
+"""The settings of pipelined speculation (PipeInfer, arXiv 2407.11798, and its code). Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -6,15 +7,22 @@ from dataclasses import dataclass
 
 from magicdec.config.sections import FIXED_GAMMA, PROBABILITY, DecodingSection
 from magicdec.config.setting import check_values, same, setting
+from magicdec.systems.declaration import WITH_DRAFT
 
-MODES = ("iterative", "sync", "async")
+PIPELINE = "pipeline"  # one token after the other
+PIPELINE_WITH_DRAFT = f"{PIPELINE}{WITH_DRAFT}"  # drafts, then one run that verifies them
+PIPEINFER = "pipeinfer"  # drafts run ahead of the stages
+MODES = (PIPELINE, PIPELINE_WITH_DRAFT, PIPEINFER)
+# Their names in earlier versions, which are still accepted.
+RENAMED = {"iterative": PIPELINE, "sync": PIPELINE_WITH_DRAFT, "async": PIPEINFER}
 
 
 @dataclass(frozen=True)
 class Options:
-    """The settings, named as the original's flags, except that `gamma` is its `draft`."""
+    """The settings of the scheduler, named as the original's flags, except that `gamma` is its
+    `draft`."""
 
-    mode: str = "async"
+    mode: str = PIPEINFER
     pa: float = same(DecodingSection, "pa", 0.5)
     pr: float = setting(
         0.0, "--pa rises by this with each microbatch since the last commit.", **PROBABILITY
@@ -29,9 +37,8 @@ class Options:
     )
     lanes: int = setting(
         1,
-        "Requests at the same time; the others wait.",
+        "Requests at the same time; the others wait. Default: 1, or the most of --concurrency.",
         least=1,
-        other_defaults="the most of --concurrency",
     )
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from magicdec.systems.pipeinfer.messages import (
     JudgedRun,
     RunLaunch,
 )
-from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.options import PIPELINE, PIPELINE_WITH_DRAFT, Options
 from magicdec.systems.pipeinfer.sequence import LaunchedRun, Microbatch, Node, Sequence
 
 
@@ -143,7 +143,7 @@ class PipelinedScheduler:
 
     def idle(self) -> list[Action]:
         """The next draft step, if there is one, when no result waits and the drafter is free."""
-        if self._drafting is not None or self.options.mode == "iterative":
+        if self._drafting is not None or self.options.mode == PIPELINE:
             return []
         actions: list[Action] = []
         for _ in range(len(self._turn)):
@@ -167,7 +167,7 @@ class PipelinedScheduler:
     def _may_draft(self, sequence: Sequence) -> bool:
         if sequence.is_stalled or not sequence.num_output:
             return False
-        if self.options.mode == "sync" and sequence.tip.run is not None:
+        if self.options.mode == PIPELINE_WITH_DRAFT and sequence.tip.run is not None:
             return False  # its result decides what is drafted next
         limit = self.options.max_in_flight
         if limit is not None and sequence.num_in_flight >= limit:
@@ -205,7 +205,7 @@ class PipelinedScheduler:
         actions += self._cancel(sequence)
         if finished is not None:
             return [*actions, *self._leave(sequence)]
-        waits_for_drafts = self.options.mode == "sync" and self._may_draft(sequence)
+        waits_for_drafts = self.options.mode == PIPELINE_WITH_DRAFT and self._may_draft(sequence)
         if sequence.tip.run is None and not waits_for_drafts:
             actions.append(self._launch(sequence, [sequence.tip]))
         return actions

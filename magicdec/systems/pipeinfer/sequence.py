@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from magicdec.runner.request import NotFinite
 from magicdec.systems.pipeinfer.messages import Candidate, RunLaunch
-from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.options import PIPELINE_WITH_DRAFT, Options
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class Sequence:
         self.max_new_tokens = max_new_tokens
         # The last token of the output is never an input. Synchronous speculation drafts a whole
         # microbatch also where the output ends inside it, as speculation in a batch does.
-        past_end = options.gamma if options.mode == "sync" else 0
+        past_end = options.gamma if options.mode == PIPELINE_WITH_DRAFT else 0
         self.num_positions = len(prompt) + max_new_tokens - 1 + past_end
         last = len(prompt) - 1
         self.tip = Node(prompt[last], last, was_tip=True)  # committed last

@@ -32,8 +32,8 @@ from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_plan import ModelPlan, StagePart
 from magicdec.setup.prepare import Prepared
-from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, make_speculation
-from magicdec.systems.ring.ring_stage import ENDS_PROMPT, VERIFY, WANTED, Stage
+from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation, make_speculation
+from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import MessageHandler, StageLoop
 

@@ -31,14 +31,17 @@ from magicdec.systems.stages.emulation import (
     SleepingModels,
     without_weights,
 )
+from magicdec.systems.stages.settings import StagesSettings
 from magicdec.systems.system import System
 
 
 class StagedSystem(System):
+    settings: StagesSettings
+
     @property
     def sleeps(self) -> bool:
         """Whether stages sleep in place of computing."""
-        return self.options.emulate_stage_ms is not None
+        return self.settings.emulates
 
     @cached_property
     def emulated_time(self) -> EmulatedTime:
@@ -47,7 +50,7 @@ class StagedSystem(System):
     @property
     def _why_on_host(self) -> str | None:
         """The reason why hidden states pass through host memory, also between GPUs."""
-        if self.options.emulate_link_ms is not None:
+        if self.settings.emulate_link_ms is not None:
             return "an emulated link delays messages on the host"
         return "stages that sleep have no hidden states" if self.sleeps else None
 
@@ -69,10 +72,10 @@ class StagedSystem(System):
         `has_others`: some ranks have no stage."""
         if num_ranks == 1:
             return
-        flag_text = f"{FLAG} {self.options.layer_split}"
+        flag_text = f"{FLAG} {self.settings.layer_split}"
         check_stage_group(flag_text, models.config.parallel)
         check_shared(f"{flag_text}, stages of {num_ranks} ranks", num_ranks, models.source.config)
-        if self.options.is_measured and has_others:
+        if self.settings.is_measured and has_others:
             raise ValueError(
                 f"{flag_text}: stages of {num_ranks} ranks are timed together, but other ranks "
                 "have no stage; give layer counts or shares"
@@ -80,7 +83,7 @@ class StagedSystem(System):
 
     def choose_layers(self, timing: Timing, what: str) -> tuple[range, ...]:
         """The layers of each stage. `what` names the timed step of `--layer_split auto`."""
-        split = read_split(self.options.layer_split)
+        split = read_split(self.settings.layer_split)
         num_layers = self.run.source.config.num_layers
         chosen = choose_split(
             split.stages,
@@ -90,7 +93,7 @@ class StagedSystem(System):
             f"measured for {what}",
             timing.find_times,
         )
-        if self.options.layer_split is not None:
+        if self.settings.layer_split is not None:
             self.layer_split = str(replace(split, stages=chosen.layer_split))
         self.split = chosen.reason and f"{FLAG} {self.layer_split}: {chosen.reason}"
         return chosen.layers
@@ -100,7 +103,7 @@ class StagedSystem(System):
         return replace(plan, weights=0, working=0) if self.sleeps else plan
 
     def make_models(self, device: torch.device, progress: Progress) -> LoadedModels:
-        stage_ms = self.options.emulate_stage_ms
+        stage_ms = self.settings.emulate_stage_ms
         if stage_ms is None:
             return LoadedModels(device, progress)
         return SleepingModels(device, progress, stage_ms / 1e3, self.emulated_time)
@@ -110,11 +113,15 @@ class StagedSystem(System):
         transport = self.transport
         headers = None if transport is None else transport.headers
         apart = NCCL if transport is not None and transport.payloads == NCCL else None
-        link_s = (self.options.emulate_link_ms or 0.0) / 1e3
+        link_s = (self.settings.emulate_link_ms or 0.0) / 1e3
         kind: Callable[..., Connector] = Connector
         if link_s or self.sleeps:
             kind = partial(LateConnector, link_s, self.emulated_time if self.sleeps else None)
         return kind(self.launch, headers, form, device, apart, *sizes)
+
+    def describe_settings(self) -> dict[str, Any]:
+        split = self.settings.layer_split if self.layer_split is None else self.layer_split
+        return super().describe_settings() | {"layer_split": split}
 
     def config_of(self, each: Pass) -> dict[str, Any]:
         config = super().config_of(each)

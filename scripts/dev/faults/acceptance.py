@@ -536,8 +536,8 @@ RANKS = (
 )
 OF_MODEL = f"{FULL} --gamma 4"
 IN_FLIGHT = f"--modes inflight+draft {OF_MODEL}"
-SYNC = f"--modes sync {OF_MODEL} --nproc 2"
-ASYNC = SYNC.replace("sync", "async")
+SYNC = f"--modes pipeline+draft {OF_MODEL} --nproc 2"
+ASYNC = SYNC.replace("pipeline+draft", "pipeinfer")
 SYSTEMS = (
     regression(
         "a request that joins is drafted for after another one's prompt",
@@ -550,7 +550,7 @@ SYSTEMS = (
     ),
     regression(
         "the last draft of a ring's message is another token",
-        "systems/ring/recurrent.py",
+        "systems/mdi_llm/recurrent.py",
         "        self.counts.num_messages += 1\n",
         "        proposal.ids[:, -1] = 5\n        self.counts.num_messages += 1\n",
         f"--modes ring+draft {OF_MODEL} --nproc 2",

@@ -386,13 +386,13 @@ PROPERTIES = (
             ),
             Fault(
                 "rounds counted twice",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "self.counts.num_rounds += len(counts)",
                 "self.counts.num_rounds += 2 * len(counts)",
             ),
             Fault(
                 "padding counted as drafted",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "counts = [min(count, most) for count in plan.counts]",
                 "counts = [count for _ in plan.counts]",
             ),

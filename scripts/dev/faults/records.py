@@ -385,7 +385,7 @@ PROPERTIES = (
             ),
             Fault(
                 "only the first answers checked",
-                "systems/servers/report.py",
+                "systems/servers/details.py",
                 "found := counts[request_id].find_contradiction(num_tokens)",
                 "found := counts[0].find_contradiction(num_tokens)",
             ),
@@ -397,7 +397,7 @@ PROPERTIES = (
         (
             Fault(
                 "other clients counted too",
-                "systems/servers/report.py",
+                "systems/servers/details.py",
                 "if generated != num_tokens:",
                 "if (generated or 0) < num_tokens:",
             ),

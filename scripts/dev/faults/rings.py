@@ -17,13 +17,13 @@ PROPERTIES = (
         (
             Fault(
                 "waits of a stage before its second run left out",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "heads[-1].end_s - turns[0].begin_s if",
                 "heads[-1].end_s - turns[1].begin_s if",
             ),
             Fault(
                 "a stage's time until it answered its last run",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "heads[-1].end_s - turns[0].begin_s if",
                 "turns[-1].end_s - turns[0].begin_s if",
             ),
@@ -35,7 +35,7 @@ PROPERTIES = (
         (
             Fault(
                 "prompts timed as decoded tokens",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "span.run not in prompts if stage else span.value > 0",
                 "stage > 0 or span.value > 0",
             ),
@@ -47,7 +47,7 @@ PROPERTIES = (
         (
             Fault(
                 "waits of the first stage taken for its work",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "            message = self.ends.inbound.receive()\n"
                 "            arrived_s = time.perf_counter()\n",
                 "            arrived_s = time.perf_counter()\n"
@@ -55,14 +55,14 @@ PROPERTIES = (
             ),
             Fault(
                 "the first stage's time from its first message home on",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "                with self.spans.during(SpanKind.HEAD, -1):\n"
                 "                    self._take_arrivals()\n",
                 "                self._take_arrivals()\n",
             ),
             Fault(
                 "prompts of the next step timed as decoded tokens",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "flight.is_decode and len(self.prompts) == num_prompts",
                 "flight.is_decode",
             ),
@@ -74,13 +74,13 @@ PROPERTIES = (
         (
             Fault(
                 "requests begin before they have arrived",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "in self._arrivals.take(self._arrivals.count(now)):",
                 "in self._arrivals.take(len(self._arrivals)):",
             ),
             Fault(
                 "a ring ends before the last request has arrived",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "        while self._under_way or self._arrivals:",
                 "        while self._under_way:",
             ),
@@ -92,7 +92,7 @@ PROPERTIES = (
         (
             Fault(
                 "a span with the link",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "            out = self.stage.forward(token_ids, rows, status)\n",
                 "            out = self.stage.forward(token_ids, rows, status)\n"
                 "            time.sleep(0.25)\n",
@@ -167,13 +167,13 @@ PROPERTIES = (
         (
             Fault(
                 "the turns of the first stage before any run came home",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "[span for span in heads if span.run >= 0]",
                 "heads[:-1]",
             ),
             Fault(
                 "what a stage sent taken by itself",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "zip(computed[stage - 1], taken, strict=True)",
                 "zip(computed[stage], taken, strict=True)",
             ),
@@ -203,7 +203,7 @@ PROPERTIES = (
         (
             Fault(
                 "a stage timed until its work is launched",
-                "systems/ring/ring_stage.py",
+                "systems/mdi_llm/ring_stage.py",
                 "        wait_for_stream(out.device)\n        return out if status",
                 "        return out if status",
             ),
@@ -215,7 +215,7 @@ PROPERTIES = (
         (
             Fault(
                 "drafts timed until they are launched",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "        wait_for_stream(self.runner.device)\n",
                 "",
             ),
@@ -227,13 +227,13 @@ PROPERTIES = (
         (
             Fault(
                 "waiting taken for work",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "return 1 - self.waiting_s / self.total_s",
                 "return self.waiting_s / self.total_s",
             ),
             Fault(
                 "the predicted round of samples in place of lanes",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "round_seconds(stage_s, links, lanes[0])",
                 "round_seconds(stage_s, links, lanes[0] * lanes[1])",
             ),
@@ -245,13 +245,13 @@ PROPERTIES = (
         (
             Fault(
                 "tokens of a round by message",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "num_later / drafts.num_rounds",
                 "num_later / drafts.num_messages",
             ),
             Fault(
                 "time of drafts by row",
-                "systems/ring/metrics.py",
+                "systems/mdi_llm/details.py",
                 "drafts.draft_s / drafts.num_messages",
                 "drafts.draft_s / drafts.num_rounds",
             ),
@@ -275,7 +275,7 @@ PROPERTIES = (
         (
             Fault(
                 "drafts of a message counted as those of one row",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "ids = [request.request_id for request in flight.requests]",
                 "ids = [request.request_id for request in flight.requests[:1]]",
             ),
@@ -287,20 +287,20 @@ PROPERTIES = (
         (
             Fault(
                 "a ring's spans not begun anew",
-                "systems/ring/recurrent.py",
+                "systems/mdi_llm/recurrent.py",
                 "        self.spans = Spans()\n        self.samples = []\n"
                 "        self.prompts = set()\n",
                 "",
             ),
             Fault(
                 "messages of the warm-up counted",
-                "systems/ring/ring.py",
+                "systems/mdi_llm/system.py",
                 "sent = self.ends.outbound.traffic.since(before)",
                 "sent = self.ends.outbound.traffic",
             ),
             Fault(
                 "drafts of a ring's warm-up counted",
-                "systems/ring/ring.py",
+                "systems/mdi_llm/system.py",
                 "            self.speculation.counts = DraftCounts()\n",
                 "            pass\n",
             ),

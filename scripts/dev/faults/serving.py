@@ -115,7 +115,7 @@ PROPERTIES = (
         (
             Fault(
                 "a static batch begins with its first request",
-                "systems/batching.py",
+                "systems/flover/system.py",
                 "clock.wait_until(batch[-1].arrived_s)",
                 "clock.wait_until(batch[0].arrived_s)",
             ),
@@ -127,13 +127,13 @@ PROPERTIES = (
         (
             Fault(
                 "the window counted from the end of the batch before",
-                "systems/batching.py",
+                "systems/flover/system.py",
                 "max(clock.now(), min(full_s, coming_s[0] + window_s))",
                 "min(full_s, max(clock.now(), coming_s[0]) + window_s)",
             ),
             Fault(
                 "requests that arrive in the batch join it",
-                "systems/batching.py",
+                "systems/flover/system.py",
                 "arrivals.count(begins_s)",
                 "arrivals.count(begins_s + window_s)",
             ),
@@ -236,7 +236,7 @@ PROPERTIES = (
         (
             Fault(
                 "a batching that serves an open loop",
-                "systems/batching.py",
+                "systems/flover/system.py",
                 "            arrivals = Arrivals(requests, each.concurrency)\n",
                 "            arrivals = Arrivals(requests)\n",
             ),
@@ -248,13 +248,13 @@ PROPERTIES = (
         (
             Fault(
                 "a ring that serves an open loop",
-                "systems/ring/ring.py",
+                "systems/mdi_llm/system.py",
                 "Arrivals(requests, each.concurrency)",
                 "Arrivals(requests)",
             ),
             Fault(
                 "pipelined speculation that serves an open loop",
-                "systems/pipeinfer/speculative_pipeline.py",
+                "systems/pipeinfer/system.py",
                 "Arrivals(requests, each.concurrency)",
                 "Arrivals(requests)",
             ),
@@ -266,7 +266,7 @@ PROPERTIES = (
         (
             Fault(
                 "a dynamic batch waits for its window in a closed loop",
-                "systems/batching.py",
+                "systems/flover/system.py",
                 "if arrivals.concurrency is not None:  # nobody",
                 "if False:  # nobody",
             ),
@@ -278,13 +278,13 @@ PROPERTIES = (
         (
             Fault(
                 "all are sent at once",
-                "systems/endpoint.py",
+                "systems/servers/system.py",
                 "arrivals = Arrivals(requests, each.concurrency)",
                 "arrivals = Arrivals(requests)",
             ),
             Fault(
                 "a request arrives with the last token of another",
-                "systems/endpoint.py",
+                "systems/servers/system.py",
                 "request.arrived_s = self.now()",
                 "pass",
             ),
@@ -315,15 +315,15 @@ PROPERTIES = (
             Fault(
                 "no warm-up",
                 "bench/serving/measure.py",
-                "self._warm_up(each, system.warm_up_rows(each))",
+                "self._warm_up(each, system.rows)",
                 "pass",
             ),
             Fault(
                 "the first mode alone is warmed up",
                 "bench/serving/measure.py",
-                "                self._warm_up(each, system.warm_up_rows(each))",
+                "                self._warm_up(each, system.rows)",
                 "                if self.reference is None:\n"
-                "                    self._warm_up(each, system.warm_up_rows(each))",
+                "                    self._warm_up(each, system.rows)",
             ),
             Fault(
                 "whole requests as a warm-up",

@@ -48,25 +48,25 @@ PROPERTIES = (
         (
             Fault(
                 "waits before a rank's first run left out",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "begin_s = min(request.token_times_s[0] for request in requests)",
                 "begin_s = min(s.begin_s for spans in by_rank[1:] for s in spans)",
             ),
             Fault(
                 "time from one request's first token on",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "begin_s = min(request.token_times_s[0] for request in requests)",
                 "begin_s = requests[0].token_times_s[0]",
             ),
             Fault(
                 "time until the last request's last token",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "end_s = max(request.token_times_s[-1] for request in requests)",
                 "end_s = requests[-1].token_times_s[-1]",
             ),
             Fault(
                 "work after the last token counted",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "end = min(span.end_s, self.end_s)",
                 "end = span.end_s",
             ),
@@ -78,19 +78,19 @@ PROPERTIES = (
         (
             Fault(
                 "prompts in the mean time of a stage",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "if span.run in rows and span.value == size]",
                 "if span.value == size]",
             ),
             Fault(
                 "runs skipped inside counted as skipped before",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "sum(computed == 0 for computed, _ in layers)",
                 "sum(computed < size for computed, size in layers)",
             ),
             Fault(
                 "overlapping work counted twice",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "until = max(until, end)",
                 "until = self.begin_s",
             ),
@@ -102,7 +102,7 @@ PROPERTIES = (
         (
             Fault(
                 "stopped runs in the mean time of a stage",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "if span.run in rows and span.value == size]",
                 "if span.run in rows]",
             ),
@@ -114,7 +114,7 @@ PROPERTIES = (
             ),
             Fault(
                 "prompts not in flight",
-                "systems/pipeinfer/metrics.py",
+                "systems/pipeinfer/details.py",
                 "(*observed.of(0, SpanKind.PROMPT), *observed.of(0, SpanKind.LAUNCH))",
                 "observed.of(0, SpanKind.LAUNCH)",
             ),

@@ -272,7 +272,7 @@ PROPERTIES = (
         (
             Fault(
                 "no witness in serve",
-                "systems/batching.py",
+                "systems/flover/system.py",
                 "witness.is_watching = observer.is_measured",
                 "witness.is_watching = False",
             ),
@@ -332,7 +332,7 @@ PROPERTIES = (
             ),
             Fault(
                 "the runner of a system kept behind its end",
-                "systems/batching.py",
+                "systems/flover/system.py",
                 "self.runner = self.draft = self.models = self.captured = None",
                 "self.past = self.runner\n        self.runner = self.draft = self.models = None",
             ),
@@ -345,8 +345,8 @@ PROPERTIES = (
             Fault(
                 "any engine for the stages of a pipeline",
                 "bench/serving/verdict.py",
-                "isinstance(other, Batching) and other.ranks_of_layer == system.ranks_of_layer",
-                "isinstance(other, Batching)",
+                " and other.ranks_of_layer == system.ranks_of_layer:",
+                ":",
             ),
         ),
     ),

@@ -15,7 +15,7 @@ from gpu.latency import run_magicdec
 from gpu.scale import Suite
 
 RANKS = 2
-MODES = "sequential", "ring", "ring+draft", "iterative", "async"
+MODES = "sequential", "ring", "ring+draft", "pipeline", "pipeinfer"
 
 
 def run(suite: Suite) -> None:

@@ -24,8 +24,11 @@ from magicdec.bench.report.listing import TAKEN
 from magicdec.bench.report.tables import PageTable
 from magicdec.bench.serving import showing as serving
 from magicdec.hardware.other_load import load_text
+from magicdec.names import load_object
 from magicdec.output.figures import styled
 from magicdec.output.tables import Table
+from magicdec.systems.details import Details
+from magicdec.systems.modes import SYSTEMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,8 +53,7 @@ def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
             draw_batchings(opened, "Throughput", "output_throughput", "output (tokens/s)"),
             draw_batchings(opened, "Goodput", "request_goodput", "goodput (requests/s)"),
             draw_modes(opened),
-            draw_stages(passes, "ring", "Stages of rings over time"),
-            draw_stages(passes, "speculation", "Ranks of pipelined speculation over time"),
+            *(draw_stages(passes, kind) for kind in staged_kinds()),
         ]
 
 
@@ -215,9 +217,14 @@ def three_digits(value: float) -> str:
     return f"{value:,.{max(0, 2 - floor(log10(value)) if value > 0 else 0)}f}"
 
 
-def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
-    """The load of each stage of rings, or rank of pipelined speculation, over the time of its pass.
-    `part` is that of a record."""
+def staged_kinds() -> list[type[Details]]:
+    """The kinds of details that have stages."""
+    places = [system.details for system in SYSTEMS.values() if system.details]
+    return [kind for kind in map(load_object, places) if kind.stages_title]
+
+
+def draw_stages(passes: pd.DataFrame, kind: type[Details]) -> Drawn | LeftOut:
+    """The load of each stage of a kind of details over the time of its pass."""
 
     def draw(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
         """A strip for each stage. Records of earlier versions have one share for all its time."""
@@ -240,13 +247,13 @@ def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
     stages = frame_of(
         {key: row[key] for key in ("about", "pass", "run", "is_busy")} | stage
         for row in passes.to_dict("records")
-        for stage in stages_of(row["object"], part)
+        for stage in stages_of(row["object"], kind)
     )
     most = stages.groupby("about").size().max() if len(stages) else 0
     form = Form(
-        name=f"{part}_stages",
-        title=title,
-        reason=f"no pass has stages of {part}",
+        name=f"{kind.name()}_stages",
+        title=kind.stages_title,
+        reason=f"no pass has stages of {kind.name()}",
         held=["about"],
         places=["pass"],
         series="",
@@ -262,21 +269,18 @@ def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
     return form.of(stages)
 
 
-def stages_of(record: Any, part: str) -> list[dict[str, Any]]:
+def stages_of(record: Any, kind: type[Details]) -> list[dict[str, Any]]:
     """A row for each stage of a pass: its name and shares of the time; empty without stages."""
-    metrics = getattr(record, part)
-    if metrics is None or metrics.busy is None:
+    if type(record.details) is not kind:
         return []
-    word, drafting = ("stage", None) if part == "ring" else ("rank", metrics.draft_rank)
-    parts = record.occupancy or [[busy] for busy in metrics.busy]
     return [
         {
-            "name": f"{record.name}, {word} {stage}{' (drafts)' * (stage == drafting)}",
-            "stage": stage,
-            "busy": busy,
-            "parts": parts[stage],
+            "name": f"{record.name}, {stage.name}",
+            "stage": number,
+            "busy": stage.busy,
+            "parts": stage.parts,
         }
-        for stage, busy in enumerate(metrics.busy)
+        for number, stage in enumerate(record.details.stages())
     ]
 
 

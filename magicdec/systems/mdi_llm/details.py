@@ -1,4 +1,4 @@
-"""RingMetrics: the use of the stages of a ring, from their spans, and counts of its drafts.
+"""MDILLMDetails: the use of the stages of a ring, from their spans, and counts of its drafts.
 
 Imports no torch.
 """
@@ -9,11 +9,15 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from magicdec.distributed.layer_split import round_seconds
-from magicdec.records.fields import RecordPart, recorded
-from magicdec.systems.stages.spans import SpanKind, Spans, link_times
+from magicdec.output.tables import Table
+from magicdec.records.fields import recorded
+from magicdec.records.metric_tables import fixed
+from magicdec.systems.details import StageOccupancy
+from magicdec.systems.stages.details import StagedDetails, occupancy_of
+from magicdec.systems.stages.spans import Span, SpanKind, Spans, link_times
 
 NO_DRAFTS = "without drafts"
 NO_DECODES = "if a stage had no such message"
@@ -85,9 +89,12 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingMetrics(RecordPart):
+class MDILLMDetails(StagedDetails):
     """The metrics of a ring. Lists have an entry for each stage."""
 
+    stages_title: ClassVar[str] = "Stages of rings over time"
+
+    kind: Literal["mdi_llm"] = recorded("`mdi_llm`", default="mdi_llm")
     num_layers: list[int] = recorded("layers of each stage")
     tensor_parallel: int = recorded("ranks of a stage, which share its layers")
     num_lanes: int = recorded("lanes: messages that circulate while all samples decode")
@@ -140,6 +147,12 @@ class RingMetrics(RecordPart):
         null=NO_DRAFTS,
     )
 
+    def stages(self) -> list[StageOccupancy]:
+        return self.stages_of([f"stage {n}" for n in range(len(self.busy))], self.busy)
+
+    def tables(self, name: str) -> list[Table]:
+        return [stage_table(name, self)]
+
 
 def ring_metrics(
     num_layers: Sequence[int],
@@ -150,15 +163,16 @@ def ring_metrics(
     measured_round_ms: float | None,
     drafts: DraftCounts | None = None,
     num_later: int = 0,
-) -> RingMetrics:
+    spans: Sequence[Sequence[Span]] | None = None,
+) -> MDILLMDetails:
     """The metrics from number and size of the lanes and the uses of the stages. `num_later` counts
-    output tokens after the first of each sample."""
+    output tokens after the first of each sample. `spans` are what each stage did."""
     stage_s = [use.decode_s for use in uses if use.decode_s is not None]
     has_decodes = len(stage_s) == len(uses)
     links_s = [link_s for use in uses for link_s in use.links_s] if len(uses) > 1 else []
     link_s = statistics.median(links_s) if links_s else None
     links = [link_s or 0.0] * len(uses)
-    return RingMetrics(
+    return MDILLMDetails(
         num_layers=list(num_layers),
         tensor_parallel=tensor_parallel,
         num_lanes=lanes[0],
@@ -172,6 +186,7 @@ def ring_metrics(
         link_ms=None if link_s is None else 1e3 * link_s,
         predicted_round_ms=1e3 * round_seconds(stage_s, links, lanes[0]) if has_decodes else None,
         measured_round_ms=measured_round_ms,
+        occupancy=None if spans is None else occupancy_of(spans),
         **describe_drafts(drafts, num_later),
     )
 
@@ -183,3 +198,50 @@ def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any
         "tokens_per_round": num_later / drafts.num_rounds,
         "draft_ms": 1e3 * drafts.draft_s / drafts.num_messages,
     }
+
+
+def stage_table(name: str, ring: MDILLMDetails) -> Table:
+    """A row for each stage, and the round as predicted and as measured."""
+    decode_ms: Sequence[float | None] = ring.decode_ms or [None] * len(ring.busy)
+    numbers = zip(
+        *(ring.num_layers, ring.busy, decode_ms, ring.queue_depth),
+        *(ring.sent_messages, ring.sent_bytes),
+        strict=True,
+    )
+    labels = "stage", "layers", "busy", "idle", "ms a message", "queue depth", "messages"
+    return Table(
+        [*labels, "bytes a message"],
+        [
+            (
+                stage,
+                layers,
+                fixed(busy, 0, "%", 100),
+                fixed(1 - busy, 0, "%", 100),
+                fixed(ms, 2),
+                fixed(depth, 2),
+                fixed(messages, 0),
+                fixed(num_bytes / messages, 0),
+            )
+            for stage, (layers, busy, ms, depth, messages, num_bytes) in enumerate(numbers)
+        ],
+        title=name,
+        below=describe_round(ring),
+    )
+
+
+def describe_round(ring: MDILLMDetails) -> list[str]:
+    """The link, and the round as predicted and as measured."""
+    lines = []
+    if ring.link_ms is not None:
+        lines.append(f"link: {1e3 * ring.link_ms:.0f} us for {ring.decode_hop_bytes:,} bytes")
+    if ring.tokens_per_round is not None:
+        lines.append(
+            f"drafts: {ring.tokens_per_round:.2f} tokens a round, drafted in "
+            f"{ring.draft_ms:.2f} ms a message"
+        )
+    if ring.measured_round_ms is not None and ring.predicted_round_ms is not None:
+        lines.append(
+            f"round of {ring.num_lanes} lane{'s' * (ring.num_lanes != 1)}: predicted "
+            f"{ring.predicted_round_ms:.2f} ms, measured {ring.measured_round_ms:.2f} ms"
+        )
+    return lines

@@ -1,22 +1,24 @@
-"""ServerReport: what a server reported of its drafts in a pass, and what of it is taken, which is
+"""ServersDetails: what a server reported of its drafts in a pass, and what of it is taken, which is
 only what adds up and is of this pass alone. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 from magicdec.names import SERVER_FORMATS, load_object
 from magicdec.records.acceptance import ReportedCounts, Verifications
-from magicdec.records.fields import RecordPart, recorded
+from magicdec.records.fields import recorded
 from magicdec.runner.request import Request
+from magicdec.systems.details import Details
 from magicdec.systems.servers.counters import Counters
 from magicdec.systems.servers.form import ServerEvent, ServerFormat, as_count, part_of
 
 ANSWERS = "answers"
 COUNTERS = "counters"
 BOTH = f"{ANSWERS} and {COUNTERS}"
+SAID_MISSING = ("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position")
 SUMS = ("drafted", "accepted", "verifications")  # that answers and counters may both have
 
 
@@ -25,8 +27,10 @@ def formats() -> dict[str, ServerFormat]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerReport(RecordPart):
+class ServersDetails(Details):
     """What a server reported of its drafts, and what is missing."""
+
+    kind: Literal["servers"] = recorded("`servers`", default="servers")
 
     program: str | None = recorded(
         "the program whose form the report has",
@@ -45,6 +49,25 @@ class ServerReport(RecordPart):
         "reports; if it reports nothing, all"
     )
     problems: list[str] = recorded("why reported counts are not taken, a sentence each")
+
+    @property
+    def takes_totals(self) -> bool:
+        return COUNTERS in (self.source or "")
+
+    def completed(self, missing: Sequence[str], is_drafting: bool) -> Self:
+        """The report with the metrics that do not follow from it. If it says that nothing was
+        drafted, none is missing."""
+        return replace(self, missing=list(missing) if self.source is None or is_drafting else [])
+
+    def lines(self, name: str, has_drafts: bool) -> list[str]:
+        lines = [f"{name}: not taken: {problem}" for problem in self.problems]
+        if self.source is None and not self.problems:
+            lines.append(f"{name}: does not say whether it drafts; see --endpoint_metrics")
+        if has_drafts:
+            missing = [each for each in self.missing if each in SAID_MISSING]
+            rest = f"; without {', '.join(missing)}" if missing else ""
+            lines.append(f"{name}: acceptance by the {self.source} of {self.program}{rest}")
+        return lines
 
 
 @dataclass
@@ -90,7 +113,7 @@ def cached_of(said: ServerCounts, requests: Sequence[Request]) -> dict[int, int]
 
 def conclude(
     said: ServerCounts, requests: Sequence[Request], counted: Callable[[], CountedPass | None]
-) -> tuple[Verifications, ServerReport]:
+) -> tuple[Verifications, ServersDetails]:
     """What is taken of the answers and of the counters of a pass whose requests have ended.
     `counted` raises ValueError, one sentence, if its counts are not those of the pass."""
     lengths = {request.request_id: len(request.output_ids) - 1 for request in requests}
@@ -117,7 +140,7 @@ def conclude(
         (False, True): COUNTERS,
     }.get((bool(answers), total is not None))
     taken = Verifications(reported=answers, reported_total=total)
-    return taken, ServerReport(program=program, source=source, missing=[], problems=problems)
+    return taken, ServersDetails(program=program, source=source, missing=[], problems=problems)
 
 
 def _checked_answers(said: ServerCounts, lengths: Mapping[int, int]) -> dict[int, ReportedCounts]:

@@ -1,13 +1,9 @@
-"""The modes of the engine, whole batches or a running batch (Flover, arXiv 2305.13484).
-
-A batch function decides when arrived requests may join. It gets the function that serves requests
-to their end, the arrivals, the clock, the number of rows, and the time window in seconds.
-"""
+"""Flover: the system of the engine, whose batchings are whole batches or a running batch (arXiv
+2305.13484)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -16,12 +12,12 @@ import torch
 from magicdec.config.choices.collectives import check_stage_group
 from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
-from magicdec.distributed.groups import Group, Launch, ParallelGroups
+from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.start import make_groups
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.engine import Engine
-from magicdec.hardware.timing import Clock, GroupClock, RealClock
-from magicdec.names import BASELINE, SEQUENTIAL
+from magicdec.hardware.timing import GroupClock, RealClock
+from magicdec.names import BASELINE
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.draft_log import DraftLog
@@ -33,65 +29,24 @@ from magicdec.setup.memory_check import MemoryBudget, largest
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_checks import check_shared
 from magicdec.setup.model_plan import ModelPlan, max_tokens, rewound_by_step
-from magicdec.setup.prepare import ResolvedRun, SetupCache, resolve_run
+from magicdec.setup.prepare import SetupCache
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import DecodingStrategy
+from magicdec.systems.flover.batchings import BATCHINGS
+from magicdec.systems.flover.declaration import INFLIGHT, SEQUENTIAL, FloverSettings
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, PassObserver, StepShape, System
-
-Serve = Callable[[Sequence[Request] | Arrivals], None]
-BatchFunction = Callable[[Serve, Arrivals, Clock, int, float], None]
-
-
-def sequential(
-    serve: Serve, arrivals: Arrivals, clock: Clock, num_rows: int, window_s: float
-) -> None:
-    while arrivals:
-        serve(arrivals.take(1))
-
-
-def static(serve: Serve, arrivals: Arrivals, clock: Clock, num_rows: int, window_s: float) -> None:
-    """Full batches of `num_rows` requests: a batch begins when all its requests have arrived. In a
-    closed loop it is full with those in flight, because no other comes before one of them ends."""
-    while arrivals:
-        batch = arrivals.take(num_rows)
-        clock.wait_until(batch[-1].arrived_s)
-        serve(batch)
-
-
-def dynamic(serve: Serve, arrivals: Arrivals, clock: Clock, num_rows: int, window_s: float) -> None:
-    """Batches that begin when they are full, or `window_s` after their first request has
-    arrived."""
-    if arrivals.concurrency is not None:  # nobody comes while a batch waits
-        return static(serve, arrivals, clock, num_rows, window_s)
-    while arrivals:
-        coming_s = arrivals.known_s
-        full_s = coming_s[num_rows - 1] if len(coming_s) >= num_rows else math.inf
-        begins_s = max(clock.now(), min(full_s, coming_s[0] + window_s))
-        clock.wait_until(begins_s)
-        serve(arrivals.take(min(num_rows, max(1, arrivals.count(begins_s)))))
-
-
-def inflight(
-    serve: Serve, arrivals: Arrivals, clock: Clock, num_rows: int, window_s: float
-) -> None:
-    """A running batch, which a request joins at the first step with a free row and free KV
-    blocks."""
-    serve(arrivals)
-
+from magicdec.systems.system import (
+    PassObserver,
+    ReplayingSystem,
+    StepShape,
+    SystemDetails,
+    of_first_rank_alone,
+)
 
 MakeStrategy = Callable[[ModelRunner], DecodingStrategy]
-
-BATCHINGS: Mapping[str, BatchFunction] = {
-    "sequential": sequential,
-    "static": static,
-    "dynamic": dynamic,
-    "inflight": inflight,
-    "tensor_parallel": inflight,
-}
 
 
 @dataclass(frozen=True)
@@ -103,11 +58,11 @@ class CapturedPass:
     witness: LogitsRecorder | None
 
 
-class Batching(System):
+class Flover(ReplayingSystem):
     """The system of the engine, on the first rank alone or on all ranks if `is_on_all`."""
 
+    settings: FloverSettings
     are_steps_timed = True
-    runner: ModelRunner | None = None
     draft: DraftModel | None = None
     models: LoadedModels | None = None
     captured: CapturedPass | None = None
@@ -115,7 +70,7 @@ class Batching(System):
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         options = self.options
         world_size = self.launch.world_size
-        workload = options.batch_of(run_config.workload, options.rows)
+        workload = options.batch_of(run_config.workload, self.rows)
         placement = Placement(is_alone=not self.is_on_all)
         models = self.find(run_config, workload, cache, placement)
         if self.is_on_all:
@@ -124,14 +79,21 @@ class Batching(System):
             check_shared(f"--modes {self.names}", world_size, models.source.config)
         else:
             models = of_first_rank_alone(models)
-        options.check_cache(max_tokens(models.config))
-        if options.prefix_cache:
+        self.settings.check_cache(max_tokens(models.config))
+        if self.settings.prefix_cache:
             check_prefixes("--prefix_cache", models.config)
         self.run = self.complete(models, cache)
 
     @property
     def is_on_all(self) -> bool:
-        return self.options.is_on_all(self.passes[0], self.launch.world_size)
+        return self.settings.is_on_all(self.passes[0], self.launch.world_size)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.settings.prefix_cache
+
+    def replay_mode(self, num_rows: int) -> str:
+        return SEQUENTIAL if num_rows == 1 else INFLIGHT
 
     @property
     def computes(self) -> bool:
@@ -142,20 +104,19 @@ class Batching(System):
         if rank not in config.parallel.rank_group:
             return []
         target, *drafts = model_plans_of(config, self.run.models, rank)
-        options = self.options
         target = replace(
             target,
-            block_tokens=options.block_tokens,
-            cache_tokens=options.cache_tokens,
+            block_tokens=self.settings.block_tokens,
+            cache_tokens=self.settings.cache_tokens,
             rewound=rewound_by_step(config),
-            shares_prefixes=options.prefix_cache,
+            shares_prefixes=self.shares_prefixes,
         )
         return [target, *(draft.beside(target) for draft in drafts)]
 
     def advice(self, each: Pass, room: MemoryBudget) -> str:
         def fits(cache_tokens: int) -> bool:
             smaller = copy(self)
-            smaller.options = replace(self.options, cache_tokens=cache_tokens)
+            smaller.settings = replace(self.settings, cache_tokens=cache_tokens)
             return room.refusal(smaller.plan(each, room.ranks)) is None
 
         target, *_ = self.model_plans(each, self.run.config.parallel.rank_group[0])
@@ -187,16 +148,15 @@ class Batching(System):
         self.draft = make_draft(run, groups, self.models, target=plan)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
 
-    def warm_up_rows(self, each: Pass) -> int:
-        return self.options.rows
-
     def step_shape(self, each: Pass) -> StepShape:
         max_gamma = self.run.config.decoding.max_gamma if each.is_drafting else 0
-        return StepShape(1 if each.mode == SEQUENTIAL else self.options.rows, 1 + max_gamma)
+        return StepShape(1 if each.mode == SEQUENTIAL else self.rows, 1 + max_gamma)
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(
+        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
         if self.runner is None:  # this rank waits
-            return Extras()
+            return SystemDetails()
         log = DraftLog() if observer.is_logged and each.is_drafting else None
         own_draft = None if self.draft is None else self.draft.runner
         for runner in (self.runner, self.runner.draft_runner, own_draft):
@@ -209,7 +169,7 @@ class Batching(System):
         with observer.threads.during():
             arrivals = Arrivals(requests, each.concurrency)
             self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)
-        return Extras(witness=witness if observer.is_measured else None)
+        return SystemDetails(witness=witness if observer.is_measured else None)
 
     def _decode(
         self,
@@ -222,7 +182,7 @@ class Batching(System):
         shares_prefixes: bool = True,
     ) -> None:
         chunk = self.run.config.attention.prefill_chunk
-        window_s = (self.options.window_ms or 0.0) / 1e3
+        window_s = (self.settings.window_ms or 0.0) / 1e3
         engine = Engine(
             runner, chunk, limits, clock=self.clock.clock, shares_prefixes=shares_prefixes
         )
@@ -230,7 +190,7 @@ class Batching(System):
         def serve(batch: Sequence[Request] | Arrivals) -> None:
             engine.serve(strategy, batch, observer.observe, observer.watch)
 
-        BATCHINGS[mode](serve, arrivals, self.clock, self.options.rows, window_s)
+        BATCHINGS[mode](serve, arrivals, self.clock, self.rows, window_s)
 
     def _limits(self, each: Pass) -> BatchLimits:
         assert self.runner is not None, "it was opened"
@@ -239,7 +199,7 @@ class Batching(System):
         return self._limits_of(self.runner, tokens, 1 + max_gamma)
 
     def _limits_of(self, runner: ModelRunner, tokens: int, step_tokens: int) -> BatchLimits:
-        prefill_tokens = self.options.prefill_tokens or PREFILL_TOKENS
+        prefill_tokens = self.settings.prefill_tokens or PREFILL_TOKENS
         return BatchLimits(
             tokens,
             *runner.caches.limits,
@@ -256,9 +216,6 @@ class Batching(System):
         concurrency: int | None = None,
         shares_prefixes: bool = False,
     ) -> None:
-        """Serve requests at once, or at most `concurrency` of them, in the batches of `mode`, by a
-        strategy that appends at most `num_tokens` in a step. What earlier passes left in the cache
-        is lost. Texts share prefixes only if the system's do. The ranks that compute call it."""
         runner = self.runner
         assert runner is not None, "it was opened"
         # The newest token is never cached; more room than the pass had would be a second cache.
@@ -334,17 +291,3 @@ class Batching(System):
 
     def close(self) -> None:
         self.runner = self.draft = self.models = self.captured = None
-
-
-def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
-    """The run of the first rank alone, with the threads of all ranks of its host, but no more than
-    its cores: threads that share a core mostly wait for each other."""
-    asked = models.config.run_config
-    machine = models.machine
-    num_threads = models.config.parallel.threads * len(models.launch.local_ranks)
-    threads = min(num_threads, machine.num_cpus)
-    parallel = replace(asked.parallel, rank_group=(0,), threads=threads)
-    draft = None if asked.draft is None else replace(asked.draft, rank_group=(0,))
-    config = replace(asked, parallel=parallel, draft=draft)
-    alone = replace(machine, world_size=1, local_world_size=1, first_rank=0)
-    return resolve_run(config, Launch(0, 1, 0, 1), alone, models.source, models.draft_source)

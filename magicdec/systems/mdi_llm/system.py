@@ -1,4 +1,4 @@
-"""Ring: the system whose requests circulate through a ring of stages, with or without drafts
+"""MDILLM: the system whose requests circulate through a ring of stages, with or without drafts
 (MDI-LLM, arXiv 2505.18164, section III). Owns loading, connections and measurements;
 `RecurrentPipeline` owns the order of messages."""
 
@@ -25,32 +25,40 @@ from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens, rewound_by_step
 from magicdec.setup.prepare import SetupCache
-from magicdec.systems.modes import Pass
-from magicdec.systems.ring.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics, uses_of
-from magicdec.systems.ring.recurrent import (
+from magicdec.systems.mdi_llm.declaration import MDILLMSettings
+from magicdec.systems.mdi_llm.details import (
+    DraftCounts,
+    MDILLMDetails,
+    StageUse,
+    ring_metrics,
+    uses_of,
+)
+from magicdec.systems.mdi_llm.recurrent import (
     RecurrentPipeline,
     RingSpeculation,
     make_speculation,
     max_gamma_of,
     most_under_way,
 )
-from magicdec.systems.ring.ring_stage import Stage
+from magicdec.systems.mdi_llm.ring_stage import Stage
+from magicdec.systems.modes import Pass
 from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
 from magicdec.systems.stages.clocks import gather_leaders
-from magicdec.systems.stages.spans import Spans
+from magicdec.systems.stages.spans import Span, Spans
 from magicdec.systems.stages.stage import StageLoop
 from magicdec.systems.stages.staged import StagedSystem, check_split
-from magicdec.systems.system import Extras, PassObserver, PassTrace, StepShape
+from magicdec.systems.system import PassObserver, PassTrace, StepShape, SystemDetails
 
 # bytes of an edge in shared memory
 LEAST_CAPACITY = 1 << 20
 MOST_CAPACITY = 1 << 24
 
 
-class Ring(StagedSystem):
+class MDILLM(StagedSystem):
     """A ring of stages. `run.config` is of this rank's stage. A pass is opened anew if only it or
     the last one drafts, since drafts need room in messages and cache."""
 
+    settings: MDILLMSettings
     groups: ParallelGroups | None = None
     models: LoadedModels | None = None
     opened: OpenRing | None = None
@@ -58,17 +66,17 @@ class Ring(StagedSystem):
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         options = self.options
         launch = self.launch
-        self.grid = grid = options.grid(launch.world_size)
+        self.grid = grid = self.settings.grid(launch.world_size)
         self.stage_number = grid.stage_of(launch.rank)
-        self.num_samples = options.samples(grid)
+        self.num_samples = self.settings.rows(options, launch.world_size)
         self.ranks_of_layer = grid.tensor_parallel
         workload = options.batch_of(run_config.workload, self.num_samples)
         models = self.find_part(run_config, workload, cache, grid.tensor_parallel)
-        check_split(read_split(options.layer_split).stages, grid, models.source)
+        check_split(read_split(self.settings.layer_split).stages, grid, models.source)
         self.check_stages(models, grid.tensor_parallel, grid.world_size < launch.world_size)
         config = models.config.on_ranks(grid.ranks_of(self.stage_number))
         self.run = self.complete(replace(models, config=config), cache)
-        step = DecodeStep(options.batch_size, options.mean_context, max_gamma_of(config))
+        step = DecodeStep(self.settings.batch_size, options.mean_context, max_gamma_of(config))
         tokens = f" and {step.gamma} drafts" if step.gamma else ""
         stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
         self.layers = self.choose_layers(
@@ -101,14 +109,13 @@ class Ring(StagedSystem):
             self.opened = None  # its memory is free before the next is allocated
             self.opened = OpenRing(self, each, self.groups, self.models)
 
-    def warm_up_rows(self, each: Pass) -> int:
-        return self.num_samples
-
     def step_shape(self, each: Pass) -> StepShape:
         max_gamma = max_gamma_of(self.run.config) if each.is_drafting else 0
-        return StepShape(self.options.batch_size, 1 + max_gamma)
+        return StepShape(self.settings.batch_size, 1 + max_gamma)
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(
+        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
         assert self.opened is not None, "it was opened"
         with observer.threads.during() if self.computes else nullcontext():
             return self.opened.serve(Arrivals(requests, each.concurrency), observer)
@@ -127,27 +134,27 @@ class OpenRing:
     first stage."""
 
     def __init__(
-        self, ring: Ring, each: Pass, groups: ParallelGroups, models: LoadedModels
+        self, ring: MDILLM, each: Pass, groups: ParallelGroups, models: LoadedModels
     ) -> None:
         self.ring = ring
         self.groups = groups
         self.models = models
         self.is_drafting = is_drafting = each.is_drafting
-        options = ring.options
+        settings = ring.settings
         chunk = ring.run.config.attention.prefill_chunk
         self.max_gamma = max_gamma_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
-        self.lane_tokens = options.batch_size * (1 + self.max_gamma)
+        self.lane_tokens = settings.batch_size * (1 + self.max_gamma)
         self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.max_gamma
         self.stage = self._load_stage(each) if ring.computes else None
         limits = BatchLimits(
             self.max_tokens,
             # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
-            prefill_tokens=options.prefill_tokens or ring.grid.num_stages * chunk,
+            prefill_tokens=settings.prefill_tokens or ring.grid.num_stages * chunk,
             step_tokens=1 + self.max_gamma,
         )
-        self.num_lanes = ring.num_samples // options.batch_size
-        depth = most_under_way(self.num_lanes, options.batch_size, limits, chunk)
+        self.num_lanes = ring.num_samples // settings.batch_size
+        depth = most_under_way(self.num_lanes, settings.batch_size, limits, chunk)
         self.form, self.ends = self._connect(depth, chunk)
         self.pipeline: RecurrentPipeline | None = None
         self.speculation: RingSpeculation | None = None
@@ -158,7 +165,7 @@ class OpenRing:
                 self.stage,
                 self.ends,
                 self.num_lanes,
-                options.batch_size,
+                settings.batch_size,
                 limits,
                 chunk,
                 speculation=self.speculation,
@@ -176,7 +183,7 @@ class OpenRing:
         ring = self.ring
         width = ring.run.source.config.hidden_size
         dtype = getattr(torch, ring.run.config.model.dtype)
-        num_words = ring.options.batch_size * (2 if self.is_drafting else 1)
+        num_words = ring.settings.batch_size * (2 if self.is_drafting else 1)
         form = MessageForm(width, dtype, num_words)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
         least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
@@ -184,7 +191,7 @@ class OpenRing:
         connector = ring.connector(form, self.models.device, depth, capacity)
         return form, connector.ring(ring.grid)
 
-    def serve(self, arrivals: Arrivals, observer: PassObserver) -> Extras:
+    def serve(self, arrivals: Arrivals, observer: PassObserver) -> SystemDetails:
         spans = Spans()
         before = self.ends.outbound.traffic
         launch = self.ring.launch
@@ -206,7 +213,7 @@ class OpenRing:
         sent = self.ends.outbound.traffic.since(before)
         stages, sent_by_stage, error_s = gather_leaders(launch, grid, spans, sent)
         if launch.rank != 0 or not observer.is_measured:
-            return Extras()
+            return SystemDetails()
         trace = PassTrace(
             [f"stage {number}" for number in range(len(stages))],
             [sorted(each, key=lambda span: span.begin_s) for each in stages],
@@ -215,18 +222,24 @@ class OpenRing:
             error_s,
         )
         uses = uses_of(stages, sent_by_stage, prompts)
-        return Extras(ring=self._metrics(uses, list(arrivals)), trace=trace)
+        return SystemDetails(self._metrics(uses, list(arrivals), trace.spans), trace)
 
-    def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
+    def _metrics(
+        self,
+        uses: list[StageUse],
+        requests: Sequence[Request],
+        spans: Sequence[Sequence[Span]],
+    ) -> MDILLMDetails:
         ring = self.ring
         gaps = [gap for request in requests for gap in request.gaps_ms()]
         return ring_metrics(
             [len(layers) for layers in ring.layers],
             ring.grid.tensor_parallel,
-            (self.num_lanes, ring.options.batch_size),
+            (self.num_lanes, ring.settings.batch_size),
             uses,
             self.form.num_bytes(self.lane_tokens),
             percentile(gaps, 50),
             None if self.speculation is None else self.speculation.counts,
             sum(len(request.output_ids) - 1 for request in requests),
+            spans,
         )

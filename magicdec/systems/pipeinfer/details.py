@@ -1,4 +1,4 @@
-"""SpeculationMetrics: the use of the ranks of pipelined speculation, from their spans. Imports no
+"""PipeInferDetails: the use of the ranks of pipelined speculation, from their spans. Imports no
 torch."""
 
 from __future__ import annotations
@@ -8,19 +8,30 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar, Literal
 
 from magicdec.distributed.layout import PipelineLayout
-from magicdec.records.fields import RecordPart, recorded
+from magicdec.records.fields import recorded
 from magicdec.runner.request import Request
+from magicdec.systems.details import StageOccupancy
 from magicdec.systems.pipeinfer.scheduler import Counts
+from magicdec.systems.stages.details import StagedDetails, occupancy_of
 from magicdec.systems.stages.spans import Span, SpanKind, link_times
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationMetrics(RecordPart):
+class PipeInferDetails(StagedDetails):
     """The metrics of a pipeline over all requests. Shares are of the time between the first and the
     last token."""
 
+    heading: ClassVar[str] = "Pipelined speculation"
+    notes: ClassVar[tuple[str, ...]] = (
+        "a run: tokens of one request that pass the stages together, such as a token and its "
+        "drafts; cancelled: the token that it was drafted after has turned out to be another one",
+    )
+    stages_title: ClassVar[str] = "Ranks of pipelined speculation over time"
+
+    kind: Literal["pipeinfer"] = recorded("`pipeinfer`", default="pipeinfer")
     runs: int = recorded("runs that were launched, prompts included", label="runs")
     speculative_runs: int = recorded("those with drafted tokens")
     invalid_runs: int = recorded(
@@ -80,6 +91,13 @@ class SpeculationMetrics(RecordPart):
         null="with one stage",
     )
 
+    def stages(self) -> list[StageOccupancy]:
+        names = [
+            f"rank {rank}{' (drafts)' * (rank == self.draft_rank)}"
+            for rank in range(len(self.busy))
+        ]
+        return self.stages_of(names, self.busy)
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -119,7 +137,7 @@ class Observed:
         return total
 
 
-def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) -> SpeculationMetrics:
+def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) -> PipeInferDetails:
     layout = observed.layout
     rows = observed.rows
     seconds = observed.end_s - observed.begin_s
@@ -138,7 +156,7 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
         for spans, size in stages
     ]
     least_margin = counts.least_margin if math.isfinite(counts.least_margin) else None
-    return SpeculationMetrics(
+    return PipeInferDetails(
         runs=counts.runs,
         speculative_runs=counts.speculative_runs,
         invalid_runs=counts.invalid_runs,
@@ -150,6 +168,7 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
         layers_skipped=sum(size - computed for computed, size in layers),
         mean_in_flight=mean_in_flight,
         most_in_flight=most,
+        occupancy=occupancy_of(observed.by_rank),
         num_layers=[len(each) for each in layout.layers],
         draft_rank=layout.draft_rank if has_drafts else None,
         busy=[each / seconds if seconds else 0.0 for each in busy_s],

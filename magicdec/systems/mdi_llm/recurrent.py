@@ -48,8 +48,8 @@ from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.drafter import Drafter, DraftSetup, DraftShape, make_drafter
-from magicdec.systems.ring.metrics import DraftCounts
-from magicdec.systems.ring.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
+from magicdec.systems.mdi_llm.details import DraftCounts
+from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.stages.spans import SpanKind, Spans
 
 

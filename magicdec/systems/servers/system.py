@@ -23,13 +23,10 @@ from magicdec.output.console import Progress
 from magicdec.runner.request import UNKNOWN_ID, Request, StepOutput
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
-from magicdec.systems.batching import of_first_rank_alone
-from magicdec.systems.http_client import AnswerLimits, LimitReached, Server, read_key
 from magicdec.systems.modes import Pass
-from magicdec.systems.options import NO_URL
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.form import AskedText, ServerApi
-from magicdec.systems.servers.report import (
+from magicdec.systems.servers.declaration import NO_URL, ServersSettings
+from magicdec.systems.servers.details import (
     CountedPass,
     ServerCounts,
     cached_of,
@@ -38,7 +35,15 @@ from magicdec.systems.servers.report import (
     form_of,
     is_behind,
 )
-from magicdec.systems.system import Extras, PassObserver, StepShape, System
+from magicdec.systems.servers.form import AskedText, ServerApi
+from magicdec.systems.servers.http_client import AnswerLimits, LimitReached, Server, read_key
+from magicdec.systems.system import (
+    PassObserver,
+    StepShape,
+    System,
+    SystemDetails,
+    of_first_rank_alone,
+)
 
 # Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
 # the prompt, which a server may repeat as ids, and for each token that was asked for.
@@ -63,30 +68,31 @@ class Refused(ValueError):
     """What a server says that does not do what it was asked for."""
 
 
-class Endpoint(System):
+class Servers(System):
     """A system that sends every request at its arrival, from a thread of the first rank. The server
     decides how many it serves together, of those that `--concurrency` lets be in flight."""
 
+    settings: ServersSettings
     is_external = True
     computes = False
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        workload = self.options.batch_of(run_config.workload, self.options.rows)
+        workload = self.options.batch_of(run_config.workload, self.rows)
         models = self.find(run_config, workload, cache)
         self.run = self.complete(of_first_rank_alone(models), cache)
         number = self.passes[0].server
-        self.model = self.options.of_server("endpoint_model", number)
-        self.sends_text = self.options.of_server("endpoint_prompts", number) == "text"
+        self.model = self.settings.of_server("endpoint_model", number)
+        self.sends_text = self.settings.of_server("endpoint_prompts", number) == "text"
         self.api: ServerApi = load_object(
-            SERVER_APIS[self.options.of_server("endpoint_api", number)]
+            SERVER_APIS[self.settings.of_server("endpoint_api", number)]
         )
-        variable = self.options.endpoint_key_env
+        variable = self.settings.endpoint_key_env
         key = None if variable is None else read_key(variable)
-        url = (self.options.endpoint or ("",))[number]
+        url = (self.settings.endpoint or ("",))[number]
         self.server = Server(url, key)
         self.root = Server(without_openai(url), key) if self.api.is_at_root else self.server
         self.metrics: Server | None = None
-        metrics_url = self.options.of_server("endpoint_metrics", number)
+        metrics_url = self.settings.of_server("endpoint_metrics", number)
         if metrics_url not in (None, NO_URL):
             self.metrics = Server(metrics_url, key if is_same_server(metrics_url, url) else None)
         self.said = ServerCounts()
@@ -135,13 +141,12 @@ class Endpoint(System):
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         """The server runs already."""
 
-    def warm_up_rows(self, each: Pass) -> int:
-        return self.options.rows
-
     def step_shape(self, each: Pass) -> StepShape:
-        return StepShape(self.options.rows, 1)  # as far as is known here
+        return StepShape(self.rows, 1)  # as far as is known here
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(
+        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
         ended = SimpleQueue[Exception | None]()
         self.said = ServerCounts()
         is_read = observer.is_measured and self.launch.rank == 0
@@ -156,11 +161,11 @@ class Endpoint(System):
             if (error := ended.get()) is not None:
                 raise error
         if not is_read:
-            return Extras()
+            return SystemDetails()
         taken, report = conclude(self.said, requests, lambda: self._count(before, requests))
         observer.verifications = taken
         self._take_hits(requests, observer.counts, report.problems)
-        return Extras(server=report)
+        return SystemDetails(report)
 
     def _take_hits(
         self, requests: Sequence[Request], counts: StepCounts, problems: list[str]
@@ -291,7 +296,7 @@ class Endpoint(System):
                 prompt,
                 most,
                 self.run.config.decoding.ignore_eos,
-                keeps_prompt=self.options.prefix_cache,
+                keeps_prompt=self.settings.prefix_cache,
             )
         )
 
@@ -321,7 +326,7 @@ class Endpoint(System):
 
     def _limits(self, num_bytes: int) -> AnswerLimits:
         return AnswerLimits(
-            self.options.endpoint_timeout_s, self.options.endpoint_total_s, num_bytes
+            self.settings.endpoint_timeout_s, self.settings.endpoint_total_s, num_bytes
         )
 
     def _events(self, limits: AnswerLimits, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

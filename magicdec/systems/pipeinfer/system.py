@@ -1,4 +1,4 @@
-"""SpeculativePipeline: the system of stages that decode token by token, with one batch of drafts,
+"""PipeInfer: the system of stages that decode token by token, with one batch of drafts,
 or with drafts that run ahead and are cancelled if wrong (PipeInfer, arXiv 2407.11798).
 
 Owns what a rank loads and how ranks are connected. For `--layer_split auto` a stage is timed
@@ -16,7 +16,7 @@ import torch
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import SELF, DraftSection
+from magicdec.config.sections import FIXED_GAMMA, SELF, DraftSection
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layout import PipelineLayout, make_layout, make_stage_grid
@@ -32,8 +32,10 @@ from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer import messages
+from magicdec.systems.pipeinfer.declaration import PipeInferSettings
+from magicdec.systems.pipeinfer.details import Observed, speculation_metrics
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
-from magicdec.systems.pipeinfer.metrics import Observed, speculation_metrics
+from magicdec.systems.pipeinfer.options import PIPELINE_WITH_DRAFT
 from magicdec.systems.pipeinfer.path_drafter import (
     LookupPathDrafter,
     ModelPathDrafter,
@@ -52,24 +54,27 @@ from magicdec.systems.stages.auto_split import (
 from magicdec.systems.stages.clocks import clocks_of, gather_spans
 from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.staged import StagedSystem
-from magicdec.systems.system import Extras, PassObserver, PassTrace, StepShape
+from magicdec.systems.system import PassObserver, PassTrace, StepShape, SystemDetails
 
 
-class SpeculativePipeline(StagedSystem):
+class PipeInfer(StagedSystem):
     """A pipeline with a head. `run.config` is of one stage without drafts; `drafting` is `run` with
     the draft model, if there is one."""
 
+    settings: PipeInferSettings
     member: PipelineRank | None = None
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         options = self.options
+        gamma = run_config.decoding.gamma
+        self.gamma = gamma if isinstance(gamma, int) else FIXED_GAMMA
         self.rank = self.launch.rank
         if options.emulate_acceptance is not None:
             run_config = run_config.without_drafts()
         models = self._find_models(run_config, cache)
         model = models.source.config
         world_size = self.launch.world_size
-        layout = make_layout(options.layer_split, world_size, model.num_layers)
+        layout = make_layout(self.settings.layer_split, world_size, model.num_layers)
         self.check_stages(models, layout.tensor_parallel, not all(map(len, layout.layers)))
         self.ranks_of_layer = layout.tensor_parallel
         config = self._place_draft(models, layout)
@@ -81,7 +86,7 @@ class SpeculativePipeline(StagedSystem):
         self.run = replace(run, config=config.without_drafts())
         self.sampling = CoupledSampling(config.sampling)
         most = max(shape.output_len for shape in options.shapes) - 1
-        gamma = min(options.speculation.gamma, most) if self.has_drafts else 0
+        gamma = min(self.gamma, most) if self.has_drafts else 0
         context = min(options.mean_context, model.max_length - 1 - gamma)
         step = DecodeStep(1, context, gamma)
         rows = "1 row" if gamma == 0 else f"{step.num_tokens} rows"
@@ -93,18 +98,18 @@ class SpeculativePipeline(StagedSystem):
     @property
     def past_end(self) -> int:
         """Tokens that a request may draft past the end of its output."""
-        is_sync = any(each.mode == "sync" for each in self.passes)
-        return self.options.speculation.gamma if is_sync else 0
+        has_batches = any(each.name == PIPELINE_WITH_DRAFT for each in self.passes)
+        return self.gamma if has_batches else 0
 
     def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
         """The models for a row per lane, with room for drafts of a whole output, and beyond its end
         in synchronous speculation."""
         run_config = with_own_model(run_config)
-        workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
+        workload = self.options.batch_of(run_config.workload, self.rows)
         assert workload.gen_len is not None, "the batch has room for outputs"
         gamma = workload.gen_len + self.past_end
         decoding = replace(run_config.decoding, gamma=gamma)
-        grid = make_stage_grid(self.options.layer_split, self.launch.world_size)
+        grid = make_stage_grid(self.settings.layer_split, self.launch.world_size)
         return self.find_part(
             replace(run_config, decoding=decoding), workload, cache, grid.tensor_parallel
         )
@@ -131,7 +136,7 @@ class SpeculativePipeline(StagedSystem):
 
     def config_of(self, each: Pass) -> dict[str, Any]:
         config = super().config_of(each)
-        config["decoding"]["gamma"] = self.options.speculation.gamma
+        config["decoding"]["gamma"] = self.gamma
         if each.is_drafting and self.drafting is not None:
             of_draft = self.drafting.config.to_dict()
             config |= {name: of_draft[name] for name in ("draft", "kv")}
@@ -167,20 +172,19 @@ class SpeculativePipeline(StagedSystem):
         wires = connect_ranks(connector, layout, self.has_drafts)
         self.member = PipelineRank(self.rank, wires, stage, drafter, device)
 
-    def warm_up_rows(self, each: Pass) -> int:
-        return self.options.speculation.lanes
-
     def step_shape(self, each: Pass) -> StepShape:
-        return StepShape(1, 1 + (self.options.speculation.gamma if each.is_drafting else 0))
+        return StepShape(1, 1 + (self.gamma if each.is_drafting else 0))
 
     @property
     def computes(self) -> bool:
         return self.member is not None and self.member.computes
 
-    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
+    def serve(
+        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
         assert self.member is not None, "it was opened"
         scheduler = PipelinedScheduler(
-            replace(self.options.speculation, mode=each.mode),
+            self.settings.options(each.name, self.gamma),
             self.run.config.attention.prefill_chunk,
         )
         arrivals = Arrivals(requests, each.concurrency)
@@ -189,13 +193,13 @@ class SpeculativePipeline(StagedSystem):
         observer.counts.moves = self.member.moves
         observer.counts.num_steps = scheduler.counts.runs
         if self.rank != 0 or not observer.is_measured:
-            return Extras()
+            return SystemDetails()
         observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
         prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is SpanKind.PROMPT)
         ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
-        return Extras(
-            speculation=speculation_metrics(observed, scheduler.counts, each.is_drafting),
-            trace=PassTrace(ranks, spans_of_ranks, {}, prompts),
+        return SystemDetails(
+            speculation_metrics(observed, scheduler.counts, each.is_drafting),
+            PassTrace(ranks, spans_of_ranks, {}, prompts),
         )
 
     def close(self) -> None:
@@ -227,7 +231,7 @@ class SpeculativePipeline(StagedSystem):
             [shape.output_len for shape in shapes],
             self.run.source.config.vocab_size,
             workload.seed,
-            (self.options.emulate_draft_ms or 0.0) / 1e3,
+            (self.settings.emulate_draft_ms or 0.0) / 1e3,
             self.emulated_time,
         )
 
