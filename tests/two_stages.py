@@ -12,9 +12,9 @@ from magicdec.records.acceptance import Verifications
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.ring.ring_stage import Stage
-from magicdec.systems.system import PassObserver
 
 CHUNK = 16
 

@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from magicdec.bench.run.outcome import Outcome, unfinished_record
-from magicdec.bench.run.run import execute
+from magicdec.bench.measure import Outcome, execute
+from magicdec.bench.records_of import unfinished_record
 from magicdec.cli.flags import NO_RECORD, say_interrupted
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.hardware.environment import describe_environment

@@ -68,7 +68,7 @@ from magicdec.workload.prompt_sets import is_prompt_set
 from magicdec.workload.request_shapes import BURST, TRACE, UNIFORM
 
 if TYPE_CHECKING:
-    from magicdec.bench.serving.measure import MeasuredPasses
+    from magicdec.bench.measure import MeasuredPasses
     from magicdec.bench.serving.prepare import PreparedServing
     from magicdec.bench.serving.record import ServingRecord
 
@@ -390,9 +390,9 @@ class ServeCommand:
         return FAILED if self.failures else code
 
     def measure(self, prepared: PreparedServing, record_file: RecordFile) -> MeasuredPasses:
-        from magicdec.bench.serving.measure import measure
+        from magicdec.bench.measure import measure_modes
 
-        return measure(prepared, record_file.append)
+        return measure_modes(prepared, record_file.append)
 
     def print_tables(self, records: Sequence[ServingRecord]) -> None:
         from magicdec.bench.serving.showing import brief_tables, tables

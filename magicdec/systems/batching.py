@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -37,10 +38,11 @@ from magicdec.setup.prepare import ResolvedRun, SetupCache, resolve_run
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.build import build_decoder
-from magicdec.speculation.steps.strategy import DecodingStrategy
+from magicdec.speculation.steps.strategy import DecodingStrategy, Phase
 from magicdec.speculation.steps.witness import Witness
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, PassObserver, StepShape, System
+from magicdec.systems.observer import PassObserver
+from magicdec.systems.system import Extras, StepShape, System
 
 Serve = Callable[[Sequence[Request] | Arrivals], None]
 BatchFunction = Callable[[Serve, Arrivals, Clock, int, float], None]
@@ -107,10 +109,12 @@ class Batching(System):
     """The system of the engine, on the first rank alone or on all ranks if `is_on_all`."""
 
     are_steps_timed = True
+    counts_reads = True
     runner: ModelRunner | None = None
     draft: DraftModel | None = None
     models: LoadedModels | None = None
     captured: CapturedPass | None = None
+    _phases: Phase = nullcontext
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         options = self.options
@@ -187,6 +191,18 @@ class Batching(System):
         self.draft = make_draft(run, groups, self.models, target=plan)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
 
+    @property
+    def runners(self) -> list[ModelRunner]:
+        """The target's runner, and that of what drafts if this rank has a shard of it."""
+        if self.runner is None:
+            return []
+        draft = self.runner.drafting if self.draft is None else self.draft.runner
+        return [self.runner] if draft is None else [self.runner, draft]
+
+    def _phase(self, name: str) -> AbstractContextManager[object]:
+        """Times a phase for the observer of the pass, which changes while a strategy stays."""
+        return self._phases(name)
+
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
 
@@ -198,14 +214,14 @@ class Batching(System):
         if self.runner is None:  # this rank waits
             return Extras()
         log = DraftLog() if observer.is_logged and each.is_drafting else None
-        own_draft = None if self.draft is None else self.draft.runner
-        for runner in (self.runner, self.runner.drafting, own_draft):
-            if runner is not None:
-                runner.draft_log = log
-                runner.caches.forget_prefixes()  # of an earlier pass
+        for runner in self.runners:
+            runner.draft_log = log
+            runner.caches.forget_prefixes()  # of an earlier pass
         strategy, witness = self._strategy(each)
         if witness is not None:
             witness.is_watching = observer.is_measured
+        self._phases = observer.phase
+        observer.begin(self.runners)
         with observer.threads.during():
             arrivals = Arrivals(requests, each.concurrency)
             self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)
@@ -297,6 +313,7 @@ class Batching(System):
             name=name,
             draft=self.draft,
             corpus=self.run.corpus,
+            phase=self._phase,
             witness=witness,
             is_in_flight=True,
         )

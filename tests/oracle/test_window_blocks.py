@@ -52,9 +52,10 @@ from magicdec.setup.loading import LoadedModels
 from magicdec.setup.loading import make_runner as loaded_runner
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.systems.batching import Batching
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.ring.ring_stage import Stage
-from magicdec.systems.system import PassObserver, System
+from magicdec.systems.system import System
 from magicdec.systems.system import make_requests as requests_to_serve
 
 KINDS = {

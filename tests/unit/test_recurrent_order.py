@@ -40,11 +40,11 @@ from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.ring.metrics import DraftCounts
 from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.ring.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
-from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
 CHUNK, LIMITS = 8, BatchLimits(60, prefill_tokens=16)

@@ -17,9 +17,9 @@ from magicdec.names import SERVER_APIS, load_object
 from magicdec.runner.request import UNKNOWN_ID, Moves, Request, SamplingParams
 from magicdec.systems.endpoint import Endpoint
 from magicdec.systems.http_client import AnswerLimits
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.servers.counters import Counters
 from magicdec.systems.servers.report import ServerCounts, cached_of, count_pass, is_behind
-from magicdec.systems.system import PassObserver
 
 Event = dict[str, Any]
 MOST = 6  # tokens that are asked for

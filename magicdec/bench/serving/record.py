@@ -422,12 +422,6 @@ def status_of(
     return "diverged" if dtype == EXACT_DTYPE and not is_external else "differs"
 
 
-def differing(expected: Sequence[Request], others: Sequence[Request]) -> list[int]:
-    """The ids of the requests whose output tokens are not the same."""
-    pairs = zip(expected, others, strict=True)
-    return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]
-
-
 def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
     """[stages, NUM_PARTS] the share of each part of the time in which each stage was busy, from
     what the stages did when."""
