@@ -28,8 +28,6 @@ def conclude(prepared: Prepared) -> int:
     is_leader = prepared.launch.rank == 0
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.UTC)
-    if is_leader:
-        announce(prepared)
     try:
         outcome = execute(prepared, is_leader)
     except KeyboardInterrupt:
