@@ -37,7 +37,7 @@ IMPORTED = (
     "magicdec.cli.commands",
     "magicdec.cli.report",
     "magicdec.bench.latency.forwards",
-    "magicdec.bench.run.run",
+    "magicdec.bench.measure",
     "rich.progress",
     "rich.table",
     "scipy.special",

@@ -14,7 +14,7 @@ from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.mdi_llm.ring_stage import Stage
-from magicdec.systems.system import PassObserver
+from magicdec.systems.observer import PassObserver
 
 CHUNK = 16
 

@@ -9,17 +9,31 @@ A new way to run is a line in `DRIVERS`; `magicdec sweep` takes their names from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from magicdec.cli.flags import EVERYDAY, config_of, sections_of, start
+from magicdec.cli.flags import (
+    EVERYDAY,
+    NO_RECORD,
+    announce_run,
+    check_outputs,
+    config_of,
+    sections_of,
+    start,
+)
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
+from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftChoice, DraftSection, ModelSection
 from magicdec.config.setting import declared, same, setting
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import find_world_size
 from magicdec.names import BASELINE
+
+if TYPE_CHECKING:
+    from magicdec.setup.prepare import Prepared
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ class Driver:
     chooses_draft: bool = False
 
     def __call__(self) -> NoReturn:
-        start(self.read)
+        start(self.parse)
 
     def build_parser(self) -> Parser:
         sections: dict[str, Any] = {"file": ConfigFile()}
@@ -90,6 +104,42 @@ class Driver:
         config = self.config_of(values)
         refuse_ignored(config, values)
         return config
+
+    def parse(self, words: Sequence[str], launch: Launch) -> RunCommand:
+        """The command of a command line, checked for these ranks. Raises ValueError as `read`."""
+        config = self.read(words)
+        config.check(find_world_size(config.parallel.nproc, launch))
+        if launch.rank == 0:
+            check_outputs(config.output)
+        return RunCommand(config)
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """A run of one config."""
+
+    config: RunConfig
+    kept: str = NO_RECORD
+
+    def check_ranks(self, config: RunConfig, nproc: int) -> None:
+        check_heads(config, nproc)
+
+    def preparation(self) -> Callable[[RunConfig, Launch], Prepared]:
+        from magicdec.setup.prepare import prepare
+
+        return prepare
+
+    def announce(self, prepared: Prepared) -> None:
+        from magicdec.cli.report import announce
+
+        w = prepared.config.workload
+        announce_run(prepared, prepared, w.prefix_len, w.num_new_tokens)
+        announce(prepared)
+
+    def conclude(self, prepared: Prepared) -> int:
+        from magicdec.cli.report import conclude
+
+        return conclude(prepared)
 
 
 def with_max_len(config: RunConfig, max_len: int | None) -> RunConfig:

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from magicdec.cli.parsing.parser import ParsedValues, Parser
-from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
@@ -29,7 +28,6 @@ from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import (
     INTERRUPTED,
     LAUNCHER,
-    find_world_size,
     is_other_start,
     package_command,
     start_ranks,
@@ -78,48 +76,54 @@ def config_of(values: ParsedValues, base: RunConfig) -> RunConfig:
     return dataclasses.replace(base, **{name: values.sections[name] for name in names})
 
 
-def start(
-    read: Callable[[Sequence[str]], RunConfig], argv: Sequence[str] | None = None
-) -> NoReturn:
-    """Runs the config that `read` makes of the command line, on this rank or the ranks of
-    `--nproc`. If a rank ends while others need it, these name it."""
-    launch = read_launch()
-    words = sys.argv[1:] if argv is None else argv
-    with naming_lost(launch):
-        try:
-            with ended_at_once(launch):
-                parsed = read(words)
-            parsed.check(find_world_size(parsed.parallel.nproc, launch))
-            if launch.rank == 0:
-                check_outputs(parsed.output)
-            parsed = with_local_models(parsed)
-            check = partial(check_heads, parsed)
-            run_on_ranks(parsed.parallel.nproc, words, launch, check, NO_RECORD)
-            watch_ranks(launch)
-            with spinner(preparing(parsed), launch.rank == 0):
-                with ended_at_once(launch):
-                    from magicdec.setup.prepare import prepare
+class RankCommand(Protocol):
+    """A command line that was read, for ranks that measure together."""
 
-                prepared = prepare(parsed, launch)
-        except ValueError as error:
-            refuse(error, launch)
-        except KeyboardInterrupt:
-            sys.exit(say_interrupted(launch, NO_RECORD))
-        announce_backend(prepared.config, launch)
-        workload = prepared.config.workload
-        announce_limits(prepared.config, workload.prefix_len, workload.num_new_tokens, launch)
-        announce_unchecked(prepared)
-        announce_plain_words(prepared)
-        from magicdec.cli.report import conclude
-        from magicdec.model.checkpoint.finite import WeightsRefused
+    @property
+    def config(self) -> RunConfig: ...
 
-        try:
-            code = conclude(prepared)
-        except WeightsRefused as error:
-            refuse(error, launch)
-        except NotFinite as error:
-            refuse(error, launch, FAILED)
-        sys.exit(code)
+    @property
+    def kept(self) -> str:
+        """What Ctrl-C leaves."""
+
+    def check_ranks(self, config: RunConfig, nproc: int) -> None:
+        """Raises ValueError for a number of ranks that the models cannot have."""
+
+    def preparation(self) -> Callable[[RunConfig, Launch], Any]:
+        """What prepares the command. Imports it, which takes long."""
+
+    def announce(self, prepared: Any) -> None:
+        """Says, before anything is measured, what was chosen and what to know."""
+
+    def conclude(self, prepared: Any) -> int:
+        """Measures and reports. Returns the exit code."""
+
+
+def measure_on_ranks(command: RankCommand, words: Sequence[str], launch: Launch) -> int:
+    """Runs a command on this rank, or on the ranks of `--nproc` that it starts. Returns its exit
+    code. Raises ValueError, one line naming the flag, for errors of the user."""
+    config = with_local_models(command.config)
+    nproc = config.parallel.nproc
+    run_on_ranks(nproc, words, launch, partial(command.check_ranks, config), command.kept)
+    watch_ranks(launch)
+    with spinner(preparing(config), launch.rank == 0):
+        with ended_at_once(launch):
+            prepare = command.preparation()
+        prepared = prepare(config, launch)
+    if launch.rank == 0:
+        command.announce(prepared)
+    return command.conclude(prepared)
+
+
+def start(read: Callable[[Sequence[str], Launch], RankCommand]) -> NoReturn:
+    """Runs the command that `read` makes of the command line."""
+
+    def measure(words: Sequence[str], launch: Launch) -> int:
+        with ended_at_once(launch):
+            command = read(words, launch)
+        return measure_on_ranks(command, words, launch)
+
+    run_ranks(measure)
 
 
 def preparing(config: RunConfig) -> str:
@@ -197,7 +201,20 @@ def check_outputs(output: OutputSection) -> None:
         check_writable("--save_tokens", Path(output.save_tokens))
 
 
-def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
+def announce_run(
+    prepared: Prepared, drafting: Prepared | None, prompt_len: int, output_len: int
+) -> None:
+    """Says what to know of a run: slower choices, limits that are none where something is
+    `drafting`, for prompts and outputs of these lengths at most, checkpoints that were never
+    compared, and words of a template."""
+    announce_backend(prepared.config)
+    if drafting is not None:
+        announce_limits(drafting.config, prompt_len, output_len)
+    announce_unchecked(drafting or prepared)
+    announce_plain_words(prepared)
+
+
+def announce_backend(config: ResolvedConfig) -> None:
     """Says where `auto` had to take a slower choice, and where kernels run in Triton's
     interpreter."""
     chosen = [
@@ -209,19 +226,17 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
         chosen.append((f"--collectives {collectives}:", collectives))
     if config.draft is not None:
         chosen.append(("draft: --native_steps", config.draft.native_steps))
-    for flag, choice in chosen if launch.rank == 0 else ():
+    for flag, choice in chosen:
         if choice.how is How.SECOND_BEST:
             print(f"{flag} {choice.why}", file=sys.stderr, flush=True)
         if choice.how is How.INTERPRETED:
             print(f"{flag} {choice}: {choice.why}", file=sys.stderr, flush=True)
 
 
-def announce_limits(
-    config: ResolvedConfig, prompt_len: int, output_len: int, launch: Launch
-) -> None:
+def announce_limits(config: ResolvedConfig, prompt_len: int, output_len: int) -> None:
     """Says where a limit of drafts is none for prompts and outputs of these lengths at most."""
     decoding = config.decoding
-    if launch.rank != 0 or decoding.model_drafter is None:
+    if decoding.model_drafter is None:
         return
     lines = []
     if config.kv.policy != FULL_KV_POLICY and config.kv.budget >= prompt_len:
@@ -243,8 +258,6 @@ def announce_unchecked(prepared: Prepared) -> None:
     one differs."""
     from magicdec.model.checkpoint.checked import DIFFERS, TOLD, is_exempt, outcome_of, remember
 
-    if prepared.launch.rank != 0:
-        return
     sources = {prepared.config.model.model: prepared.source}
     draft = prepared.config.draft
     if draft is not None and prepared.draft_source is not None:
@@ -263,7 +276,7 @@ def announce_unchecked(prepared: Prepared) -> None:
 
 def announce_plain_words(prepared: Prepared) -> None:
     """Says which words of a chat template look like special tokens and are none."""
-    if prepared.launch.rank == 0 and prepared.plain_words:
+    if prepared.plain_words:
         line = (
             f"--prompt_format chat: {', '.join(prepared.plain_words)} of the template are no "
             f"tokens of {prepared.tokenizer.path.name}, and stand in prompts as plain text"

@@ -118,8 +118,8 @@ def run(words: Sequence[str], launch: Launch) -> int:
     with spinner(f"preparing {asked.model.model}", launch.rank == 0):
         runs = prepare(asked, args.attention, grid, launch)
     for run, memory in runs:
-        announce_backend(run.config, launch)
         if launch.rank == 0:
+            announce_backend(run.config)
             print(labelled("memory", memory, START), flush=True)
     from magicdec.bench.latency.forwards import measure
 

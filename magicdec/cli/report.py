@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from magicdec.bench.run.outcome import Outcome, unfinished_record
-from magicdec.bench.run.run import execute
+from magicdec.bench.measure import Outcome, execute
+from magicdec.bench.records_of import unfinished_record
 from magicdec.cli.flags import NO_RECORD, say_interrupted
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.hardware.environment import describe_environment
@@ -28,8 +28,6 @@ def conclude(prepared: Prepared) -> int:
     is_leader = prepared.launch.rank == 0
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.UTC)
-    if is_leader:
-        announce(prepared)
     try:
         outcome = execute(prepared, is_leader)
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,16 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from magicdec.cli.flags import (
     FAILED,
-    announce_backend,
-    announce_limits,
-    announce_plain_words,
+    announce_run,
     config_of,
-    ended_at_once,
-    preparing,
-    run_on_ranks,
-    run_ranks,
+    measure_on_ranks,
     say_interrupted,
     sections_of,
+    start,
 )
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
@@ -47,10 +43,8 @@ from magicdec.config.sections import (
 from magicdec.config.setting import declared, setting
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
-from magicdec.distributed.watching.watch import watch_ranks
 from magicdec.hardware.other_load import warn_of_load
-from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.output.console import START, labelled, spinner
+from magicdec.output.console import START, labelled
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import append_line, check_files, check_record_file, to_json, write_text
@@ -61,7 +55,7 @@ from magicdec.workload.prompt_sets import is_prompt_set
 from magicdec.workload.request_shapes import TRACE, UNIFORM
 
 if TYPE_CHECKING:
-    from magicdec.bench.serving.measure import MeasuredPasses
+    from magicdec.bench.measure import MeasuredPasses
     from magicdec.bench.serving.prepare import PreparedServing
     from magicdec.bench.serving.record import ServingRecord
 
@@ -302,23 +296,28 @@ class ServeCommand:
     files: ServeFilesSection
     failures: list[str] = field(default_factory=list)  # files that could not be written
 
+    @property
+    def kept(self) -> str:
+        return f"the records of modes that had ended are in {self.config.output.results}"
+
     def run(self, words: Sequence[str], launch: Launch) -> int:
         """Runs the whole command on this rank. Returns its exit code."""
-        config = with_local_models(self.config)
-        out = Path(self.config.output.results)
-        nproc = config.parallel.nproc
-        check = partial(check_nproc, config, self.options)
-        run_on_ranks(
-            nproc, words, launch, check, f"the records of modes that had ended are in {out}"
-        )
-        watch_ranks(launch)
-        with spinner(preparing(config), launch.rank == 0):
-            with ended_at_once(launch):
-                from magicdec.bench.serving.prepare import prepare
+        return measure_on_ranks(self, words, launch)
 
-            prepared = prepare(config, self.options, launch)
-        if launch.rank == 0:
-            announce(prepared)
+    def check_ranks(self, config: RunConfig, nproc: int) -> None:
+        check_nproc(config, self.options, nproc)
+
+    def preparation(self) -> Callable[[RunConfig, Launch], PreparedServing]:
+        from magicdec.bench.serving.prepare import prepare
+
+        return lambda config, launch: prepare(config, self.options, launch)
+
+    def announce(self, prepared: PreparedServing) -> None:
+        announce(prepared)
+
+    def conclude(self, prepared: PreparedServing) -> int:
+        launch = prepared.launch
+        out = Path(self.config.output.results)
         record_file = RecordFile(out)
         try:
             measured = self.measure(prepared, record_file)
@@ -337,9 +336,9 @@ class ServeCommand:
         return FAILED if self.failures else code
 
     def measure(self, prepared: PreparedServing, record_file: RecordFile) -> MeasuredPasses:
-        from magicdec.bench.serving.measure import measure
+        from magicdec.bench.measure import measure_modes
 
-        return measure(prepared, record_file.append)
+        return measure_modes(prepared, record_file.append)
 
     def print_tables(self, records: Sequence[ServingRecord]) -> None:
         from magicdec.bench.serving.showing import brief_tables, tables
@@ -375,13 +374,10 @@ def announce(prepared: PreparedServing) -> None:
         print(labelled("split", split, START))
     for transport in dict.fromkeys(messages):
         print(labelled("messages", transport))
-    announce_backend(prepared.run.config, prepared.launch)
     options = prepared.options
     output_len = max(shape.output_len for shape in options.shapes)
-    drafting = [each for each in options.passes if each.is_drafting]
-    for system in [prepared.system_of(drafting[0])] if drafting else ():
-        announce_limits(system.run.config, options.longest_prompt, output_len, prepared.launch)
-    announce_plain_words(prepared.run)
+    drafting = [prepared.system_of(each).run for each in options.passes if each.is_drafting]
+    announce_run(prepared.run, next(iter(drafting), None), options.longest_prompt, output_len)
     print(labelled("memory", prepared.memory, START), flush=True)
 
 
@@ -400,13 +396,7 @@ def conclude(
 
 
 def run(name: str) -> NoReturn:
-
-    def serve(words: Sequence[str], launch: Launch) -> int:
-        with ended_at_once(launch):
-            experiment = COMMANDS[name].parse(words, launch)
-        return experiment.run(words, launch)
-
-    run_ranks(serve)
+    start(COMMANDS[name].parse)
 
 
 main, inflight, recurrent, pipeline = (partial(run, name) for name in COMMANDS)

@@ -20,15 +20,10 @@ from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection, WorkloadSection
 from magicdec.distributed.groups import Launch
-from magicdec.engine.scheduler import StepCounts
-from magicdec.hardware.threads import ThreadCount
 from magicdec.hardware.timing import RealClock
 from magicdec.output.console import Progress
-from magicdec.records.acceptance import Verifications
-from magicdec.records.stalls import TimedStep
-from magicdec.runner.request import Request, StepOutput, Turn
+from magicdec.runner.request import Request, Turn
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.memory_check import MemoryBudget, add_up
 from magicdec.setup.memory_plan import MemoryPlan, plan_of
 from magicdec.setup.model_plan import ModelPlan
@@ -43,6 +38,7 @@ from magicdec.setup.prepare import (
 from magicdec.systems.declaration import SystemSettings
 from magicdec.systems.details import Details
 from magicdec.systems.modes import Pass
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.options import ServeOptions
 from magicdec.systems.stages.spans import Span
 from magicdec.workload.conversations import Conversation
@@ -52,40 +48,9 @@ if TYPE_CHECKING:
     from magicdec.runner.model_runner import ModelRunner
     from magicdec.speculation.steps.logits_recorder import LogitsRecorder
     from magicdec.speculation.steps.strategy import DecodingStrategy
+    from magicdec.systems.shared_prefill import KeptPrompts
 
 WARM_UP_TOKENS = 3
-
-
-def ignore_tokens(num_tokens: int) -> None:
-    """Nobody counts the tokens."""
-
-
-@dataclass
-class PassObserver:
-    """The observer of a pass: counts of steps, verifications, decode steps with their times, and
-    computing threads. It calls `advance` with each step's number of tokens."""
-
-    counts: StepCounts = field(default_factory=StepCounts)
-    advance: Callable[[int], None] = ignore_tokens
-    threads: ThreadCount = field(default_factory=ThreadCount)
-    verifications: Verifications = field(default_factory=Verifications)
-    is_measured: bool = False
-    is_logged: bool = False  # steps say what was drafted and read, where the system can
-    is_timed: bool = False  # `steps` are kept
-    steps: list[TimedStep] = field(default_factory=list)
-    _prompt_tokens: int = 0  # that the step which is executed prefills
-
-    def watch(self, plan: StepPlan) -> None:
-        """A step begins now."""
-        self.counts.watch(plan)
-        self._prompt_tokens = sum(part.stop - part.start for part in plan.parts)
-
-    def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
-        self.verifications.observe(request_ids, output)
-        if self.is_timed:
-            kind = self._prompt_tokens, output.padded_gamma, len(request_ids)
-            self.steps.append(TimedStep(1e3 * seconds, kind))
-        self.advance(output.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -129,6 +94,10 @@ class System(ABC):
     layer_split: str | None = None  # as `--layer_split` would name the layers of the stages
     split: str = ""  # what `--layer_split auto` chose, in one line
     transport: Transport | None = None  # of messages between stages
+    stays_open = False  # beside other systems: what it holds is shared
+    keeps_prompts = False  # `keep_prompts` prefills once for several passes
+    kept: KeptPrompts | None = None  # the prompts that are served now, if they are kept
+    counts_reads = False  # the forwards of `runners` are all that its decode steps read
     are_steps_timed = False  # steps take their time alone, and do not wait for each other
     ranks_of_layer: int = 1  # the ranks that share a layer, whose sums are rounded by their number
 
@@ -223,12 +192,28 @@ class System(ABC):
         """The CPU threads with which this rank computes in the passes; 0 if it waits."""
         return self.run.config.parallel.threads if self.computes else 0
 
+    def keep_prompts(self, number: int, requests: Sequence[Request], name: str) -> list[Request]:
+        """Prefill these requests, the group of that number, unless a cache has them. Returns them
+        just after prefill, for `serve`, in every pass anew. For systems that have
+        `keeps_prompts`; `name` says in the progress what is prefilled."""
+        raise NotImplementedError
+
+    @property
+    def runners(self) -> Sequence[ModelRunner]:
+        """This rank's runners whose forwards are counted."""
+        return ()
+
     @abstractmethod
     def serve(
         self, each: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
-        """Serve all requests, each from its arrival on. Only the first rank's get their tokens.
-        Raises ValueError, before the first step, if a request can never be served."""
+        """Serve all requests, each from its arrival on, or those of `keep_prompts`. Only the first
+        rank's get their tokens. Raises ValueError, before the first step, if a request can never be
+        served."""
+
+    def end_warm_up(self) -> None:
+        """Forget what the warm-up of a pass has measured, which ends now."""
+        return None
 
     def now(self) -> float:
         """The time by the clock of arrivals. All ranks that compute must call it equally often."""

@@ -28,10 +28,10 @@ from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.mdi_llm.ring_stage import Stage
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.stages.clocks import compare_clocks
 from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop
-from magicdec.systems.system import PassObserver
 
 CHUNK = 16
 MAX_TOKENS = 90

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from lossy import plant, short_run
 
-from magicdec.bench.run.run import execute
+from magicdec.bench.measure import execute
 from magicdec.distributed.groups import read_launch
 from magicdec.setup.prepare import prepare
 

@@ -11,9 +11,9 @@ import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 from lossy import plant, short_run
 
-from magicdec.bench.run.run import execute
-from magicdec.bench.verdict.check import RunReplays, check_outputs
-from magicdec.bench.verdict.rounding import (
+from magicdec.bench.check.check import check_outputs
+from magicdec.bench.check.replays import PrefilledReplays
+from magicdec.bench.check.rounding import (
     Gaps,
     WiderView,
     chances_to_differ,
@@ -23,6 +23,7 @@ from magicdec.bench.verdict.rounding import (
     most_by_chance,
     view_of,
 )
+from magicdec.bench.measure import execute
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.groups import Launch
 from magicdec.engine.engine import Engine
@@ -63,7 +64,7 @@ def check(
     def make_wider():  # type: ignore[no-untyped-def]
         return make_runner(copy.deepcopy(model).double(), 1, 90)
 
-    replays = RunReplays(make_runner(model, 2, 90), make_wider, gamma, prefill_chunk=32)
+    replays = PrefilledReplays(make_runner(model, 2, 90), make_wider, gamma, prefill_chunk=32)
     return check_outputs("autoregressive", expected, found, replays)
 
 
@@ -75,7 +76,9 @@ def test_equal_outputs_are_identical_and_need_no_replay() -> None:
         raise AssertionError("nothing to replay")
 
     nothing: Any = None
-    result = check_outputs("autoregressive", expected, found, RunReplays(nothing, refuse, 3, 32))
+    result = check_outputs(
+        "autoregressive", expected, found, PrefilledReplays(nothing, refuse, 3, 32)
+    )
     assert result.identical and result.num_tokens == 2 * NUM_NEW and result.num_excused == 0
     assert result.passed
 
@@ -157,8 +160,8 @@ def test_too_many_shortfalls_are_a_divergence(monkeypatch: pytest.MonkeyPatch) -
     found = decoded(model)
     for request in found:
         request.output_ids[3:15] = [token + 1 for token in request.output_ids[3:15]]
-    monkeypatch.setattr("magicdec.bench.verdict.check.most_by_chance", lambda chances: 2)
-    monkeypatch.setattr("magicdec.bench.verdict.check.largest_error", lambda gaps, wider: 1e3)
+    monkeypatch.setattr("magicdec.bench.check.check.most_by_chance", lambda chances: 2)
+    monkeypatch.setattr("magicdec.bench.check.check.largest_error", lambda gaps, wider: 1e3)
     result = check(model, expected, found)
     assert result.num_short is not None and result.num_short_reference == 0
     assert result.num_short > 9 and result.num_diverged == 2 and not result.passed

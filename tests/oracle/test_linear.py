@@ -16,8 +16,8 @@ from lossless import speculate
 from torch import Tensor, nn
 
 from magicdec.attention.native import NativeBackend
+from magicdec.bench.check.replays import wider_runner
 from magicdec.bench.run.roofline import weight_bytes
-from magicdec.bench.run.run import Run
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
@@ -29,10 +29,12 @@ from magicdec.model.linear.grouped import GroupedLinear
 from magicdec.model.linear.packed import Linear, PackedLinear, PartialLinear, library
 from magicdec.model.linear.quantizers import INT4, INT8
 from magicdec.model.transformer import Transformer
-from magicdec.output.console import make_progress
+from magicdec.output.console import Silent
 from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
+from magicdec.systems.prefilled_batching import PrefilledBatching
+from magicdec.systems.shared_prefill import SharedPrefill
 
 pytestmark = pytest.mark.two_threads
 
@@ -195,9 +197,11 @@ def test_differences_are_settled_by_the_same_weights() -> None:
     )
     prepared = prepare(config, alone)
     with RankSession(alone, prepared.config.parallel) as session:
-        run = Run(prepared, session, make_progress(False))
-    wider = run.make_reference().model.state_dict()
-    for name, tensor in run.runner.model.state_dict().items():
+        shared = SharedPrefill(session.device, Silent())
+        system = PrefilledBatching(prepared, session.groups, session.device, shared)
+    runner = system.caches.engine.runner
+    wider = wider_runner(prepared, runner, Silent()).model.state_dict()
+    for name, tensor in runner.model.state_dict().items():
         kept = name.endswith(".scale") or tensor.dtype == torch.int8
         assert wider[name].dtype == (tensor.dtype if kept else torch.float64)
         assert torch.equal(wider[name].to(tensor.dtype), tensor)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from magicdec.bench.gate.cases import Subject, baselines_in
 from magicdec.bench.gate.measuring import Result, run_cases, with_threads
-from magicdec.bench.run import run
 from magicdec.cli import gate
 from magicdec.cli.flags import LoneCommand
 from magicdec.config.run_config import RunConfig
@@ -22,6 +21,7 @@ from magicdec.kv.view import SinksAndWindow
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.reading import read_records
 from magicdec.records.record import Record, RunRecord
+from magicdec.systems import prefilled_batching
 
 pytestmark = pytest.mark.wide
 
@@ -68,7 +68,7 @@ def test_a_draft_with_perturbed_weights_fails(
     baselines: list[RunRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its fingerprint, which is of the small tensors, does not tell."""
-    make_draft = run.make_draft
+    make_draft = prefilled_batching.make_draft
 
     def perturbed(*args: Any) -> Any:
         draft = make_draft(*args)
@@ -80,7 +80,7 @@ def test_a_draft_with_perturbed_weights_fails(
                 parameter.data += NOISE * parameter.data.std() * noise
         return draft
 
-    monkeypatch.setattr(run, "make_draft", perturbed)
+    monkeypatch.setattr(prefilled_batching, "make_draft", perturbed)
     (found,) = compare(records_of(DRAFT), baselines)
     assert exit_code([found]) == 1, found
 

@@ -18,13 +18,13 @@ from recorder import StandInRecorder
 from serving_command import prepare_as
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.serving.measure import measure
+from magicdec.bench.check.forced import ForcedSteps
+from magicdec.bench.check.judgement import judge_again
+from magicdec.bench.check.replays import engine_pass, unanswered
+from magicdec.bench.check.wider import WiderTexts
+from magicdec.bench.measure import measure_modes
 from magicdec.bench.serving.record import ServingRecord, status_of
 from magicdec.bench.serving.showing import verdict
-from magicdec.bench.serving.verdict import engine_pass, unanswered
-from magicdec.bench.verdict.forced import ForcedSteps
-from magicdec.bench.verdict.judgement import judge_again
-from magicdec.bench.verdict.wider import WiderTexts
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.prefix_cache import Beginning, PrefixCache
@@ -88,7 +88,7 @@ def serve(
     prepared = prepare_as("serve", tmp_path, *words, "--dtype", dtype, "--modes", *modes)
     records = list[ServingRecord]()
     with planted(ATTACKS[attack]("sdpa")):
-        measure(prepared, records.append)
+        measure_modes(prepared, records.append)
     return records
 
 

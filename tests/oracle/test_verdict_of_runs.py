@@ -14,9 +14,9 @@ from recorder import StandInRecorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.run.run import execute
-from magicdec.bench.verdict import wider
-from magicdec.bench.verdict.judgement import judge_again
+from magicdec.bench.check import wider
+from magicdec.bench.check.judgement import judge_again
+from magicdec.bench.measure import execute
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Launch
 from magicdec.engine.engine import Engine
@@ -208,7 +208,7 @@ def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
         kept.append(witness)
         return judge_again(witness, *more)
 
-    monkeypatch.setattr("magicdec.bench.run.run.judge_again", judge_and_keep)
+    monkeypatch.setattr("magicdec.bench.check.output.judge_again", judge_and_keep)
     config = replace(
         config,
         model=replace(config.model, linear="auto", native_steps="on"),

@@ -55,7 +55,8 @@ from magicdec.speculation.ngram import NgramDrafter
 from magicdec.systems.flover.system import Flover
 from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.mdi_llm.ring_stage import Stage
-from magicdec.systems.system import PassObserver, System
+from magicdec.systems.observer import PassObserver
+from magicdec.systems.system import System
 from magicdec.systems.system import make_requests as requests_to_serve
 
 KINDS = {

@@ -18,7 +18,7 @@ from conftest import ROOT, Command
 from magicdec.attention import native
 from magicdec.bench.run import model_check
 from magicdec.bench.run.model_check import ModelCheck
-from magicdec.bench.run.run import Run
+from magicdec.bench.runner import Runner
 from magicdec.bench.study.drafts import BaselineTimes
 from magicdec.cli.drivers import RUN
 from magicdec.cli.front import advice, config_of, doctor
@@ -399,15 +399,15 @@ def test_a_signal_ends_the_passes_and_not_the_report(
     """It comes with the second pass of the second batch."""
     machine_file(world_size=1).save(tmp_path / "machine.json")
     count = [0]
-    original = Run.measure_pass
+    original = Runner.measure_pass
 
-    def measure_pass(self: Run, *given: Any) -> None:
+    def measure_pass(self: Runner, *given: Any) -> None:
         count[0] += 1
         if count[0] == NUM_SMALL + 3:
             os.kill(os.getpid(), number)
         original(self, *given)
 
-    monkeypatch.setattr(Run, "measure_pass", measure_pass)
+    monkeypatch.setattr(Runner, "measure_pass", measure_pass)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     code, out, err = command("advise", *small)
     assert code == 128 + number

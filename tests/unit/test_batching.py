@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, Launch, make_runner
 from fake_clock import VirtualClock
 
-from magicdec.bench.serving.measure import MeasuredPasses
+from magicdec.bench.measure import MeasuredPasses
 from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.bench.serving.prepare import check_here, prepare
 from magicdec.bench.serving.record import ServingRecord
@@ -37,7 +37,8 @@ from magicdec.speculation.steps.strategy import Setup, make_strategy
 from magicdec.systems.flover import batchings as batching
 from magicdec.systems.flover.system import BATCHINGS, Flover
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import PassObserver, make_requests
+from magicdec.systems.observer import PassObserver
+from magicdec.systems.system import make_requests
 
 LENGTHS = [(5, 9), (40, 3), (1, 30), (17, 1), (33, 12), (8, 20), (24, 5)]
 ARRIVALS_MS = [0, 2, 3, 30, 31, 90, 200]  # a step of the virtual clock takes 1 ms

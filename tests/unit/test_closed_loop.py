@@ -28,9 +28,9 @@ from magicdec.hardware.timing import GroupClock
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.modes import Pass
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
-from magicdec.systems.system import PassObserver
 from magicdec.systems.system import make_requests as requests_of
 
 ALONE = Launch(0, 1, 0, 1)

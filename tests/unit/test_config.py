@@ -28,7 +28,6 @@ from magicdec.config.sections import (
     DraftSection,
 )
 from magicdec.config.setting import Declared, declared
-from magicdec.distributed.groups import Launch
 
 DRIVER = DRIVERS["selfspec"].config
 LONGSPEC = DRIVERS["longspec"].config
@@ -344,12 +343,12 @@ def test_rank_0_says_why_and_another_only_if_it_was_not_ended(
         waited.append(seconds)
 
     monkeypatch.setattr(cli.time, "sleep", sleep)
-    monkeypatch.setattr(sys, "argv", ["somewhere/driver.py"])
+    monkeypatch.setattr(sys, "argv", ["somewhere/driver.py", "--gamma", "0"])
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(SystemExit) as stopped:
-            cli.start(Driver("", DRIVER).read, ["--gamma", "0"])
+            cli.start(Driver("", DRIVER).parse)
         out, err = capsys.readouterr()
         assert stopped.value.code == 2 and out == ""
         assert err.startswith("driver.py: --gamma 0 is too small") and err.count("\n") == 1
@@ -487,10 +486,7 @@ def test_an_attention_backend_that_cannot_serve_is_refused(
 
 def test_triton_on_a_cpu_is_said_to_be_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
     config = resolve(parsed("--attention", "triton", "--device", "cpu"), Machine(2))
-    for rank in (0, 1):
-        cli.announce_backend(
-            config, Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-        )
+    cli.announce_backend(config)
     line = "--attention triton: asked for; interpreted on a CPU, for checks and not for times\n"
     assert capsys.readouterr().err == line
 

@@ -21,10 +21,11 @@ from test_prompt_sets import name_of
 from test_workload import BOS, Characters, build
 from transformers import AutoModelForCausalLM
 
+from magicdec.bench.check.passes import check_differing
+from magicdec.bench.check.replays import unanswered
 from magicdec.bench.serving.metrics import categories_of
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.bench.serving.showing import tables, turn_tables
-from magicdec.bench.serving.verdict import check_mode, unanswered
 from magicdec.engine.arrivals import Arrivals
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.records.reading import read_records
@@ -424,5 +425,5 @@ def test_a_turn_behind_another_answer_shows_nothing() -> None:
         sides.append(requests)
     replayed = Replayed()
     with pytest.raises(Replayed):
-        check_mode("first", *sides, replayed)  # type: ignore[arg-type]
+        check_differing("first", *sides, replayed, 1)  # type: ignore[arg-type]
     assert replayed.ids == [0, 2, 3]

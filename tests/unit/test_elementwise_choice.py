@@ -15,7 +15,6 @@ from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, ModelSection, ParallelSection
-from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import MLP, RMSNorm
 from magicdec.model.checkpoint.source import find_model
@@ -84,10 +83,9 @@ def test_what_is_slower_or_interpreted_is_said(capsys: pytest.CaptureFixture[str
         "": replace(GPU, has_bfloat16_products=False),
     }
     for line, machine in said.items():
-        for rank in (0, 1):
-            cli.announce_backend(resolved(machine), Launch(rank, 2, rank, 2))
+        cli.announce_backend(resolved(machine))
         assert capsys.readouterr().err == line
-    cli.announce_backend(resolved(FAST, "triton"), Launch(0, 1, 0, 1))
+    cli.announce_backend(resolved(FAST, "triton"))
     assert capsys.readouterr().err == f"--elementwise triton: {INTERPRETED}\n"
 
 
@@ -152,15 +150,12 @@ def test_layers_that_keep_a_model_from_native_steps_are_announced(
     asked = RunConfig(draft=DraftSection("demo-draft"))
     obstacles = [ModelTraits(layer_obstacle=w) for w in ("layer norms", "learned positions")]
     config = resolve(asked, FAST, *obstacles)
-    for rank in (0, 1):
-        cli.announce_backend(config, Launch(rank, 2, rank, 2))
+    cli.announce_backend(config)
     assert capsys.readouterr().err == (
         "--native_steps auto: off, the model has layer norms\n"
         "draft: --native_steps auto: off, the model has learned positions\n"
     )
     for model in (ModelSection(linear="torch"), ModelSection(native_steps="off"), ModelSection()):
         traits = [] if model == ModelSection() else obstacles
-        cli.announce_backend(
-            resolve(replace(asked, model=model), FAST, *traits), Launch(0, 1, 0, 1)
-        )
+        cli.announce_backend(resolve(replace(asked, model=model), FAST, *traits))
     assert capsys.readouterr().err == ""

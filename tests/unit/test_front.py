@@ -458,9 +458,28 @@ def test_limits_that_limit_nothing_are_said(
     config = resolve(
         RunConfig(kv=kv, decoding=DecodingSection("speculative", drafter, gamma)), Machine(2)
     )
-    flags.announce_limits(config, 100, 8, Launch())
+    flags.announce_limits(config, 100, 8)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(said)
     assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
-    flags.announce_limits(config, 100, 8, Launch(1, 2, 1, 2))
-    assert capsys.readouterr().err == "", "on the first rank alone"
+
+
+def test_the_first_rank_alone_announces_what_was_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every rank measures."""
+    said = list[str]()
+    command = SimpleNamespace(
+        config=RunConfig(),
+        kept="nothing",
+        check_ranks=lambda config, nproc: None,
+        preparation=lambda: lambda config, launch: f"rank {launch.rank}",
+        announce=lambda prepared: said.append(f"{prepared} announces"),
+        conclude=lambda prepared: said.append(f"{prepared} measures") or 3,
+    )
+    monkeypatch.setattr(flags, "run_on_ranks", lambda *given: None)
+    monkeypatch.setattr(flags, "watch_ranks", lambda launch: None)
+    for rank in range(2):
+        launch = Launch(rank, 2, rank, 2)
+        assert flags.measure_on_ranks(cast(flags.RankCommand, command), [], launch) == 3
+    assert said == ["rank 0 announces", "rank 0 measures", "rank 1 measures"]

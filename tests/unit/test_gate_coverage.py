@@ -276,7 +276,7 @@ def test_ranks_stop_after_a_case_that_failed_on_any_of_them(
 
     results: list[Result] = [CASES[1], "RuntimeError: no room", CASES[3]]
     monkeypatch.setattr("magicdec.setup.prepare.prepare", prepare)
-    monkeypatch.setattr("magicdec.bench.run.resident.prefill_key", lambda config: 0)
+    monkeypatch.setattr("magicdec.systems.shared_prefill.prefill_key", lambda config: 0)
     monkeypatch.setattr(
         measuring, "_run_group", lambda group, _: zip((n for n, _ in group), results, strict=True)
     )

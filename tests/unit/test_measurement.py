@@ -20,9 +20,9 @@ from fake_clock import FakeClock
 from identities import check_record
 from pretend_cuda import DEVICE, Event, OnDevice, waits
 
-from magicdec.bench.run import run as run_module
+from magicdec.bench import runner as runner_module
+from magicdec.bench.measure import execute
 from magicdec.bench.run.roofline import weight_bytes
-from magicdec.bench.run.run import execute
 from magicdec.bench.study.cells import config_key, make_cells
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -44,6 +44,7 @@ from magicdec.setup.prepare import prepare
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.steps import build
 from magicdec.speculation.steps.strategy import Phase, Setup
+from magicdec.systems import prefilled_batching
 
 PROMPT = 20
 CHUNK = 8
@@ -128,9 +129,9 @@ class ScriptedStrategy:
 
     def admit(self, batch: Batch) -> None:
         index = batch.requests[0].request_id // len(batch.requests)
-        assert isinstance(self.phase, PhaseTimer)
-        self.script.passes.append((self.name, index, self.phase.enabled))
-        self.slowness = SLOWNESS[index] if self.phase.enabled else UNMEASURED
+        is_timed = isinstance(self.phase, PhaseTimer) and self.phase.enabled
+        self.script.passes.append((self.name, index, is_timed))
+        self.slowness = SLOWNESS[index] if is_timed else UNMEASURED
         baseline = [ScriptedStep({"decode": BASELINE_STEP_S[index] - 0.001})] * (NEW - 1)
         self.steps = iter(baseline if self.name == "autoregressive" else SPECULATION)
         self._advance(LAUNCH_S)
@@ -201,8 +202,8 @@ def measured(
         patch.setattr("time.perf_counter", script.clock)
         patch.setattr(ModelRunner, "forward", forward)
         patch.setattr(build, "make_strategy", make_strategy)
-        patch.setattr(run_module, "synchronize", script.synchronize)
-        patch.setattr(run_module, "read_bandwidth", lambda group, device: next(bandwidths))
+        patch.setattr(prefilled_batching, "synchronize", script.synchronize)
+        patch.setattr(runner_module, "read_bandwidth", lambda group, device: next(bandwidths))
         record = execute(prepared, is_leader=False).record
     assert record.status == "ok"
     check_record(record)
@@ -213,11 +214,10 @@ def test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first(
     measured: ClockedRun,
 ) -> None:
     both = ["autoregressive", "speculative"]
-    warm_up = [(name, 0, False) for name in both * 2]
-    assert measured.script.passes[:4] == warm_up
-    timed = [(name, 0) for name in both] + [(name, 1) for name in reversed(both)]
-    timed += [(name, 2) for name in both]
-    assert measured.script.passes[4:] == [(name, batch, True) for name, batch in timed]
+    first = [(name, 0, is_timed) for name in both for is_timed in (False, False, True)]
+    assert measured.script.passes[:6] == first
+    timed = [(name, 1) for name in reversed(both)] + [(name, 2) for name in both]
+    assert measured.script.passes[6:] == [(name, batch, True) for name, batch in timed]
     assert measured.script.num_forwards == 3 * 2 * 3, "every prompt is prefilled once, in 3 chunks"
 
 

@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.run.run import Run, execute
+from magicdec.bench.check.replays import PrefilledMeans
+from magicdec.bench.measure import execute
 from magicdec.bench.serving.prepare import prepare as prepare_serving
 from magicdec.cli.drivers import TargetSection
 from magicdec.cli.serve import COMMANDS, RecordFile
@@ -198,7 +199,7 @@ def test_caches_are_those_of_a_run(
     name: str, tmp_path: Path, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The verdict's caches of single layers come after the passes, and go again.
-    monkeypatch.setattr(Run, "measure_forwards", lambda self: None)
+    monkeypatch.setattr(PrefilledMeans, "forwards", lambda *given: None)
     config = RUNS[name]
     backend = "grouped" if config.attention.backend == "auto" else config.attention.backend
     config = replace(

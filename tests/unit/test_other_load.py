@@ -9,7 +9,7 @@ from conftest import Command
 from test_advise import machine_file
 from test_record import small
 
-from magicdec.bench.run.outcome import Outcome
+from magicdec.bench.measure import Outcome
 from magicdec.cli import report
 from magicdec.hardware import other_load
 from magicdec.hardware.other_load import (

@@ -16,7 +16,7 @@ from synthetic_records import parse_record
 from test_record import PASSED, run_record
 from test_session import PARALLEL
 
-from magicdec.bench.run.run import Run, execute
+from magicdec.bench.measure import execute
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -44,6 +44,7 @@ from magicdec.systems.flover.system import Flover, of_first_rank_alone
 from magicdec.systems.mdi_llm.system import MDILLM, OpenRing
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
+from magicdec.systems.prefilled_batching import PrefilledBatching
 from magicdec.systems.stages.stage import StageLoop
 
 ALONE = Launch(0, 1, 0, 1)
@@ -193,9 +194,9 @@ def test_both_passes_of_a_run_say_their_threads_in_each_batch(config: RunConfig)
 
 
 RUN_FAULTS = {
-    "before a pass": ("make_strategy", before, "2 threads"),
-    "at the begin of a pass": ("begin", before, "1 to 2 threads"),
-    "at the end of its preparation": ("begin", after, "1 to 2 threads"),
+    "before a pass": ("_make_strategy", before, "2 threads"),
+    "at the begin of a pass": ("_prepare", before, "1 to 2 threads"),
+    "at the end of its preparation": ("_prepare", after, "1 to 2 threads"),
 }
 
 
@@ -205,13 +206,14 @@ def test_a_pass_of_a_run_with_other_threads_ends_it(
     fault: str, name: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, change, measured = RUN_FAULTS[fault]
-    original = getattr(Run, method)
+    original = getattr(PrefilledBatching, method)
 
-    def changed(self: Run, of_pass: str, *args: Any) -> Any:
-        function = change(original) if of_pass == name else original
+    def changed(self: PrefilledBatching, of_pass: Pass, *args: Any) -> Any:
+        is_drafting = name == "speculative"
+        function = change(original) if of_pass.is_drafting == is_drafting else original
         return function(self, of_pass, *args)
 
-    monkeypatch.setattr(Run, method, changed)
+    monkeypatch.setattr(PrefilledBatching, method, changed)
     said = f"^{name}: rank 0 computed with {measured}, but its config says 1$"
     with pytest.raises(AssertionError, match=said):
         execute(prepare(config, ALONE), is_leader=False)

@@ -19,9 +19,10 @@ import plant_faults
 from plant_faults import plant
 plant_faults.IMPORTED = "hypothesis", "numpy", "torch.distributed"  # what this test needs
 test = "test_measurement.py::test_the_bandwidth_is_the_larger_of_those_before_and_after"
-file, text = "bench/run/run.py", "bandwidth = max("
-faults = [("harmless", text, text + " "), ("lost", "bandwidth = largest(", ""),
-          ("wrong", text, "bandwidth = min("), ("syntax", text, "bandwidth = max((")]
+file, text = "bench/runner.py", "return max(self.bandwidths"
+faults = [("harmless", text, text + " "), ("lost", "return largest(self.bandwidths", ""),
+          ("wrong", text, "return min(self.bandwidths"),
+          ("syntax", text, "return max((self.bandwidths")]
 faults = tuple(Fault(name, file, *texts) for name, *texts in faults)
 sys.exit(plant([Property("", test, faults)]))
 """
@@ -76,7 +77,7 @@ def test_a_fault_of_every_property_is_seen() -> None:
 def test_a_fault_that_no_test_sees_is_named() -> None:
     """And one whose text is not there any more, and one that leaves no code to test."""
     done = plant("-c", CONTROL)
-    file = "bench/run/run.py"
+    file = "bench/runner.py"
     lines = [line for line in done.stdout.splitlines() if f" {file} " in line]
     verdicts = [line.split("test_")[0].split() for line in lines]
     assert verdicts == [

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from magicdec.bench.run.run import RankCounts, Run
-from magicdec.hardware.threads import RankThreads, ThreadCount
+from magicdec.bench.runner import AllRanks, OneRank
+from magicdec.hardware.threads import RankThreads
 from magicdec.records.metrics import decode_metrics
 from magicdec.records.samples import PassSamples
 from magicdec.setup import memory_sampler
-from magicdec.setup.memory_sampler import MemoryWatch
+from magicdec.setup.memory_sampler import MemoryTaken, MemoryWatch
 
 CPU = torch.device("cpu")
 
@@ -36,26 +36,21 @@ def test_the_memory_of_a_run_is_the_sum_over_ranks(monkeypatch: pytest.MonkeyPat
     assert (taken.process, taken.peak) == (100 + 30 + 1, 700 + 50 + 9)
 
 
-def test_the_counts_of_a_batch_are_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counts_of_a_batch_are_of_each_rank() -> None:
     """The ranks of this run read and hold other bytes; the drafts' tokens are the same on all that
     draft, and 0 on a rank that does not. The second batch needs most."""
-    monkeypatch.setattr("magicdec.bench.run.run.peak_memory_bytes", lambda device: 0)
     samples = PassSamples.empty()
-    threads = ThreadCount()
-    threads.note()
     for first, second in (((300, 20), (40, 60)), ((300, 90), (40, 10))):
         ranks = [
-            RankCounts(read, peak, tokens, rows, RankThreads(rank, 2, 2, 2))
+            OneRank(RankThreads(rank, 2, 2, 2), peak, True, 5, peak, read, tokens, rows)
             for rank, ((read, peak), tokens, rows) in enumerate(((first, 0, 0), (second, 77, 7)))
         ]
-        target = SimpleNamespace(all_gather_values=lambda ours, kind, ranks=ranks: ranks)
-        run: Any = SimpleNamespace(
-            groups=SimpleNamespace(rank=0, target=target),
-            runners=list,
-            device=CPU,
-            config=SimpleNamespace(parallel=SimpleNamespace(threads=2)),
-        )
-        Run.gather_counts(run, "speculative", samples, [], threads)
+        batch = AllRanks(ranks)
+        assert batch.memory == MemoryTaken(5 + 5, first[1] + second[1])
+        samples.bytes_read.append(batch.bytes_read)
+        samples.peak_memory_bytes.append(batch.peaks)
+        samples.draft_kv_tokens.append(batch.draft_kv_tokens)
+        samples.draft_rows.append(batch.draft_rows)
     assert samples.bytes_read == [[300, 40], [300, 40]]
     assert samples.peak_memory_bytes == [[20, 60], [90, 10]]
     assert (samples.draft_kv_tokens, samples.draft_rows) == ([77, 77], [7, 7])

@@ -20,7 +20,8 @@ from conftest import TINY
 from identities import check_record
 from synthetic_samples import pass_samples
 
-from magicdec.bench.run.outcome import MeasuredRun, make_record
+from magicdec.bench import records_of
+from magicdec.bench.records_of import MeasuredRun
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
@@ -136,7 +137,7 @@ def run_record(
     started = datetime.datetime.now(datetime.UTC)
     environment = describe_environment(launch, "cpu", started)
     environment = replace(environment, read_bandwidth_bytes_per_s=1e10)
-    return make_record(prepared, measured, correctness, environment)
+    return records_of.run_record(prepared, measured, correctness, environment)
 
 
 def failed_record() -> RunRecord:

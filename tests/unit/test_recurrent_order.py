@@ -43,8 +43,8 @@ from magicdec.speculation.steps.strategy import Setup
 from magicdec.systems.mdi_llm.details import DraftCounts
 from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
-from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
 CHUNK, LIMITS = 8, BatchLimits(60, prefill_tokens=16)

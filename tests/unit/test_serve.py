@@ -18,7 +18,8 @@ from identities import check_pass
 from rich.console import Console
 from serving_command import prepare_as
 
-from magicdec.bench.serving import measure
+from magicdec.bench import runner as runner_module
+from magicdec.bench.runner import OneRank
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.bench.serving.showing import brief_tables, tables, verdict
 from magicdec.cli import serve
@@ -37,7 +38,8 @@ from magicdec.setup.prepare import SetupCache
 from magicdec.systems.declaration import Drafts
 from magicdec.systems.flover.system import Flover
 from magicdec.systems.modes import MODES, NAMES, SYSTEM_OF, Pass
-from magicdec.systems.system import WARM_UP_TOKENS, PassObserver, StepShape, System, SystemDetails
+from magicdec.systems.observer import PassObserver
+from magicdec.systems.system import WARM_UP_TOKENS, StepShape, System, SystemDetails
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
@@ -633,10 +635,10 @@ def test_a_rank_with_other_threads_ends_every_rank(
 ) -> None:
     """Each learns what all have measured."""
 
-    def all_gather(ours: object, kind: object, world_size: int) -> list[object]:
-        return [ours, (RankThreads(1, 3, 1, 3), 0)]
+    def all_gather(ours: OneRank, kind: object, world_size: int) -> list[object]:
+        return [ours, ours._replace(threads=RankThreads(1, 3, 1, 3))]
 
-    monkeypatch.setattr(measure, "all_gather_values", all_gather)
+    monkeypatch.setattr(runner_module, "all_gather_values", all_gather)
     with pytest.raises(AssertionError, match=r"^ring: rank 1 computed with 1 to 3 threads"):
         toy("ring")
 
@@ -653,14 +655,18 @@ def test_the_memory_of_a_pass_is_the_sum_over_its_ranks(
     others: list[tuple[RankThreads, int | None]], expected: int | None,
     toy: Toy, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    original: Callable[..., list[Any]] = measure.all_gather_values
+    original: Callable[..., list[Any]] = runner_module.all_gather_values
 
     def all_gather(ours: Any, kind: Any, size: int) -> list[Any]:
-        if isinstance(ours, tuple):
-            return [(ours[0], 100), *others]
-        return original(ours, kind, size)
+        if kind is not OneRank:
+            return original(ours, kind, size)
+        of_others = [
+            ours._replace(threads=threads, peak=peak or 0, is_peak_reset=peak is not None)
+            for threads, peak in others
+        ]
+        return [ours._replace(peak=100, is_peak_reset=True), *of_others]
 
-    monkeypatch.setattr(measure, "all_gather_values", all_gather)
+    monkeypatch.setattr(runner_module, "all_gather_values", all_gather)
     _, (record,) = toy("ring")
     assert record["metrics"]["peak_memory_bytes"] == expected
     assert record["threads"] == [1, *(most for (_, _, _, most), _ in others)]

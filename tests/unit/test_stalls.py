@@ -37,7 +37,7 @@ from magicdec.records.stalls import FEWEST, PassSteps, TimedStep
 from magicdec.records.table import stalls_in, table_of
 from magicdec.runner.request import Moves, StepOutput
 from magicdec.runner.step_plan import PrefillChunk, StepPlan
-from magicdec.systems.system import PassObserver
+from magicdec.systems.observer import PassObserver
 
 Step = tuple[float, int, int, int]
 """Milliseconds, forwards, draft tokens and rows."""
@@ -287,4 +287,4 @@ def test_a_step_is_timed_with_the_prompt_tokens_that_it_takes() -> None:
     observer.observe([4, 5], StepOutput([[1], [2, 3]], padded_gamma=2), 0.25)
     observer.watch(StepPlan())
     observer.observe([4], StepOutput([[1]]), 0.5)
-    assert observer.steps == [(250.0, (12, 2, 2)), (500.0, (0, 0, 1))]
+    assert observer.timed_steps == [(250.0, (12, 2, 2)), (500.0, (0, 0, 1))]

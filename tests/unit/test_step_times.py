@@ -19,7 +19,6 @@ from fake_clock import Device, FakeEvent
 from torch import Tensor
 
 from magicdec.bench.latency import forwards
-from magicdec.bench.run.resident import warm_up_prefill
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.groups import Group
 from magicdec.engine.engine import Engine
@@ -30,6 +29,7 @@ from magicdec.runner.prefill import TimeStamps
 from magicdec.runner.request import Batch
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.steps.strategy import Setup
+from magicdec.systems.shared_prefill import warm_up_prefill
 
 FORWARD_S = 0.5
 READ_S = 0.25

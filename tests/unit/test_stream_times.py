@@ -15,11 +15,11 @@ from magicdec.bench.serving.metrics import serving_metrics
 from magicdec.engine.scheduler import StepCounts
 from magicdec.names import SERVER_APIS, load_object
 from magicdec.runner.request import UNKNOWN_ID, Moves, Request, SamplingParams
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.servers.counters import Counters
 from magicdec.systems.servers.details import ServerCounts, cached_of, count_pass, is_behind
 from magicdec.systems.servers.http_client import AnswerLimits
 from magicdec.systems.servers.system import Servers
-from magicdec.systems.system import PassObserver
 
 Event = dict[str, Any]
 MOST = 6  # tokens that are asked for

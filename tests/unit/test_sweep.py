@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Launch
 
-from magicdec.bench.run.run import execute
+from magicdec.bench.measure import execute
 from magicdec.bench.study import progress
 from magicdec.bench.study import sweep as sweep_module
 from magicdec.bench.study.cells import StudyCell, config_key

@@ -11,12 +11,12 @@ import pytest
 from identities import check_record
 from test_sweep import base, variants
 
-from magicdec.bench.run.run import Run
-from magicdec.bench.run.together import OutOfTime
+from magicdec.bench.runner import PlannedPass
 from magicdec.bench.study import drafts as module
 from magicdec.bench.study import progress
 from magicdec.bench.study.drafts import BaselineTimes, DraftTrials, Found, fitting, smaller
 from magicdec.bench.study.progress import PassProgress
+from magicdec.bench.study.timed_runner import OutOfTime, TimedRunner
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import WorkloadSection
 from magicdec.distributed.groups import Launch
@@ -180,14 +180,14 @@ def test_a_pass_that_runs_over_the_time_ends(
 ) -> None:
     few = dict(list(configs.items())[:2])
     pace = PassProgress(Silent(), ALONE, deadline_s=progress.time.monotonic() + 1000)
-    original = Run.measure_pass
+    original = TimedRunner.serve_measured
 
-    def late(self: Run, name: str, snapshots: Any) -> None:
-        if len(self.measured[name]) == 1 and name != BASELINE:
+    def late(self: TimedRunner, planned: PlannedPass, number: int) -> Any:
+        if number == 1 and planned.name != BASELINE:
             pace.until_s = 0.0
-        original(self, name, snapshots)
+        return original(self, planned, number)
 
-    monkeypatch.setattr(Run, "measure_pass", late)
+    monkeypatch.setattr(TimedRunner, "serve_measured", late)
     found = measure(few, pace)
     assert list(found.records) == list(few) and not found.is_interrupted and found.is_broken
     assert all(r.config["workload"]["num_batches"] == 1 for r in found.records.values())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.bench.verdict.forwards import (
+from magicdec.bench.check.forwards import (
     ALARM,
     ALLOWED,
     Errors,
@@ -20,7 +20,7 @@ from magicdec.bench.verdict.forwards import (
     judge_errors,
     pairs_of,
 )
-from magicdec.bench.verdict.judgement import ends_elsewhere, first_wrong, judge_again, walks
+from magicdec.bench.check.judgement import ends_elsewhere, first_wrong, judge_again, walks
 from magicdec.distributed.groups import Group
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.runner.request import Request, SamplingParams

@@ -8,7 +8,7 @@ import pytest
 from fake_clock import FakeClock
 from torch import Tensor
 
-from magicdec.bench.serving.measure import MeasuredPasses
+from magicdec.bench.measure import MeasuredPasses
 from magicdec.bench.serving.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch

@@ -13,7 +13,7 @@ from conftest import HANG, ROOT, Command, Launch
 from matplotlib.figure import Figure
 from test_record import RECORDS
 
-from magicdec.bench.run.outcome import Outcome
+from magicdec.bench.measure import Outcome
 from magicdec.cli import report
 from magicdec.config.sections import OutputSection
 from magicdec.output import gantt

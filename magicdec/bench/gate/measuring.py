@@ -265,11 +265,11 @@ def work(start: Start, connection: Any, parent: int) -> None:
 def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[tuple[int, Result]]:
     """Run cases on this rank, those with the same prompts one after the other. All ranks must call
     it with the same cases. The first gives all results, the others what fails on them."""
-    from magicdec.bench.run.resident import prefill_key
     from magicdec.distributed.start import close_groups
     from magicdec.distributed.watching.watch import stop_watching
     from magicdec.setup.prepare import SetupCache, prepare
     from magicdec.setup.session import Sessions
+    from magicdec.systems.shared_prefill import prefill_key
 
     cache = SetupCache()
     groups: dict[object, list[tuple[int, Prepared]]] = {}
@@ -327,7 +327,7 @@ def serve_cases(
 def _serve_modes(
     cases: Sequence[tuple[int, ServedCase]], launch: Launch
 ) -> list[tuple[int, Result]]:
-    from magicdec.bench.serving.measure import measure as measure_modes
+    from magicdec.bench.measure import measure_modes
     from magicdec.bench.serving.prepare import prepare
 
     records = list[ServingRecord]()
@@ -350,22 +350,22 @@ def _serve_modes(
 def _run_group(
     group: Sequence[tuple[int, Prepared]], sessions: Sessions
 ) -> Iterator[tuple[int, Result]]:
-    from magicdec.bench.run.resident import CacheDemand, Resident
-    from magicdec.bench.run.run import execute_in
+    from magicdec.bench.measure import execute_in
+    from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
 
     progress = make_progress(False)
     room = CacheDemand.of([prepared.config for _, prepared in group], is_kept=True)
-    resident: Resident | None = None
+    shared: SharedPrefill | None = None
     for number, prepared in group:
         session = sessions.begin(prepared)
-        resident = resident or Resident(session.device, progress, is_counted=True)
-        resident.models.drop_others(group[0][1].source, prepared.draft_source)
+        shared = shared or SharedPrefill(session.device, progress, is_counted=True)
+        shared.models.drop_others(group[0][1].source, prepared.draft_source)
         try:
-            record = execute_in(session, prepared, progress, resident, room).record
+            record = execute_in(session, prepared, progress, shared, room).record
             yield number, replace(record, seal="")  # its line gets the one of its content
         except Exception as error:  # so that it costs this case only
             yield number, f"{type(error).__name__}: {error}"
-            resident = None
+            shared = None
 
 
 def with_threads(case: Case, threads: int) -> Case:

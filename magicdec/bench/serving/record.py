@@ -414,12 +414,6 @@ def status_of(
     return "diverged" if dtype == EXACT_DTYPE and not is_external else "differs"
 
 
-def differing(expected: Sequence[Request], others: Sequence[Request]) -> list[int]:
-    """The ids of the requests whose output tokens are not the same."""
-    pairs = zip(expected, others, strict=True)
-    return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]
-
-
 def describe_requests(
     requests: Sequence[Request],
     moves: Mapping[int, Moves],

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from magicdec.bench.run.resident import prefill_key
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.output.files import MOST_LINE_BYTES, open_regular
@@ -20,6 +19,7 @@ from magicdec.records.reading import read_records
 from magicdec.records.record import RunRecord
 from magicdec.setup.model_plan import max_tokens
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
+from magicdec.systems.shared_prefill import prefill_key
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from magicdec.bench.run.resident import Resident
-from magicdec.bench.run.run import execute_in
-from magicdec.bench.run.together import SLOWEST, Together
+from magicdec.bench.measure import execute_in
 from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import grouped
 from magicdec.bench.study.progress import PassProgress
+from magicdec.bench.study.timed_runner import SLOWEST, TimedRunner
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, WorkloadSection
 from magicdec.distributed.groups import Launch
@@ -22,6 +21,7 @@ from magicdec.records.record import RunRecord
 from magicdec.setup.memory_check import needed
 from magicdec.setup.prepare import Prepared, SetupCache, check_agreement, complete, find
 from magicdec.setup.session import Sessions
+from magicdec.systems.shared_prefill import SharedPrefill
 
 TRIAL_PREFIX = 128
 TRIAL_OUTPUT = 9
@@ -64,7 +64,7 @@ class DraftTrials:
         self.pace = pace
         self.cache = SetupCache()
         self.sessions = Sessions()
-        self.resident: Resident | None = None
+        self.shared: SharedPrefill | None = None
 
     def trial(self, config: RunConfig) -> BaselineTimes:
         """The rates of a short run without drafts, on the first rank."""
@@ -80,8 +80,8 @@ class DraftTrials:
         check_agreement(run)
         prepared = complete(run, self.cache)
         session = self.sessions.begin(prepared)
-        resident = self._resident(prepared)
-        record = execute_in(session, prepared, self.pace, resident).record
+        shared = self._shared(prepared)
+        record = execute_in(session, prepared, self.pace, shared).record
         assert record.samples is not None and record.prefill_samples is not None
         prefill = record.prefill_samples
         (steps_ms,) = record.samples[BASELINE].step_ms
@@ -103,24 +103,23 @@ class DraftTrials:
             if found.is_interrupted or found.error:
                 break
             self.pace.next_group()
-            together = Together(
-                group, self.sessions, self._resident(next(iter(group.values()))), self.pace
-            )
-            together.measure()
-            found.records |= together.records()
-            found.is_interrupted |= together.is_interrupted
-            found.is_broken |= together.is_broken
-            found.error = together.error
+            shared = self._shared(next(iter(group.values())))
+            runner = TimedRunner(group, self.sessions, shared, self.pace)
+            runner.measure()
+            found.records |= runner.records()
+            found.is_interrupted |= runner.is_interrupted
+            found.is_broken |= runner.is_broken
+            found.error = runner.error
             asked = group_batches(group)
-            if 0 < together.num_batches < asked:
-                found.left_out.append(f"{asked - together.num_batches} of {asked} batches")
+            if 0 < runner.num_batches < asked:
+                found.left_out.append(f"{asked - runner.num_batches} of {asked} batches")
         found.left_out += [name for name in prepared if name not in found.records]
         return found
 
-    def _resident(self, prepared: Prepared) -> Resident:
+    def _shared(self, prepared: Prepared) -> SharedPrefill:
         session = self.sessions.begin(prepared)
-        self.resident = self.resident or Resident(session.device, self.pace)
-        return self.resident
+        self.shared = self.shared or SharedPrefill(session.device, self.pace)
+        return self.shared
 
     def _prepare(self, configs: Mapping[str, RunConfig], found: Found) -> dict[str, Prepared]:
         prepared = dict[str, Prepared]()

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from magicdec.bench.run.resident import CacheDemand
 from magicdec.bench.study.cells import StudyCell, config_key, make_cells, results_in
 from magicdec.bench.study.study import Settings
 from magicdec.config.run_config import RunConfig
@@ -24,6 +23,7 @@ from magicdec.distributed.groups import Launch, exchange_texts
 from magicdec.records.record import RunRecord
 from magicdec.setup.memory_check import needed
 from magicdec.setup.prepare import check_agreement
+from magicdec.systems.shared_prefill import CacheDemand
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
-from magicdec.bench.run.together import OutOfTime
 from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import StudyPlan
+from magicdec.bench.study.timed_runner import OutOfTime
 from magicdec.distributed.groups import Launch
 from magicdec.output.console import LINE_EVERY_S, Advance, Progress
 from magicdec.records.record import RunRecord
@@ -79,7 +79,7 @@ class StudyProgress(Labelled):
 
 class PassProgress(Labelled):
     """The progress of a pass, with its number, the time left, and the time until which passes may
-    begin, if any: the pace of `bench/run/together.py`. Without a terminal, it prints a line now and
+    begin, if any: the pace of a `TimedRunner`. Without a terminal, it prints a line now and
     then. A rank that is alone ends the pass when the time is over."""
 
     def __init__(

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import datetime
 
-from magicdec.bench.run.outcome import unfinished_record
-from magicdec.bench.run.resident import Resident
-from magicdec.bench.run.run import execute_in
+from magicdec.bench.measure import execute_in
+from magicdec.bench.records_of import unfinished_record
 from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import StudyPlan
 from magicdec.bench.study.progress import StudyProgress, say
@@ -21,6 +20,7 @@ from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.console import make_progress
 from magicdec.records.record import RunRecord, append_record
 from magicdec.setup.session import RankSession, Sessions
+from magicdec.systems.shared_prefill import SharedPrefill
 
 
 class Sweep:
@@ -30,7 +30,7 @@ class Sweep:
         self.progress = progress
         self.is_leader = launch.rank == 0
         self.sessions = Sessions()
-        self.resident: Resident | None = None
+        self.shared: SharedPrefill | None = None
         self.records: list[RunRecord] = []
 
     def run(self) -> None:
@@ -53,14 +53,14 @@ class Sweep:
         """The record of a cell. With one rank, a failure is a record; with several, whose states
         may differ after it, the exception ends the study."""
         assert cell.prepared is not None
-        resident = self.resident = self.resident or Resident(session.device, self.progress)
-        resident.models.drop_others(cell.resolved.source, cell.resolved.draft_source)
+        shared = self.shared = self.shared or SharedPrefill(session.device, self.progress)
+        shared.models.drop_others(cell.resolved.source, cell.resolved.draft_source)
         try:
             return execute_in(
-                session, cell.prepared, self.progress, resident, self.plan.rooms[cell.key]
+                session, cell.prepared, self.progress, shared, self.plan.rooms[cell.key]
             ).record
         except Exception as error:
-            self.resident = None
+            self.shared = None
             record = self.failed(cell, f"{type(error).__name__}: {error}")
             if self.launch.world_size > 1:
                 if self.is_leader:

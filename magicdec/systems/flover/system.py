@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -34,12 +35,12 @@ from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
-from magicdec.speculation.steps.strategy import DecodingStrategy
+from magicdec.speculation.steps.strategy import DecodingStrategy, Phase
 from magicdec.systems.flover.batchings import BATCHINGS
 from magicdec.systems.flover.declaration import INFLIGHT, SEQUENTIAL, FloverSettings
 from magicdec.systems.modes import Pass
+from magicdec.systems.observer import PassObserver
 from magicdec.systems.system import (
-    PassObserver,
     ReplayingSystem,
     StepShape,
     SystemDetails,
@@ -63,9 +64,11 @@ class Flover(ReplayingSystem):
 
     settings: FloverSettings
     are_steps_timed = True
+    counts_reads = True
     draft: DraftModel | None = None
     models: LoadedModels | None = None
     captured: CapturedPass | None = None
+    _phases: Phase = nullcontext
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         options = self.options
@@ -148,6 +151,18 @@ class Flover(ReplayingSystem):
         self.draft = make_draft(run, groups, self.models, target=plan)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
 
+    @property
+    def runners(self) -> list[ModelRunner]:
+        """The target's runner, and that of what drafts if this rank has a shard of it."""
+        if self.runner is None:
+            return []
+        draft = self.runner.draft_runner if self.draft is None else self.draft.runner
+        return [self.runner] if draft is None else [self.runner, draft]
+
+    def _phase(self, name: str) -> AbstractContextManager[object]:
+        """Times a phase for the observer of the pass, which changes while a strategy stays."""
+        return self._phases(name)
+
     def step_shape(self, each: Pass) -> StepShape:
         max_gamma = self.run.config.decoding.max_gamma if each.is_drafting else 0
         return StepShape(1 if each.mode == SEQUENTIAL else self.rows, 1 + max_gamma)
@@ -158,14 +173,14 @@ class Flover(ReplayingSystem):
         if self.runner is None:  # this rank waits
             return SystemDetails()
         log = DraftLog() if observer.is_logged and each.is_drafting else None
-        own_draft = None if self.draft is None else self.draft.runner
-        for runner in (self.runner, self.runner.draft_runner, own_draft):
-            if runner is not None:
-                runner.set_observer(DraftLog, log)
-                runner.caches.forget_prefixes()  # of an earlier pass
+        for runner in self.runners:
+            runner.set_observer(DraftLog, log)
+            runner.caches.forget_prefixes()  # of an earlier pass
         strategy, witness = self._strategy(each)
         if witness is not None:
             witness.is_watching = observer.is_measured
+        self._phases = observer.phase
+        observer.begin(self.runners)
         with observer.threads.during():
             arrivals = Arrivals(requests, each.concurrency)
             self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)
@@ -261,6 +276,7 @@ class Flover(ReplayingSystem):
             name=name,
             draft=self.draft,
             corpus=self.run.corpus,
+            phase=self._phase,
             logits_recorder=witness,
             is_in_flight=True,
         )

@@ -281,9 +281,9 @@ PROPERTIES = (
         (
             Fault(
                 "threads measured before a pass alone",
-                "bench/run/run.py",
-                "        samples.end_batch(finished, started)\n        threads.note()\n",
-                "        samples.end_batch(finished, started)\n",
+                "hardware/threads.py",
+                "        yield\n        self.note()\n",
+                "        yield\n",
             ),
         ),
     ),

@@ -341,15 +341,15 @@ PROPERTIES = (
         (
             Fault(
                 "bytes of the first rank",
-                "bench/run/run.py",
-                "samples.bytes_read.append(list(read))",
-                "samples.bytes_read.append([read[0]] * len(read))",
+                "bench/runner.py",
+                "return [each.bytes_read for each in self.computing]",
+                "return [self.ranks[0].bytes_read for each in self.computing]",
             ),
             Fault(
                 "tokens of drafts counted by each rank",
-                "bench/run/run.py",
-                "samples.draft_kv_tokens.append(max(kv_tokens))",
-                "samples.draft_kv_tokens.append(kv_tokens[0])",
+                "bench/runner.py",
+                "return max(each.draft_kv_tokens for each in self.ranks)",
+                "return self.ranks[0].draft_kv_tokens",
             ),
         ),
     ),
@@ -359,9 +359,9 @@ PROPERTIES = (
         (
             Fault(
                 "memory of the largest rank of a pass",
-                "bench/serving/measure.py",
-                "total = sum(known) if known",
-                "total = max(known) if known",
+                "bench/runner.py",
+                "return sum(self.peak_memory) if",
+                "return max(self.peak_memory) if",
             ),
         ),
     ),

@@ -176,7 +176,10 @@ PROPERTIES = (
         "test_measurement.py::test_the_forwards_of_a_step_are_those_that_it_ran",
         (
             Fault(
-                "all forwards so far", "bench/run/run.py", "so_far[-1] - so_far[-2]", "so_far[-1]"
+                "all forwards so far",
+                "systems/observer.py",
+                "self._num_forwards - before",
+                "self._num_forwards",
             ),
         ),
     ),

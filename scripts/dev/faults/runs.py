@@ -163,9 +163,9 @@ PROPERTIES = (
             ),
             Fault(
                 "a strategy's preparation timed until it is launched",
-                "bench/run/run.py",
-                "        synchronize(self.device)\n        self.groups",
-                "        self.groups",
+                "systems/prefilled_batching.py",
+                "        synchronize(self.device)\n        group",
+                "        group",
             ),
         ),
     ),
@@ -175,13 +175,13 @@ PROPERTIES = (
         (
             Fault(
                 "calibration of earlier batches counted again",
-                "bench/run/run.py",
+                "systems/prefilled_batching.py",
                 "(self.draft_length.calibration_s or 0.0) - calibrated_s",
                 "self.draft_length.calibration_s or 0.0",
             ),
             Fault(
                 "no calibration in the batches",
-                "bench/run/run.py",
+                "systems/prefilled_batching.py",
                 "        self.draft_length.forget_times()\n",
                 "",
             ),
@@ -193,9 +193,9 @@ PROPERTIES = (
         (
             Fault(
                 "bandwidth as the smaller of two",
-                "bench/run/run.py",
-                "bandwidth = max(",
-                "bandwidth = min(",
+                "bench/runner.py",
+                "max(self.bandwidths, default=None)",
+                "min(self.bandwidths, default=None)",
             ),
         ),
     ),
@@ -223,21 +223,21 @@ PROPERTIES = (
         (
             Fault(
                 "the baseline always first",
-                "bench/run/run.py",
-                "self.passes if batch % 2 == 0 else reversed(self.passes)",
-                "self.passes",
+                "bench/runner.py",
+                "self.passes[:] if number % 2 == 0 else self.passes[::-1]",
+                "self.passes[:]",
             ),
             Fault(
                 "the baseline not warmed up",
-                "bench/run/run.py",
-                "for name in names * rounds:",
-                "for name in names[1:] * rounds:",
+                "bench/runner.py",
+                "for _ in range(rounds):",
+                "for _ in range(rounds * (planned is not self.passes[0])):",
             ),
             Fault(
                 "phases of the warm-up timed",
-                "bench/run/run.py",
-                "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))",
-                "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device))",
+                "bench/runner.py",
+                "self.serve(planned, requests, PassObserver())",
+                "self.serve(planned, requests, PassObserver(phases=PhaseTimer(self.device)))",
             ),
         ),
     ),
@@ -283,13 +283,13 @@ PROPERTIES = (
         (
             Fault(
                 "all drafts always after the baseline",
-                "bench/run/together.py",
-                "order if batch % 2 == 0 else reversed(order)",
-                "order",
+                "bench/runner.py",
+                "self.passes[:] if number % 2 == 0 else self.passes[::-1]",
+                "self.passes[:]",
             ),
             Fault(
                 "a low-bit copy with a prefill of its own",
-                "bench/run/resident.py",
+                "systems/shared_prefill.py",
                 "        model.target_dtype,\n",
                 "        (model.target_dtype, config.low_bit),\n",
             ),
@@ -301,15 +301,15 @@ PROPERTIES = (
         (
             Fault(
                 "a batch without its baseline counted",
-                "bench/run/together.py",
-                "min(len(self.lead.measured[BASELINE]), len(each.run.measured[each.strategy]))",
-                "len(each.run.measured[each.strategy])",
+                "bench/study/timed_runner.py",
+                "pair = self.measured[self.baseline], self.measured[planned]",
+                "pair = (self.measured[planned],)",
             ),
             Fault(
                 "the prompts of all batches in the record",
-                "bench/run/together.py",
-                "run.prepared.first_batches(num_batches)",
-                "run.prepared",
+                "bench/study/timed_runner.py",
+                "planned.system.run.first_batches(num_batches)",
+                "planned.system.run",
             ),
         ),
     ),

@@ -224,7 +224,7 @@ PROPERTIES = (
         (
             Fault(
                 "compared all the same",
-                "bench/serving/verdict.py",
+                "bench/check/passes.py",
                 " if is_asked_alike(*pair)]",
                 "]",
             ),
@@ -314,22 +314,22 @@ PROPERTIES = (
         (
             Fault(
                 "no warm-up",
-                "bench/serving/measure.py",
-                "self._warm_up(each, system.rows)",
-                "pass",
+                "bench/groups.py",
+                "        return 1\n\n    def prefill",
+                "        return None\n\n    def prefill",
             ),
             Fault(
                 "the first mode alone is warmed up",
-                "bench/serving/measure.py",
-                "                self._warm_up(each, system.rows)",
-                "                if self.reference is None:\n"
-                "                    self._warm_up(each, system.rows)",
+                "bench/runner.py",
+                "            self.warm_up(planned, number)",
+                "            if planned is self.passes[0]:\n"
+                "                self.warm_up(planned, number)",
             ),
             Fault(
                 "whole requests as a warm-up",
-                "bench/serving/measure.py",
-                "self.serve(each, shortened(shapes, chunk), PassObserver())",
-                "self.serve(each, shapes, PassObserver())",
+                "bench/groups.py",
+                "shapes = shortened(first, config.attention.prefill_chunk)",
+                "shapes = first",
             ),
         ),
     ),
@@ -339,9 +339,9 @@ PROPERTIES = (
         (
             Fault(
                 "only the numbers of tokens are compared",
-                "bench/serving/record.py",
-                "if a.output_ids != b.output_ids",
-                "if len(a.output_ids) != len(b.output_ids)",
+                "bench/check/passes.py",
+                "expected.output_ids != found.output_ids",
+                "len(expected.output_ids) != len(found.output_ids)",
             ),
         ),
     ),
@@ -351,7 +351,7 @@ PROPERTIES = (
         (
             Fault(
                 "no record before all modes are done",
-                "bench/serving/measure.py",
+                "bench/measure.py",
                 "            self.keep(record)\n",
                 "            self.keep\n",
             ),
@@ -381,13 +381,13 @@ PROPERTIES = (
         (
             Fault(
                 "prompt tokens of a step not noted",
-                "systems/system.py",
+                "systems/observer.py",
                 "sum(part.stop - part.start for part in plan.parts)",
                 "0",
             ),
             Fault(
                 "prompt tokens of an earlier step",
-                "systems/system.py",
+                "systems/observer.py",
                 "self._prompt_tokens = sum(",
                 "self._prompt_tokens += sum(",
             ),

@@ -14,25 +14,25 @@ PROPERTIES = (
         (
             Fault(
                 "the step's own decision believed",
-                "bench/verdict/judgement.py",
+                "bench/check/judgement.py",
                 "is_right = decided == walk.tokens and got == should",
                 "is_right = got == should",
             ),
             Fault(
                 "what a request has got not looked at",
-                "bench/verdict/judgement.py",
+                "bench/check/judgement.py",
                 "is_right = decided == walk.tokens and got == should",
                 "is_right = decided == walk.tokens",
             ),
             Fault(
                 "padding judged as drafts",
-                "bench/verdict/judgement.py",
+                "bench/check/judgement.py",
                 "count = step.counts[row]",
                 "count = step.drafts.shape[1]",
             ),
             Fault(
                 "steps judged wrong not counted",
-                "bench/verdict/judgement.py",
+                "bench/check/judgement.py",
                 "            wrong += first_wrong(step, walk)\n",
                 "",
             ),
@@ -44,7 +44,7 @@ PROPERTIES = (
         (
             Fault(
                 "tokens after the end not seen",
-                "bench/verdict/judgement.py",
+                "bench/check/judgement.py",
                 "if ended == [len(output)]:",
                 "if len(output) in ended:",
             ),
@@ -56,19 +56,19 @@ PROPERTIES = (
         (
             Fault(
                 "logits compared after other texts",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "            if expected != found:\n                break\n",
                 "",
             ),
             Fault(
                 "logits taken for those of the next token",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "of_request[first + count - 1] =",
                 "of_request[first + count] =",
             ),
             Fault(
                 "logits compared after other prompts",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "if one.prompt_ids != two.prompt_ids:",
                 "if False:",
             ),
@@ -80,13 +80,13 @@ PROPERTIES = (
         (
             Fault(
                 "three times as much in bfloat16",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 '"bfloat16": 1.25}',
                 '"bfloat16": 3.0}',
             ),
             Fault(
                 "ten times as much in float32",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 '{"float32": 3.0,',
                 '{"float32": 30.0,',
             ),
@@ -98,25 +98,25 @@ PROPERTIES = (
         (
             Fault(
                 "errors that add up without squares",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "math.sqrt(math.expm1(2 * seen))",
                 "math.expm1(seen)",
             ),
             Fault(
                 "blocks of two positions",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "BLOCK = 8 ",
                 "BLOCK = 2 ",
             ),
             Fault(
                 "one alarm in a thousand for each limit",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "EACH = ALARM / 3",
                 "EACH = ALARM",
             ),
             Fault(
                 "the largest of normal errors",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "TAIL_FREEDOM = 8\n",
                 "TAIL_FREEDOM = 800\n",
             ),
@@ -128,13 +128,13 @@ PROPERTIES = (
         (
             Fault(
                 "moves to either side change a token",
-                "bench/verdict/rounding.py",
+                "bench/check/rounding.py",
                 "(larger + as_large) / (4 * len(moves))",
                 "(larger + as_large) / (2 * len(moves))",
             ),
             Fault(
                 "the chance of all limits for one",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "most_by_chance(chances, 1 - EACH)",
                 "most_by_chance(chances, 1 - ALARM)",
             ),
@@ -146,25 +146,25 @@ PROPERTIES = (
         (
             Fault(
                 "a wider tail",
-                "bench/verdict/rounding.py",
+                "bench/check/rounding.py",
                 "TAIL = 5.0 ",
                 "TAIL = 6.0 ",
             ),
             Fault(
                 "errors at half of the positions",
-                "bench/verdict/rounding.py",
+                "bench/check/rounding.py",
                 "true.abs().quantile(0.25)",
                 "true.abs().quantile(0.5)",
             ),
             Fault(
                 "the shape with the larger errors",
-                "bench/verdict/rounding.py",
+                "bench/check/rounding.py",
                 "return TAIL * min((gap",
                 "return TAIL * max((gap",
             ),
             Fault(
                 "a margin up to twice the bound",
-                "bench/verdict/check.py",
+                "bench/check/check.py",
                 "if not value <= bound]",
                 "if not value <= 2 * bound]",
             ),
@@ -194,19 +194,19 @@ PROPERTIES = (
         (
             Fault(
                 "limits of the errors without chance",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "math.log(allowed) + quantile(freedom, 1 - 2 * EACH) * error",
                 "math.log(allowed)",
             ),
             Fault(
                 "the largest of many ratios judged like one",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "quantile(TAIL_FREEDOM, 1 - 2 * EACH / len(ratios))",
                 "quantile(TAIL_FREEDOM, 0.98)",
             ),
             Fault(
                 "half of the changes expected",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "return torch.maximum(measured, normal).tolist()",
                 "return torch.maximum(measured / 2, normal / 2).tolist()",
             ),
@@ -218,7 +218,7 @@ PROPERTIES = (
         (
             Fault(
                 "what could hide without the chance to miss it",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "return limit, limit + quantile(freedom, 2 * SEEN - 1) * error",
                 "return limit, math.log(allowed)",
             ),
@@ -248,19 +248,19 @@ PROPERTIES = (
         (
             Fault(
                 "a step of one token for each of several",
-                "bench/verdict/forced.py",
+                "bench/check/forced.py",
                 "min(self.num_tokens, len(text) - before)",
                 "min(1, len(text) - before)",
             ),
             Fault(
                 "the token after the one that a logit follows",
-                "bench/verdict/forced.py",
+                "bench/check/forced.py",
                 "text[before - 1 : before - 1 + self.num_tokens]",
                 "text[before : before + self.num_tokens]",
             ),
             Fault(
                 "the two best tokens of each shape",
-                "bench/verdict/forced.py",
+                "bench/check/forced.py",
                 "if self.pairs is None:",
                 "if self.pairs is None or self.num_tokens > 3:",
             ),
@@ -290,15 +290,15 @@ PROPERTIES = (
         (
             Fault(
                 "forwards of modes are not compared",
-                "bench/serving/measure.py",
-                "forwards = self._compare_forwards(served, reference)",
+                "bench/check/passes.py",
+                "forwards = means.forwards(reference, output)",
                 "forwards = None",
             ),
             Fault(
                 "a mode compared with itself",
-                "bench/serving/measure.py",
-                "return compare_forwards(system, reference.kept, served.kept, self.progress)",
-                "return compare_forwards(system, served.kept, served.kept, self.progress)",
+                "bench/check/replays.py",
+                "pair = (first, reference.requests), (second, output.requests)",
+                "pair = (second, output.requests), (second, output.requests)",
             ),
         ),
     ),
@@ -320,13 +320,13 @@ PROPERTIES = (
         (
             Fault(
                 "prompts of other rows",
-                "bench/serving/verdict.py",
+                "bench/check/replays.py",
                 "    return rows_of(texts)\n",
                 "    return rows_of(texts)[::-1]\n",
             ),
             Fault(
                 "a group of rows that is left out",
-                "bench/verdict/forwards.py",
+                "bench/check/forwards.py",
                 "range(0, len(places), room)",
                 "range(0, room, room)",
             ),
@@ -344,7 +344,7 @@ PROPERTIES = (
         (
             Fault(
                 "any engine for the stages of a pipeline",
-                "bench/serving/verdict.py",
+                "bench/check/replays.py",
                 " and other.ranks_of_layer == system.ranks_of_layer:",
                 ":",
             ),

@@ -1,6 +1,6 @@
-"""Loaded models, and prompts in KV caches, that a rank keeps from one run of a study to the next.
-Every pass starts from the prompts. Batches take turns in one cache, or have one each, so that runs
-with the same prompts prefill them once. A run outside a study has its own `Resident`.
+"""SharedPrefill: loaded models, and prompts in KV caches, from which several passes start; a study
+keeps them from one run to the next. Groups of prompts take turns in one cache, or have one each, so
+that runs with the same prompts prefill them once.
 """
 
 from __future__ import annotations
@@ -16,37 +16,27 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.engine.engine import Engine
 from magicdec.output.console import Progress
-from magicdec.records.correctness import JudgedAgain
-from magicdec.records.samples import PassSamples
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams
-from magicdec.runner.sampling.sampling import make_params
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.model_plan import max_tokens, rewound_by_pass
-from magicdec.setup.prepare import Prepared
 from magicdec.speculation.policies.policy import keep_queries, make_policy
 
 
 @dataclass(frozen=True)
-class Prefilled:
-    """A batch whose prompts are in the engine's cache. Every pass rewinds the engine to
+class KeptPrompts:
+    """A group of prompts in the engine's cache, by its number. Every pass rewinds the engine to
     `snapshots`."""
 
+    number: int
     engine: Engine
     snapshots: list[Request]
     seconds: float  # of the prefill
 
 
-@dataclass(frozen=True)
-class MeasuredBatch:
-    samples: PassSamples
-    requests: list[Request]
-    judged: JudgedAgain | None
-
-
-class Prompts:
-    """Batches, prefilled on request; if kept, each has its own runner. `baselines` are passes
-    without drafts that runs share."""
+class PromptCaches:
+    """Groups of prompts, prefilled on request; if `is_kept`, each has its own runner. `results` are
+    those of passes that runs share, by the pass and the number of the group."""
 
     def __init__(
         self, make_runner: Callable[[], ModelRunner], chunk: int, progress: Progress, is_kept: bool
@@ -56,40 +46,36 @@ class Prompts:
         self.progress = progress
         self.is_kept = is_kept
         self.engine = Engine(make_runner(), chunk)
-        self._batches: dict[int, Prefilled] = {}
-        self._last: int | None = None  # the batch that is in the newest cache
-        self.baselines: dict[int, MeasuredBatch] = {}
+        self._groups: dict[int, KeptPrompts] = {}  # that caches hold now
+        self.results: dict[tuple[str, int], Any] = {}
 
-    def holds(self, index: int) -> bool:
-        return index in self._batches or index == self._last
-
-    def batch(self, index: int, prepared: Prepared) -> Prefilled:
-        if index in self._batches:
-            return self._batches[index]
-        if self.is_kept and index:
+    def keep(self, number: int, requests: Sequence[Request], name: str) -> KeptPrompts:
+        """The prompts of these requests, prefilled unless a cache of their own has them. `name`
+        says in the progress what is prefilled."""
+        if number in self._groups:
+            return self._groups[number]
+        if not self.is_kept:
+            self._groups.clear()
+        elif number:
             self.engine = Engine(self.make_runner(), self.chunk)
-        self._last = None
-        batch = self._prefill(index, prepared)
-        self._last = index
-        if self.is_kept:
-            self._batches[index] = batch
-        return batch
+        kept = self._prefill(number, requests, name)
+        self._groups[number] = kept
+        return kept
 
     def forget(self) -> None:
-        self._batches.clear()
-        self._last = None
+        """The caches have lost what they held."""
+        self._groups.clear()
 
-    def _prefill(self, index: int, prepared: Prepared) -> Prefilled:
-        w = prepared.config.workload
+    def _prefill(self, number: int, requests: Sequence[Request], name: str) -> KeptPrompts:
         engine = self.engine
-        if index == 0 and engine.runner.device.type == "cuda":
-            warm_up_prefill(engine, prepared.workload.prompts[0], self.chunk)
-        requests = make_requests(prepared, index)
+        engine.rewind(())  # of a pass that was interrupted, or was not decoded
+        if number == 0 and engine.runner.device.type == "cuda":
+            warm_up_prefill(engine, requests[0].prompt_ids, self.chunk)
         started = time.perf_counter()
-        name = f"prefill, batch {index + 1} of {w.num_batches}"
-        with self.progress.task(name, w.batch_size * w.prefix_len) as advance:
+        longest = max(len(request.prompt_ids) for request in requests)
+        with self.progress.task(name, len(requests) * longest) as advance:
             snapshots = engine.prefill(requests, advance)
-        return Prefilled(engine, snapshots, time.perf_counter() - started)
+        return KeptPrompts(number, engine, snapshots, time.perf_counter() - started)
 
 
 def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
@@ -99,23 +85,11 @@ def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
     engine.prefill([Request(-1, beginning, SamplingParams(max_new_tokens=1))])
 
 
-def make_requests(prepared: Prepared, batch: int) -> list[Request]:
-    config = prepared.config
-    w = prepared.config.workload
-    eos = () if config.decoding.ignore_eos else prepared.source.config.eos_token_ids
-    first = batch * w.batch_size
-    prompts = prepared.workload.prompts[first : first + w.batch_size]
-    return [
-        Request(first + i, prompt, make_params(config.sampling, w.num_new_tokens, eos, first + i))
-        for i, prompt in enumerate(prompts)
-    ]
-
-
 @dataclass(frozen=True)
 class CacheDemand:
     """The caches of runs that share their prompts: tokens of a row, by how many it is truncated,
-    and the KV section whose policy needs queries of most prompt tokens. `is_kept`: every batch has
-    its own cache and is prefilled once."""
+    and the KV section whose policy needs queries of most prompt tokens. `is_kept`: every group of
+    prompts has its own cache and is prefilled once."""
 
     max_tokens: int
     rewound: int
@@ -155,31 +129,31 @@ def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
     )
 
 
-class Resident:
+class SharedPrefill:
     """The models and prompts that runs share. Runs for their counts (`is_counted`), not times, also
-    share a baseline pass, and log their drafts (`DraftLog`)."""
+    share the result of a pass without drafts, and log their drafts (`DraftLog`)."""
 
     def __init__(self, device: torch.device, progress: Progress, is_counted: bool = False) -> None:
         self.models = LoadedModels(device, progress)
         self.progress = progress
         self.is_counted = is_counted
-        self._prompts: Prompts | None = None
+        self._caches: PromptCaches | None = None
         self._key: object = None
 
     @property
     def is_empty(self) -> bool:
-        return self._prompts is None and not len(self.models)
+        return self._caches is None and not len(self.models)
 
-    def prompts(
+    def caches(
         self,
         config: ResolvedConfig,
         room: CacheDemand,
         make_runner: Callable[[CacheDemand], ModelRunner],
-    ) -> Prompts:
+    ) -> PromptCaches:
         """The caches of a run, filled if the last run had the same prompts."""
         key = prefill_key(config), room
-        if self._prompts is None or key != self._key:
-            self._prompts = None  # before others take their memory
+        if self._caches is None or key != self._key:
+            self._caches = None  # before others take their memory
 
             def make() -> ModelRunner:
                 runner = make_runner(room)
@@ -187,6 +161,6 @@ class Resident:
                 return runner
 
             chunk = config.attention.prefill_chunk
-            self._prompts = Prompts(make, chunk, self.progress, room.is_kept)
+            self._caches = PromptCaches(make, chunk, self.progress, room.is_kept)
             self._key = key
-        return self._prompts
+        return self._caches

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from magicdec.bench.verdict.forced import gap
+from magicdec.bench.check.forced import gap
 from magicdec.kv.cache import upload
 from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, gather_vocab

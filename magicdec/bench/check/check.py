@@ -13,26 +13,23 @@ A computation whose bits do not depend on the shape has no rounding, and excuses
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Protocol
 
 from torch import Tensor
 
-from magicdec.bench.verdict.rounding import (
+from magicdec.bench.check.rounding import (
     Gaps,
     WiderView,
     chances_to_differ,
     is_by_chance,
     largest_error,
-    measure_gaps,
     most_by_chance,
     sequences_to_measure,
-    view_of,
 )
 from magicdec.records.correctness import Correctness, Divergence
-from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 
 
@@ -61,26 +58,6 @@ class Replays(Protocol):
 
     def views(self, requests: Sequence[Request], pairs: Sequence[Tensor | None]) -> list[WiderView]:
         """The wider model's views of outputs; `pairs` as in `view_of`."""
-
-
-@dataclass(frozen=True)
-class RunReplays:
-    """`Replays` by the runner of a run, whose cache loses what it holds."""
-
-    runner: ModelRunner
-    make_wider: Callable[[], ModelRunner]  # makes a runner of one row in the wider dtype
-    max_gamma: int  # the most draft tokens of a step
-    prefill_chunk: int
-
-    def gaps(self, requests: Sequence[Request]) -> list[Gaps]:
-        return measure_gaps(self.runner, requests, self.max_gamma, self.prefill_chunk)
-
-    def views(self, requests: Sequence[Request], pairs: Sequence[Tensor | None]) -> list[WiderView]:
-        wider = self.make_wider()
-        return [
-            view_of(wider, request, self.prefill_chunk, wanted)
-            for request, wanted in zip(requests, pairs, strict=True)
-        ]
 
 
 def check_outputs(

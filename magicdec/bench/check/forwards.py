@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.bench.verdict.judgement import walks
-from magicdec.bench.verdict.rounding import changes, most_by_chance
-from magicdec.bench.verdict.wider import WiderTexts
+from magicdec.bench.check.judgement import walks
+from magicdec.bench.check.rounding import changes, most_by_chance
+from magicdec.bench.check.wider import WiderTexts
 from magicdec.kv.cache import upload
 from magicdec.records.correctness import ForwardErrors
 from magicdec.records.intervals import quantile

@@ -1,0 +1,34 @@
+"""PassOutput: what a pass has emitted, as a check needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from magicdec.bench.check.judgement import judge_again
+from magicdec.records.correctness import JudgedAgain
+from magicdec.runner.request import Request
+from magicdec.speculation.steps.logits_recorder import LogitsRecorder
+from magicdec.systems.flover.system import Flover
+from magicdec.systems.modes import Pass
+from magicdec.systems.system import System
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """The requests of a pass, which have ended, in the order of arrival, and the witness of its
+    steps on this rank, if it has kept some."""
+
+    name: str
+    serving_pass: Pass
+    system: System
+    requests: Sequence[Request]
+    witness: LogitsRecorder | None = None
+
+    def judge_steps(self) -> JudgedAgain | None:
+        """The steps, judged again; None on a rank that has kept none. Every rank calls it, while
+        the system is open."""
+        system = self.system
+        if self.witness is None or not isinstance(system, Flover) or system.runner is None:
+            return None
+        return judge_again(self.witness, self.requests, system.runner)

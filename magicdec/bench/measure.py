@@ -1,0 +1,220 @@
+"""What commands measure: a run's two passes over kept prompts (`execute`), and the modes of
+`magicdec serve` (`measure_modes`). Both are passes of one `Runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from magicdec.bench.check.output import PassOutput
+from magicdec.bench.check.passes import Checked, check_pass
+from magicdec.bench.check.replays import PrefilledMeans, ServedMeans, whole
+from magicdec.bench.groups import ArrivingRequests, PromptBatches
+from magicdec.bench.records_of import (
+    MeasuredRun,
+    failed_serving_record,
+    run_record,
+    serving_record,
+)
+from magicdec.bench.runner import MeasuredPass, PlannedPass, Runner
+from magicdec.bench.serving.prepare import PreparedServing
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.distributed.start import close_groups, start_process_group
+from magicdec.names import BASELINE
+from magicdec.output.console import Progress, make_progress
+from magicdec.records.correctness import JudgedAgain
+from magicdec.records.record import RunRecord
+from magicdec.runner.request import NotFinite, Request
+from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, MemoryWatch
+from magicdec.setup.prepare import Prepared
+from magicdec.setup.session import RankSession, session_of
+from magicdec.systems.prefilled_batching import PrefilledBatching
+from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
+from magicdec.systems.system import PassTrace
+
+# --- Runs.
+
+
+@dataclass
+class Outcome:
+    """The record of a run, and finished requests in the order of the prompts."""
+
+    record: RunRecord
+    requests: list[Request] = field(default_factory=list)
+
+
+def passes_of(system: PrefilledBatching) -> list[PlannedPass]:
+    """The passes of a run, the requested strategy last, by the names of strategies."""
+    strategy = system.run.config.decoding.strategy
+    return [
+        PlannedPass(strategy if each.is_drafting else BASELINE, each, system)
+        for each in system.passes
+    ]
+
+
+def execute(prepared: Prepared, is_leader: bool) -> Outcome:
+    """Executes the run on this rank. Exceptions propagate; the caller records them."""
+    with session_of(prepared) as session:
+        return execute_in(session, prepared, make_progress(is_leader))
+
+
+def execute_in(
+    session: RankSession,
+    prepared: Prepared,
+    progress: Progress,
+    shared: SharedPrefill | None = None,
+    room: CacheDemand | None = None,
+) -> Outcome:
+    """`execute` in an open session. `shared` and `room` as in `PrefilledBatching`."""
+    was_in_use = shared is not None and not shared.is_empty
+    watch = MemoryWatch(session.device)
+    shared = shared or SharedPrefill(session.device, progress)
+    system = PrefilledBatching(prepared, session.groups, session.device, shared, room)
+    groups = PromptBatches(prepared, shared.is_counted)
+    is_timed = session.device.type == "cpu" or prepared.config.output.benchmark
+    runner = Runner(
+        passes_of(system), groups, session, progress, memory={system: watch}, is_timed=is_timed
+    )
+    runner.measure()
+    passes = list(runner.measured.values())
+    taken = memory_of(passes[-1])
+    correctness = check_run(passes, progress, is_whole=not shared.is_counted).correctness
+    measured = MeasuredRun.of(passes, replace(taken, process=None) if was_in_use else taken)
+    environment = runner.gpu.add_to(session.describe_environment(runner.bandwidth))
+    record = run_record(prepared, measured, correctness, runner.load.add_to(environment))
+    return Outcome(record, passes[-1].requests)
+
+
+def memory_of(measured: MeasuredPass) -> MemoryTaken:
+    """The largest of what all ranks have taken until the ends of the groups."""
+    known = [group.memory for group in measured.groups if group.memory.peak is not None]
+    return max(known, key=lambda memory: memory.peak or 0, default=NOT_MEASURED)
+
+
+def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool) -> Checked:
+    """The check of all batches together, since rounding explains so many differences of all. The
+    forwards of the last batch are measured if it `is_whole` and not counted."""
+    *_, measured = passes
+    reference = passes[0]
+    system = measured.planned.system
+    assert isinstance(system, PrefilledBatching), "a run keeps its prompts"
+    judged = [each for of_pass in passes for each in of_pass.judged]
+    last: tuple[PassOutput, PassOutput] | None = None
+    if is_whole and reference.last is not None and measured.last is not None:
+        last = reference.last, measured.last
+    number = len(measured.groups) - 1
+
+    def keep() -> None:
+        groups.prefill(measured.planned, number)
+
+    groups = PromptBatches(system.run)
+    return check_pass(
+        output_of(reference),
+        output_of(measured),
+        JudgedAgain.sum_of(judged) if system.is_watched(measured.planned.serving_pass) else None,
+        PrefilledMeans(progress, last, keep),
+        len(passes) > 1,
+        system.launch.world_size,
+    )
+
+
+def output_of(measured: MeasuredPass) -> PassOutput:
+    """The requests of all groups."""
+    planned = measured.planned
+    return PassOutput(planned.name, planned.serving_pass, planned.system, measured.requests)
+
+
+# --- Serving.
+
+
+@dataclass
+class MeasuredPasses:
+    """What a command has measured so far, on the first rank."""
+
+    records: list[ServingRecord] = field(default_factory=list)
+    traces: list[PassTrace | None] = field(default_factory=list)  # of each record
+
+
+def measure_modes(
+    prepared: PreparedServing, keep: Callable[[ServingRecord], None], is_logged: bool = False
+) -> MeasuredPasses:
+    """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
+    only that one. With `is_logged` steps say what was drafted and read, as the gate compares it.
+    All ranks call it; only the first makes records. Raises PeerLost, or the RuntimeError of a
+    collective, if another rank has ended."""
+    launch = prepared.launch
+    session = RankSession(launch, prepared.run.config.parallel)
+    session.begin()
+    start_process_group(launch, session.device)
+    progress = make_progress(launch.rank == 0 and not is_logged)
+    passes = [
+        PlannedPass(each.full_name, each, prepared.system_of(each))
+        for each in prepared.options.passes
+    ]
+    checks = ServedChecks(prepared, keep, progress, is_logged)
+    groups = ArrivingRequests(prepared, is_logged)
+    runner = Runner(passes, groups, session, progress, checks)
+    try:
+        runner.measure()
+    except NotFinite as error:
+        if launch.rank == 0 and runner.current is not None:
+            keep(failed_serving_record(prepared, runner.current, runner, str(error)))
+        raise
+    runner.close()
+    close_groups()
+    return checks.measured
+
+
+class ServedChecks:
+    """Checks each pass as soon as it and the first one have served a group, and makes the record of
+    a pass that is complete."""
+
+    def __init__(
+        self,
+        prepared: PreparedServing,
+        keep: Callable[[ServingRecord], None],
+        progress: Progress,
+        is_logged: bool,
+    ) -> None:
+        self.prepared = prepared
+        self.keep = keep
+        self.progress = progress
+        self.is_logged = is_logged
+        self.measured = MeasuredPasses()
+        self.means: ServedMeans | None = None
+        self.wholes: dict[str, PassOutput] = {}
+
+    def __call__(self, runner: Runner, number: int) -> None:
+        for measured in runner.measured.values():
+            if len(measured.groups) > len(measured.checks):
+                self.check(runner, measured)
+
+    def check(self, runner: Runner, measured: MeasuredPass) -> None:
+        output = measured.last
+        reference = next(iter(runner.measured.values())).last
+        assert output is not None and reference is not None, "both have served the group"
+        if len(self.prepared.systems) > 1:  # maybe on other ranks
+            self.wholes[output.name] = whole(output)
+        size = runner.launch.world_size
+        judged = measured.groups[-1].judged
+        means = self.means = self.means or self.means_of(runner)
+        has_others = len(runner.passes) > 1
+        checked = check_pass(reference, output, judged, means, has_others, size)
+        measured.checks.append(checked)
+        if runner.launch.rank == 0:
+            record = serving_record(self.prepared, measured, runner)
+            self.measured.records.append(record)
+            self.measured.traces.append(measured.groups[-1].details.trace)
+            self.keep(record)
+
+    def means_of(self, runner: Runner) -> ServedMeans:
+        planned = {each.serving_pass: each for each in runner.passes}
+        return ServedMeans(
+            open=lambda serving_pass: runner.open(planned[serving_pass]),
+            systems=self.prepared.systems,
+            world_size=runner.launch.world_size,
+            progress=self.progress,
+            is_logged=self.is_logged,
+            wholes=self.wholes,
+        )

@@ -1,0 +1,141 @@
+"""PassObserver: what is seen of a pass, step by step and by request id. A system tells it when its
+steps begin, what each of them did and took, and what it did before the first one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+from magicdec.engine.scheduler import StepCounts
+from magicdec.hardware.threads import ThreadCount
+from magicdec.hardware.timing import PhaseTimer
+from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.records.acceptance import Verifications
+from magicdec.records.stalls import TimedStep
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.draft_log import Digest
+from magicdec.runner.request import StepOutput
+from magicdec.runner.step_plan import StepPlan
+
+
+def ignore_tokens(num_tokens: int) -> None:
+    """Nobody counts the tokens."""
+
+
+def do_nothing() -> None:
+    """Nothing is noted before the first step."""
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """A decode step. Lists are by request, in the order of `request_ids`; `num_drafted` and
+    `num_accepted` are None without drafts, `digests` where no log is kept (`kv.draft_log`)."""
+
+    request_ids: tuple[int, ...]
+    seconds: float
+    num_forwards: int  # of the target and of drafts, as this rank has counted them
+    prompt_tokens: int  # that the step has also prefilled
+    padded_gamma: int
+    num_emitted: list[int]  # tokens, up to the end of the request
+    num_drafted: list[int] | None
+    num_accepted: list[int] | None
+    digests: list[Digest] | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a strategy did between prefill and the first step. `calibration_s` is the part of its
+    time that went into measuring draft lengths, None if it never measures."""
+
+    seconds: float
+    calibration_s: float | None
+    is_draft_prefill: bool
+
+
+@dataclass
+class PassObserver:
+    """The observer of a pass over one group of requests. It calls `advance` with each step's number
+    of tokens, and `note_begin` when the first step comes now."""
+
+    counts: StepCounts = field(default_factory=StepCounts)
+    advance: Callable[[int], None] = ignore_tokens
+    threads: ThreadCount = field(default_factory=ThreadCount)
+    verifications: Verifications = field(default_factory=Verifications)
+    is_measured: bool = False
+    is_logged: bool = False  # steps say what was drafted and read, where the system can
+    is_timed: bool = False  # steps take their time alone, and do not wait for each other
+    phases: PhaseTimer | None = None  # of steps, if they are timed
+    note_begin: Callable[[], None] = do_nothing
+    steps: list[ObservedStep] = field(default_factory=list)
+    preparation: Preparation | None = None  # None where requests join while others decode
+    begun_s: float = 0.0
+    reads: list[ForwardCounts] = field(default_factory=list)  # of each runner, from begin to end
+    _runners: Sequence[ModelRunner] = ()
+    _before: list[ForwardCounts] = field(default_factory=list)  # counts of the runners at the begin
+    _num_forwards: int = 0  # so far, by all runners
+    _prompt_tokens: int = 0  # that the step which is executed prefills
+
+    def begin(self, runners: Sequence[ModelRunner] = ()) -> None:
+        """The first step comes now. The forwards of these runners are counted, until `end`."""
+        self._runners = runners
+        self._before = [runner.counts.copy() for runner in runners]
+        self.note_begin()
+        self._num_forwards = self._count_forwards()
+        self.begun_s = time.perf_counter()
+
+    def end(self) -> None:
+        """The last step has ended."""
+        pairs = zip(self._runners, self._before, strict=True)
+        self.reads = [runner.counts.minus(before) for runner, before in pairs]
+        self._runners = ()
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """A context that times a phase of a step, such as "draft"."""
+        return nullcontext() if self.phases is None else self.phases(name)
+
+    def watch(self, plan: StepPlan) -> None:
+        """A step begins now."""
+        self.counts.watch(plan)
+        self._num_forwards = self._count_forwards()
+        self._prompt_tokens = sum(part.stop - part.start for part in plan.parts)
+
+    def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+        """A step that decodes has ended; other requests may have been prefilled in it."""
+        self.verifications.observe(request_ids, output)
+        before = self._num_forwards
+        self._num_forwards = self._count_forwards()
+        step = ObservedStep(
+            request_ids=tuple(request_ids),
+            seconds=seconds,
+            num_forwards=self._num_forwards - before,
+            prompt_tokens=self._prompt_tokens,
+            padded_gamma=output.padded_gamma,
+            num_emitted=[len(tokens) for tokens in output.token_ids],
+            num_drafted=output.num_drafted,
+            num_accepted=output.num_accepted,
+            digests=output.digests,
+        )
+        self.steps.append(step)
+        self.advance(output.num_tokens)
+
+    def use_digests(self, digests: Sequence[list[Digest] | None]) -> None:
+        """Put these digests of each step in place of those of this rank alone."""
+        pairs = zip(self.steps, digests, strict=True)
+        self.steps = [replace(step, digests=of_step) for step, of_step in pairs]
+
+    def _count_forwards(self) -> int:
+        return sum(runner.counts.num_forwards for runner in self._runners)
+
+    @property
+    def timed_steps(self) -> list[TimedStep]:
+        """The times of steps with their kinds, in which prompt tokens stand for forwards; none
+        where steps wait for each other."""
+        if not self.is_timed:
+            return []
+        return [
+            TimedStep(1e3 * s.seconds, (s.prompt_tokens, s.padded_gamma, len(s.request_ids)))
+            for s in self.steps
+        ]
