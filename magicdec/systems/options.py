@@ -198,6 +198,13 @@ class ServeOptions(StagesSection):
         "Keep the blocks of texts that have ended until others need them, those used longest ago "
         "first, and let requests whose prompts begin alike share what they have in common.",
     )
+    repeats: int = setting(
+        1,
+        "Times that each run, or each forward, is measured, or that all requests are served in "
+        "each mode; the modes take turns at going first.",
+        least=1,
+        other_defaults="20 in latency",
+    )
     goodput: dict[str, float] | None = setting(
         None,
         "Count the requests a second that keep all of these bounds, such as ttft:500 tpot:50; of "
@@ -429,6 +436,8 @@ class ServeOptions(StagesSection):
             del values[name]
         for name in ("endpoint", "endpoint_metrics"):
             values[name] = values[name] and [masked(url) for url in values[name]]
+        if self.repeats == 1:
+            del values["repeats"]
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
         values["modes"] = list(dict.fromkeys(each.name for each in self.passes))
