@@ -78,14 +78,14 @@ def requests_of_batch(run: Prepared, number: int) -> list[Request]:
 
 @dataclass
 class ArrivingRequests:
-    """The requests of `magicdec serve`, `count` times."""
+    """The requests of `magicdec serve`, as often as `--repeats` says."""
 
     prepared: PreparedServing
     is_counted: bool = False
 
     @property
     def count(self) -> int:
-        return 1
+        return self.prepared.options.repeats
 
     def name(self, number: int) -> str:
         return "" if self.count == 1 else f"repeat {number}"

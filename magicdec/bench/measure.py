@@ -167,8 +167,8 @@ def measure_modes(
 
 
 class ServedChecks:
-    """Checks each pass as soon as it and the first one have served a group, and makes the record of
-    a pass that is complete."""
+    """Checks each pass as soon as it and the first one have served a group, and makes a record of
+    what a pass did with it."""
 
     def __init__(
         self,
@@ -182,25 +182,37 @@ class ServedChecks:
         self.progress = progress
         self.is_logged = is_logged
         self.measured = MeasuredPasses()
-        self.means: ServedMeans | None = None
-        self.wholes: dict[str, PassOutput] = {}
+        self.wholes: dict[str, PassOutput] = {}  # of the group, by the names of passes
+        self.means: ServedMeans | None = None  # of the group
 
-    def __call__(self, runner: Runner, number: int) -> None:
-        for measured in runner.measured.values():
-            if len(measured.groups) > len(measured.checks):
-                self.check(runner, measured)
-
-    def check(self, runner: Runner, measured: MeasuredPass) -> None:
-        output = measured.last
-        reference = next(iter(runner.measured.values())).last
-        assert output is not None and reference is not None, "both have served the group"
+    def __call__(self, runner: Runner, planned: PlannedPass, number: int) -> None:
+        output = runner.measured[planned].last
+        assert output is not None, "it has just served the group"
         if len(self.prepared.systems) > 1:  # maybe on other ranks
-            self.wholes[output.name] = whole(output)
-        size = runner.launch.world_size
-        judged = measured.groups[-1].judged
-        means = self.means = self.means or self.means_of(runner)
-        has_others = len(runner.passes) > 1
-        checked = check_pass(reference, output, judged, means, has_others, size)
+            self.wholes[planned.name] = whole(output)
+        reference = runner.measured[runner.passes[0]]
+        if len(reference.groups) <= number or reference.last is None:
+            return
+        for measured in runner.measured.values():
+            if len(measured.groups) > len(measured.checks) and measured.last is not None:
+                self.check(runner, number, reference.last, measured)
+        if all(len(measured.groups) > number for measured in runner.measured.values()):
+            self.wholes.clear()
+            self.means = None
+
+    def check(
+        self, runner: Runner, number: int, reference: PassOutput, measured: MeasuredPass
+    ) -> None:
+        assert measured.last is not None, "it has served the group"
+        self.means = means = self.means or self.means_of(runner, number)
+        checked = check_pass(
+            reference,
+            measured.last,
+            measured.groups[-1].judged,
+            means,
+            len(runner.passes) > 1,
+            runner.launch.world_size,
+        )
         measured.checks.append(checked)
         if runner.launch.rank == 0:
             record = serving_record(self.prepared, measured, runner)
@@ -208,13 +220,14 @@ class ServedChecks:
             self.measured.traces.append(measured.groups[-1].details.trace)
             self.keep(record)
 
-    def means_of(self, runner: Runner) -> ServedMeans:
+    def means_of(self, runner: Runner, number: int) -> ServedMeans:
+        """The means for a group. Forwards are compared once, in the first one."""
         planned = {each.serving_pass: each for each in runner.passes}
         return ServedMeans(
             open=lambda serving_pass: runner.open(planned[serving_pass]),
             systems=self.prepared.systems,
             world_size=runner.launch.world_size,
             progress=self.progress,
-            is_logged=self.is_logged,
+            compares_forwards=number == 0 and not self.is_logged,
             wholes=self.wholes,
         )

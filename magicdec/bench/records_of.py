@@ -177,13 +177,14 @@ def unfinished_record(
 def serving_record(
     prepared: PreparedServing, measured: MeasuredPass, runner: Runner
 ) -> ServingRecord:
-    """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
+    """The record of a pass over its newest group, which has metrics only if its tokens are not
+    known to be wrong."""
     planned = measured.planned
     system = planned.system
     reference = runner.passes[0]
     options = prepared.options
-    (group,) = measured.groups
-    (checked,) = measured.checks
+    group = measured.groups[-1]
+    checked = measured.checks[-1]
     requests = group.requests
     observer = group.observer
     counts = observer.counts

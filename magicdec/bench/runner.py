@@ -129,11 +129,11 @@ class RequestGroups(Protocol):
         """Lets later runs share a result."""
 
 
-Check = Callable[["Runner", int], None]
-"""Called after each pass with the number of the group; checks what can be checked by then."""
+Check = Callable[["Runner", PlannedPass, int], None]
+"""Called after each pass over a group, whose system is open; checks what can be checked by then."""
 
 
-def check_nothing(runner: Runner, number: int) -> None:
+def check_nothing(runner: Runner, planned: PlannedPass, number: int) -> None:
     """What was measured is checked at the end."""
 
 
@@ -181,7 +181,7 @@ class Runner:
             for planned in self.order(number):
                 if self.begins_pass(planned, number):
                     self.measure_pass(planned, number)
-                    self.check(self, number)
+                    self.check(self, planned, number)
 
     def order(self, number: int) -> list[PlannedPass]:
         return self.passes[:] if number % 2 == 0 else self.passes[::-1]

@@ -102,6 +102,13 @@ class ServeOptions:
         "--concurrency, which then counts conversations, as --num_requests does.",
         least=1,
     )
+    repeats: int = setting(
+        1,
+        "Times that each run, or each forward, is measured, or that all requests are served in "
+        "each mode; the modes take turns at going first.",
+        least=1,
+        other_defaults="20 in latency",
+    )
     goodput: dict[str, float] | None = setting(
         None,
         "Count the requests a second that keep all of these bounds, such as ttft:500 tpot:50; of "

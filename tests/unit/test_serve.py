@@ -473,6 +473,26 @@ def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize("wrong", [None, "inflight"])
+def test_with_repeats_the_modes_take_turns_at_going_first(
+    wrong: str | None, toy: Toy, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each repeat is warmed up, and compared with the first mode in it."""
+    monkeypatch.setattr(RoundRobin, "wrong", wrong)
+    words += ["--repeats", "3"]
+    _, records = toy("sequential", "inflight")
+    (system,) = RoundRobin.made
+    both = ["sequential", "inflight"]
+    served = [name for name, lengths in system.log if len(lengths) == len(SHAPES)]
+    assert served == both + both[::-1] + both
+    assert len(system.log) == 2 * len(served)
+    assert [record["name"] for record in records] == both * 3
+    assert {record["reference"] for record in records} == {"sequential"}
+    expected = (0, 0) if wrong is None else (0, 1)
+    assert [record["num_differing"] for record in records] == [*expected] * 3
+    assert all(record["config"]["workload"]["repeats"] == 3 for record in records)
+
+
 def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     toy: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -329,21 +329,21 @@ def as_known(prompt_ids: tuple[int, ...]) -> PromptAfter:
 
 @dataclass(frozen=True)
 class ServedMeans:
-    """`Means` of passes whose systems are opened in turn, by `open`. Forwards are compared unless
-    passes are `is_logged`, for the gate, which compares them with earlier ones. `wholes` has passes
-    as `whole` makes them, by name."""
+    """`Means` of passes whose systems are opened in turn, by `open`. `compares_forwards` is not set
+    for the gate, which compares passes with earlier ones. `wholes` has passes as `whole` makes
+    them, by name; it is empty unless there are several systems."""
 
     open: Callable[[Pass], System]
     systems: Sequence[System]
     world_size: int
     progress: Progress
-    is_logged: bool
+    compares_forwards: bool
     wholes: Mapping[str, PassOutput]
     known: KnownGaps = field(default_factory=dict)
 
     def forwards(self, reference: PassOutput, output: PassOutput) -> ForwardErrors | None:
         pair = reference, output
-        if self.is_logged or reference.name == output.name:
+        if not self.compares_forwards or reference.name == output.name:
             return None
         if not all(each.system.is_watched(each.serving_pass) for each in pair):
             return None

@@ -15,6 +15,7 @@ from magicdec.config.sections import OutputSection
 from magicdec.config.setting import declared, same, setting
 from magicdec.config.toml_file import TomlFile
 from magicdec.names import most_like
+from magicdec.systems.options import ServeOptions
 
 MOST_CELLS = 10_000  # unless the user confirms more
 # What took the place of the jobs that a sweep submitted itself.
@@ -49,12 +50,7 @@ class FlagGrid:
 class Settings:
     out: str = same(OutputSection, "results")
     order_seed: int = setting(0, "Seed of the order of the runs.", least=0)
-    repeats: int = setting(
-        1,
-        "Times that each run, or each forward, is measured.",
-        least=1,
-        other_defaults="20 in latency",
-    )
+    repeats: int = same(ServeOptions, "repeats")
 
 
 @dataclass(frozen=True)
