@@ -288,8 +288,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     original = KVCache.__init__
 
-    def record(cache: KVCache, *args: Any) -> None:
-        original(cache, *args)
+    def record(cache: KVCache, *args: Any, **named: Any) -> None:
+        original(cache, *args, **named)
         sizes.append(cache.num_bytes)
 
     monkeypatch.setattr(KVCache, "__init__", record)

@@ -4,7 +4,7 @@ run. The faults change verifications alone: prefill and the baseline are right."
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.kv.view import Visible
+from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.sampling import model_tokens
 from magicdec.runner.sampling.metadata import SamplingMetadata
@@ -156,15 +157,15 @@ def forgetful(num_dropped: int, backend: str) -> list[LossyPlace]:
     """Verifications do not read some tokens in the middle of the context."""
     verifying = InVerification()
 
-    def change(defer: Callable[..., Any]) -> Callable[..., Any]:
-        def defer_less(runner: ModelRunner, x: Any, rows: Any, *more: Any, **named: Any) -> Any:
+    def change(enqueue: Callable[..., Any]) -> Callable[..., Any]:
+        def enqueue_less(runner: ModelRunner, batch: ForwardBatch) -> Any:
             if verifying.is_true:
-                named["policy"] = AllBut(num_dropped)
-            return defer(runner, x, rows, *more, **named)
+                batch = replace(batch, policy=AllBut(num_dropped))
+            return enqueue(runner, batch)
 
-        return defer_less
+        return enqueue_less
 
-    return [verifying.place(), LossyPlace(ModelRunner, "defer", change)]
+    return [verifying.place(), LossyPlace(ModelRunner, "enqueue", change)]
 
 
 def one_head(scale: float, backend: str) -> list[LossyPlace]:

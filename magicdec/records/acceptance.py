@@ -356,8 +356,9 @@ class Verifications:
         emitted = map(len, output.token_ids)
         digests: Sequence[tuple[str, int] | None] = output.digests or [None] * len(request_ids)
         positions: Sequence[int | None] = output.draft_positions or [None] * len(request_ids)
-        columns = request_ids, drafted, output.num_accepted, emitted, digests, positions
-        for counts in zip(*columns, strict=True):
+        accepted = output.num_accepted
+        of_requests = zip(request_ids, drafted, accepted, emitted, digests, positions, strict=True)
+        for counts in of_requests:
             self.add(*counts)
 
     def add(

@@ -356,7 +356,7 @@ SELF_SPEC = RunConfig(decoding=DecodingSection("speculative", "self"))
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--draft ngram --draft_weights int8", "--draft_weights does nothing here: prompt lookup"),
+        ("--draft ngram --draft_weights int8", "--draft_weights does nothing here: drafts of"),
         ("--draft none --draft_weights int8", "--draft_weights does nothing here: autoregressive"),
         ("--draft_weights int8 --target_dtype int8", "weights are int8 already; leave it out"),
         ("--draft_weights int2", "--draft_weights"),

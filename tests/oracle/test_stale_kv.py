@@ -55,8 +55,8 @@ def spoiled() -> Iterator[None]:
         for pool in (cache.k, cache.v):
             pool[:, [block for block in blocks if block != EVICTED]] = float("nan")
 
-    def make(cache: KVCache, *args: Any) -> None:
-        init(cache, *args)
+    def make(cache: KVCache, *args: Any, **named: Any) -> None:
+        init(cache, *args, **named)
         spoil(cache, list(range(cache.shape.num_blocks)))
 
     def leave(cache: KVCache, row: int, kept: Collection[int] = ()) -> None:

@@ -148,7 +148,7 @@ BASELINE_DRIVER = DRIVERS["baseline"].config
         (
             DRIVER,
             "--drafter ngram --kv_policy full",
-            "--kv_policy does nothing here: prompt lookup",
+            "--kv_policy does nothing here: drafts of ngram",
         ),
         (DRIVER, "--sampling_seed 9", "--sampling_seed does nothing here: --temperature 0"),
     ],

@@ -104,8 +104,8 @@ def test_flags_on_the_command_line_win_over_those_of_a_file(
     assert config.sampling.temperature == 0.5 and config.parallel.rank_group == (0,)
     capsys.readouterr()
     assert read("--config", file).decoding.drafter == "ngram"
-    assert "--budget does nothing here: prompt lookup" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--budget does nothing here: prompt lookup"):
+    assert "--budget does nothing here: drafts of ngram" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--budget does nothing here: drafts of ngram"):
         read("--config", file, "--budget", 9)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from conftest import make_runner, tiny_transformer
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.names import BASELINE
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.attention import AttentionQueries, AttentionWeights
 from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.speculation.steps.build import build_decoder
 
@@ -66,3 +70,34 @@ def test_prefill_keeps_the_queries_of_the_decoder_that_was_built_last(has_copy: 
         build_decoder(runner, section, SNAPKV, **{"is_in_flight": True} | options)  # type: ignore[arg-type]
         assert runner.observers == [] and runner.drafting_runner.observers == []
         build_decoder(runner, decoding, SNAPKV, is_in_flight=True)
+
+
+def test_a_runner_is_whole_when_it_is_made() -> None:
+    """One with a draft runner shares what it computes with that before; a cache of its own shares
+    the counts, and every runner the observers."""
+    target = make_runner(tiny_transformer(), 2, 100)
+    runner = target.with_draft_runner(target.with_model(tiny_transformer(), None))
+    copied = runner.with_cache(30)
+    assert runner.draft_runner is runner.drafting_runner is not runner
+    assert runner.caches is target.caches is runner.drafting_runner.caches
+    assert runner.counts is target.counts is copied.counts is not runner.drafting_runner.counts
+    assert copied.caches is not runner.caches and copied.drafting_runner is copied
+    observer = PromptQueries(3)
+    target.set_observer(PromptQueries, observer)
+    for each in (target, runner, copied, runner.drafting_runner):
+        assert each.observer(PromptQueries) is observer
+    assert [f.name for f in dataclasses.fields(ModelRunner) if not f.init] == []
+
+
+def test_a_forward_has_one_signature() -> None:
+    for name in ("forward", "enqueue"):
+        method = getattr(ModelRunner, name)
+        assert list(inspect.signature(method).parameters) == ["self", "batch"]
+
+
+def test_who_observes_for_a_while_leaves_after_a_failure() -> None:
+    runner = make_runner(tiny_transformer(), 2, 100)
+    with pytest.raises(KeyError), runner.observed_by([AttentionWeights(), AttentionQueries()]):
+        assert len(runner.observers) == 2
+        raise KeyError
+    assert runner.observers == []
