@@ -41,8 +41,9 @@ from magicdec.systems.mdi_llm.recurrent import (
     most_under_way,
 )
 from magicdec.systems.mdi_llm.ring_stage import Stage
+from magicdec.systems.mdi_llm.timing import RingTiming
 from magicdec.systems.modes import Pass
-from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
+from magicdec.systems.stages.auto_split import DecodeStep
 from magicdec.systems.stages.clocks import gather_leaders
 from magicdec.systems.stages.spans import Span, Spans
 from magicdec.systems.stages.stage import StageLoop
