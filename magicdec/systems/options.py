@@ -185,9 +185,9 @@ class ServeOptions:
         """Whether ranks sleep in a pass in place of computing."""
         return self.settings_of(serving_pass).emulates
 
-    def accepts_by_chance(self, each: Pass) -> bool:
+    def accepts_by_chance(self, serving_pass: Pass) -> bool:
         """Whether chance judges the drafts of a pass, so that its tokens mean nothing."""
-        return self.emulate_acceptance is not None and each.drafts_in_turns
+        return self.emulate_acceptance is not None and serving_pass.drafts_in_turns
 
     @property
     def longest_prompt(self) -> int:
