@@ -254,6 +254,8 @@ class ServeOptions:
         """Raises ValueError, naming mode, flag and reason, if a mode cannot serve the settled
         options with any model."""
         self._check_drafts()
+        if self.turns > 1 and self.emulate_acceptance is not None:
+            self.refuse_turns("emulate_acceptance", "accepts drafts by chance")
         for system in self.named_systems:
             settings = self.systems[system.name]
             settings.check(self, self.of_system(system), config, world_size)
@@ -276,12 +278,7 @@ class ServeOptions:
             )
 
     def _check_chance(self) -> None:
-        """Raises ValueError if tokens that follow from chance are a reference of others, or of the
-        next question of a conversation."""
-        if self.emulate_acceptance is None:
-            return
-        if self.turns > 1:
-            self.refuse_turns("emulate_acceptance", "accepts drafts by chance")
+        """Raises ValueError if tokens that follow from chance are the reference of others."""
         first = self.passes[0]
         if self.accepts_by_chance(first) and len(self.passes) > 1:
             raise ValueError(
