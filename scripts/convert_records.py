@@ -54,7 +54,7 @@ def with_details(raw: dict[str, Any]) -> dict[str, Any]:
     whose modes have their names of now."""
     from magicdec.systems.modes import RENAMED, Pass
 
-    old = {name: raw.get(name) for name in (*DETAILS, "occupancy")}
+    old: dict[str, Any] = {name: raw.get(name) for name in (*DETAILS, "occupancy")}
     new = {key: value for key, value in raw.items() if key not in old}
     parts = [(kind, old[name]) for name, kind in DETAILS.items() if old[name] is not None]
     new["details"] = None

@@ -1,7 +1,7 @@
 """`magicdec serve`: the same requests in every named mode, in one table; and its presets, which
 differ in their defaults alone (`cli/presets.py`).
 
-    magicdec serve --nproc 3 --draft model:demo-draft --modes sequential inflight ring pipeinfer
+    magicdec serve --nproc 3 --draft model:demo-draft --modes sequential inflight ring
     torchrun --nproc_per_node 2 tests/pipeline_benchmark.py --layer_split 0,1.0/head
 
 Heavy imports happen after the flags are read.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path

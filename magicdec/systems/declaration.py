@@ -122,6 +122,10 @@ class SystemDeclaration:
         kind: type = self.settings
         return frozenset(declared(kind))
 
+    @property
+    def has_stages(self) -> bool:
+        return any(mode.ranks is Ranks.STAGES for mode in self.modes.values())
+
     def uses_setting(self, name: str, serving_pass: Pass) -> bool:
         """Whether one of its passes uses a setting of its own."""
         is_of_modes = any(name in mode.settings for mode in self.modes.values())

@@ -192,9 +192,9 @@ class ServeOptions:
         """Whether ranks sleep in a pass in place of computing."""
         return self.settings_of(serving_pass).emulates
 
-    def accepts_by_chance(self, each: Pass) -> bool:
+    def accepts_by_chance(self, serving_pass: Pass) -> bool:
         """Whether chance judges the drafts of a pass, so that its tokens mean nothing."""
-        return self.emulate_acceptance is not None and each.drafts_in_turns
+        return self.emulate_acceptance is not None and serving_pass.drafts_in_turns
 
     @property
     def longest_prompt(self) -> int:
@@ -261,6 +261,8 @@ class ServeOptions:
         """Raises ValueError, naming mode, flag and reason, if a mode cannot serve the settled
         options with any model."""
         self._check_drafts()
+        if self.turns > 1 and self.emulate_acceptance is not None:
+            self.refuse_turns("emulate_acceptance", "accepts drafts by chance")
         for system in self.named_systems:
             settings = self.systems[system.name]
             settings.check(self, self.of_system(system), config, world_size)
@@ -283,12 +285,7 @@ class ServeOptions:
             )
 
     def _check_chance(self) -> None:
-        """Raises ValueError if tokens that follow from chance are a reference of others, or of the
-        next question of a conversation."""
-        if self.emulate_acceptance is None:
-            return
-        if self.turns > 1:
-            self.refuse_turns("emulate_acceptance", "accepts drafts by chance")
+        """Raises ValueError if tokens that follow from chance are the reference of others."""
         first = self.passes[0]
         if self.accepts_by_chance(first) and len(self.passes) > 1:
             raise ValueError(

@@ -145,27 +145,27 @@ class System(ABC):
         return " ".join(dict.fromkeys(each.name for each in self.passes))
 
     @abstractmethod
-    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+    def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:
         """The models that a rank holds in a pass, which `open` loads."""
 
-    def plan(self, each: Pass, ranks: Sequence[int]) -> MemoryPlan:
+    def plan(self, serving_pass: Pass, ranks: Sequence[int]) -> MemoryPlan:
         """The memory that `ranks` take together in a pass."""
-        return add_up([plan_of(self.model_plans(each, rank)) for rank in ranks])
+        return add_up([plan_of(self.model_plans(serving_pass, rank)) for rank in ranks])
 
-    def advice(self, each: Pass, room: MemoryBudget) -> str:
+    def advice(self, serving_pass: Pass, room: MemoryBudget) -> str:
         """A way out for a pass that does not fit into `room`."""
         return "serve fewer or shorter requests at a time"
 
-    def config_of(self, each: Pass) -> dict[str, Any]:
+    def config_of(self, serving_pass: Pass) -> dict[str, Any]:
         config = self.run.config
-        return (config if each.is_drafting else config.without_drafts()).to_dict()
+        return (config if serving_pass.is_drafting else config.without_drafts()).to_dict()
 
     def describe_settings(self) -> dict[str, Any]:
         """The settings as they are recorded, with what was chosen for them."""
         return self.settings.describe()
 
     @abstractmethod
-    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+    def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         """Load this rank's models for a pass and connect it, keeping what an earlier pass opened if
         it fits."""
 
@@ -175,10 +175,10 @@ class System(ABC):
         return self.settings.rows(self.options, self.launch.world_size)
 
     @abstractmethod
-    def step_shape(self, each: Pass) -> StepShape:
+    def step_shape(self, serving_pass: Pass) -> StepShape:
         """The largest forwards that decode in a pass."""
 
-    def is_watched(self, each: Pass) -> bool:
+    def is_watched(self, serving_pass: Pass) -> bool:
         """Whether logits of the steps of a pass are kept, for its verdict."""
         return False
 
@@ -205,7 +205,7 @@ class System(ABC):
 
     @abstractmethod
     def serve(
-        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+        self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         """Serve all requests, each from its arrival on, or those of `keep_prompts`. Only the first
         rank's get their tokens. Raises ValueError, before the first step, if a request can never be

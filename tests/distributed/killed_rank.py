@@ -14,7 +14,7 @@ from magicdec.cli.commands import start
 # others go on meanwhile; in the phases before, they have the time to wait for the rank.
 PHASES = {
     "preparing": ("magicdec.setup.memory_check", "first_refusal", 1),
-    "timing": ("magicdec.systems.stages.auto_split", "time_passing", 3),
+    "timing": ("magicdec.systems.mdi_llm.timing", "time_passing", 3),
     "timing runs": ("magicdec.systems.pipeinfer.system", "time_part", 1),
     "starting": ("torch.distributed", "init_process_group", 1),
     "grouping": ("torch.distributed", "new_group", 1),

@@ -34,7 +34,6 @@ from magicdec.setup.memory_check import MemoryBudget, needed
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.steps import build, recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
-from magicdec.systems.flover import batchings as batching
 from magicdec.systems.flover.system import BATCHINGS, Flover
 from magicdec.systems.modes import Pass
 from magicdec.systems.observer import PassObserver
@@ -225,7 +224,7 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
         with pytest.raises(ValueError, match=r"--modes inflight needs .* GB are free"):
             check_here([batching], room)
     assert plan.kv < full.kv
-    batching.options = replace(batching.options, cache_tokens=None)  # type: ignore[attr-defined]
+    batching.settings = replace(batching.settings, cache_tokens=None)  # type: ignore[attr-defined]
     whole = batching.plan(each, (0,))
     free = whole.total - whole.kv + 5056 * per_token + 7
     with pytest.raises(ValueError, match="--cache_tokens 5056 would fit"):
@@ -402,7 +401,7 @@ def test_the_measured_pass_replays_what_its_warm_up_captured(
         model_drafter="model",
         gamma=gamma,
     )
-    system = object.__new__(batching.Flover)
+    system = object.__new__(Flover)
     system.runner = cast(Any, SimpleNamespace(device=None, drafting=None))
     config = SimpleNamespace(decoding=decoding, kv=None, sampling=SimpleNamespace(temperature=1.0))
     system.run = cast(Any, SimpleNamespace(config=config, corpus=()))

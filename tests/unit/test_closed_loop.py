@@ -178,6 +178,9 @@ def test_each_concurrency_is_a_pass_of_its_own(tmp_path: Path) -> None:
         "inflight, 1 at once", "inflight, 4 at once",
     ]  # fmt: skip
     assert list(map(Pass.named, names)) == list(options.passes)
-    assert options.rows == 4 and {shape.arrival_ms for shape in options.shapes} == {0.0}
+    settings = options.settings_of(options.passes[0])
+    assert settings.rows(options, world_size=1) == 4 and {
+        shape.arrival_ms for shape in options.shapes
+    } == {0.0}
     described = options.describe()
     assert described["modes"] == ["sequential", "inflight"] and described["arrival"] == "burst"

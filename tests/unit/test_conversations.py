@@ -372,7 +372,7 @@ def test_what_cannot_be_a_conversation_is_refused_in_one_line(
     words: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     given = words.replace("SET", chats(tmp_path / "set.jsonl")).split()
-    more = ["--modes", "pipeline+draft" if "acceptance" in words else "inflight"]
+    more = ["--modes", "pipeline+draft" if "acceptance" in words else "ring"]
     model = ["--model", str(tiny_checkpoint), "--num_requests", "5", "--turns", "3"]
     with pytest.raises(ValueError) as refused:
         prepare_as("serve", tmp_path, *model, *more, *given)

@@ -14,6 +14,7 @@ from magicdec.cli.commands import COMMANDS, KNOWN, parser_of, start
 from magicdec.config import resolved, sections
 from magicdec.runner import request
 from magicdec.systems import options
+from magicdec.systems.modes import SYSTEMS
 
 FOLDERS = ("docs/**/*.md", "results/**/*.md", "magicdec/**/*.md", "scripts/**/README.md")
 PAGES = sorted(
@@ -175,6 +176,8 @@ def keys() -> set[str]:
     for module in (resolved, sections, options, request):
         for each in filter(dataclasses.is_dataclass, vars(module).values()):
             found |= {field.name for field in dataclasses.fields(each)}
+    for system in SYSTEMS.values():
+        found |= system.own_settings
     return found | set(vars(request.Request))
 
 

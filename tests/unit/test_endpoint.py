@@ -735,7 +735,7 @@ def test_what_no_server_can_serve_is_refused(
         ("--modes inflight", "--endpoint does nothing here: no mode of --modes inflight uses it"),
         (
             "--emulate_stage_ms 3",
-            "--emulate_stage_ms 3.0: --modes endpoint has no stages that could sleep",
+            "--emulate_stage_ms does nothing here: no mode of --modes endpoint uses it",
         ),
         (
             "--modes endpoint pipeinfer --emulate_acceptance 0.5",

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.names import ATTENTION_BACKENDS, KV_POLICIES
+from magicdec.names import ATTENTION_BACKENDS, KV_POLICIES, SYSTEMS
+from magicdec.systems.modes import NAMES
 
 PACKAGE = Path(__file__).parents[2] / "magicdec"
 TABLES = {"attention backend": ATTENTION_BACKENDS, "KV policy": KV_POLICIES}
@@ -84,6 +85,54 @@ def test_the_rule_can_be_broken() -> None:
     assert mentions("sdpa", 'x = "sdpa_backend", "magicdec.attention.sdpa:SDPABackend"') == []
     assert is_home("sdpa", "attention/sdpa.py") and is_home("triton", "attention/triton.py")
     assert not is_home("sdpa", "config/choices/backend.py") and not is_home("native", "names2.py")
+
+
+# Beside `names.SYSTEMS`: the presets name modes, and the simulator is one of two systems.
+NAMES_SYSTEMS = ("cli/presets.py", "cli/simulate.py", "predict/simulator/")
+NAMES_MODES = (*NAMES_SYSTEMS, "cli/commands.py")  # whose commands have names of modes
+
+
+def is_of_system(system: str, path: str) -> bool:
+    """Whether the file at `path` in the package may name a system."""
+    return path.startswith((f"systems/{system}/", "names.py", *NAMES_SYSTEMS))
+
+
+def mentions_system(system: str, source: str) -> bool:
+    """In whatever spelling, also in a comment or in the name of a module."""
+    words = system.replace("_", "[-_ ]?")
+    return re.search(rf"(?<![a-z]){words}(?![a-z])", source, re.IGNORECASE) is not None
+
+
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "servers"])
+def test_a_system_is_named_in_its_folder_alone(system: str) -> None:
+    """Those of other programs are servers as any other program's."""
+    found = [
+        name
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not is_of_system(system, name := path.relative_to(PACKAGE).as_posix())
+        and mentions_system(system, path.read_text(encoding="utf-8"))
+    ]
+    assert found == [], f"{system} is named outside its folder"
+
+
+@pytest.mark.parametrize("room", ["bench", "cli", "records", "engine"])
+def test_no_command_or_record_names_a_mode(room: str) -> None:
+    found = [
+        f"{name}:{line} {text}"
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+        if not (name := path.relative_to(PACKAGE).as_posix()).startswith(NAMES_MODES)
+        for line, text in texts(path.read_text(encoding="utf-8"))
+        if text in NAMES
+    ]
+    assert found == []
+
+
+def test_the_rule_of_systems_can_be_broken() -> None:
+    assert mentions_system("mdi_llm", "x = 1  # as MDI-LLM does")
+    assert mentions_system("mdi_llm", "from magicdec.systems.mdi_llm.details import A")
+    assert not mentions_system("pipeinfer", "pipeinference")
+    assert is_of_system("pipeinfer", "systems/pipeinfer/head.py")
+    assert not is_of_system("pipeinfer", "systems/stages/staged.py")
 
 
 def type_names(source: str) -> Iterator[str]:

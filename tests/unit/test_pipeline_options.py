@@ -18,8 +18,9 @@ from magicdec.setup.model_plan import max_tokens
 from magicdec.systems.mdi_llm.details import DraftCounts, StageUse, ring_metrics
 from magicdec.systems.mdi_llm.ring_stage import Stage
 from magicdec.systems.mdi_llm.system import MDILLM
+from magicdec.systems.mdi_llm.timing import RingTiming
 from magicdec.systems.modes import Pass
-from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
+from magicdec.systems.stages.auto_split import DecodeStep
 
 FOUR = ("--num_requests", "4")
 

@@ -57,9 +57,10 @@ EVERY = [
     served("inflight", 3.0, start="rate 3", goodput={}, arrival="poisson:5"),
     served("sequential", 2.0, start="second", draft="none"),
     served("ring", 1.0, start="second", draft="none"),
-    measured("pipeline", start="third"),
-    measured("pipeinfer", start="third"),
+    *(measured(name, start="third") for name in ("pipeline", "pipeinfer")),
 ]
+for each in EVERY[-2:]:
+    each["details"]["occupancy"] = None  # as in records of earlier versions
 CLOSED = [
     served(f"{mode}, {count} at once", seconds, start="fourth", concurrency=count)
     for mode, seconds in (("inflight", 2.0), ("inflight+draft", 1.0))

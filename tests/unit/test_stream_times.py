@@ -40,7 +40,7 @@ class ScriptedStream(Servers):
         source = SimpleNamespace(config=SimpleNamespace(vocab_size=50), name="tiny")
         self.run: Any = SimpleNamespace(config=SimpleNamespace(decoding=decoding), source=source)
         self.server: Any = "http://localhost"
-        self.options: Any = SimpleNamespace(
+        self.settings: Any = SimpleNamespace(
             turns=1, prefix_cache=False, endpoint_timeout_s=1.0, endpoint_total_s=1.0
         )
 

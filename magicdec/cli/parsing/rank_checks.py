@@ -27,7 +27,9 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
     """Raises ValueError if the ranks cannot divide the model as the modes of `magicdec serve`
     need."""
     with _checked_source(config, nproc) as source:
-        for system in options.named_systems:
+        # Stages say more of the ranks that a model can have.
+        systems = sorted(options.named_systems, key=lambda system: not system.has_stages)
+        for system in systems:
             settings = options.systems[system.name]
             settings.check_model(options, options.of_system(system), source, nproc)
 

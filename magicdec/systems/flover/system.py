@@ -102,7 +102,7 @@ class Flover(ReplayingSystem):
     def computes(self) -> bool:
         return self.is_on_all or self.launch.rank == 0
 
-    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+    def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:
         config = self.run.config
         if rank not in config.parallel.rank_group:
             return []
@@ -116,23 +116,23 @@ class Flover(ReplayingSystem):
         )
         return [target, *(draft.beside(target) for draft in drafts)]
 
-    def advice(self, each: Pass, room: MemoryBudget) -> str:
+    def advice(self, serving_pass: Pass, room: MemoryBudget) -> str:
         def fits(cache_tokens: int) -> bool:
             smaller = copy(self)
             smaller.settings = replace(self.settings, cache_tokens=cache_tokens)
-            return room.refusal(smaller.plan(each, room.ranks)) is None
+            return room.refusal(smaller.plan(serving_pass, room.ranks)) is None
 
-        target, *_ = self.model_plans(each, self.run.config.parallel.rank_group[0])
+        target, *_ = self.model_plans(serving_pass, self.run.config.parallel.rank_group[0])
         most = largest(fits, target.storages()[0].num_tokens)
         if most < max_tokens(self.run.config):
             return "choose a smaller --B, shorter requests or a smaller model"
         return f"--cache_tokens {most} would fit"
 
-    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+    def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         if self.runner is None and self.computes:
-            self._load(each, device, progress)
+            self._load(serving_pass, device, progress)
 
-    def _load(self, each: Pass, device: torch.device, progress: Progress) -> None:
+    def _load(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         run = self.run
         launch = self.launch
         draft = self.run.config.draft
@@ -146,7 +146,7 @@ class Flover(ReplayingSystem):
             alone = Group((0,), 0)
             groups = ParallelGroups(0, 1, alone, None if draft is None else alone)
         self.models = LoadedModels(device, progress)
-        plan = self.model_plans(each, launch.rank)[0]
+        plan = self.model_plans(serving_pass, launch.rank)[0]
         self.runner = runner = make_runner(plan, run.source, groups.target, self.models)
         self.draft = make_draft(run, groups, self.models, target=plan)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
@@ -163,27 +163,34 @@ class Flover(ReplayingSystem):
         """Times a phase for the observer of the pass, which changes while a strategy stays."""
         return self._phases(name)
 
-    def step_shape(self, each: Pass) -> StepShape:
-        max_gamma = self.run.config.decoding.max_gamma if each.is_drafting else 0
-        return StepShape(1 if each.mode == SEQUENTIAL else self.rows, 1 + max_gamma)
+    def step_shape(self, serving_pass: Pass) -> StepShape:
+        max_gamma = self.run.config.decoding.max_gamma if serving_pass.is_drafting else 0
+        return StepShape(1 if serving_pass.mode == SEQUENTIAL else self.rows, 1 + max_gamma)
 
     def serve(
-        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+        self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         if self.runner is None:  # this rank waits
             return SystemDetails()
-        log = DraftLog() if observer.is_logged and each.is_drafting else None
+        log = DraftLog() if observer.is_logged and serving_pass.is_drafting else None
         for runner in self.runners:
             runner.set_observer(DraftLog, log)
             runner.caches.forget_prefixes()  # of an earlier pass
-        strategy, witness = self._strategy(each)
+        strategy, witness = self._strategy(serving_pass)
         if witness is not None:
             witness.is_watching = observer.is_measured
         self._phases = observer.phase
         observer.begin(self.runners)
         with observer.threads.during():
-            arrivals = Arrivals(requests, each.concurrency)
-            self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)
+            arrivals = Arrivals(requests, serving_pass.concurrency)
+            self._decode(
+                self.runner,
+                serving_pass.mode,
+                arrivals,
+                strategy,
+                self._limits(serving_pass),
+                observer,
+            )
         return SystemDetails(witness=witness if observer.is_measured else None)
 
     def _decode(
@@ -207,10 +214,10 @@ class Flover(ReplayingSystem):
 
         BATCHINGS[mode](serve, arrivals, self.clock, self.rows, window_s)
 
-    def _limits(self, each: Pass) -> BatchLimits:
+    def _limits(self, serving_pass: Pass) -> BatchLimits:
         assert self.runner is not None, "it was opened"
         tokens = max_tokens(self.run.config)
-        max_gamma = tokens - self.options.longest if each.is_drafting else 0
+        max_gamma = tokens - self.options.longest if serving_pass.is_drafting else 0
         return self._limits_of(self.runner, tokens, 1 + max_gamma)
 
     def _limits_of(self, runner: ModelRunner, tokens: int, step_tokens: int) -> BatchLimits:
@@ -258,17 +265,17 @@ class Flover(ReplayingSystem):
         self._decode(runner, mode, arrivals, strategy, limits, PassObserver(), shares_prefixes)
         self.captured = None
 
-    def _strategy(self, each: Pass) -> tuple[DecodingStrategy, LogitsRecorder | None]:
+    def _strategy(self, serving_pass: Pass) -> tuple[DecodingStrategy, LogitsRecorder | None]:
         """The decoding strategy of a pass, and the witness that keeps logits of its steps. With
         CUDA graphs both are kept, so that the measured pass replays captured steps, unless it
         learns draft lengths."""
         runner = self.runner
         config = self.run.config
         assert runner is not None, "it was opened"
-        if self.captured is not None and self.captured.serving_pass == each:
+        if self.captured is not None and self.captured.serving_pass == serving_pass:
             return self.captured.strategy, self.captured.witness
-        name = config.decoding.strategy if each.is_drafting else BASELINE
-        witness = self._witness(each, runner)
+        name = config.decoding.strategy if serving_pass.is_drafting else BASELINE
+        witness = self._witness(serving_pass, runner)
         strategy = build_decoder(
             runner,
             config.decoding,
@@ -284,22 +291,22 @@ class Flover(ReplayingSystem):
         is_captured = config.decoding.cuda_graphs == "on"
         self.captured = None
         if is_captured and is_fixed:
-            self.captured = CapturedPass(each, strategy, witness)
+            self.captured = CapturedPass(serving_pass, strategy, witness)
         return strategy, witness
 
-    def is_watched(self, each: Pass) -> bool:
+    def is_watched(self, serving_pass: Pass) -> bool:
         """It is if the pass is greedy, and if its tokens mean something."""
         is_greedy = self.run.config.sampling.temperature == 0
-        return is_greedy and not self.options.accepts_by_chance(each)
+        return is_greedy and not self.options.accepts_by_chance(serving_pass)
 
-    def _witness(self, each: Pass, runner: ModelRunner) -> LogitsRecorder | None:
-        if not self.is_watched(each):
+    def _witness(self, serving_pass: Pass, runner: ModelRunner) -> LogitsRecorder | None:
+        if not self.is_watched(serving_pass):
             return None
-        shape = self.step_shape(each)
+        shape = self.step_shape(serving_pass)
         gamma = shape.tokens - 1
         lengths = [request.output_len for request in self.options.shapes]
         num_steps = self.options.turns * (sum(lengths) // shape.rows + max(lengths))
-        seed = f"{self.run.workload.seed} {each.name}"
+        seed = f"{self.run.workload.seed} {serving_pass.name}"
         return LogitsRecorder.of(runner, shape.rows, gamma, num_steps, seed, gamma)
 
     def now(self) -> float:

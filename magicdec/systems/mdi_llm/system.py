@@ -41,8 +41,9 @@ from magicdec.systems.mdi_llm.recurrent import (
     most_under_way,
 )
 from magicdec.systems.mdi_llm.ring_stage import Stage
+from magicdec.systems.mdi_llm.timing import RingTiming
 from magicdec.systems.modes import Pass
-from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
+from magicdec.systems.stages.auto_split import DecodeStep
 from magicdec.systems.stages.clocks import gather_leaders
 from magicdec.systems.stages.spans import Span, Spans
 from magicdec.systems.stages.stage import StageLoop
@@ -88,37 +89,37 @@ class MDILLM(StagedSystem):
     def computes(self) -> bool:
         return self.launch.rank < self.grid.world_size
 
-    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+    def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:
         stage = self.grid.stage_of(rank)
         if stage >= self.grid.num_stages:
             return []
         config = self.run.config.on_ranks(self.grid.ranks_of(stage))
-        if not each.is_drafting:
+        if not serving_pass.is_drafting:
             config = config.without_drafts()
         target, *drafts = model_plans_of(config, self.run.models, rank)
         part = StagePart(self.layers[stage], has_ends=stage == 0)
         return [replace(target, part=part, rewound=rewound_by_step(config)), *drafts]
 
-    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+    def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         if self.groups is None:
             collectives = self.run.config.parallel.collectives
             self.groups = make_stage_groups(self.launch, self.grid, device, collectives)
         if self.models is None:
             self.models = self.make_models(device, progress)
-        if self.opened is None or self.opened.is_drafting != each.is_drafting:
+        if self.opened is None or self.opened.is_drafting != serving_pass.is_drafting:
             self.opened = None  # its memory is free before the next is allocated
-            self.opened = OpenRing(self, each, self.groups, self.models)
+            self.opened = OpenRing(self, serving_pass, self.groups, self.models)
 
-    def step_shape(self, each: Pass) -> StepShape:
-        max_gamma = max_gamma_of(self.run.config) if each.is_drafting else 0
+    def step_shape(self, serving_pass: Pass) -> StepShape:
+        max_gamma = max_gamma_of(self.run.config) if serving_pass.is_drafting else 0
         return StepShape(self.settings.batch_size, 1 + max_gamma)
 
     def serve(
-        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+        self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         assert self.opened is not None, "it was opened"
         with observer.threads.during() if self.computes else nullcontext():
-            return self.opened.serve(Arrivals(requests, each.concurrency), observer)
+            return self.opened.serve(Arrivals(requests, serving_pass.concurrency), observer)
 
     def now(self) -> float:
         if self.opened is None or self.opened.pipeline is None:
@@ -134,19 +135,19 @@ class OpenRing:
     first stage."""
 
     def __init__(
-        self, ring: MDILLM, each: Pass, groups: ParallelGroups, models: LoadedModels
+        self, ring: MDILLM, serving_pass: Pass, groups: ParallelGroups, models: LoadedModels
     ) -> None:
         self.ring = ring
         self.groups = groups
         self.models = models
-        self.is_drafting = is_drafting = each.is_drafting
+        self.is_drafting = is_drafting = serving_pass.is_drafting
         settings = ring.settings
         chunk = ring.run.config.attention.prefill_chunk
         self.max_gamma = max_gamma_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = settings.batch_size * (1 + self.max_gamma)
         self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.max_gamma
-        self.stage = self._load_stage(each) if ring.computes else None
+        self.stage = self._load_stage(serving_pass) if ring.computes else None
         limits = BatchLimits(
             self.max_tokens,
             # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
@@ -171,9 +172,9 @@ class OpenRing:
                 speculation=self.speculation,
             )
 
-    def _load_stage(self, each: Pass) -> Stage:
+    def _load_stage(self, serving_pass: Pass) -> Stage:
         ring = self.ring
-        plan = ring.model_plans(each, ring.launch.rank)[0]
+        plan = ring.model_plans(serving_pass, ring.launch.rank)[0]
         runner = make_runner(plan, ring.run.source, self.groups.target, self.models)
         return Stage(runner, runner.model.is_last)
 

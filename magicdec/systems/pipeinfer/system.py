@@ -120,7 +120,7 @@ class PipeInfer(StagedSystem):
         draft = models.config.draft
         return replace(config, draft=draft and replace(draft, rank_group=(layout.draft_rank,)))
 
-    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+    def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:
         layers = self.layout.layers[rank]
         plans = list[ModelPlan]()
         if len(layers):
@@ -134,15 +134,15 @@ class PipeInfer(StagedSystem):
             plans += [replace(draft, rewound=None) for draft in drafts]
         return plans
 
-    def config_of(self, each: Pass) -> dict[str, Any]:
-        config = super().config_of(each)
+    def config_of(self, serving_pass: Pass) -> dict[str, Any]:
+        config = super().config_of(serving_pass)
         config["decoding"]["gamma"] = self.gamma
-        if each.is_drafting and self.drafting is not None:
+        if serving_pass.is_drafting and self.drafting is not None:
             of_draft = self.drafting.config.to_dict()
             config |= {name: of_draft[name] for name in ("draft", "kv")}
         return config
 
-    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+    def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         """Load and connect this rank, once for all passes."""
         if self.member is not None:
             return
@@ -161,7 +161,7 @@ class PipeInfer(StagedSystem):
         drafter = None
         if len(layout.layers[self.rank]):
             runner = make_runner(
-                self.model_plans(each, self.rank)[0], run.source, groups.target, models
+                self.model_plans(serving_pass, self.rank)[0], run.source, groups.target, models
             )
             stage = RunStage(runner, self.sampling)
         if self.has_drafts and self.rank == layout.draft_rank:
@@ -172,22 +172,22 @@ class PipeInfer(StagedSystem):
         wires = connect_ranks(connector, layout, self.has_drafts)
         self.member = PipelineRank(self.rank, wires, stage, drafter, device)
 
-    def step_shape(self, each: Pass) -> StepShape:
-        return StepShape(1, 1 + (self.gamma if each.is_drafting else 0))
+    def step_shape(self, serving_pass: Pass) -> StepShape:
+        return StepShape(1, 1 + (self.gamma if serving_pass.is_drafting else 0))
 
     @property
     def computes(self) -> bool:
         return self.member is not None and self.member.computes
 
     def serve(
-        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+        self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         assert self.member is not None, "it was opened"
         scheduler = PipelinedScheduler(
-            self.settings.options(each.name, self.gamma),
+            self.settings.options(serving_pass.name, self.gamma),
             self.run.config.attention.prefill_chunk,
         )
-        arrivals = Arrivals(requests, each.concurrency)
+        arrivals = Arrivals(requests, serving_pass.concurrency)
         spans = self.member.serve(scheduler, arrivals, observer.observe, observer.threads)
         spans_of_ranks = gather_spans(spans, clocks_of(self.launch))
         observer.counts.moves = self.member.moves
@@ -198,7 +198,7 @@ class PipeInfer(StagedSystem):
         prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is SpanKind.PROMPT)
         ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
         return SystemDetails(
-            speculation_metrics(observed, scheduler.counts, each.is_drafting),
+            speculation_metrics(observed, scheduler.counts, serving_pass.is_drafting),
             PassTrace(ranks, spans_of_ranks, {}, prompts),
         )
 

@@ -135,26 +135,26 @@ class Servers(System):
                 f"{error}; if it takes no token ids, give --endpoint_prompts text"
             ) from None
 
-    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+    def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:
         return []
 
-    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+    def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         """The server runs already."""
 
-    def step_shape(self, each: Pass) -> StepShape:
+    def step_shape(self, serving_pass: Pass) -> StepShape:
         return StepShape(self.rows, 1)  # as far as is known here
 
     def serve(
-        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+        self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         ended = SimpleQueue[Exception | None]()
         self.said = ServerCounts()
         is_read = observer.is_measured and self.launch.rank == 0
         before = self._counters() if is_read else None
-        arrivals = Arrivals(requests, each.concurrency)
+        arrivals = Arrivals(requests, serving_pass.concurrency)
         for _ in requests if self.launch.rank == 0 else ():
             for request in arrivals.take(len(requests)):
-                if each.concurrency is not None:  # an answer ends later than its last token
+                if serving_pass.concurrency is not None:  # an answer ends later than its last token
                     request.arrived_s = self.now()
                 # A daemon, so that a command that ends does not wait for the other answers.
                 Thread(target=self._serve_one, args=(request, observer, ended), daemon=True).start()

@@ -98,8 +98,8 @@ class StagedSystem(System):
         self.split = chosen.reason and f"{FLAG} {self.layer_split}: {chosen.reason}"
         return chosen.layers
 
-    def plan(self, each: Pass, ranks: Sequence[int]) -> MemoryPlan:
-        plan = super().plan(each, ranks)
+    def plan(self, serving_pass: Pass, ranks: Sequence[int]) -> MemoryPlan:
+        plan = super().plan(serving_pass, ranks)
         return replace(plan, weights=0, working=0) if self.sleeps else plan
 
     def make_models(self, device: torch.device, progress: Progress) -> LoadedModels:
@@ -123,8 +123,8 @@ class StagedSystem(System):
         split = self.settings.layer_split if self.layer_split is None else self.layer_split
         return super().describe_settings() | {"layer_split": split}
 
-    def config_of(self, each: Pass) -> dict[str, Any]:
-        config = super().config_of(each)
+    def config_of(self, serving_pass: Pass) -> dict[str, Any]:
+        config = super().config_of(serving_pass)
         transport = self.transport
         config["parallel"]["transport"] = None if transport is None else transport.to_dict()
         return config

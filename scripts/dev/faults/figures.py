@@ -247,7 +247,10 @@ PROPERTIES = (
         f"{DRAWN}test_a_strip_is_the_load_of_its_stage",
         (
             Fault(
-                "strips from below", SERVED, '"parts": parts[stage],', '"parts": parts[-1 - stage],'
+                "strips from below",
+                SERVED,
+                '"parts": stage.parts,',
+                '"parts": record.details.stages()[-1 - number].parts,',
             ),
         ),
     ),

@@ -269,7 +269,7 @@ PROPERTIES = (
         (
             Fault(
                 "one process expected to have a rank's threads",
-                "systems/flover/system.py",
+                "systems/system.py",
                 "threads = min(num_threads, machine.num_cpus)",
                 "threads = models.config.parallel.threads",
             ),

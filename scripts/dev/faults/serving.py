@@ -115,7 +115,7 @@ PROPERTIES = (
         (
             Fault(
                 "a static batch begins with its first request",
-                "systems/flover/system.py",
+                "systems/flover/batchings.py",
                 "clock.wait_until(batch[-1].arrived_s)",
                 "clock.wait_until(batch[0].arrived_s)",
             ),
@@ -127,13 +127,13 @@ PROPERTIES = (
         (
             Fault(
                 "the window counted from the end of the batch before",
-                "systems/flover/system.py",
+                "systems/flover/batchings.py",
                 "max(clock.now(), min(full_s, coming_s[0] + window_s))",
                 "min(full_s, max(clock.now(), coming_s[0]) + window_s)",
             ),
             Fault(
                 "requests that arrive in the batch join it",
-                "systems/flover/system.py",
+                "systems/flover/batchings.py",
                 "arrivals.count(begins_s)",
                 "arrivals.count(begins_s + window_s)",
             ),
@@ -237,7 +237,7 @@ PROPERTIES = (
             Fault(
                 "a batching that serves an open loop",
                 "systems/flover/system.py",
-                "            arrivals = Arrivals(requests, each.concurrency)\n",
+                "            arrivals = Arrivals(requests, serving_pass.concurrency)\n",
                 "            arrivals = Arrivals(requests)\n",
             ),
         ),
@@ -249,13 +249,13 @@ PROPERTIES = (
             Fault(
                 "a ring that serves an open loop",
                 "systems/mdi_llm/system.py",
-                "Arrivals(requests, each.concurrency)",
+                "Arrivals(requests, serving_pass.concurrency)",
                 "Arrivals(requests)",
             ),
             Fault(
                 "pipelined speculation that serves an open loop",
                 "systems/pipeinfer/system.py",
-                "Arrivals(requests, each.concurrency)",
+                "Arrivals(requests, serving_pass.concurrency)",
                 "Arrivals(requests)",
             ),
         ),
@@ -266,7 +266,7 @@ PROPERTIES = (
         (
             Fault(
                 "a dynamic batch waits for its window in a closed loop",
-                "systems/flover/system.py",
+                "systems/flover/batchings.py",
                 "if arrivals.concurrency is not None:  # nobody",
                 "if False:  # nobody",
             ),
@@ -279,7 +279,7 @@ PROPERTIES = (
             Fault(
                 "all are sent at once",
                 "systems/servers/system.py",
-                "arrivals = Arrivals(requests, each.concurrency)",
+                "arrivals = Arrivals(requests, serving_pass.concurrency)",
                 "arrivals = Arrivals(requests)",
             ),
             Fault(
