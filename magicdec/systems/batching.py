@@ -221,7 +221,6 @@ class Batching(System):
         if witness is not None:
             witness.is_watching = observer.is_measured
         self._phases = observer.phase
-        observer.begin(self.runners)
         with observer.threads.during():
             arrivals = Arrivals(requests, each.concurrency)
             self._decode(self.runner, each.mode, arrivals, strategy, self._limits(each), observer)

@@ -20,6 +20,7 @@ from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.setup.loading import copy_runner, make_draft, runner_of
+from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import make_draft_length
@@ -113,6 +114,9 @@ class PrefilledBatching(Batching):
 
     def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         """It is open from its birth on."""
+
+    def plan(self, serving_pass: Pass, ranks: Sequence[int]) -> MemoryPlan:
+        return self.run.plan
 
     def close(self) -> None:
         """Others go on with what it has."""
