@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from magicdec.bench.check.output import PassOutput
 from magicdec.bench.check.passes import Checked, check_pass
@@ -97,12 +98,8 @@ def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool
     last: tuple[PassOutput, PassOutput] | None = None
     if is_whole and reference.last is not None and measured.last is not None:
         last = reference.last, measured.last
-    number = len(measured.groups) - 1
-
-    def keep() -> None:
-        groups.prefill(measured.planned, number)
-
-    groups = PromptBatches(system.run)
+    batches = PromptBatches(system.run)
+    keep = partial(batches.prefill, measured.planned, len(measured.groups) - 1)
     return check_pass(
         output_of(reference),
         output_of(measured),
