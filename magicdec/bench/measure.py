@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from magicdec.bench.check.output import PassOutput
 from magicdec.bench.check.passes import Checked, check_pass
@@ -26,7 +27,7 @@ from magicdec.output.console import Progress, make_progress
 from magicdec.records.correctness import JudgedAgain
 from magicdec.records.record import RunRecord
 from magicdec.runner.request import NotFinite, Request
-from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, MemoryWatch
+from magicdec.setup.memory_sampler import MemoryWatch
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 from magicdec.systems.prefilled_batching import PrefilledBatching
@@ -78,18 +79,12 @@ def execute_in(
     )
     runner.measure()
     passes = list(runner.measured.values())
-    taken = memory_of(passes[-1])
+    taken = passes[-1].memory
     correctness = check_run(passes, progress, is_whole=not shared.is_counted).correctness
     measured = MeasuredRun.of(passes, replace(taken, process=None) if was_in_use else taken)
     environment = runner.gpu.add_to(session.describe_environment(runner.bandwidth))
     record = run_record(prepared, measured, correctness, runner.load.add_to(environment))
     return Outcome(record, passes[-1].requests)
-
-
-def memory_of(measured: MeasuredPass) -> MemoryTaken:
-    """The largest of what all ranks have taken until the ends of the groups."""
-    known = [group.memory for group in measured.groups if group.memory.peak is not None]
-    return max(known, key=lambda memory: memory.peak or 0, default=NOT_MEASURED)
 
 
 def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool) -> Checked:
@@ -103,12 +98,8 @@ def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool
     last: tuple[PassOutput, PassOutput] | None = None
     if is_whole and reference.last is not None and measured.last is not None:
         last = reference.last, measured.last
-    number = len(measured.groups) - 1
-
-    def keep() -> None:
-        groups.prefill(measured.planned, number)
-
-    groups = PromptBatches(system.run)
+    batches = PromptBatches(system.run)
+    keep = partial(batches.prefill, measured.planned, len(measured.groups) - 1)
     return check_pass(
         output_of(reference),
         output_of(measured),
@@ -154,7 +145,8 @@ def measure_modes(
     ]
     checks = ServedChecks(prepared, keep, progress, is_logged)
     groups = ArrivingRequests(prepared, is_logged)
-    runner = Runner(passes, groups, session, progress, checks)
+    is_timed = session.device.type == "cpu"  # elsewhere it costs time
+    runner = Runner(passes, groups, session, progress, checks, is_timed=is_timed)
     try:
         runner.measure()
     except NotFinite as error:
@@ -194,7 +186,7 @@ class ServedChecks:
         if len(reference.groups) <= number or reference.last is None:
             return
         for measured in runner.measured.values():
-            if len(measured.groups) > len(measured.checks) and measured.last is not None:
+            if len(measured.groups) > len(measured.checks):
                 self.check(runner, number, reference.last, measured)
         if all(len(measured.groups) > number for measured in runner.measured.values()):
             self.wholes.clear()
@@ -214,6 +206,9 @@ class ServedChecks:
             runner.launch.world_size,
         )
         measured.checks.append(checked)
+        if measured.last is not reference:  # whose logits are compared with those of other passes
+            self.wholes.pop(measured.name, None)
+            measured.last = None
         if runner.launch.rank == 0:
             record = serving_record(self.prepared, measured, runner)
             self.measured.records.append(record)

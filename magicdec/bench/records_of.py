@@ -130,11 +130,12 @@ def samples_of(group: MeasuredGroup) -> PassSamples:
         samples.draft_keys = [[[num_read for _, num_read in row] for row in logged]]
     samples.end_batch(group.requests, observer.begun_s)
     samples.observe_phases({} if observer.phases is None else observer.phases.seconds)
-    samples.bytes_read = [group.bytes_read]
-    samples.peak_memory_bytes = [group.peak_memory]
-    samples.threads = [group.threads]
-    samples.draft_kv_tokens = [group.draft_kv_tokens]
-    samples.draft_rows = [group.draft_rows]
+    ranks = group.ranks
+    samples.bytes_read = [ranks.bytes_read]
+    samples.peak_memory_bytes = [ranks.peaks]
+    samples.threads = [ranks.threads]
+    samples.draft_kv_tokens = [ranks.draft_kv_tokens]
+    samples.draft_rows = [ranks.draft_rows]
     return samples
 
 
@@ -204,7 +205,7 @@ def serving_record(
             requests,
             counts,
             options.goodput or {},
-            group.total_peak,
+            group.ranks.total_peak,
             judged,
             observer.timed_steps,
             categories_of(requests, prompts.categories),
@@ -215,7 +216,7 @@ def serving_record(
         name=planned.name,
         config=describe_config(prepared, planned),
         environment=group.load.add_to(environment),
-        threads=group.threads,
+        threads=group.ranks.threads,
         workload=replace(system.run, workload=prompts).describe_workload(),
         reference=reference.name if len(runner.passes) > 1 else None,
         num_differing=checked.num_differing,

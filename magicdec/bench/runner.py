@@ -31,6 +31,7 @@ from magicdec.hardware.timing import (
 from magicdec.output.console import Progress
 from magicdec.records.correctness import JudgedAgain
 from magicdec.runner.request import Request, naming
+from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, MemoryWatch
 from magicdec.setup.session import RankSession
 from magicdec.systems.modes import Pass
@@ -48,31 +49,103 @@ class PlannedPass:
     system: System
 
 
+class OneRank(NamedTuple):
+    """What a rank has counted and taken in a pass over a group, in tokens and bytes."""
+
+    threads: RankThreads
+    peak: int
+    is_peak_reset: bool
+    memory_before: int  # the system was loaded
+    most_memory: int  # since then
+    bytes_read: int
+    draft_kv_tokens: int
+    draft_rows: int
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        system: System,
+        observer: PassObserver,
+        watch: MemoryWatch,
+        is_peak_reset: bool,
+        device: torch.device,
+    ) -> OneRank:
+        used = list(zip(system.runners, observer.reads, strict=False))
+        return cls(
+            observer.threads.of_rank(rank, system.expected_threads),
+            peak_memory_bytes(device),
+            is_peak_reset,
+            watch.before,
+            watch.most,
+            sum(bytes_read(runner.model, counts) for runner, counts in used),
+            sum(counts.draft_kv_tokens_read for _, counts in used),
+            sum(counts.draft_rows for _, counts in used),
+        )
+
+
+@dataclass(frozen=True)
+class AllRanks:
+    """The same of all ranks, by rank. `threads` are those measured, 0 of a rank that waits; what
+    follows is of ranks that compute. Counts of drafts are the same on all that draft."""
+
+    ranks: list[OneRank]
+    threads: list[int]
+
+    @classmethod
+    def of(cls, name: str, ranks: list[OneRank]) -> AllRanks:
+        """Raises AssertionError, naming the pass, if a rank has computed with other threads than
+        its config says."""
+        return cls(ranks, check_threads(name, [each.threads for each in ranks]))
+
+    @property
+    def computing(self) -> list[OneRank]:
+        return [each for each in self.ranks if each.threads.expected]
+
+    @property
+    def peaks(self) -> list[int]:
+        return [each.peak for each in self.computing]
+
+    @property
+    def total_peak(self) -> int | None:
+        """None if the system does not let a rank reset its own peak."""
+        is_known = all(each.is_peak_reset for each in self.computing)
+        return sum(self.peaks) if is_known else None
+
+    @property
+    def memory(self) -> MemoryTaken:
+        """Since before the system was loaded."""
+        return MemoryTaken(
+            sum(each.memory_before for each in self.computing),
+            sum(each.most_memory for each in self.computing),
+        )
+
+    @property
+    def bytes_read(self) -> list[int]:
+        return [each.bytes_read for each in self.computing]
+
+    @property
+    def draft_kv_tokens(self) -> int:
+        return max(each.draft_kv_tokens for each in self.ranks)
+
+    @property
+    def draft_rows(self) -> int:
+        return max(each.draft_rows for each in self.ranks)
+
+
 @dataclass(frozen=True)
 class MeasuredGroup:
-    """What a pass did with one group of requests, which have ended. Lists are by rank; `threads`
-    are 0, and the others leave it out, where a rank waits. Draft counts are the same on all ranks
-    that draft."""
+    """What a pass did with one group of requests, which have ended."""
 
     number: int
     requests: list[Request]  # in the order of arrival
     observer: PassObserver
     details: SystemDetails  # without the witness
-    threads: list[int]
-    peak_memory: list[int]  # bytes while the requests were served
-    is_peak_reset: bool  # otherwise peaks are those since a rank began
-    memory: MemoryTaken  # since the system was opened
-    bytes_read: list[int]  # at least, in decode steps, of systems with `runners`
-    draft_kv_tokens: int
-    draft_rows: int
+    ranks: AllRanks
     load: LoadWatch
     judged: JudgedAgain | None  # its steps
     prefill: KeptPrompts | None = None  # None if requests were prefilled while they were served
-
-    @property
-    def total_peak(self) -> int | None:
-        """The sum over ranks; None if the system does not let a rank reset its own peak."""
-        return sum(self.peak_memory) if self.is_peak_reset else None
+    is_reused: bool = False  # an earlier run has measured it
 
 
 @dataclass
@@ -96,6 +169,18 @@ class MeasuredPass:
     @property
     def judged(self) -> list[JudgedAgain]:
         return [group.judged for group in self.groups if group.judged is not None]
+
+    @property
+    def memory(self) -> MemoryTaken:
+        """What all ranks have taken until the end of the last group that this run measured."""
+        known = [group.ranks.memory for group in self.groups if not group.is_reused]
+        return max(known, key=lambda memory: memory.peak or 0, default=NOT_MEASURED)
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The planned memory of all ranks."""
+        system = self.planned.system
+        return system.plan(self.planned.serving_pass, range(system.launch.world_size))
 
 
 class RequestGroups(Protocol):
@@ -200,7 +285,7 @@ class Runner:
         measured = self.measured[planned]
         known = self.groups.known(planned, number)
         if known is not None:
-            measured.groups.append(replace(known, memory=NOT_MEASURED))
+            measured.groups.append(replace(known, is_reused=True))
             return
         self.current = planned
         self.open(planned)
@@ -245,8 +330,7 @@ class Runner:
             return
         with self.progress.task("warm-up", rounds) as advance, naming(f"warm-up, {planned.name}"):
             for _ in range(rounds):
-                requests = self.groups.requests(planned, number, is_measured=False)
-                self.serve(planned, requests, PassObserver())
+                self.serve(planned, number, PassObserver())
                 advance()
         planned.system.end_warm_up()
 
@@ -263,8 +347,7 @@ class Runner:
                 phases=PhaseTimer(self.device, self.is_timed),
             )
             load.begin()
-            requests = self.groups.requests(planned, number, is_measured=True)
-            details, ranks = self.serve(planned, requests, observer)
+            requests, details, ranks = self.serve(planned, number, observer)
             load.end()
         self.gpu.read()
         output = PassOutput(planned.name, planned.serving_pass, system, requests, details.witness)
@@ -273,13 +356,7 @@ class Runner:
             requests=requests,
             observer=observer,
             details=replace(details, witness=None),
-            threads=check_threads(planned.name, ranks.threads),
-            peak_memory=ranks.peaks,
-            is_peak_reset=ranks.is_peak_reset,
-            memory=ranks.memory,
-            bytes_read=ranks.bytes_read,
-            draft_kv_tokens=ranks.draft_kv_tokens,
-            draft_rows=ranks.draft_rows,
+            ranks=ranks,
             load=load,
             judged=output.judge_steps(),
             prefill=system.kept,
@@ -287,10 +364,9 @@ class Runner:
         return measured, output
 
     def serve(
-        self, planned: PlannedPass, requests: list[Request], observer: PassObserver
-    ) -> tuple[SystemDetails, AllRanks]:
-        """Serves requests in a pass. Raises AssertionError if a rank has computed with other
-        threads than its config says."""
+        self, planned: PlannedPass, number: int, observer: PassObserver
+    ) -> tuple[list[Request], SystemDetails, AllRanks]:
+        """Serves a group of requests in a pass. Raises AssertionError as `AllRanks.of`."""
         system = planned.system
         watch = self.memory[system]
         is_reset = list[bool]()
@@ -301,13 +377,14 @@ class Runner:
 
         observer.note_begin = reset_peak
         observer.begin(system.runners)
+        # The first of them arrives now.
+        requests = self.groups.requests(planned, number, observer.is_measured)
         details = system.serve(planned.serving_pass, requests, observer)
         observer.end()
         watch.note()
         ours = OneRank.of(self.launch.rank, system, observer, watch, all(is_reset), self.device)
-        ranks = AllRanks(all_gather_values(ours, OneRank, self.launch.world_size))
-        check_threads(planned.name, ranks.threads)
-        return details, ranks
+        ranks = all_gather_values(ours, OneRank, self.launch.world_size)
+        return requests, details, AllRanks.of(planned.name, ranks)
 
     def measure_bandwidth(self) -> None:
         """Measures how fast all ranks read memory, for passes whose reads are counted."""
@@ -324,80 +401,3 @@ def world_of(launch: Launch) -> Group:
     """All ranks."""
     handle = torch.distributed.group.WORLD if launch.world_size > 1 else None
     return Group(tuple(range(launch.world_size)), launch.rank, handle)
-
-
-class OneRank(NamedTuple):
-    """What a rank has counted and taken in a pass over a group, in tokens and bytes."""
-
-    threads: RankThreads
-    peak: int
-    is_peak_reset: bool
-    memory_before: int  # the system was loaded
-    most_memory: int  # since then
-    bytes_read: int
-    draft_kv_tokens: int
-    draft_rows: int
-
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        system: System,
-        observer: PassObserver,
-        watch: MemoryWatch,
-        is_peak_reset: bool,
-        device: torch.device,
-    ) -> OneRank:
-        used = list(zip(system.runners, observer.reads, strict=False))
-        return cls(
-            observer.threads.of_rank(rank, system.expected_threads),
-            peak_memory_bytes(device),
-            is_peak_reset,
-            watch.before,
-            watch.most,
-            sum(bytes_read(runner.model, counts) for runner, counts in used),
-            sum(counts.draft_kv_tokens_read for _, counts in used),
-            sum(counts.draft_rows for _, counts in used),
-        )
-
-
-@dataclass(frozen=True)
-class AllRanks:
-    """The same of all ranks."""
-
-    ranks: list[OneRank]
-
-    @property
-    def threads(self) -> list[RankThreads]:
-        return [each.threads for each in self.ranks]
-
-    @property
-    def computing(self) -> list[OneRank]:
-        return [each for each in self.ranks if each.threads.expected]
-
-    @property
-    def peaks(self) -> list[int]:
-        return [each.peak for each in self.computing]
-
-    @property
-    def is_peak_reset(self) -> bool:
-        return all(each.is_peak_reset for each in self.computing)
-
-    @property
-    def memory(self) -> MemoryTaken:
-        return MemoryTaken(
-            sum(each.memory_before for each in self.computing),
-            sum(each.most_memory for each in self.computing),
-        )
-
-    @property
-    def bytes_read(self) -> list[int]:
-        return [each.bytes_read for each in self.computing]
-
-    @property
-    def draft_kv_tokens(self) -> int:
-        return max(each.draft_kv_tokens for each in self.ranks)
-
-    @property
-    def draft_rows(self) -> int:
-        return max(each.draft_rows for each in self.ranks)

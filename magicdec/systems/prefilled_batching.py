@@ -22,6 +22,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.draft_log import Digest, DraftLog, digest_of_ranks
 from magicdec.runner.request import Request
 from magicdec.setup.loading import make_draft, runner_of, with_copy
+from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import make_draft_length
@@ -118,6 +119,9 @@ class PrefilledBatching(Flover):
 
     def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         """It is open from its birth on."""
+
+    def plan(self, serving_pass: Pass, ranks: Sequence[int]) -> MemoryPlan:
+        return self.run.plan
 
     def close(self) -> None:
         """Others go on with what it has."""

@@ -45,7 +45,7 @@ def test_the_counts_of_a_batch_are_of_each_rank() -> None:
             OneRank(RankThreads(rank, 2, 2, 2), peak, True, 5, peak, read, tokens, rows)
             for rank, ((read, peak), tokens, rows) in enumerate(((first, 0, 0), (second, 77, 7)))
         ]
-        batch = AllRanks(ranks)
+        batch = AllRanks.of("speculative", ranks)
         assert batch.memory == MemoryTaken(5 + 5, first[1] + second[1])
         samples.bytes_read.append(batch.bytes_read)
         samples.peak_memory_bytes.append(batch.peaks)

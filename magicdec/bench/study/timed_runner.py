@@ -12,7 +12,7 @@ from typing import Protocol
 from magicdec.bench.check.check import differences
 from magicdec.bench.check.output import PassOutput
 from magicdec.bench.groups import PromptBatches
-from magicdec.bench.measure import check_run, memory_of, passes_of
+from magicdec.bench.measure import check_run, passes_of
 from magicdec.bench.records_of import MeasuredRun, run_record
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
 from magicdec.names import BASELINE
@@ -188,7 +188,7 @@ class TimedRunner(Runner):
         ]
         taken = NOT_MEASURED
         if not self.is_broken:
-            taken = replace(memory_of(passes[-1]), process=None)
+            taken = replace(passes[-1].memory, process=None)
         if self.is_broken and differences(passes[0].requests, passes[-1].requests):
             return None
         session = self.sessions[planned.system]

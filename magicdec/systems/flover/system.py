@@ -180,7 +180,6 @@ class Flover(ReplayingSystem):
         if witness is not None:
             witness.is_watching = observer.is_measured
         self._phases = observer.phase
-        observer.begin(self.runners)
         with observer.threads.during():
             arrivals = Arrivals(requests, serving_pass.concurrency)
             self._decode(

@@ -360,8 +360,8 @@ PROPERTIES = (
             Fault(
                 "memory of the largest rank of a pass",
                 "bench/runner.py",
-                "return sum(self.peak_memory) if",
-                "return max(self.peak_memory) if",
+                "return sum(self.peaks) if",
+                "return max(self.peaks) if",
             ),
         ),
     ),

@@ -236,8 +236,8 @@ PROPERTIES = (
             Fault(
                 "phases of the warm-up timed",
                 "bench/runner.py",
-                "self.serve(planned, requests, PassObserver())",
-                "self.serve(planned, requests, PassObserver(phases=PhaseTimer(self.device)))",
+                "self.serve(planned, number, PassObserver())",
+                "self.serve(planned, number, PassObserver(phases=PhaseTimer(self.device)))",
             ),
         ),
     ),
