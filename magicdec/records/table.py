@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from magicdec.records.performance import Metrics
+
 from magicdec.names import BASELINE, EAGLE, FULL_KV_POLICY, NARROW
 from magicdec.output.tables import Column, Line, Table, text_of
 from magicdec.records.comparison.conditions import policy_of
@@ -26,7 +28,6 @@ from magicdec.records.metric_tables import (
     has_enough,
     metric_rows,
 )
-from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.workload import format_mark
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from magicdec.bench.run.samples import PassSamples
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.engine.engine import Engine
 from magicdec.output.console import Progress
 from magicdec.records.correctness import JudgedAgain
-from magicdec.records.samples import PassSamples
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.runner.sampling.sampling import make_params

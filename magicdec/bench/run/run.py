@@ -13,12 +13,14 @@ from itertools import chain
 from typing import NamedTuple
 
 from magicdec.bench.run.outcome import (
+    PLAIN_PASS,
     MeasuredRun,
     Outcome,
-    make_record,
+    make_records,
 )
 from magicdec.bench.run.resident import CacheDemand, MeasuredBatch, Prefilled, Resident
 from magicdec.bench.run.roofline import bytes_read
+from magicdec.bench.run.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.bench.verdict.check import RunReplays, check_outputs, uncompared
 from magicdec.bench.verdict.forwards import measure_forwards
 from magicdec.bench.verdict.judgement import judge_again
@@ -39,7 +41,6 @@ from magicdec.model.transformer import Transformer
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.output.console import Progress, make_progress
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
-from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, StepOutput, naming
 from magicdec.setup.loading import (
@@ -385,7 +386,7 @@ class Run:
             self.config.decoding.max_gamma,
             self.config.attention.prefill_chunk,
         )
-        correctness = check_outputs(BASELINE, measured.finished[BASELINE], requests, replays)
+        correctness = check_outputs(PLAIN_PASS, measured.finished[BASELINE], requests, replays)
         if not correctness.identical:
             self.prompts.forget()  # the replays have taken the place of a batch
         judged = [each.judged for batches in self.measured.values() for each in batches]
@@ -437,5 +438,5 @@ def execute_in(
     measured = run.merged(replace(taken, process=None) if was_in_use else taken)
     correctness = run.check(measured)
     environment = run.load.add_to(run.gpu.add_to(session.describe_environment(bandwidth)))
-    record = make_record(run.prepared, measured, correctness, environment)
-    return Outcome(record, measured.requests)
+    records = make_records(run.prepared, measured, correctness, environment)
+    return Outcome(records, measured.requests)

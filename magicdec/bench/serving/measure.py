@@ -8,29 +8,14 @@ over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from magicdec.bench.serving.metrics import (
-    acceptance_by_context,
-    categories_of,
-    missing_of,
-    serving_metrics,
-    times_by_turn,
-)
+from magicdec.bench.recording import MeasuredParts, describe_requests, record_pass, status_of
 from magicdec.bench.serving.prepare import PreparedServing
-from magicdec.bench.serving.record import (
-    FAILED,
-    ServingRecord,
-    describe_requests,
-    differing,
-    occupancy_of,
-    parts_of,
-    status_of,
-)
 from magicdec.bench.serving.verdict import (
     KeptPass,
     KnownGaps,
@@ -42,17 +27,23 @@ from magicdec.bench.serving.verdict import (
     whole,
 )
 from magicdec.bench.verdict.check import identical, uncompared
+from magicdec.config.run_config import split_draft
 from magicdec.distributed.start import close_groups, start_process_group
 from magicdec.distributed.values import all_gather_values
 from magicdec.hardware.environment import release_memory
 from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import RankThreads, check_threads
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
+from magicdec.names import SPECULATIVE
 from magicdec.output.console import make_progress
+from magicdec.records.computing import Beside
 from magicdec.records.correctness import Correctness, ForwardErrors
+from magicdec.records.pass_record import GroupRecord, PassRecord
+from magicdec.records.record import Status
 from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.setup.session import RankSession
 from magicdec.systems.modes import Pass
+from magicdec.systems.servers.report import ServerReport, with_missing
 from magicdec.systems.system import (
     Extras,
     PassObserver,
@@ -96,12 +87,12 @@ class Verdict:
 class MeasuredPasses:
     """What a command has measured so far, on the first rank."""
 
-    records: list[ServingRecord] = field(default_factory=list)
+    records: list[PassRecord] = field(default_factory=list)
     traces: list[PassTrace | None] = field(default_factory=list)  # of each record
 
 
 def measure(
-    prepared: PreparedServing, keep: Callable[[ServingRecord], None], is_logged: bool = False
+    prepared: PreparedServing, keep: Callable[[PassRecord], None], is_logged: bool = False
 ) -> MeasuredPasses:
     """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
     only that one. With `is_logged` steps say what was drafted and read, as the gate compares it.
@@ -127,7 +118,7 @@ class Experiment:
         self,
         prepared: PreparedServing,
         session: RankSession,
-        keep: Callable[[ServingRecord], None],
+        keep: Callable[[PassRecord], None],
         is_logged: bool = False,
     ) -> None:
         self.prepared = prepared
@@ -139,6 +130,7 @@ class Experiment:
         self.is_logged = is_logged
         self.system: System | None = None
         self.reference: Served | None = None
+        self.reference_parts: MeasuredParts | None = None
         self.whole_reference: KeptPass = None, ()
         self.replayed: KnownGaps = {}
 
@@ -235,26 +227,26 @@ class Experiment:
         total = sum(known) if known and None not in peaks else None
         return Served(each, requests, observer, extras, threads, total, load)
 
-    def describe_failed(self, each: Pass, error: str) -> ServingRecord:
+    def describe_failed(self, each: Pass, error: str) -> PassRecord:
         system = self.prepared.system_of(each)
-        first = self.prepared.options.passes[0]
         prompts = replace(system.run, workload=self.prepared.run.workload)
-        return ServingRecord(
-            status=FAILED,
+        return PassRecord(
+            status=Status.FAILED,
             name=each.full_name,
             config=self.describe_config(each),
             environment=self.session.describe_environment(),
-            threads=[],
             workload=prompts.describe_workload(),
-            reference=first.full_name if len(self.prepared.options.passes) > 1 else None,
-            num_differing=None,
-            metrics=None,
-            ring=None,
-            speculation=None,
-            occupancy=None,
+            reference=self.reference_name,
             requests=[],
+            groups=[],
             error=error,
         )
+
+    @property
+    def reference_name(self) -> str | None:
+        """The name of the first pass; None if it is the only one."""
+        passes = self.prepared.options.passes
+        return passes[0].full_name if len(passes) > 1 else None
 
     def compare(self, served: Served) -> Verdict:
         """Whether the tokens of a pass are right. All ranks call it."""
@@ -304,7 +296,7 @@ class Experiment:
         is_comparable = has_ids and can_compare(each, reference.each, temperature)
         if not has_others or is_by_chance or not is_comparable:
             return None
-        return len(differing(reference.requests, served.requests))
+        return num_differing(reference.requests, served.requests)
 
     def _judge_differences(self, served: Served, reference: Served) -> Correctness:
         """The judgement of tokens that differ, if the engine can replay both passes."""
@@ -322,52 +314,76 @@ class Experiment:
         replays = ModeReplays(self.open, first, other, size, self.progress, self.replayed)
         return check_mode(name, reference.requests, served.requests, replays)
 
-    def describe(self, served: Served, verdict: Verdict) -> ServingRecord:
+    def describe(self, served: Served, verdict: Verdict) -> PassRecord:
         """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
         each = served.each
         reference = self.reference
-        requests = served.requests
         assert reference is not None, "there is a first pass"
         system = self.prepared.system_of(each)
-        session = self.session
         options = self.prepared.options
-        has_others = len(options.passes) > 1
         config = system.config_of(each)
         is_external = system.is_external or self.prepared.system_of(reference.each).is_external
         dtype = config["model"]["dtype"]
         status = status_of(verdict.num_differing, verdict.correctness, dtype, is_external)
-        is_right = status != "diverged"
-        counts = served.observer.counts
-        trace = served.extras.trace
-        goodput = options.goodput or {}
         prompts = self.prepared.run.workload
-        # With random weights a draft and its target agree by chance alone.
-        judged = None if system.run.is_random else served.observer.verifications
-        steps = served.observer.steps
-        metrics = None
-        if is_right:
-            peak = served.peak_memory
-            of_requests = categories_of(requests, prompts.categories)
-            metrics = serving_metrics(requests, counts, goodput, peak, judged, steps, of_requests)
-        return ServingRecord(
+        parts = self.parts_of(served)
+        if served is reference:
+            self.reference_parts = parts
+        details = served.extras.ring or served.extras.speculation or served.extras.server
+        has_reference = served is not reference and status is not Status.MISMATCH
+        record = record_pass(
+            each.full_name,
+            parts,
+            Beside(
+                is_drafting=each.is_drafting,
+                is_random=system.run.is_random,
+                goodput=options.goodput or {},
+                categories=prompts.categories,
+                gaps_ms=[gap for request in served.requests for gap in request.gaps_ms()],
+                reported_total=served.observer.verifications.reported_total,
+                reference=self.reference_parts if has_reference else None,
+            ),
             status=status,
-            name=each.full_name,
             config=self.describe_config(each),
-            environment=served.load.add_to(session.describe_environment()),
-            threads=served.threads,
+            environment=served.load.add_to(self.session.describe_environment()),
             workload=replace(system.run, workload=prompts).describe_workload(),
-            reference=reference.each.full_name if has_others else None,
-            num_differing=verdict.num_differing,
             correctness=verdict.correctness,
-            metrics=metrics,
-            ring=served.extras.ring if is_right else None,
-            speculation=served.extras.speculation if is_right else None,
-            occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
-            requests=describe_requests(requests, counts.moves, requests[0].arrived_s, judged),
-            times_by_turn=times_by_turn(requests, counts.moves) if is_right else None,
-            acceptance_by_context=acceptance_by_context(requests, judged) if is_right else None,
-            server=missing_of(served.extras.server, metrics, served.observer.verifications),
+            reference=self.reference_name,
+            num_differing=verdict.num_differing,
+            details=details,
         )
+        if isinstance(record.details, ServerReport):
+            has_drafts = served.observer.verifications.has_drafts
+            report = with_missing(record.details, record.metrics, has_drafts)
+            record = replace(record, details=report)
+        return record
+
+    def parts_of(self, served: Served) -> MeasuredParts:
+        """The requests and the one group of a pass."""
+        system = self.prepared.system_of(served.each)
+        counts = served.observer.counts
+        steps = served.observer.steps
+        requests = served.requests
+        # With random weights a draft and its target agree by chance alone.
+        is_random = system.run.is_random
+        judged = None if is_random else served.observer.verifications
+        gammas = [step.kind[1] for step in steps]
+        group = GroupRecord(
+            num_requests=len(requests),
+            num_steps=counts.num_steps or None,
+            num_in_flight=counts.num_in_flight or None,
+            step_ms=[step.ms for step in steps],
+            step_prompt_tokens=[step.kind[0] for step in steps] or None,
+            step_max_gamma=gammas if served.each.is_drafting and not is_random else None,
+            step_rows=[step.kind[2] for step in steps] or None,
+            draft_ms=[],
+            verify_ms=[],
+            decode_ms=[],
+            peak_memory_bytes=None if served.peak_memory is None else [served.peak_memory],
+            threads=served.threads,
+        )
+        described = describe_requests(requests, counts.moves, requests[0].arrived_s, judged)
+        return MeasuredParts(described, [group])
 
     def describe_config(self, each: Pass) -> dict[str, Any]:
         """The resolved config of a pass, and the flags of the command."""
@@ -386,6 +402,9 @@ class Experiment:
         chosen = next((split for split in splits if split is not None), options.layer_split)
         settings["layer_split"] = chosen
         has_draft = each.is_drafting and bool(config["decoding"]["drafter"] or config["draft"])
+        if each.is_drafting:  # stages drafts nothing themselves in pipelined speculation
+            drafter, _ = split_draft(options.draft)
+            config["decoding"] |= {"strategy": SPECULATIVE, "drafter": drafter}
         return parts_of(config, has_draft) | {"workload": settings}
 
     def _warm_up(self, each: Pass, num_requests: int) -> None:
@@ -399,6 +418,21 @@ def without_first(prompts: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], 
     """The same prompts without their first tokens, so that none begins as one of them does: what a
     server keeps of these is of no use for the others."""
     return tuple(prompt[1:] or prompt for prompt in prompts)
+
+
+def num_differing(expected: Sequence[Request], others: Sequence[Request]) -> int:
+    """The number of requests whose output tokens are not the same."""
+    pairs = zip(expected, others, strict=True)
+    return sum(one.output_ids != other.output_ids for one, other in pairs)
+
+
+PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
+OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
+
+
+def parts_of(config: Mapping[str, Any], has_drafts: bool) -> dict[str, Any]:
+    """The parts of a resolved config that are recorded."""
+    return {name: config[name] for name in ((*PARTS, *OF_DRAFTS) if has_drafts else PARTS)}
 
 
 def can_compare(each: Pass, first: Pass, temperature: float) -> bool:

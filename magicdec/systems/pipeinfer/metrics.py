@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from magicdec.distributed.layout import PipelineLayout
 from magicdec.records.fields import RecordPart, recorded
@@ -21,6 +22,7 @@ class SpeculationMetrics(RecordPart):
     """The metrics of a pipeline over all requests. Shares are of the time between the first and the
     last token."""
 
+    kind: Literal["speculation"] = recorded("`speculation`", default="speculation")
     runs: int = recorded("runs that were launched, prompts included", label="runs")
     speculative_runs: int = recorded("those with drafted tokens")
     invalid_runs: int = recorded(

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
 from magicdec.distributed.layer_split import round_seconds
 from magicdec.records.fields import RecordPart, recorded
@@ -88,6 +88,7 @@ class DraftCounts:
 class RingMetrics(RecordPart):
     """The metrics of a ring. Lists have an entry for each stage."""
 
+    kind: Literal["ring"] = recorded("`ring`", default="ring")
     num_layers: list[int] = recorded("layers of each stage")
     tensor_parallel: int = recorded("ranks of a stage, which share its layers")
     num_lanes: int = recorded("lanes: messages that circulate while all samples decode")

@@ -4,12 +4,13 @@ only what adds up and is of this pass alone. Imports no torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from magicdec.names import SERVER_FORMATS, load_object
 from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.fields import RecordPart, recorded
+from magicdec.records.metrics import REPORTABLE, PassMetrics
 from magicdec.runner.request import Request
 from magicdec.systems.servers.counters import Counters
 from magicdec.systems.servers.form import ServerEvent, ServerFormat, as_count, part_of
@@ -28,6 +29,7 @@ def formats() -> dict[str, ServerFormat]:
 class ServerReport(RecordPart):
     """What a server reported of its drafts, and what is missing."""
 
+    kind: Literal["server"] = recorded("`server`", default="server")
     program: str | None = recorded(
         "the program whose form the report has",
         choices=tuple(SERVER_FORMATS),
@@ -45,6 +47,16 @@ class ServerReport(RecordPart):
         "reports; if it reports nothing, all"
     )
     problems: list[str] = recorded("why reported counts are not taken, a sentence each")
+
+
+def with_missing(
+    report: ServerReport, metrics: PassMetrics | None, has_drafts: bool
+) -> ServerReport:
+    """The report with the names of the metrics that do not follow from it. If it says that nothing
+    was drafted, none is missing."""
+    is_drafting = report.source is None or has_drafts
+    names = [name for name in REPORTABLE if getattr(metrics, name, None) is None]
+    return replace(report, missing=names if is_drafting else [])
 
 
 @dataclass

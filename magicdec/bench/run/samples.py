@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import chain
 from typing import Any
 
 from magicdec.records.fields import RecordPart, recorded
+from magicdec.records.pass_record import hash_output  # noqa: F401
 from magicdec.runner.request import Request, StepOutput
 
 UNDRAFTED = "for `autoregressive`; with random weights"
@@ -266,8 +266,3 @@ def unequal_threads(passes: Mapping[str, SamplesRecord]) -> str | None:
                     "first batch of the run"
                 )
     return None
-
-
-def hash_output(token_ids: Sequence[int]) -> str:
-    """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
-    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
