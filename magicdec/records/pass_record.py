@@ -440,6 +440,15 @@ class PassRecord(MeasuredRecord):
         return self.is_drafting and self.config["decoding"].get(ACCEPTANCE) is not None
 
     @property
+    def emulated_by(self) -> list[str]:
+        """The flags by which stages, links, drafts or their acceptance were emulated."""
+        workload = self.config["workload"]
+        names = [name for name in OF_STAGES if workload.get(name) is not None]
+        if self.accepts_by_chance or (self.is_drafting and workload.get(ACCEPTANCE) is not None):
+            names.append(ACCEPTANCE)
+        return [f"--{name}" for name in names]
+
+    @property
     def output_hashes(self) -> list[str]:
         return [request.output_hash for request in self.requests]
 
