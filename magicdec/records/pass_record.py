@@ -417,7 +417,10 @@ class PassRecord(MeasuredRecord):
 
     @property
     def shares_prefill(self) -> bool:
-        """Whether its prompts were prefilled once for several passes, as by `magicdec run`."""
+        """Whether its prompts were prefilled once for several passes, as by `magicdec run`; of a
+        pass that failed, whether they would have been."""
+        if not self.groups:
+            return "num_batches" in self.config["workload"]
         return any(group.prefill_ms is not None for group in self.groups)
 
     @property
@@ -438,6 +441,16 @@ class PassRecord(MeasuredRecord):
     def accepts_by_chance(self) -> bool:
         """Whether `--emulate_acceptance` judged its drafts, so that its tokens mean nothing."""
         return self.is_drafting and self.config["decoding"].get(ACCEPTANCE) is not None
+
+    @property
+    def emulated_by(self) -> list[str]:
+        """The flags by which stages, links, drafts or their acceptance were emulated."""
+        workload = self.config["workload"]
+        names = [name for name in OF_STAGES if workload.get(name) is not None]
+        has_rate = workload.get(ACCEPTANCE) is not None
+        if self.accepts_by_chance or (self.is_drafting and has_rate):
+            names.append(ACCEPTANCE)
+        return [f"--{name}" for name in names]
 
     @property
     def output_hashes(self) -> list[str]:
