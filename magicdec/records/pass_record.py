@@ -447,8 +447,7 @@ class PassRecord(MeasuredRecord):
         """The flags by which stages, links, drafts or their acceptance were emulated."""
         workload = self.config["workload"]
         names = [name for name in OF_STAGES if workload.get(name) is not None]
-        has_rate = workload.get(ACCEPTANCE) is not None
-        if self.accepts_by_chance or (self.is_drafting and has_rate):
+        if self.accepts_by_chance or (self.is_drafting and workload.get(ACCEPTANCE) is not None):
             names.append(ACCEPTANCE)
         return [f"--{name}" for name in names]
 
