@@ -379,8 +379,13 @@ def config_of_record(record: PassRecord) -> RunConfig:
     if record.shares_prefill:
         workload = WorkloadSection(**_values_of_user(WorkloadSection, flags))
     else:
-        numbers = {name: int(flags[name]) for name in ("batch_size", "prefix_len", "gen_len")}
-        workload = WorkloadSection(dataset=flags["dataset"], seed=flags["seed"], **numbers)
+        workload = WorkloadSection(
+            dataset=flags["dataset"],
+            batch_size=flags["batch_size"],
+            prefix_len=int(flags["prefix_len"]),
+            gen_len=int(flags["gen_len"]),
+            seed=flags["seed"],
+        )
     config = RunConfig(**sections, workload=workload)
     ranks = record.environment.world_size
     parallel = ParallelSection(device=config.parallel.device)
