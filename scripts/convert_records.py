@@ -48,6 +48,7 @@ STATUSES = {
 }
 ITL = ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms")
 RENAMED_OF_REQUESTS = {"draft_keys": "num_draft_kv_read"}
+AHEAD = "async"  # the mode whose drafts do not follow the newest token
 LEFT_OUT_OF_REQUESTS = ("num_prefix_tokens",)
 DETAILS = {"ring": "ring", "speculation": "speculation", "server": "server"}
 
@@ -193,6 +194,8 @@ def pass_of_serving(raw: dict[str, Any]) -> PassRecord:
     old = raw.get("metrics")
     status = STATUSES[raw["status"]]
     requests = [request_of_serving(request) for request in raw["requests"]]
+    if raw["config"]["workload"]["mode"] != AHEAD:
+        requests = [replace(request, per_step_position=None) for request in requests]
     config = config_of_serving(raw["config"], raw["name"])
     groups = []
     if requests:

@@ -417,7 +417,10 @@ class PassRecord(MeasuredRecord):
 
     @property
     def shares_prefill(self) -> bool:
-        """Whether its prompts were prefilled once for several passes, as by `magicdec run`."""
+        """Whether its prompts were prefilled once for several passes, as by `magicdec run`; of a
+        pass that failed, whether they would have been."""
+        if not self.groups:
+            return "num_batches" in self.config["workload"]
         return any(group.prefill_ms is not None for group in self.groups)
 
     @property

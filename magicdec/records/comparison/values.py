@@ -1,4 +1,4 @@
-"""What two files of records that are no runs both hold: predictions, which are the same each time
+"""What two files hold of records without a verdict: predictions, which are the same each time
 unless the code has changed, and what was measured of requests and of single forwards, whose times
 are shown beside each other without a verdict. Must not know which values there are. Imports no
 torch.
@@ -14,10 +14,13 @@ from typing import Any
 
 from magicdec.output.tables import Column, Shown, Table
 from magicdec.records.comparison.compare import MISSING, REGRESSION, SAME, Comparison
-from magicdec.records.record import MeasuredRecord, Record, RunRecord
+from magicdec.records.comparison.conditions import is_judged
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import MeasuredRecord, Record
 
 # The parts of records that hold what came out.
-PARTS = ("status", "metrics", "speculation", "rows", "cells", "break_even_prefix_len")
+PARTS = ("status", "metrics", "details", "rows", "cells", "break_even_prefix_len")
+CURVES = "details.occupancy"  # which is drawn, not read
 # What a forward or a prediction is of, by the kind of its record; of others, their place in a list.
 PLACES = {
     "latency": ("phase", "B", "context", "T", "budget", "kv_policy", "draft_weights"),
@@ -40,11 +43,12 @@ class RecordedValues:
 
 
 def values_of(records: Iterable[Record]) -> dict[str, RecordedValues]:
-    """The values of all records but those of runs, by what they are of: predictions of the same
-    inputs, or measurements of the same model and workload with as many ranks."""
+    """The values of all records that are not judged, nor are in the prefill of what is, by what
+    they are of: predictions of the same inputs, or measurements of the same model and workload with
+    as many ranks."""
     found: dict[str, RecordedValues] = {}
     for record in records:
-        if isinstance(record, RunRecord):
+        if is_judged(record) or (isinstance(record, PassRecord) and record.shares_prefill):
             continue
         model = record.config.get("model", {})
         fields = asdict(record)
@@ -64,7 +68,7 @@ def values_of(records: Iterable[Record]) -> dict[str, RecordedValues]:
         values.machine = machine
         for part in PARTS:
             places = leaves(part, fields.get(part), PLACES.get(record.kind, ()))
-            values.by_place.update(places)
+            values.by_place.update(each for each in places if not each[0].startswith(CURVES))
     return found
 
 
