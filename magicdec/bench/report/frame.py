@@ -18,12 +18,12 @@ from magicdec.bench.report.listing import command_of, settings
 from magicdec.hardware.other_load import is_busy
 from magicdec.names import BASELINE
 from magicdec.output.tables import write_csv_columns
+from magicdec.records.describe import method
 from magicdec.records.environment import Environment
 from magicdec.records.fields import RecordPart
 from magicdec.records.metrics import SUFFIX, PassMetrics
 from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
 from magicdec.records.record import Record
-from magicdec.records.table import method_of
 
 FrameRow = dict[str, Any]
 ROWS_AT_ONCE = 1000  # that are held before they become columns
@@ -138,7 +138,7 @@ def report_row(
         "by_category": None if metrics is None else metrics.acceptance_by_category,
         "request_step_ms": request_step_ms(record),
         "autoregressive_step_ms": autoregressive_step_ms(record, reference),
-        "method": method_of(record.config),
+        "method": method(record),
         "series": f"served: {record.mode}" if is_served else series,
         "about": f"{number}: {load_words(record)}",
         "object": record,

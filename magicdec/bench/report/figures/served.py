@@ -22,7 +22,7 @@ from magicdec.bench.report.figures.panels import (
 from magicdec.bench.report.frame import ENVIRONMENT, frame_of
 from magicdec.bench.report.listing import TAKEN
 from magicdec.bench.report.tables import PageTable
-from magicdec.bench.serving import showing as serving
+from magicdec.bench.showing import tables
 from magicdec.hardware.other_load import load_text
 from magicdec.output.figures import styled
 from magicdec.output.tables import Table
@@ -292,6 +292,6 @@ def tables_of(passes: pd.DataFrame) -> list[PageTable]:
             lines=[*load_of(of), *lines_above(table), *table.below],
         )
         for number, of in passes.groupby("run", sort=False)
-        for place, table in enumerate(serving.tables(list(of["object"])), 1)
+        for place, table in enumerate(tables(list(of["object"])), 1)
         if table.rows
     ]
