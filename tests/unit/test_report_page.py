@@ -26,7 +26,7 @@ HEIGHT = 12000
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-# Says where each figure is, and sorts the passes by their speedup twice. It is put at the page's end.
+# Says where each figure is, and sorts the passes by their speedup twice. The last part of the page.
 QUESTION = """<script>
 const boxes = {};
 for (const figure of document.querySelectorAll("figure")) {
