@@ -34,7 +34,7 @@ from magicdec.records.record import MeasuredRecord, Record, RunRecord
 if TYPE_CHECKING:
     from magicdec.bench.export.form import ExportFormat
 
-ON_PAGES = ("run", "serving")  # kinds of records that a report shows
+ON_PAGES = ("pass",)  # kinds of records that a report shows
 
 
 @contextmanager
@@ -171,14 +171,14 @@ def write_page(values: ParsedValues) -> int:
         for figure in section.left_out:
             print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
     drawn = sum(len(section.figures) for section in page.sections)
-    print(f"{drawn} figures of {page.num_records} runs: {args.out / PAGE}")
+    print(f"{drawn} figures of {page.num_runs} runs: {args.out / PAGE}")
     return 0
 
 
 report = LoneCommand(
     write_page,
-    "Write a page with figures and tables of records of every kind. It needs no network; the "
-    "figures as PNG and SVG and the tables as CSV are written beside it.",
+    "Write a page with figures and tables of passes, whatever command has made them. It needs no "
+    "network; the figures as PNG and SVG and the tables as CSV are written beside it.",
     {"report": ReportSection},
     gone={"--gallery": "the page of `magicdec report FILES --out DIR` shows several machines"},
 )
@@ -189,9 +189,9 @@ class ExportSection(RecordFilesSection):
     out: Path = same(WrittenSection, "out", ..., metavar="FILE")
     format: str = setting(
         EVERY_KIND,
-        "table: a row for each pass of every kind, as CSV or Parquet; vllm: serving passes as vllm "
-        "bench serve saves them; pytorch: the same for PyTorch's benchmark database; llama-bench: "
-        "prefill and decoding without drafts, as JSON or Markdown.",
+        "table: a row for each pass, forward or prediction, as CSV or Parquet; vllm: passes as "
+        "vllm bench serve saves them; pytorch: the same for PyTorch's benchmark database; "
+        "llama-bench: prefill and decoding without drafts, as JSON or Markdown.",
         choices=tuple(EXPORTS),
     )
 
@@ -214,7 +214,8 @@ def rows_of_every(
     """Yields the rows of the records that the format can hold, and counts those and the others."""
     for number, (path, record) in enumerate(read_every_kind(args), 1):
         before = exported.num_rows
-        for row in form.rows(number, str(path), record) if record.kind in form.kinds else ():
+        rows_of = form.rows.get(record.kind)
+        for row in () if rows_of is None else rows_of(number, str(path), record):
             exported.num_rows += 1
             yield row
         if exported.num_rows == before:
@@ -230,7 +231,7 @@ def write_export(values: ParsedValues) -> int:
         raise ValueError(f"--out {args.out} must end in {suffixes} with --format {args.format}")
     exported = Exported()
     content = form.collect(rows_of_every(args, form, exported))
-    holds = f"--format {args.format} holds {form.holds}, of kind {' or '.join(form.kinds)}"
+    holds = f"--format {args.format} holds {form.holds}, of kind {' or '.join(form.rows)}"
     if not exported.num_rows:
         files = ", ".join(map(str, args.files))
         raise ValueError(
