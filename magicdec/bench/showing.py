@@ -229,14 +229,18 @@ def completed(row: TableRow, records: Sequence[PassRecord]) -> TableRow:
         if count > 1:
             label = label._replace(text=f"{label.text}, median of {count}")
     if key == "acceptance_per_position":
-        texts = [record.metrics and positions_of(record.metrics) for record in records]
+        has_room = len(records) <= FEWEST_COLUMNS
+        texts = [each.metrics and positions_of(each.metrics, has_room) for each in records]
         cells = [cell and cell._replace(text=text) for cell, text in zip(cells, texts, strict=True)]
     return [label, *cells]
 
 
-def positions_of(metrics: PassMetrics) -> str:
-    """The share of each draft position in a line, with how often it was judged."""
+def positions_of(metrics: PassMetrics, has_room: bool) -> str:
+    """The share of each draft position in a line, and if there is room, its interval and how often
+    it was judged."""
     shares = metrics.acceptance_per_position or []
+    if not has_room:
+        return "\n".join(map(POSITION.show, shares))
     ends = metrics.acceptance_per_position_interval or [[]] * len(shares)
     judged: Sequence[int | None] = metrics.judged_per_position or [None] * len(shares)
     described = POSITION.show_between

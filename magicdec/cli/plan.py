@@ -54,8 +54,8 @@ from magicdec.predict.draft_table import FORMATS, DraftTable, fastest_runs
 from magicdec.predict.golden import is_golden
 from magicdec.predict.plan import SpeculationPlan, describe_model, make_record, tables
 from magicdec.predict.speculation import SelectionCost
-from magicdec.records.reading import load_passes
 from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 from magicdec.records.record import append_records
 
 MAX_GAMMA = 8

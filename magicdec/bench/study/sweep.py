@@ -51,8 +51,9 @@ class Sweep:
         close_groups()
 
     def run_cell(self, cell: StudyCell, session: RankSession) -> list[PassRecord]:
-        """The records of the passes of a cell, the last of which is asked for. With one rank, a failure is a record; with several, whose states
-        may differ after it, the exception ends the study."""
+        """The records of the passes of a cell, the last of which is asked for. With one rank, a
+        failure is a record; with several, whose states may differ after it, the exception ends the
+        study."""
         assert cell.prepared is not None
         resident = self.resident = self.resident or Resident(session.device, self.progress)
         resident.models.drop_others(cell.resolved.source, cell.resolved.draft_source)
