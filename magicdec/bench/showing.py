@@ -6,7 +6,7 @@ Must not know how a metric is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +35,9 @@ from magicdec.systems.servers.report import ServerReport
 
 TableRow = list[Any]
 
-# Passes that the table of all metrics has beside each other, for which 80 characters have room.
-MOST_COLUMNS = 6
-MOST_WITH_INTERVALS = 2
+WIDTH = 80  # characters that passes beside each other take, unless a table has only
+FEWEST_COLUMNS = 2
+FRAME = 3  # characters around a column
 # What the table of a mode a row says of each pass.
 SUMMARY = (
     "output_throughput",
@@ -53,7 +53,6 @@ BRIEF = (
     "speedup",
     "total_speedup",
     "net_speedup",
-    "mean_tpot_ms",
     "mean_ttft_ms",
     "answer_score",
     "draft_acceptance_rate",
@@ -136,7 +135,7 @@ def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table
     if not is_verbose:
         return [brief_table(records), *of_groups, *categories]
     rows = rows_of(records)
-    parts = parts_of(records)
+    parts = parts_of(records, rows)
     shown = [[records[place] for place in places] for places in parts]
     return [
         *head_of(records),
@@ -230,15 +229,18 @@ def completed(row: TableRow, records: Sequence[PassRecord]) -> TableRow:
         if count > 1:
             label = label._replace(text=f"{label.text}, median of {count}")
     if key == "acceptance_per_position":
-        cells = [cell and cell._replace(text=positions_of(record.metrics))
-                 for cell, record in zip(cells, records, strict=True)]
+        has_room = len(records) <= FEWEST_COLUMNS
+        texts = [each.metrics and positions_of(each.metrics, has_room) for each in records]
+        cells = [cell and cell._replace(text=text) for cell, text in zip(cells, texts, strict=True)]
     return [label, *cells]
 
 
-def positions_of(metrics: PassMetrics | None) -> str:
-    """The share of each draft position in a line, with how often it was judged."""
-    assert metrics is not None, "it has a cell"
+def positions_of(metrics: PassMetrics, has_room: bool) -> str:
+    """The share of each draft position in a line, and if there is room, its interval and how often
+    it was judged."""
     shares = metrics.acceptance_per_position or []
+    if not has_room:
+        return "\n".join(map(POSITION.show, shares))
     ends = metrics.acceptance_per_position_interval or [[]] * len(shares)
     judged: Sequence[int | None] = metrics.judged_per_position or [None] * len(shares)
     described = POSITION.show_between
@@ -382,21 +384,32 @@ def winner(records: Sequence[PassRecord]) -> list[str]:
     return [", ".join([f"{text}: {speed:.2f} times those of {first.name}", *ratios])]
 
 
-def parts_of(records: Sequence[PassRecord]) -> list[list[int]]:
-    """The places of the passes that a table has beside each other, if they have metrics. With
+def parts_of(records: Sequence[PassRecord], rows: Sequence[TableRow]) -> list[list[int]]:
+    """The places of the passes that a table has beside each other, of those with metrics. With
     several concurrencies they are those of one mode."""
-    groups = dict[str, list[int]]()
     has_several = len({record.concurrency for record in records}) > 1
+    width = width_of(row[0] for row in rows)
+    found = list[list[int]]()
+    mode = None
+    taken = width
     for place, record in enumerate(records):
-        if record.metrics is not None:
-            groups.setdefault(record.mode if has_several else "", []).append(place)
-    has_intervals = any(len(record.groups) > 1 for record in records)
-    most = MOST_WITH_INTERVALS if has_intervals else MOST_COLUMNS
-    return [
-        places[begin : begin + most]
-        for places in groups.values()
-        for begin in range(0, len(places), most)
-    ]
+        if record.metrics is None:
+            continue
+        label = f"{record.concurrency}{AT_ONCE}" if has_several else record.name
+        own = max(len(label), width_of(row[1 + place] for row in rows)) + FRAME
+        is_full = taken + own > WIDTH and len(found[-1]) >= FEWEST_COLUMNS if found else True
+        if is_full or (has_several and record.mode != mode):
+            found.append([])
+            taken = width
+        found[-1].append(place)
+        taken += own
+        mode = record.mode
+    return found
+
+
+def width_of(cells: Iterable[object]) -> int:
+    """The characters of a column of these cells."""
+    return max((len(line) for cell in cells for line in text_of(cell).split("\n")), default=0)
 
 
 def mode_of(records: Sequence[PassRecord]) -> list[str]:

@@ -384,6 +384,11 @@ class PassRecord(MeasuredRecord):
         return self.name.partition(", ")[0]
 
     @property
+    def is_reference(self) -> bool:
+        """Whether other passes of its command are compared with it."""
+        return self.reference == self.name
+
+    @property
     def is_drafting(self) -> bool:
         """Whether its mode drafts, whether something was drafted or not."""
         return self.config["decoding"]["drafter"] is not None
