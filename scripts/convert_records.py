@@ -401,7 +401,8 @@ def groups_of(samples: Any, prefill: Any, has_drafts: bool) -> list[GroupRecord]
             rows = [len(tokens) for tokens in samples.num_emitted[batch]]
         num_drafting = sum(gamma > 0 for gamma in gammas)
         num_plain = len(step_ms) - num_drafting
-        if samples.padded_gamma is None and batch == 0:  # with random weights: all in the first
+        is_unknown = samples.padded_gamma is None and samples.num_emitted is None
+        if is_unknown and batch == 0:  # with random weights: all in the first
             num_drafting = len(samples.draft_ms)
             num_plain = len(samples.decode_ms)
         calibration = samples.calibration_ms
