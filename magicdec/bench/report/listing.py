@@ -15,11 +15,11 @@ from magicdec.hardware.other_load import busy_share, is_busy, load_text
 from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import Column, Shown, Table
 from magicdec.records.comparison.conditions import policy_of
+from magicdec.records.describe import WITHOUT_METRICS
 from magicdec.records.environment import Environment
 from magicdec.records.fields import described_fields
 from magicdec.records.metrics import SUFFIX, PassMetrics
 from magicdec.records.pass_record import PassRecord
-from magicdec.records.record import WITHOUT_METRICS
 from magicdec.records.workload import format_mark
 
 SettingValue = str | int | float | bool | None
