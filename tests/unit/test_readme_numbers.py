@@ -11,11 +11,11 @@ from functools import cache
 import gpu_results
 import pytest
 from conftest import ROOT
+from magicdec.records.table import table_of, table_rows
 
 from magicdec.records.comparison.compare import DEFAULT_MARGIN
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
-from magicdec.records.table import table_of, table_rows
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 
 README = (ROOT / "README.md").read_text()
 NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)")
@@ -32,14 +32,14 @@ def plain(text: str) -> str:
 
 
 @cache
-def records(name: str) -> list[RunRecord]:
-    return load_records(ROOT / "results" / name)
+def records(name: str) -> list[PassRecord]:
+    return load_passes(ROOT / "results" / name)
 
 
-def of_drafts(name: str, **wanted: object) -> RunRecord:
+def of_drafts(name: str, **wanted: object) -> PassRecord:
     """The record of a study with these settings of drafting, prompts or cache."""
 
-    def settings(record: RunRecord) -> dict[str, object]:
+    def settings(record: PassRecord) -> dict[str, object]:
         sections = ("workload", "kv", "decoding")
         return {k: v for s in sections for k, v in (record.config[s] or {}).items()}
 
@@ -68,7 +68,7 @@ def smollm2(**wanted: object) -> tuple[str, str]:
     assert metrics.net_speedup is not None and metrics.net_speedup_interval is not None
     low, high = metrics.net_speedup_interval
     half = f"{(high - low) / 2:.2f}".lstrip("0")
-    return f"{metrics.mean_emitted_tokens:.2f}", f"{metrics.net_speedup:.2f}x ({half})"
+    return f"{metrics.tokens_per_verification:.2f}", f"{metrics.net_speedup:.2f}x ({half})"
 
 
 def smollm2_row(first: dict[str, object], second: dict[str, object]) -> str:
@@ -131,10 +131,10 @@ def of_batching() -> str:
 def contexts() -> str:
     heads = net("demo", ("eagle",), batch_size=4, prefix_len=16384)
     tokens = [
-        r.metrics.mean_emitted_tokens
+        r.metrics.tokens_per_verification
         for r in records("contexts/records.jsonl.gz")
         if r.metrics is not None and r.config["decoding"]["drafter"] == "eagle"
-        if r.metrics.mean_emitted_tokens is not None
+        if r.metrics.tokens_per_verification is not None
     ]
     itself = between(net("demo", ("self",), batch_size=4, prefix_len=16384))
     smollm2_itself = between(net("model.gguf", ("self",), batch_size=4, prefix_len=7680))

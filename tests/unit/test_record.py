@@ -1,4 +1,4 @@
-"""RunRecord: docs/record.md says what is in it; what may not be in it cannot be made, written or
+"""PassRecord: docs/record.md says what is in it; what may not be in it cannot be made, written or
 read."""
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import pytest
 import torch
 from conftest import TINY
 from identities import check_record
+from magicdec.records.performance import Metrics
+from magicdec.records.samples import PassSamples, PrefillSamples
 from synthetic_samples import pass_samples
 
 from magicdec.bench.run.outcome import MeasuredRun, make_record
@@ -35,10 +37,9 @@ from magicdec.records.correctness import (
     JudgedAgain,
     Misjudged,
 )
-from magicdec.records.performance import Metrics
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord, append_record
-from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
+from magicdec.records.record import append_record
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import MemoryTaken, describe_memory
@@ -100,7 +101,7 @@ def run_record(
     answers: tuple[Answer, ...] | None = None,
     has_draft: bool = False,
     categories: tuple[str | None, ...] | None = None,
-) -> RunRecord:
+) -> PassRecord:
     """What a run of these samples would write, without the run."""
     launch = Launch(0, 1, 0, 1)
     drafter = None if strategy == "autoregressive" else "model" if has_draft else "self"
@@ -139,12 +140,12 @@ def run_record(
     return make_record(prepared, measured, correctness, environment)
 
 
-def failed_record() -> RunRecord:
+def failed_record() -> PassRecord:
     ran = run_record("autoregressive", UNCOMPARED)
     environment = describe_environment(Launch(0, 2, 0, 2), "cpu", datetime.datetime.now())
     memory = describe_memory(MemoryPlan(1, 2), None)
     error = "RuntimeError: no"
-    return RunRecord(
+    return PassRecord(
         status="failed",
         config=ran.config,
         environment=environment,
@@ -274,13 +275,13 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         "acceptance_histogram",
         "judged_per_position",
         "mean_draft_tokens",
-        "mean_emitted_tokens",
+        "tokens_per_verification",
         "speedup",
-        "speedup_per_batch",
+        "speedup_per_group",
         "net_speedup",
-        "net_speedup_per_batch",
+        "net_speedup_per_group",
         "total_speedup",
-        "total_speedup_per_batch",
+        "total_speedup_per_group",
         "decode_tokens_per_s",
         "mean_tpot_ms",
         "p50_tpot_ms",
@@ -317,7 +318,7 @@ def test_contradictions_cannot_be_made(fields: dict[str, Any]) -> None:
         small(**({"correctness": None, "metrics": None} | fields))
 
 
-def small(**fields: Any) -> RunRecord:
+def small(**fields: Any) -> PassRecord:
     """A record that passed, the same each time, with these fields."""
     record = RECORDS["baseline"]()
     time_utc = "2026-11-22T05:00:00+00:00"
@@ -332,7 +333,7 @@ def test_a_record_is_one_line_that_is_read_back(tmp_path: Path) -> None:
     for record in records:
         append_record(path, record)
     assert path.read_bytes().count(b"\n") == 2 and path.read_bytes().endswith(b"\n")
-    loaded = load_records(path)
+    loaded = load_passes(path)
     assert [json.loads(r.to_json()) for r in loaded] == [json.loads(r.to_json()) for r in records]
     assert loaded[0].environment.argv == ["a\nb", "\u2028", "é"]
     assert [record.margin for record in loaded] == [None, 0.1]
@@ -357,7 +358,7 @@ def test_what_is_not_a_number_is_neither_written_nor_read(tmp_path: Path, value:
     assert path.read_bytes() == written
     path.write_text(json.dumps(json.loads(small().to_json()) | {"margin": value}))
     with pytest.raises(ValueError, match=f"{path}:1: not a JSON record"):
-        load_records(path)
+        load_passes(path)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +377,7 @@ def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, message: s
     path = tmp_path / "runs.jsonl"
     path.write_text(f"{small().to_json()}\n\n{line}\n")
     with pytest.raises(ValueError, match=re.escape(f"{path}:3: {message}")) as error:
-        load_records(path, is_strict=True)
+        load_passes(path, is_strict=True)
     assert "\n" not in str(error.value)
 
 
@@ -389,12 +390,12 @@ def test_a_torn_line_costs_no_other_record(
     with path.open("ab") as file:
         file.write(torn)
     append_record(path, small())
-    assert len(load_records(path)) == 2
+    assert len(load_passes(path)) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith(f"{path}:2: ") and said[0].endswith("; this line is skipped")
     with pytest.raises(ValueError, match=f"{path}:2: "):
-        load_records(path, is_strict=True)
+        load_passes(path, is_strict=True)
 
 
 @pytest.mark.parametrize("version", [0, 1, 4])
@@ -408,15 +409,15 @@ def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path, version:
         f"{path}:2: schema_version is {version}, this program reads 3; measure it again: {again}"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_records(path)
+        load_passes(path)
 
 
 def test_a_compressed_file_is_read_and_a_torn_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl.gz"
     packed = gzip.compress(f"{small().to_json()}\n".encode())
     path.write_bytes(packed)
-    assert [record.to_json() for record in load_records(path)] == [small().to_json()]
+    assert [record.to_json() for record in load_passes(path)] == [small().to_json()]
     for torn in (packed[:-12], b"no gzip", packed[:20] + bytes(8) + packed[28:]):
         path.write_bytes(torn)
         with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*; give a file of records"):
-            load_records(path)
+            load_passes(path)

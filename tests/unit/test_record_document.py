@@ -13,6 +13,8 @@ import pytest
 from conftest import ROOT
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
+from magicdec.records.performance import Metrics
+from magicdec.records.table import SHOWN
 from record_pages import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from synthetic_records import parse_record
 from test_record import RECORDS, small
@@ -21,13 +23,12 @@ from magicdec import names
 from magicdec.bench.latency.record import LatencyRecord, LatencyRow, tables
 from magicdec.names import load_named
 from magicdec.records.fields import described_fields, description_of, without_none
-from magicdec.records.performance import Metrics
-from magicdec.records.reading import load_records, parse_line, read_records
-from magicdec.records.record import RunRecord, append_record
-from magicdec.records.table import SHOWN
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes, parse_line, read_records
+from magicdec.records.record import append_record
 
 TOPS = tuple(load_named(names.RECORDS, kind) for kind in names.RECORDS)
-BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
+BASELINES = ROOT / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl"
 
 
 def kinds(kind: type) -> Iterator[type]:
@@ -93,11 +94,11 @@ def test_real_records_are_as_the_schema_says(kind: str) -> None:
 def test_committed_records_are_read_and_as_the_schema_says() -> None:
     lines = BASELINES.read_text(encoding="utf-8").splitlines()
     lines = [line for line in lines if json.loads(line)["kind"] == "run"]
-    assert len(load_records(BASELINES)) == len(lines) > 0
+    assert len(load_passes(BASELINES)) == len(lines) > 0
     for line in lines:
         raw = json.loads(line)
         assert problems(raw) == []
-        written = kept(raw, json.loads(parse_line(line, RunRecord).to_json()))
+        written = kept(raw, json.loads(parse_line(line, PassRecord).to_json()))
         # The seal is that of a line, which has more keys today.
         assert written | {"seal": raw["seal"]} == raw
 
@@ -143,10 +144,10 @@ def test_a_malformed_record_is_named_with_its_line(
     whole = small().to_json()
     file.write_text(f"{whole}\n{json.dumps(raw)}\n")
     with pytest.raises(ValueError) as refused:
-        load_records(file, is_strict=True)
+        load_passes(file, is_strict=True)
     text = str(refused.value)
     assert text.startswith(f"{file}:2: not a record; {message}") and "\n" not in text
-    assert [record.to_json() for record in load_records(file)] == [whole]
+    assert [record.to_json() for record in load_passes(file)] == [whole]
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"{file}:2: not a record; {message}")
     assert said.endswith("; this line is skipped")
@@ -162,7 +163,7 @@ def test_metrics_of_a_run_that_diverged_are_refused() -> None:
 def test_a_key_is_needed_unless_it_can_be_null() -> None:
     whole = json.loads(RECORDS["drafted"]().to_json())
     for top in ("environment", "workload", "metrics", "memory", "correctness"):
-        kind = without_none(typing.get_type_hints(RunRecord)[top])
+        kind = without_none(typing.get_type_hints(PassRecord)[top])
         for item in fields(kind):
             raw = json.loads(json.dumps(whole))
             del raw[top][item.name]

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Command
+from magicdec.records.table import table_of
 from synthetic_records import drawn
 from test_plan import MACHINE
 from test_record_document import TOPS, kinds
 
-from magicdec.bench.serving.showing import describe_round
+from magicdec.bench.showing import describe_round
 from magicdec.cli.probe import print_machine
 from magicdec.cli.simulate import SimulationSection, make_machines
 from magicdec.hardware import timing
@@ -20,7 +21,6 @@ from magicdec.hardware.costs import Deployment
 from magicdec.hardware.other_load import _waits
 from magicdec.predict.plan import describe_machine
 from magicdec.records.fields import described_fields
-from magicdec.records.table import table_of
 from magicdec.setup.memory_check import free_host_memory
 from magicdec.setup.memory_plan import MemoryPlan
 
