@@ -56,7 +56,7 @@ class JudgedAgain(RecordPart):
     num_tokens: int = recorded("number of tokens that these steps should have emitted")
     num_wrong: int = recorded(
         "number of rows of these steps, and of ends of requests, that are not what the logits and "
-        "the end tokens say; the run is `diverged` unless this is 0"
+        "the end tokens say; the pass is a `mismatch` unless this is 0"
     )
     first_wrong: Misjudged | None = recorded("the first of them", null="if there is none")
 
@@ -137,8 +137,7 @@ class Correctness(RecordPart):
     """The result of the comparison. `reference` is None if nothing was compared."""
 
     reference: str | None = recorded(
-        "what the outputs were compared with, in the same command: `autoregressive` of a run, the "
-        "first mode of `magicdec serve`",
+        "the pass of the command that the outputs were compared with",
         null=UNCOMPARED,
     )
     identical: bool | None = recorded(
@@ -147,7 +146,7 @@ class Correctness(RecordPart):
     num_tokens: int | None = recorded(
         "number of tokens that the requested strategy emitted, over all sequences, including their "
         "first tokens",
-        null="never in a run's record",
+        null="never where tokens are known",
     )
     first_divergence: Divergence | None = recorded(
         "where the first sequence whose margin exceeds the bound differs from the reference; if no "
@@ -158,7 +157,7 @@ class Correctness(RecordPart):
         "number of differing sequences that are ties", null=f"{UNCOMPARED}, or not judged"
     )
     num_diverged: int | None = recorded(
-        "number of differing sequences that are not ties; the run is `diverged` unless it is 0",
+        "number of differing sequences that are not ties; the pass is a `mismatch` unless it is 0",
         null=f"{UNCOMPARED}, or not judged",
     )
     margin_bound: float | None = recorded(
