@@ -193,26 +193,9 @@ class Correctness(RecordPart):
     )
 
     @property
-    def passed(self) -> bool:
-        """Whether nothing was compared, or differences are ties, steps judged again are right, and
-        errors of forwards are within their limits."""
-        if self.has_wrong_steps:
-            return False
-        if self.reference is None:
-            return True
-        is_same = bool(self.identical) or self.num_diverged == 0
-        return is_same and not self.has_alarms
-
-    @property
     def has_wrong_steps(self) -> bool:
         return self.judged_again is not None and self.judged_again.num_wrong > 0
 
     @property
     def has_alarms(self) -> bool:
         return self.forwards is not None and bool(self.forwards.alarms)
-
-    @property
-    def status(self) -> str:
-        if not self.passed:
-            return "diverged"
-        return "ok_with_ties" if self.num_excused else "ok"
