@@ -210,7 +210,7 @@ def step_metrics(measured: Measured, beside: Beside) -> dict[str, Any]:
     return {
         **before,
         **stall_metrics(steps),
-        "decode_tokens_per_s": sum(tokens) / decode_s,
+        "decode_tokens_per_s": sum(tokens) / decode_s if decode_s else None,
         "decode_tokens_per_s_interval": speed_interval(tokens, list(map(sum, steps.step_ms))),
         "num_decode_steps": num_steps,
         "mean_step_ms": 1e3 * decode_s / num_steps,
@@ -219,7 +219,7 @@ def step_metrics(measured: Measured, beside: Beside) -> dict[str, Any]:
         "decode_ms": mean([ms for group in groups for ms in group.decode_ms]),
         "other_ms": (1e3 * decode_s - phases_ms) / num_steps if phases_ms else None,
         "mean_draft_tokens": sum(gammas) / num_steps if beside.is_drafting and gammas else None,
-        "roofline_fraction": None if roofline_s is None else roofline_s / decode_s,
+        "roofline_fraction": roofline_s / decode_s if roofline_s is not None and decode_s else None,
     }
 
 
