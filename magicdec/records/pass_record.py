@@ -384,6 +384,11 @@ class PassRecord(MeasuredRecord):
         return self.name.partition(", ")[0]
 
     @property
+    def is_reference(self) -> bool:
+        """Whether other passes of its command are compared with it."""
+        return self.reference == self.name
+
+    @property
     def is_drafting(self) -> bool:
         """Whether its mode drafts, whether something was drafted or not."""
         return self.config["decoding"]["drafter"] is not None
@@ -417,7 +422,10 @@ class PassRecord(MeasuredRecord):
 
     @property
     def shares_prefill(self) -> bool:
-        """Whether its prompts were prefilled once for several passes, as by `magicdec run`."""
+        """Whether its prompts were prefilled once for several passes, as by `magicdec run`; of a
+        pass that failed, whether they would have been."""
+        if not self.groups:
+            return "num_batches" in self.config["workload"]
         return any(group.prefill_ms is not None for group in self.groups)
 
     @property
@@ -439,6 +447,15 @@ class PassRecord(MeasuredRecord):
     def accepts_by_chance(self) -> bool:
         """Whether `--emulate_acceptance` judged its drafts, so that its tokens mean nothing."""
         return self.is_drafting and self.config["decoding"].get(ACCEPTANCE) is not None
+
+    @property
+    def emulated_by(self) -> list[str]:
+        """The flags by which stages, links, drafts or their acceptance were emulated."""
+        workload = self.config["workload"]
+        names = [name for name in OF_STAGES if workload.get(name) is not None]
+        if self.accepts_by_chance or (self.is_drafting and workload.get(ACCEPTANCE) is not None):
+            names.append(ACCEPTANCE)
+        return [f"--{name}" for name in names]
 
     @property
     def output_hashes(self) -> list[str]:

@@ -24,7 +24,7 @@ from magicdec.records.pass_record import PassRecord
 from magicdec.records.record import SCHEMA_VERSION, Record
 
 R = TypeVar("R", bound=Record)
-CONVERTIBLE = (2, 3)  # the versions that `CONVERT` names a program for
+CONVERTIBLE = SCHEMA_VERSION - 1  # the version that `CONVERT` names a program for
 MOST_UNREADABLE = 1000  # lines of a file that are no records; with more it is no file of records
 CONVERT = "convert it with `python scripts/convert_records.py OLD NEW`, or "
 
@@ -138,7 +138,7 @@ def kind_of(line: bytes) -> str:
         again = f": {shlex.join(map(str, argv))}" if isinstance(argv, list) else ""
         raise ValueError(
             f"schema_version is {version}, this program reads {SCHEMA_VERSION}; "
-            f"{CONVERT if version in CONVERTIBLE else ''}measure it again{again}"
+            f"{CONVERT if version == CONVERTIBLE else ''}measure it again{again}"
         )
     if not isinstance(kind, str) or kind not in RECORDS:
         raise Unreadable(f"not a record; its kind is {kind}, none of {', '.join(RECORDS)}")

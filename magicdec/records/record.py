@@ -78,9 +78,14 @@ def append_record(path: Path, record: Record) -> None:
     append_line(path, record.to_json())
 
 
+def append_together(path: Path, records: Iterable[Record]) -> None:
+    """Appends the records of a command at once, so that a file has all of them or none."""
+    append_line(path, "\n".join(record.to_json() for record in records))
+
+
 def append_records(flag: str, path: Path, records: Iterable[Record]) -> None:
     """Appends records. Raises ValueError, naming the flag, if that fails."""
     try:
-        append_line(path, "\n".join(record.to_json() for record in records))
+        append_together(path, records)
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}") from None

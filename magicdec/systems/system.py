@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,6 @@ from magicdec.hardware.threads import ThreadCount
 from magicdec.hardware.timing import RealClock
 from magicdec.output.console import Progress
 from magicdec.records.acceptance import Verifications
-from magicdec.records.stalls import TimedStep
 from magicdec.runner.request import Request, StepOutput, Turn
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import StepPlan
@@ -50,6 +49,13 @@ WARM_UP_TOKENS = 3
 
 def ignore_tokens(num_tokens: int) -> None:
     """Nobody counts the tokens."""
+
+
+class TimedStep(NamedTuple):
+    """A step of a pass, and its prompt tokens, draft tokens of the row with the most, and rows."""
+
+    ms: float
+    kind: tuple[int, int, int]
 
 
 @dataclass

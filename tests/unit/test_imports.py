@@ -28,6 +28,7 @@ LAYERS = (
     {"engine", "setup"},
     {"systems", "llm"},
     {"bench.verdict"},
+    {"bench"},
     {"bench.run", "bench.serving"},
     {"bench.gate", "bench.latency", "bench.report", "bench.study"},
     {"bench.export"},

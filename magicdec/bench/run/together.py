@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from magicdec.bench.run.outcome import make_record
+from magicdec.bench.run.outcome import make_records
 from magicdec.bench.run.resident import CacheDemand, Prefilled, Resident
 from magicdec.bench.run.run import Run
 from magicdec.bench.verdict.check import differences
@@ -17,7 +17,7 @@ from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.timing import read_bandwidth
 from magicdec.names import BASELINE
 from magicdec.output.console import Progress
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 from magicdec.runner.request import naming
 from magicdec.setup.memory_sampler import NOT_MEASURED
 from magicdec.setup.prepare import Prepared
@@ -171,11 +171,12 @@ class Together:
         """Whether the first rank has time for an action of `seconds`."""
         return self.group.all_gather_values(self.pace.has_time(seconds), bool)[0]
 
-    def records(self) -> dict[str, RunRecord]:
-        records = {each.name: self.record(each) for each in self.drafted if self.num_done(each)}
-        return {name: record for name, record in records.items() if record is not None}
+    def records(self) -> dict[str, list[PassRecord]]:
+        """The passes of each draft, that without a draft first."""
+        found = {each.name: self.passes(each) for each in self.drafted if self.num_done(each)}
+        return {name: passes for name, passes in found.items() if passes}
 
-    def record(self, each: Drafted) -> RunRecord | None:
+    def passes(self, each: Drafted) -> list[PassRecord]:
         """None if tokens differ and an unfinished pass prevents judging that."""
         run = each.run
         num_batches = self.num_done(each)
@@ -186,9 +187,9 @@ class Together:
             taken = replace(run.memory.measured(self.group), process=None)
         measured = run.merged(taken, num_batches)
         if self.is_broken and differences(measured.finished[BASELINE], measured.requests):
-            return None
+            return []
         environment = run.gpu.add_to(each.session.describe_environment(self.bandwidth))
-        return make_record(
+        return make_records(
             run.prepared.first_batches(num_batches),
             measured,
             run.check(measured, is_whole=not self.is_broken),

@@ -1,5 +1,5 @@
-"""Figures of served requests: batchings in flight, and modes and stages of rings and of pipelined
-speculation. Each command is a panel or a series.
+"""Figures of the passes of open and closed loops: batchings in flight, and modes and stages of
+rings and of pipelined speculation. Each command is a panel or a series.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from magicdec.bench.report.figures.panels import (
 from magicdec.bench.report.frame import ENVIRONMENT, frame_of
 from magicdec.bench.report.listing import TAKEN
 from magicdec.bench.report.tables import PageTable
-from magicdec.bench.serving import showing as serving
+from magicdec.bench.showing import tables
 from magicdec.hardware.other_load import load_text
 from magicdec.output.figures import styled
 from magicdec.output.tables import Table
+from magicdec.records.pass_record import PassRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OF_USER = "user_tokens_per_s"
-ABOUT = ["workload.num_requests", "workload.draft", "workload.layer_split"]
 # The metrics that compare modes, with their units.
 SPEEDS = {
     "request_tokens_per_s": "speed of a request, tokens/s",
@@ -41,7 +41,7 @@ SPEEDS = {
 
 
 def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
-    passes = by_command(passes[passes["has_result"].astype(bool)])
+    passes = passes[passes["is_served"].astype(bool)]
     is_open = passes["concurrency"].isna()
     opened = passes[is_open]
     with styled():
@@ -53,19 +53,6 @@ def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
             draw_stages(passes, "ring", "Stages of rings over time"),
             draw_stages(passes, "speculation", "Ranks of pipelined speculation over time"),
         ]
-
-
-def by_command(passes: pd.DataFrame) -> pd.DataFrame:
-    """The passes with their command, in words, in a column `about`."""
-    groups = passes.groupby(["file", "environment.time_utc", "command"], sort=False)
-    numbers = groups.ngroup() + 1
-    abouts = dict[int, str]()
-    for number, of in passes.groupby(numbers):
-        first = of.iloc[0]
-        requests, *drafts = first.reindex(ABOUT)
-        parts = (first["model"], f"{requests} requests", first["arrival"], *drafts)
-        abouts[number] = f"{number}: {', '.join(p for p in parts if isinstance(p, str))}"
-    return passes.assign(about=numbers.map(abouts))
 
 
 def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
@@ -215,9 +202,12 @@ def three_digits(value: float) -> str:
     return f"{value:,.{max(0, 2 - floor(log10(value)) if value > 0 else 0)}f}"
 
 
-def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
+STAGES = {"ring": "stage", "speculation": "rank"}  # of a kind of details, the word for a stage
+
+
+def draw_stages(passes: pd.DataFrame, kind: str, title: str) -> Drawn | LeftOut:
     """The load of each stage of rings, or rank of pipelined speculation, over the time of its pass.
-    `part` is that of a record."""
+    `kind` is that of the details of a record."""
 
     def draw(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
         """A strip for each stage. Records of earlier versions have one share for all its time."""
@@ -240,13 +230,13 @@ def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
     stages = frame_of(
         {key: row[key] for key in ("about", "pass", "run", "is_busy")} | stage
         for row in passes.to_dict("records")
-        for stage in stages_of(row["object"], part)
+        for stage in stages_of(row["object"], kind)
     )
     most = stages.groupby("about").size().max() if len(stages) else 0
     form = Form(
-        name=f"{part}_stages",
+        name=f"{kind}_stages",
         title=title,
-        reason=f"no pass has stages of {part}",
+        reason=f"no pass has stages of {kind}",
         held=["about"],
         places=["pass"],
         series="",
@@ -262,21 +252,21 @@ def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
     return form.of(stages)
 
 
-def stages_of(record: Any, part: str) -> list[dict[str, Any]]:
+def stages_of(record: PassRecord, kind: str) -> list[dict[str, Any]]:
     """A row for each stage of a pass: its name and shares of the time; empty without stages."""
-    metrics = getattr(record, part)
-    if metrics is None or metrics.busy is None:
+    details = record.details
+    if details is None or details.kind != kind or details.busy is None:
         return []
-    word, drafting = ("stage", None) if part == "ring" else ("rank", metrics.draft_rank)
-    parts = record.occupancy or [[busy] for busy in metrics.busy]
+    drafting = getattr(details, "draft_rank", None)
+    parts = details.occupancy or [[busy] for busy in details.busy]
     return [
         {
-            "name": f"{record.name}, {word} {stage}{' (drafts)' * (stage == drafting)}",
+            "name": f"{record.name}, {STAGES[kind]} {stage}{' (drafts)' * (stage == drafting)}",
             "stage": stage,
             "busy": busy,
             "parts": parts[stage],
         }
-        for stage, busy in enumerate(metrics.busy)
+        for stage, busy in enumerate(details.busy)
     ]
 
 
@@ -297,11 +287,11 @@ def tables_of(passes: pd.DataFrame) -> list[PageTable]:
         PageTable(
             table.columns,
             [row for row in table.rows if row],  # a line between rows has no place in their order
-            f"Command {number}: {table.title}",
+            f"Run {number}: {table.title}",
             name=f"serving_{number}_{place}",
             lines=[*load_of(of), *lines_above(table), *table.below],
         )
-        for number, (_, of) in enumerate(by_command(passes).groupby("about", sort=False), 1)
-        for place, table in enumerate(serving.tables(list(of["object"])), 1)
+        for number, of in passes.groupby("run", sort=False)
+        for place, table in enumerate(tables(list(of["object"])), 1)
         if table.rows
     ]
