@@ -18,7 +18,7 @@ from magicdec.distributed.start import make_stage_groups
 from magicdec.engine.arrivals import Arrivals
 from magicdec.kv.draft_log import DraftLog
 from magicdec.output.console import Progress
-from magicdec.records.metrics import percentile
+from magicdec.records.computing import percentile
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels, make_runner
