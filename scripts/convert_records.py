@@ -25,11 +25,19 @@ from magicdec.config.run_config import split_draft
 from magicdec.names import BASELINE, RECORDS, SPECULATIVE, load_named
 from magicdec.output.writing import to_json
 from magicdec.records.acceptance import ReportedCounts
-from magicdec.records.computing import Beside, acceptance_by_context, pass_metrics, times_by_turn
+from magicdec.records.computing import (
+    Beside,
+    acceptance_by_context,
+    pass_metrics,
+    ratios,
+    times_by_turn,
+)
 from magicdec.records.pass_record import (
     GroupRecord,
     PassRecord,
     RequestRecord,
+    commands_of,
+    reference_of,
     verifications_of,
 )
 from magicdec.records.reading import parse_line
@@ -393,7 +401,8 @@ def groups_of(samples: Any, prefill: Any, has_drafts: bool) -> list[GroupRecord]
             rows = [len(tokens) for tokens in samples.num_emitted[batch]]
         num_drafting = sum(gamma > 0 for gamma in gammas)
         num_plain = len(step_ms) - num_drafting
-        if samples.padded_gamma is None and batch == 0:  # with random weights: all in the first
+        is_unknown = samples.padded_gamma is None and samples.num_emitted is None
+        if is_unknown and batch == 0:  # with random weights: all in the first
             num_drafting = len(samples.draft_ms)
             num_plain = len(samples.decode_ms)
         calibration = samples.calibration_ms
@@ -433,17 +442,31 @@ def read(path: Path) -> str:
     return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
 
 
+def with_ratios(records: Sequence[Any]) -> list[Any]:
+    """The records, in which served modes have their ratios to the first mode of their command."""
+    changed = {}
+    for command in commands_of(each for each in records if isinstance(each, PassRecord)):
+        for record in command:
+            metrics = record.metrics
+            reference = reference_of(record, command)
+            if reference is None or metrics is None or metrics.output_throughput is None:
+                continue
+            found = replace(metrics, **ratios(record, reference))
+            changed[id(record)] = replace(record, metrics=found)
+    return [changed.get(id(record), record) for record in records]
+
+
 def main(old: Path, new: Path) -> None:
-    lines = []
+    records = []
     for number, line in enumerate(read(old).splitlines(), 1):
         try:
             found = converted(json.loads(line)) if line.strip() else []
-            lines += [record.to_json() for record in found]
+            records += found
         except ValueError as error:
             raise SystemExit(f"{old}:{number}: {error}; leave this line out") from None
-    data = "".join(f"{line}\n" for line in lines).encode()
+    data = "".join(f"{record.to_json()}\n" for record in with_ratios(records)).encode()
     new.write_bytes(gzip.compress(data, mtime=0) if new.suffix == ".gz" else data)
-    print(f"{len(lines)} records of version {SCHEMA_VERSION} written to {new}")
+    print(f"{len(records)} records of version {SCHEMA_VERSION} written to {new}")
 
 
 if __name__ == "__main__":

@@ -1,199 +1,294 @@
-"""Whether the metrics of a pass, of its turns and of its groups follow from its requests, as those
-of every record do that was not edited by hand.
-
-It computes each metric once more, from the definitions of docs/record.md, and shares nothing with
-`metrics.py`, whose faults it would have otherwise. Imports no torch.
+"""The metrics of a pass, of its turns and of its groups once more, from the definitions of
+docs/record.md: plain code that shares nothing with `computing.py`, whose faults it would have
+otherwise, but the finding of stalls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
-from statistics import fmean
+from itertools import chain, islice, pairwise
+from statistics import fmean, median, median_high
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from magicdec.bench.serving.metrics import ServingMetrics
-from magicdec.bench.serving.record import RequestRecord, ServingRecord
 from magicdec.records.intervals import interval
-from magicdec.records.stalls import FACTOR
+from magicdec.records.metrics import PassMetrics
+from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
+from magicdec.records.stalls import PassSteps
 
 PERCENTS = (50, 90, 99)
 FIRST_GROUP = 2048  # tokens of the longest prompts of the first group by context
-# Times of a record are differences of a clock of nanoseconds, which may stand at weeks.
-ROUNDING = 1e-5
-ROUNDING_MS = 1e-6
+FEWEST_GROUPS = 3  # that have an interval
 OF_SUMS = ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
-MOST_DRAFTS = 4096  # of a verification; a record may be a stranger's, and is read to its end
+# What a record does not say of the tokens of a request: when each of them came.
+ITL = ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms")
 MetricValues = dict[str, Any]
+Batch = tuple[GroupRecord, list[RequestRecord]]
+"""A group and its requests."""
 
 
-class Between(NamedTuple):
-    """What requests say of a metric that they do not give."""
-
-    low: float
-    high: float
-
-
-def unfounded_metric(record: ServingRecord) -> str | None:
-    """The name of the first metric that is not what the requests of the record give, or that
-    nothing can have measured beside them; None if there is none. Raises ValueError without
-    requests."""
-    metrics = record.metrics
-    if metrics is None:
-        return None
-    if not record.requests:
-        raise ValueError("it has metrics without the requests that they follow from")
-    for number, request in enumerate(record.requests):
-        if (name := contradiction_in(request)) is not None:
-            return f"requests[{number}].{name}"
-    expected = metrics_of(record)
-    for name, stated in asdict(metrics).items():
-        if name in expected and not follows(stated, expected[name]):
-            return name
-    groups = {
-        "times_by_turn": (record.times_by_turn, turns_of(record.requests)),
-        "acceptance_by_context": (record.acceptance_by_context, contexts_of(record)),
-    }
-    for name, (parts, of_requests) in groups.items():
-        if not follows(None if parts is None else [asdict(each) for each in parts], of_requests):
-            return name
-    return next((name for name, holds in conditions(record, metrics) if not holds), None)
-
-
-def follows(stated: Any, expected: Any) -> bool:
-    """Whether a stated value is the expected one. A record of an earlier version may lack it."""
-    if stated is None:
-        return True
-    if isinstance(expected, Between):
-        low, high = expected
-        return low - ROUNDING <= stated <= high + ROUNDING
-    if isinstance(stated, dict) and isinstance(expected, dict):
-        return all(follows(value, expected.get(key)) for key, value in stated.items())
-    if isinstance(stated, list) and isinstance(expected, list):
-        return len(stated) == len(expected) and all(map(follows, stated, expected))
-    if isinstance(stated, dict | list) or expected is None or isinstance(expected, dict | list):
-        return False
-    return is_near(stated, expected)
-
-
-def is_near(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=ROUNDING, abs_tol=ROUNDING_MS)
-
-
-def contradiction_in(request: RequestRecord) -> str | None:
-    """The name of what a request says of itself that cannot be: times that go back, or sums that
-    are not those of its verifications."""
-    lengths = {"prompt_len": request.prompt_len, "output_len": request.output_len}
-    drafted = request.per_step_drafted or []
-    accepted = request.per_step_accepted or []
-    histogram = request.acceptance_histogram
-    sums = dict(zip(OF_SUMS, (sum(drafted), sum(accepted), len(drafted)), strict=True))
-    has_steps = request.per_step_drafted is not None
-    holds = {
-        "first_token_ms": request.arrival_ms <= request.first_token_ms + ROUNDING_MS,
-        "finished_ms": request.first_token_ms <= request.finished_ms + ROUNDING_MS,
-        **{name: length > 0 for name, length in lengths.items()},
-        "per_step_drafted": max(drafted, default=0) < MOST_DRAFTS,
-        "per_step_accepted": len(drafted) == len(accepted)
-        and all(a <= d for d, a in zip(drafted, accepted, strict=True)),
-        **{
-            name: not has_steps or getattr(request, name) in (None, count)
-            for name, count in sums.items()
-        },
-        "acceptance_histogram": histogram is None
-        or (
-            len(histogram) <= MOST_DRAFTS
-            and (not has_steps or histogram == [accepted.count(n) for n in range(len(histogram))])
-        ),
-    }
-    return next((name for name, is_right in holds.items() if not is_right), None)
-
-
-def metrics_of(record: ServingRecord) -> MetricValues:
-    """The metrics of a pass that its requests give, by their names. None: it has no such metric."""
+def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> MetricValues:
+    """The metrics of a pass by their names, without `ITL`. None: it has no such metric."""
     requests = record.requests
-    metrics = record.metrics
-    assert metrics is not None, "it has passed"
-    arrivals = [each.arrival_ms for each in requests]
-    makespan_s = (max(each.finished_ms for each in requests) - min(arrivals)) / 1e3
-    num_tokens = sum(each.output_len for each in requests)
+    batches = list(record.groups_of_requests)
     tpots = known(map(tpot_ms, requests))
-    good = [keeps(each, record.config["workload"].get("goodput") or {}) for each in requests]
-    has_bounds = bool(record.config["workload"].get("goodput"))
-    span_s = (max(arrivals) - min(arrivals)) / 1e3
+    bounds = record.config["workload"].get("goodput") or {}
+    duration_s = sum(of_group(span_ms, batches)) / 1e3
+    num_tokens = sum(each.output_len for each in requests)
+    arriving = [arrivals_ms(of) for _, of in batches]
+    arriving_s = sum(max(times) - min(times) for times in arriving) / 1e3
+    num_later = len(requests) - len(batches)
+    stalled = PassSteps.of(record.groups).stalls
+    stalled_s = sum(stall.ms - stall.median_ms for stall in stalled) / 1e3
+    is_timed = any(group.step_ms for group in record.groups)
+    num_steps = sum(known(group.num_steps for group in record.groups))
     found: MetricValues = {
-        "makespan_s": makespan_s,
-        "request_throughput": len(requests) / makespan_s,
-        "output_throughput": num_tokens / makespan_s,
-        "request_goodput": sum(good) / makespan_s if has_bounds else None,
-        "arrival_rate": (len(requests) - 1) / span_s if span_s > 0 else None,
+        "duration_s": duration_s,
+        "request_throughput": len(requests) / duration_s,
+        "output_throughput": num_tokens / duration_s,
+        "output_throughput_interval": speed_between(
+            [sum(each.output_len for each in of) for _, of in batches],
+            of_group(span_ms, batches),
+        ),
+        "steady_output_throughput": num_tokens / (duration_s - stalled_s)
+        if is_timed and duration_s > stalled_s
+        else None,
+        "request_goodput": sum(keeps(each, bounds) for each in requests) / duration_s
+        if bounds
+        else None,
+        "arrival_rate": num_later / arriving_s if arriving_s > 0 else None,
         **summary("ttft", map(ttft_ms, requests)),
         **summary("tpot", tpots),
         **summary("e2el", (each.finished_ms - each.arrival_ms for each in requests)),
         "request_tokens_per_s": mean([1e3 / each for each in tpots if each > 0]),
-        "prefill_tokens_per_s": fmean(map(prefill_speed, requests)),
-        "steady_output_throughput": None,
-        "num_preemptions": None,
+        "request_prefill_tokens_per_s": fmean(map(prefill_speed, requests)),
+        "num_steps": num_steps or None,
+        # No server says how often it preempts.
+        "num_preemptions": sum(len(each.preempted_ms) for each in requests) if num_steps else None,
+        "mean_in_flight": in_flight(record.groups),
         "prefix_hit_rate": hit_rate(requests),
+        "peak_memory_bytes": max(map(sum, known(g.peak_memory_bytes for g in record.groups)))
+        if any(group.peak_memory_bytes for group in record.groups)
+        else None,
+        "answer_score": mean(known(each.answer_score for each in requests)),
+        **of_prefills(batches),
+        **of_steps(record, batches),
+        **of_begins(record),
         **acceptance(record),
         "acceptance_by_category": acceptance_by_category(record),
+        **of_ratios(batches, None if reference is None else list(reference.groups_of_requests)),
     }
-    if metrics.stalled_ms is not None and metrics.stalled_ms < 1e3 * makespan_s:
-        found["steady_output_throughput"] = num_tokens / (makespan_s - metrics.stalled_ms / 1e3)
-    if metrics.num_steps is not None:  # no server says how often it preempts
-        found["num_preemptions"] = sum(len(each.preempted_ms) for each in requests)
     return found
 
 
-def conditions(record: ServingRecord, metrics: ServingMetrics) -> Iterator[tuple[str, bool]]:
-    """Of metrics that requests do not give, their names and whether they can have been measured
-    beside the requests."""
-    requests = record.requests
-    spans = [each.finished_ms - each.first_token_ms for each in requests]
-    makespan_ms = 1e3 * metrics.makespan_s
-    if metrics.mean_itl_ms is not None:
-        # All gaps of a request are the time from its first token to its last.
-        num_gaps = sum(spans) / metrics.mean_itl_ms if metrics.mean_itl_ms > 0 else 0.5
-        least = sum(span > 0 for span in spans)
-        most = sum(each.output_len - 1 for each in requests)
-        is_count = is_near(num_gaps, round(num_gaps))
-        yield "mean_itl_ms", is_count and least <= round(num_gaps) <= most
-    itls = known(getattr(metrics, f"p{percent}_itl_ms") for percent in PERCENTS)
-    yield "p99_itl_ms", itls == sorted(itls) and max(itls, default=0.0) <= 1.001 * max(spans)
-    if metrics.mean_in_flight is not None and metrics.num_steps is not None:
-        in_flight = metrics.mean_in_flight * metrics.num_steps
-        is_count = is_near(in_flight, round(in_flight))
-        yield "mean_in_flight", is_count and metrics.mean_in_flight <= len(requests)
-    if metrics.num_decode_steps is not None and metrics.median_step_ms is not None:
-        # Half of them took at least as long as the median.
-        half_ms = metrics.num_decode_steps // 2 * metrics.median_step_ms
-        yield "median_step_ms", 0 <= half_ms <= 1.001 * makespan_ms
-        yield "num_decode_steps", metrics.num_decode_steps <= (metrics.num_steps or math.inf)
-    yield from stall_conditions(metrics, makespan_ms)
-    if metrics.peak_memory_bytes is not None:
-        yield "peak_memory_bytes", metrics.peak_memory_bytes > 0
+def of_group(number: Callable[[GroupRecord, list[RequestRecord]], float], batches: Any) -> Any:
+    return [number(group, of) for group, of in batches]
 
 
-def stall_conditions(metrics: ServingMetrics, makespan_ms: float) -> Iterator[tuple[str, bool]]:
-    lost_ms = metrics.stalled_ms
-    count = metrics.stalled_steps
-    if lost_ms is None or count is None:
-        return
-    longest_ms = metrics.longest_stall_ms
-    median_ms = metrics.longest_stall_median_ms
-    yield "stalled_steps", 0 <= count <= (metrics.num_decode_steps or 0)
-    yield "stalled_ms", 0 <= lost_ms <= makespan_ms and (lost_ms > 0) == (count > 0)
-    yield "longest_stall_ms", (longest_ms is not None) == (median_ms is not None) == (count > 0)
-    if longest_ms is not None and median_ms is not None:
-        most_ms = longest_ms - median_ms
-        yield "longest_stall_ms", longest_ms > FACTOR * median_ms
-        yield "longest_stall_ms", most_ms <= lost_ms * (1 + ROUNDING)
-        yield "stalled_ms", lost_ms <= count * most_ms * (1 + ROUNDING)
+def arrivals_ms(requests: Sequence[RequestRecord]) -> list[float]:
+    return [each.arrival_ms for each in requests]
+
+
+def span_ms(group: GroupRecord, requests: Sequence[RequestRecord]) -> float:
+    """From the first arrival to the last token."""
+    return max(each.finished_ms for each in requests) - min(arrivals_ms(requests))
+
+
+def in_flight(groups: Sequence[GroupRecord]) -> float | None:
+    num_in_flight = sum(known(group.num_in_flight for group in groups))
+    num_steps = sum(known(group.num_steps for group in groups))
+    return num_in_flight / num_steps if num_in_flight else None
+
+
+def of_prefills(batches: Sequence[Batch]) -> MetricValues:
+    """Of prefills that passes share."""
+    shared = [(group, of) for group, of in batches if group.prefill_ms is not None]
+    tokens = [sum(each.prompt_len for each in of) for _, of in shared]
+    times_ms = [group.prefill_ms or 0.0 for group, _ in shared]
+    return {
+        "prefill_tokens_per_s": 1e3 * sum(tokens) / sum(times_ms) if sum(times_ms) else None,
+        "prefill_tokens_per_s_interval": speed_between(tokens, times_ms),
+    }
+
+
+def of_begins(record: PassRecord) -> MetricValues:
+    """Of what comes before the first step, and of what was read."""
+    groups = record.groups
+    assert record.metrics is not None, "it has passed"
+    warm_up_ms = record.metrics.warmup_calibration_ms  # which stands nowhere else
+    calibrations = known(group.calibration_ms for group in groups)
+    reads = known(group.bytes_read for group in groups)
+    rows = sum(known(group.draft_rows for group in groups))
+    return {
+        "begin_ms": mean(known(group.begin_ms for group in groups)),
+        "draft_prefill_ms": mean(known(group.draft_prefill_ms for group in groups)),
+        "calibration_ms": sum(calibrations) + (warm_up_ms or 0.0) if calibrations else None,
+        "warmup_calibration_ms": warm_up_ms,
+        "bytes_read": sum(map(sum, reads)) if reads else None,
+        "kv_tokens_read": sum(known(group.draft_kv_tokens for group in groups)) / rows
+        if rows
+        else None,
+    }
+
+
+STEP_METRICS = (
+    "decode_tokens_per_s",
+    "decode_tokens_per_s_interval",
+    "num_decode_steps",
+    "mean_step_ms",
+    "median_step_ms",
+    "stalled_steps",
+    "stalled_ms",
+    "longest_stall_ms",
+    "longest_stall_median_ms",
+    "draft_ms",
+    "verify_ms",
+    "decode_ms",
+    "other_ms",
+    "mean_draft_tokens",
+    "roofline_fraction",
+)
+
+
+def of_steps(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
+    """Of the steps that decode."""
+    groups = record.groups
+    steps_ms = list(chain(*(group.step_ms for group in groups)))
+    if not steps_ms:
+        return dict.fromkeys(STEP_METRICS)
+    stalls = PassSteps.of(groups).stalls
+    lost_ms = [stall.ms - stall.median_ms for stall in stalls]
+    worst = stalls[lost_ms.index(max(lost_ms))] if stalls else None
+    phases = {
+        name: list(chain(*(getattr(group, name) for group in groups)))
+        for name in ("draft_ms", "verify_ms", "decode_ms")
+    }
+    num_phases = sum(map(len, phases.values()))
+    gammas = list(chain(*(group.step_max_gamma or () for group in groups)))
+    reads = known(group.bytes_read for group in groups)
+    bandwidth = record.environment.read_bandwidth_bytes_per_s
+    tokens = [sum(each.output_len - 1 for each in of) for _, of in batches]
+    return {
+        "decode_tokens_per_s": 1e3 * sum(tokens) / sum(steps_ms),
+        "decode_tokens_per_s_interval": speed_between(tokens, [sum(g.step_ms) for g in groups]),
+        "num_decode_steps": len(steps_ms),
+        "mean_step_ms": fmean(steps_ms),
+        "median_step_ms": median(steps_ms),
+        "stalled_steps": len(stalls),
+        "stalled_ms": sum(lost_ms),
+        "longest_stall_ms": None if worst is None else worst.ms,
+        "longest_stall_median_ms": None if worst is None else worst.median_ms,
+        **{name: mean(times) for name, times in phases.items()},
+        "other_ms": fmean(steps_ms) - sum(chain(*phases.values())) / len(steps_ms)
+        if num_phases
+        else None,
+        "mean_draft_tokens": fmean(gammas) if record.is_drafting and gammas else None,
+        "roofline_fraction": 1e3 * sum(map(sum, reads)) / bandwidth / sum(steps_ms)
+        if reads and bandwidth
+        else None,
+    }
+
+
+RATIOS = ("throughput_ratio", "speedup", "total_speedup", "net_speedup")
+
+
+def of_ratios(ours: Sequence[Batch], theirs: Sequence[Batch] | None) -> MetricValues:
+    """Of the ratios to the reference: their median over groups, interval and each."""
+    found: MetricValues = dict.fromkeys(
+        f"{name}{suffix}" for name in RATIOS for suffix in ("", "_interval", "_per_group")
+    )
+    found["break_even_gen_len"] = None
+    if theirs is None:
+        return found
+    is_shared = all(group.prefill_ms is not None for group, _ in (*ours, *theirs))
+    for name in RATIOS if is_shared else RATIOS[:1]:
+        pairs = zip(speeds(name, ours), speeds(name, theirs), strict=True)
+        ratios = [mine / other for mine, other in pairs if mine and other]
+        if ratios:
+            found[name] = median(ratios)
+            found[f"{name}_interval"] = ratio_between(ratios)
+            found[f"{name}_per_group"] = ratios
+    if found["net_speedup"] is not None:
+        found["break_even_gen_len"] = break_even(ours, theirs)
+    return found
+
+
+def speeds(name: str, batches: Sequence[Batch]) -> list[float]:
+    """Tokens for each ms, by group: 0 without a token or without time."""
+    steady = PassSteps.of([group for group, _ in batches]).steady_ms
+    found = []
+    for (group, of), steady_ms in zip(batches, steady, strict=True):
+        first = 0 if name == "throughput_ratio" else 1
+        tokens = sum(each.output_len - first for each in of)
+        ms = {
+            "throughput_ratio": span_ms(group, of),
+            "speedup": steady_ms,
+            "total_speedup": sum(group.step_ms),
+            "net_speedup": max(each.finished_ms for each in of) - (group.prefill_ms or 0.0),
+        }[name]
+        found.append(tokens / ms if ms else 0.0)
+    return found
+
+
+def break_even(ours: Sequence[Batch], theirs: Sequence[Batch]) -> int | None:
+    """By trying one length after the other, up to more than any test has."""
+    lengths = []
+    for mine, other in zip(ours, theirs, strict=True):
+        lines = [line_of(mine), line_of(other)]
+        if None in lines:
+            continue
+        (added, ms), (their_added, their_ms) = lines  # type: ignore[misc]
+        if ms >= their_ms:
+            lengths.append(math.inf)
+            continue
+        later = next(n for n in range(1, 10**6) if added + n * ms < their_added + n * their_ms)
+        lengths.append(1 + later)
+    middle = median_high(lengths) if lengths else math.inf
+    return None if math.isinf(middle) else int(middle)
+
+
+def line_of(batch: Batch) -> tuple[float, float] | None:
+    """Milliseconds before the first step, and of each token of a request after its first."""
+    group, of = batch
+    num_later = fmean(each.output_len - 1 for each in of)
+    added = (group.begin_ms or 0.0) + (group.calibration_ms or 0.0)
+    net = max(each.finished_ms for each in of) - (group.prefill_ms or 0.0)
+    return (added, (net - added) / num_later) if num_later else None
+
+
+def t_quantile(freedom: int) -> float:
+    from scipy import stats
+
+    return float(stats.t.ppf(0.975, freedom))
+
+
+def ratio_between(ratios: Sequence[float]) -> list[float] | None:
+    """The interval of their geometric mean by Student's t, widened to their median."""
+    logs = np.log(ratios)
+    if len(ratios) < FEWEST_GROUPS or logs.std() < 1e-12:
+        return None
+    reach = t_quantile(len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
+    ends = [math.exp(logs.mean() - reach), math.exp(logs.mean() + reach)]
+    return [min(ends[0], median(ratios)), max(ends[1], median(ratios))]
+
+
+def speed_between(tokens: Sequence[int], times_ms: Sequence[float]) -> list[float] | None:
+    """The interval of all tokens divided by all times, by leaving out each group with steps."""
+    pairs = [(count, ms) for count, ms in zip(tokens, times_ms, strict=True) if ms]
+    if len(pairs) < FEWEST_GROUPS:
+        return None
+    sums = np.array(pairs, float).sum(axis=0)
+    without = np.array([(sums[0] - count) / (sums[1] - ms) for count, ms in pairs])
+    speed = sums[0] / sums[1]
+    error = math.sqrt((len(pairs) - 1) * without.var())
+    if error <= 1e-12 * speed:
+        return None
+    reach = t_quantile(len(pairs) - 1) * error / speed
+    return [1e3 * speed * math.exp(-reach), 1e3 * speed * math.exp(reach)]
 
 
 def ttft_ms(request: RequestRecord) -> float:
@@ -221,16 +316,12 @@ def keeps(request: RequestRecord, bounds: Mapping[str, float]) -> bool:
     return all(times[name] <= most for name, most in bounds.items())
 
 
-def hit_rate(requests: Sequence[RequestRecord]) -> Between | None:
-    """One number, unless a request was preempted: it joins again with its prompt and with as much
-    of its output as it had then."""
-    asking = [each for each in requests if each.num_prefix_tokens is not None]
+def hit_rate(requests: Sequence[RequestRecord]) -> float | None:
+    asking = [each for each in requests if each.num_looked_up_tokens]
     if not asking:
         return None
-    num_found = sum(each.num_prefix_tokens or 0 for each in asking)
-    least = sum(each.prompt_len * len(each.joined_ms) for each in asking)
-    more = sum((each.output_len - 1) * len(each.preempted_ms) for each in asking)
-    return Between(num_found / (least + more), num_found / least)
+    found = sum(sum(each.joined_prefix_tokens or ()) for each in asking)
+    return found / sum(each.num_looked_up_tokens or 0 for each in asking)
 
 
 def turns_of(requests: Sequence[RequestRecord]) -> list[MetricValues] | None:
@@ -249,7 +340,7 @@ def turn_of(turn: int, members: Sequence[RequestRecord]) -> MetricValues:
     }
 
 
-def contexts_of(record: ServingRecord) -> list[MetricValues] | None:
+def contexts_of(record: PassRecord) -> list[MetricValues] | None:
     """The acceptance of the requests whose prompts have at most 2048 tokens, at most twice as many,
     and so on; None if nothing was drafted for any, as far as it is known by request."""
     members: dict[int, list[int]] = {}
@@ -264,12 +355,13 @@ def contexts_of(record: ServingRecord) -> list[MetricValues] | None:
     return groups if has_drafts else None
 
 
-def acceptance_by_category(record: ServingRecord) -> dict[str, MetricValues] | None:
+def acceptance_by_category(record: PassRecord) -> dict[str, MetricValues] | None:
+    assert record.workload is not None, "it has passed"
     categories = record.workload.categories
     if categories is None or not acceptance_of(record, range(len(record.requests))):
         return None
     prompts = [
-        number if each.conversation is None else each.conversation
+        (number if each.conversation is None else each.conversation) % len(categories)
         for number, each in enumerate(record.requests)
     ]
     groups = {
@@ -284,13 +376,13 @@ def acceptance_by_category(record: ServingRecord) -> dict[str, MetricValues] | N
     return found or None
 
 
-def acceptance(record: ServingRecord) -> MetricValues:
+def acceptance(record: PassRecord) -> MetricValues:
     """The acceptance of the whole pass. What a server's counters say of it in place of what
     requests do not say follows from their sums alone."""
     by_request = acceptance_of(record, range(len(record.requests)))
     metrics = record.metrics
-    server = record.server
-    if metrics is None or server is None or "counters" not in (server.source or ""):
+    source = getattr(record.details, "source", None)
+    if metrics is None or "counters" not in (source or ""):
         return {name: by_request.get(name) for name in ACCEPTANCE}
     num_later = sum(each.output_len - 1 for each in record.requests)
     of_pass = RequestDrafts.of_sums(metrics, num_later)
@@ -304,8 +396,8 @@ ACCEPTANCE = (
     "draft_acceptance_rate_interval",
     "mean_acceptance_length",
     "mean_acceptance_length_interval",
-    "mean_emitted_tokens",
-    "mean_emitted_tokens_interval",
+    "tokens_per_verification",
+    "tokens_per_verification_interval",
     "acceptance_per_position",
     "acceptance_per_position_interval",
     "judged_per_position",
@@ -347,7 +439,7 @@ class RequestDrafts:
         return cls(*sums, emitted, steps, max(drafted, default=0))
 
     @classmethod
-    def of_sums(cls, said: RequestRecord | ServingMetrics, emitted: int | None) -> RequestDrafts:
+    def of_sums(cls, said: RequestRecord | PassMetrics, emitted: int | None) -> RequestDrafts:
         """Of sums and a histogram. If they fit, every verification drafted a token for each place
         of it."""
         drafted = said.num_draft_tokens
@@ -379,11 +471,11 @@ class RequestDrafts:
         return sum(each.number for each in self.steps if position < each.accepted)
 
 
-def acceptance_of(record: ServingRecord, numbers: Iterable[int]) -> MetricValues:
+def acceptance_of(record: PassRecord, numbers: Iterable[int]) -> MetricValues:
     """The acceptance of some requests as far as it is known by request; empty if nothing was
     drafted for them."""
     requests = [record.requests[number] for number in numbers]
-    is_external = record.server is not None
+    is_external = getattr(record.details, "program", None) is not None
     drafts = [RequestDrafts.of_request(each, is_external) for each in requests]
     found = total([each for each in drafts if each.has_drafts])
     cancelled = known(each.num_cancelled_draft_tokens for each in requests)
@@ -444,8 +536,8 @@ def total(drafts: Sequence[RequestDrafts]) -> MetricValues:
         "draft_acceptance_rate_interval": between(rate, 0, 1),
         "mean_acceptance_length": finite(length(sums)),
         "mean_acceptance_length_interval": between(length, 1, most),
-        "mean_emitted_tokens": finite(emits(sums)),
-        "mean_emitted_tokens_interval": between(emits, 1, most),
+        "tokens_per_verification": finite(emits(sums)),
+        "tokens_per_verification_interval": between(emits, 1, most),
         "acceptance_per_position": [each(sums) for each in at_each] if has_positions else None,
         "acceptance_per_position_interval": ends if any(ends) else None,
         "judged_per_position": [int(count) for count in judged] if has_positions else None,
