@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from conftest import ROOT, Command
 from synthetic_records import (
-    IDENTICAL,
     draw_chances,
     draw_pass,
     drawn,
+    parse_record,
     parts_of,
     record_of,
     with_fields,
     with_losses,
 )
+from written_records import failed, line_of, mismatch, with_ties
 
 from magicdec.bench.gate.files import read_baselines
 from magicdec.cli import compare as compare_command
@@ -36,7 +37,7 @@ from magicdec.records.comparison.compare import (
     pair_of,
 )
 from magicdec.records.comparison.conditions import kind_of, method_of, weight_dtypes
-from magicdec.records.correctness import Correctness, Divergence
+from magicdec.records.correctness import Correctness
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.pass_record import PassRecord, verifications_of
 from magicdec.records.recomputing import unfounded_metric
@@ -125,14 +126,9 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         num_differing=None,
         reference=None,
     )
-    bad = failed(good)
-    wrong = mismatched(good)
-    ties = replace(
-        good,
-        status=Status.VERIFIED_WITH_TIES,
-        num_differing=2,
-        correctness=replace(IDENTICAL, identical=False, num_excused=2),
-    )
+    bad = parse_record(failed())
+    wrong = parse_record(mismatch())
+    ties = parse_record(with_ties(line_of(good)))
     stale = [drawn(0.3), drawn(0.81)]
     every = ("--require_all",)
     for new, old, flags, code, said in (
@@ -231,36 +227,9 @@ def with_outputs(record: PassRecord, hashes: Sequence[str]) -> PassRecord:
     return replace(record, requests=[replace(each, output_hash=one) for each, one in pairs])
 
 
-def failed(record: PassRecord) -> PassRecord:
-    return replace(
-        record,
-        status=Status.FAILED,
-        error="RuntimeError: [enforce fail] in [/x] :fire:",
-        metrics=None,
-        correctness=None,
-        workload=None,
-        acceptance_by_context=None,
-        requests=[],
-        groups=[],
-    )
-
-
-def mismatched(record: PassRecord) -> PassRecord:
-    """One of its outputs is another one, and rounding does not explain it."""
-    first = Divergence(3, 5, 1, None, 2.5)
-    return replace(
-        record,
-        status=Status.MISMATCH,
-        num_differing=1,
-        metrics=None,
-        acceptance_by_context=None,
-        correctness=Correctness("static", False, 99, first, 0, 1, 1e-4),
-    )
-
-
 def test_a_loss_of_5_percent_in_every_row_is_found() -> None:
-    """Recorded passes with 5 % of their acceptance lost, in requests and metrics alike, and the same
-    outputs, by statistics: each row of 8 prompts is a regression."""
+    """Recorded passes with 5 % of their acceptance lost, in requests and metrics alike, and the
+    same outputs, by statistics: each row of 8 prompts is a regression."""
     chains = [b for b in OTHERS if kind_of(b) == method_of(b) and "+" not in method_of(b)]
     old = [with_outputs(b, ["0"] * len(b.requests)) for b in chains]
     new = [replace(with_losses(record, 0.05, seed=i), seal=None) for i, record in enumerate(old)]
