@@ -75,7 +75,7 @@ def test_the_table_has_a_line_a_run(
     right = run_line()
     right["metrics"] |= numbers | {"draft_acceptance_rate_interval": None}
     odd = run_line()
-    odd["config"]["model"]["model"] = "[b]:fire:"
+    odd["config"]["model"]["model"] = "[b]:ok:"
     first = write(tmp_path / "a", [right, odd])
     second = write(tmp_path / "b", [failed(), mismatch(), with_ties(run_line())])
     monkeypatch.setenv("COLUMNS", "80")
@@ -85,7 +85,7 @@ def test_the_table_has_a_line_a_run(
     expected = ["verified", "verified", "failed", "mismatch", "verified_with_ties"]
     assert [row.split()[-1] for row in rows] == expected
     assert all(n in rows[0] for n in ("demo", "1234567.8", "1.50", "0.800"))
-    assert "[b]:fire:" in rows[1]
+    assert "[b]:ok:" in rows[1]
     assert "…" not in out and "None" not in out and err == ""
     assert max(map(len, lines)) <= 80
 
