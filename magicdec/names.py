@@ -33,10 +33,11 @@ KV_POLICIES = {
 }
 DEFAULT_KV_POLICY = "streaming_llm"
 FULL_KV_POLICY = "full"  # what a budget of -1 means; the only policy without a budget
+SPECULATIVE = "speculative"
 BASELINE = "autoregressive"  # the strategy that every other one is compared with
 STRATEGIES = {
     "autoregressive": "magicdec.speculation.steps.speculative:autoregressive",
-    "speculative": "magicdec.speculation.steps.speculative:speculative",
+    SPECULATIVE: "magicdec.speculation.steps.speculative:speculative",
 }
 DRAFTERS = {
     "self": "magicdec.speculation.model_drafter:SelfDrafter",
@@ -78,12 +79,13 @@ SERVER_APIS = {
 }
 # The kinds of records, which all commands append to one file, by their key `kind`.
 RECORDS = {
-    "run": "magicdec.records.record:RunRecord",
-    "serving": "magicdec.bench.serving.record:ServingRecord",
+    "pass": "magicdec.records.pass_record:PassRecord",
     "latency": "magicdec.bench.latency.record:LatencyRecord",
     "plan": "magicdec.predict.plan:PlanRecord",
     "simulation": "magicdec.predict.simulator.run:SimulationRecord",
 }
+# What makes the type of a record's `details`: those of all systems.
+DETAILS = "magicdec.systems.details:details_type"
 # The formats of `magicdec export`.
 EXPORTS = {
     "table": "magicdec.bench.export.table:TABLE",

@@ -1,88 +1,72 @@
-"""What must hold between the samples of a run, and between them and the metrics of its record."""
+"""What must hold between the steps, the requests and the metrics of the record of a pass."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
-from magicdec.bench.serving.recomputing import (
-    contexts_of,
-    metrics_of,
-    turns_of,
-    unfounded_metric,
-)
-from magicdec.bench.serving.record import ServingRecord
-from magicdec.names import BASELINE
-from magicdec.records.comparison.values import is_close
-from magicdec.records.metrics import run_metrics
-from magicdec.records.performance import SUFFIX
-from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples, PrefillSamples, unequal_threads
+from recomputed_metrics import contexts_of, metrics_of, turns_of
 
-ROUNDING_MS = 1e-5  # a sample is rounded to 1e-6 ms; times a few samples
+from magicdec.records.acceptance import Verification
+from magicdec.records.metrics import SUFFIX
+from magicdec.records.pass_record import (
+    GroupRecord,
+    PassRecord,
+    RequestRecord,
+    reference_of,
+    unequal_threads,
+)
+from magicdec.records.recomputing import follows, unfounded_metric
+
+ROUNDING_MS = 1e-5  # a time is rounded to 1e-6 ms; times a few of them
 PHASE_TOLERANCE = 0.01  # on CUDA phases have the device's clock and steps the host's
-BY_BATCH = (
-    "begin_ms",
-    "step_ms",
-    "padded_gamma",
-    "num_accepted",
-    "num_emitted",
-    "sequence_tokens",
-    "sequence_ms",
-)
 
 
-def check_record(record: RunRecord) -> None:
-    """The samples of a record with metrics do not contradict each other."""
-    assert record.samples is not None and record.prefill_samples is not None
-    passes = {name: samples.restored() for name, samples in record.samples.items()}
-    check_run(passes, record.prefill_samples)
-    problem = unequal_threads(passes)
-    assert problem is None, problem
-
-
-def check_metrics(record: RunRecord) -> list[str]:
-    """The names of the metrics of a record that are not what its samples give."""
+def check_metrics(record: PassRecord, command: Sequence[PassRecord] = ()) -> list[str]:
+    """The names of the metrics of a pass that are not what its requests and groups give, by the
+    package and by the second definition, or are lacking although no server says so. Ratios are
+    checked if `command` has the pass that they are to."""
     if record.metrics is None:
         return []
-    assert record.samples is not None and record.prefill_samples is not None
-    assert record.workload is not None
-    bandwidth = record.environment.read_bandwidth_bytes_per_s
-    assert bandwidth is not None
-    passes = {name: samples.restored() for name, samples in record.samples.items()}
-    is_random = record.workload.is_random
-    categories = record.workload.categories
-    again = run_metrics(passes, record.prefill_samples, bandwidth, is_random, categories)
-    strategy = record.config["decoding"]["strategy"]
-    parts = {"metrics": (record.metrics, again[strategy])}
-    if record.baseline_metrics is not None:
-        parts["baseline_metrics"] = record.baseline_metrics, again[BASELINE]
-    return [
-        f"{part}.{name}"
-        for part, (stored, computed) in parts.items()
-        if stored is not None
-        for name, value in asdict(stored).items()
-        if not is_equal(value, asdict(computed)[name])
-    ]
-
-
-def check_pass(record: ServingRecord) -> list[str]:
-    """The names of the metrics of a pass that are not what its requests give, or are lacking
-    although no server says so."""
-    if record.metrics is None:
-        return []
-    wrong = unfounded_metric(record)
-    missing = getattr(record.details, "missing", [])
-    expected = metrics_of(record)
+    wrong = unfounded_metric(record, command)
+    missing = getattr(record.details, "missing", None) or []
+    expected = metrics_of(record, reference_of(record, command))
+    is_random = record.workload is not None and record.workload.is_random
+    if reference_of(record, command) is None or (is_random and record.is_drafting):
+        stated = asdict(record.metrics)
+        expected = {name: value for name, value in expected.items() if value is not None}
+        expected = {name: value for name, value in expected.items() if stated[name] is not None}
     expected["times_by_turn"] = turns_of(record.requests)
-    expected["acceptance_by_context"] = contexts_of(record)
+    if not is_random:
+        expected["acceptance_by_context"] = contexts_of(record)
     stated = asdict(record)
     stated |= stated["metrics"]
     lacking = [name for name in expected if lacks(stated, expected, name, missing)]
-    return ([] if wrong is None else [wrong]) + lacking
+    others = [
+        name
+        for name, value in expected.items()
+        if name not in lacking and not agrees(stated[name], value)
+    ]
+    return [*([] if wrong is None else [wrong]), *lacking, *others]
+
+
+def check_command(command: Sequence[PassRecord]) -> list[str]:
+    """The same of each pass of a command."""
+    return [f"{each.name}: {name}" for each in command for name in check_metrics(each, command)]
+
+
+def agrees(stated: Any, expected: Any) -> bool:
+    """Whether a stated value is the expected one, as far as both are known."""
+    if stated is None or expected is None:
+        return True
+    if isinstance(stated, dict) and isinstance(expected, dict):
+        return all(agrees(value, expected.get(key)) for key, value in stated.items())
+    if isinstance(stated, list) and isinstance(expected, list):
+        return len(stated) == len(expected) and all(map(agrees, stated, expected))
+    return follows(stated, expected)
 
 
 def lacks(stated: Any, expected: Any, key: Any, missing: Sequence[str]) -> bool:
@@ -100,27 +84,15 @@ def lacks(stated: Any, expected: Any, key: Any, missing: Sequence[str]) -> bool:
     return False
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    """`is_close`, of the numbers of each category too."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
-    return is_close(one, other)
-
-
-def drafts(samples: PassSamples) -> list[tuple[int, int]]:
-    """(draft tokens, accepted ones) of each row of each step that drafts."""
-    return [
-        (drafted, count)
-        for batch, steps in zip(samples.padded_gamma, samples.num_accepted, strict=True)
-        for drafted, step in zip(batch, steps, strict=True)
-        for count in step
-        if drafted
+def acceptance(requests: Iterable[RequestRecord]) -> tuple[float, float, list[float]]:
+    """The acceptance rate, length and acceptance by position of requests with drafts."""
+    rows = [
+        (drafted, accepted)
+        for request in requests
+        for drafted, accepted in zip(
+            request.per_step_drafted or (), request.per_step_accepted or (), strict=True
+        )
     ]
-
-
-def acceptance(samples: PassSamples) -> tuple[float, float, list[float]]:
-    """The acceptance rate, length and acceptance by position of a pass that drafted."""
-    rows = drafts(samples)
     survived: list[float] = []
     for k in range(1, max(drafted for drafted, _ in rows) + 1):
         judged = [count for drafted, count in rows if drafted >= k and count >= k - 1]
@@ -142,87 +114,87 @@ def must_not_exceed(name: str, value: float, other: str, limit: float) -> None:
         raise AssertionError(f"{name} is {value!r}, but {other} is {limit!r}")
 
 
-def check_run(passes: Mapping[str, PassSamples], prefill: PrefillSamples) -> None:
-    """The samples of all passes of a run, by the name of the pass. No record can be made of passes
-    with unequal threads (`RunRecord`). The prompts of a batch are prefilled one after the other,
-    and the last is the end of it."""
-    for batch, (ms, ttft_ms) in enumerate(zip(prefill.prefill_ms, prefill.ttft_ms, strict=True)):
-        last = max(ttft_ms, default=0.0)
-        must_not_exceed(f"batch {batch}: the last TTFT", last, "prefill_ms", ms)
-        if any(later <= earlier for earlier, later in pairwise(ttft_ms)):
-            raise AssertionError(f"batch {batch}: ttft_ms {ttft_ms} does not rise from row to row")
-    for name, samples in passes.items():
-        check_samples(name, samples)
+def check_record(record: PassRecord) -> None:
+    """The requests and groups of a pass that shares its prefill do not contradict each other. The
+    prompts of a group are prefilled one after the other, and the last is the end of it."""
+    for number, (group, requests) in enumerate(record.groups_of_requests):
+        check_group(f"{record.name}, group {number}", group, requests)
+    problem = unequal_threads(record)
+    assert problem is None, problem
 
 
-def check_samples(name: str, samples: PassSamples) -> None:
-    """The samples of the pass of that name."""
-    counts = {key: len(getattr(samples, key)) for key in BY_BATCH}
-    if len(set(counts.values())) != 1:
-        raise AssertionError(f"{name}: numbers of batches differ: {counts}")
-    for batch in range(len(samples.step_ms)):
-        check_steps(f"{name}, batch {batch}", samples, batch)
-    check_phases(name, samples)
+def check_group(name: str, group: GroupRecord, requests: Sequence[RequestRecord]) -> None:
+    ttft_ms = [each.first_token_ms - each.arrival_ms for each in requests]
+    assert group.prefill_ms is not None, "passes share its prefill"
+    must_not_exceed(f"{name}: the last TTFT", max(ttft_ms), "prefill_ms", group.prefill_ms)
+    if any(later <= earlier for earlier, later in pairwise(ttft_ms)):
+        raise AssertionError(f"{name}: the TTFT {ttft_ms} does not rise from row to row")
     for key in ("begin_ms", "calibration_ms"):
-        for ms in getattr(samples, key) or ():
-            must_not_exceed(f"{name}: 0", 0.0, key, ms)
+        must_not_exceed(f"{name}: 0", 0.0, key, getattr(group, key) or 0.0)
+    columns = {
+        key: len(values)
+        for key in ("step_forwards", "step_max_gamma", "step_rows")
+        if (values := getattr(group, key)) is not None
+    }
+    for key, count in columns.items():
+        must_equal(f"{name}: steps in {key}", count, "steps in step_ms", len(group.step_ms))
+    must_equal(f"{name}: num_steps", group.num_steps or 0, "steps", len(group.step_ms))
+    check_steps(name, group, requests)
+    check_phases(name, group)
 
 
-def check_steps(batch_name: str, samples: PassSamples, batch: int) -> None:
-    """A step emits a token of each running sequence and one for each of its accepted drafts, up to
-    the sequence's end. No sequence ends before the steps that it took part in."""
-    lengths = samples.sequence_tokens[batch]
-    ends_ms = samples.sequence_ms[batch]
-    remaining = list(lengths)
-    steps_ms = 0.0
-    steps = zip(
-        samples.step_ms[batch],
-        samples.padded_gamma[batch],
-        samples.num_accepted[batch],
-        samples.num_emitted[batch],
-        strict=True,
-    )
-    for step, (ms, drafted, accepted, emitted) in enumerate(steps):
-        name = f"{batch_name}, step {step}"
-        running = [i for i, count in enumerate(remaining) if count > 0]
-        must_equal(f"{name}: rows", len(emitted), "running sequences", len(running))
-        verified = accepted if drafted or accepted else [0] * len(emitted)
-        counts = zip(verified, emitted, strict=False)
-        if (
-            len(verified) != len(emitted)
-            or any(not (0 <= n <= drafted and 1 <= tokens <= n + 1) for n, tokens in counts)
-            or (accepted and not drafted)
-        ):
+def check_steps(name: str, group: GroupRecord, requests: Sequence[RequestRecord]) -> None:
+    """A verification emits a token and one for each of its accepted drafts, up to the end of the
+    request. A step decodes the rows that have not ended, and drafts as many tokens as the row with
+    the most. No request ends before the steps that it took part in."""
+    gammas = group.step_max_gamma or [0] * len(group.step_ms)
+    for number, request in enumerate(requests):
+        check_verifications(f"{name}, request {number}", request, max(gammas, default=0))
+    if all(gammas) and gammas:
+        counts = [len(each.per_step_drafted or ()) for each in requests]
+    elif not any(gammas):
+        counts = [each.output_len - 1 for each in requests]
+    else:
+        return  # steps without drafts stand between others
+    must_equal(f"{name}: steps", len(gammas), "steps of the longest row", max(counts))
+    for step, rows in enumerate(group.step_rows or ()):
+        running = sum(count > step for count in counts)
+        must_equal(f"{name}, step {step}: its rows", rows, "running requests", running)
+    begin_ms = (group.prefill_ms or 0.0) + (group.begin_ms or 0.0) + (group.calibration_ms or 0.0)
+    for number, (request, count) in enumerate(zip(requests, counts, strict=True)):
+        label = f"{name}, request {number}: the end of its steps"
+        ends_ms = begin_ms + sum(group.step_ms[:count]) if count else 0.0
+        must_not_exceed(label, ends_ms, "its finished_ms", request.finished_ms)
+
+
+def check_verifications(name: str, request: RequestRecord, gamma: int) -> None:
+    steps: list[Verification] = request.verifications()
+    num_emitted = sum(each.emitted for each in steps)
+    must_not_exceed(f"{name}: emitted tokens", num_emitted, "its tokens", request.output_len - 1)
+    for step, each in enumerate(steps):
+        is_last = step == len(steps) - 1  # maybe the end of the request
+        is_right = 0 <= each.accepted <= each.drafted <= gamma
+        is_right &= 1 <= each.emitted <= each.accepted + 1
+        if not is_right or (each.emitted != each.accepted + 1 and not is_last):
             raise AssertionError(
-                f"{name}: padded_gamma {drafted}, num_accepted {accepted}, num_emitted {emitted}"
+                f"{name}, verification {step}: gamma {gamma}, drafted {each.drafted}, accepted "
+                f"{each.accepted}, emitted {each.emitted}"
             )
-        steps_ms += ms
-        for i, count, tokens in zip(running, verified, emitted, strict=True):
-            sequence = f"{name}, sequence {i}"
-            remaining[i] -= tokens
-            if remaining[i] == 0:
-                label = f"{sequence}: the time of its steps"
-                must_not_exceed(label, steps_ms, "its sequence_ms", ends_ms[i])
-            else:
-                must_equal(f"{sequence}: num_emitted", tokens, "1 + num_accepted", 1 + count)
-    for i, count in enumerate(remaining):
-        label = f"{batch_name}, sequence {i}: emitted tokens"
-        must_equal(label, lengths[i] - count, "its tokens", lengths[i])
 
 
-def check_phases(name: str, samples: PassSamples) -> None:
+def check_phases(name: str, group: GroupRecord) -> None:
     """Where phases are timed, every step has those of its kind, and they lie within the step."""
-    phases = {key: getattr(samples, key) for key in ("draft_ms", "verify_ms", "decode_ms")}
+    phases = {key: getattr(group, key) for key in ("draft_ms", "verify_ms", "decode_ms")}
     if not any(phases.values()):
         return
-    drafted = list(chain.from_iterable(samples.padded_gamma))
-    num_drafting = sum(count > 0 for count in drafted)
+    gammas = group.step_max_gamma or [0] * len(group.step_ms)
+    num_drafting = sum(gamma > 0 for gamma in gammas)
     for key, times in phases.items():
-        of_kind = len(drafted) - num_drafting if key == "decode_ms" else num_drafting
+        of_kind = len(gammas) - num_drafting if key == "decode_ms" else num_drafting
         must_equal(f"{name}: times in {key}", len(times), "steps that have it", of_kind)
     draft, verify, decode = map(iter, phases.values())
-    for step, (ms, count) in enumerate(zip(chain(*samples.step_ms), drafted, strict=True)):
-        phases_ms = next(draft) + next(verify) if count else next(decode)
+    for step, (ms, gamma) in enumerate(zip(group.step_ms, gammas, strict=True)):
+        phases_ms = next(draft) + next(verify) if gamma else next(decode)
         label = f"{name}, step {step}: the time of its phases"
         limit = ms * (1 + PHASE_TOLERANCE)
         must_not_exceed(label, phases_ms, "its step_ms, with a tolerance,", limit)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass
 from magicdec.bench.serving.prepare import PreparedServing
-from magicdec.names import BASELINE
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.setup.prepare import Prepared
@@ -56,7 +55,7 @@ class PromptBatches:
             caches_of(planned)[planned.name, measured.number] = measured
 
     def _is_shared(self, planned: PlannedPass) -> bool:
-        return self.is_counted and planned.name == BASELINE
+        return self.is_counted and not planned.serving_pass.is_drafting
 
 
 def caches_of(planned: PlannedPass) -> dict[tuple[str, int], MeasuredGroup]:

@@ -8,26 +8,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from magicdec.bench.check.check import identical, uncompared
 from magicdec.bench.check.output import PassOutput
-from magicdec.bench.check.passes import Checked, check_pass
+from magicdec.bench.check.passes import Checked, check_pass, combined
 from magicdec.bench.check.replays import PrefilledMeans, ServedMeans, whole
 from magicdec.bench.groups import ArrivingRequests, PromptBatches
 from magicdec.bench.records_of import (
-    MeasuredRun,
-    failed_serving_record,
-    run_record,
-    serving_record,
+    failed_record,
+    pass_record,
+    told_of_modes,
+    told_of_run,
 )
 from magicdec.bench.runner import MeasuredPass, PlannedPass, Runner
 from magicdec.bench.serving.prepare import PreparedServing
-from magicdec.bench.serving.record import ServingRecord
 from magicdec.distributed.start import close_groups, start_process_group
-from magicdec.names import BASELINE
 from magicdec.output.console import Progress, make_progress
 from magicdec.records.correctness import JudgedAgain
-from magicdec.records.record import RunRecord
+from magicdec.records.environment import Environment
+from magicdec.records.pass_record import PassRecord
 from magicdec.runner.request import NotFinite, Request
-from magicdec.setup.memory_sampler import MemoryWatch
+from magicdec.setup.memory_sampler import MemoryTaken, MemoryWatch
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 from magicdec.systems.prefilled_batching import PrefilledBatching
@@ -39,19 +39,21 @@ from magicdec.systems.system import PassTrace
 
 @dataclass
 class Outcome:
-    """The record of a run, and finished requests in the order of the prompts."""
+    """The records of the passes of a run, the reference first, and finished requests of the last
+    one in the order of the prompts."""
 
-    record: RunRecord
+    records: list[PassRecord]
     requests: list[Request] = field(default_factory=list)
+
+    @property
+    def record(self) -> PassRecord:
+        """That of the last pass, which drafts if one does."""
+        return self.records[-1]
 
 
 def passes_of(system: PrefilledBatching) -> list[PlannedPass]:
-    """The passes of a run, the requested strategy last, by the names of strategies."""
-    strategy = system.run.config.decoding.strategy
-    return [
-        PlannedPass(strategy if each.is_drafting else BASELINE, each, system)
-        for each in system.passes
-    ]
+    """The passes of a run, the requested strategy last."""
+    return [PlannedPass(each.full_name, each, system) for each in system.passes]
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
@@ -80,11 +82,34 @@ def execute_in(
     runner.measure()
     passes = list(runner.measured.values())
     taken = passes[-1].memory
-    correctness = check_run(passes, progress, is_whole=not shared.is_counted).correctness
-    measured = MeasuredRun.of(passes, replace(taken, process=None) if was_in_use else taken)
+    taken = replace(taken, process=None) if was_in_use else taken
+    checked = check_run(passes, progress, is_whole=not shared.is_counted)
     environment = runner.gpu.add_to(session.describe_environment(runner.bandwidth))
-    record = run_record(prepared, measured, correctness, runner.load.add_to(environment))
-    return Outcome(record, passes[-1].requests)
+    environment = runner.load.add_to(environment)
+    records = records_of_run(prepared, passes, checked, environment, taken)
+    return Outcome(records, passes[-1].requests)
+
+
+def records_of_run(
+    prepared: Prepared,
+    passes: Sequence[MeasuredPass],
+    checked: Checked,
+    environment: Environment,
+    taken: MemoryTaken,
+) -> list[PassRecord]:
+    """The records of the passes of a run, the last of which was checked beside the first."""
+    checks = [*(reference_check(each, checked) for each in passes[:-1]), checked]
+    return [
+        pass_record(measured, of_pass, told_of_run(prepared, passes, measured, environment, taken))
+        for measured, of_pass in zip(passes, checks, strict=True)
+    ]
+
+
+def reference_check(reference: MeasuredPass, checked: Checked) -> Checked:
+    """What the check of another pass says of its reference."""
+    if checked.num_differing is None:
+        return Checked(None, uncompared(reference.requests))
+    return Checked(0, identical(reference.name, reference.requests))
 
 
 def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool) -> Checked:
@@ -123,12 +148,12 @@ def output_of(measured: MeasuredPass) -> PassOutput:
 class MeasuredPasses:
     """What a command has measured so far, on the first rank."""
 
-    records: list[ServingRecord] = field(default_factory=list)
+    records: list[PassRecord] = field(default_factory=list)
     traces: list[PassTrace | None] = field(default_factory=list)  # of each record
 
 
 def measure_modes(
-    prepared: PreparedServing, keep: Callable[[ServingRecord], None], is_logged: bool = False
+    prepared: PreparedServing, keep: Callable[[PassRecord], None], is_logged: bool = False
 ) -> MeasuredPasses:
     """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
     only that one. With `is_logged` steps say what was drafted and read, as the gate compares it.
@@ -151,7 +176,7 @@ def measure_modes(
         runner.measure()
     except NotFinite as error:
         if launch.rank == 0 and runner.current is not None:
-            keep(failed_serving_record(prepared, runner.current, runner, str(error)))
+            keep(failed_record(prepared, runner.current, runner, str(error)))
         raise
     runner.close()
     close_groups()
@@ -159,13 +184,13 @@ def measure_modes(
 
 
 class ServedChecks:
-    """Checks each pass as soon as it and the first one have served a group, and makes a record of
-    what a pass did with it."""
+    """Checks each pass as soon as it and the first one have served a group, and makes its record
+    when it has served all groups."""
 
     def __init__(
         self,
         prepared: PreparedServing,
-        keep: Callable[[ServingRecord], None],
+        keep: Callable[[PassRecord], None],
         progress: Progress,
         is_logged: bool,
     ) -> None:
@@ -209,8 +234,9 @@ class ServedChecks:
         if measured.last is not reference:  # whose logits are compared with those of other passes
             self.wholes.pop(measured.name, None)
             measured.last = None
-        if runner.launch.rank == 0:
-            record = serving_record(self.prepared, measured, runner)
+        if runner.launch.rank == 0 and len(measured.checks) == runner.groups.count:
+            told = told_of_modes(self.prepared, measured, runner)
+            record = pass_record(measured, combined(measured.checks), told)
             self.measured.records.append(record)
             self.measured.traces.append(measured.groups[-1].details.trace)
             self.keep(record)

@@ -1,42 +1,216 @@
-"""Records of measured passes: of a run one of both passes, of `magicdec serve` one of each. It is
-the only place that knows both what the spine measures and what a record is.
+"""Records of measured passes, one of each. It is the only place that knows both what the spine
+measures and what a record is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+from magicdec.bench.check.passes import Checked
+from magicdec.bench.recording import MeasuredParts, describe_requests, record_pass, status_of
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
-from magicdec.bench.serving.metrics import (
-    acceptance_by_context,
-    categories_of,
-    missing_of,
-    serving_metrics,
-    times_by_turn,
-)
 from magicdec.bench.serving.prepare import PreparedServing
-from magicdec.bench.serving.record import (
-    FAILED,
-    ServingRecord,
-    describe_requests,
-    occupancy_of,
-    parts_of,
-    status_of,
-)
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.names import BASELINE
-from magicdec.records.correctness import Correctness
-from magicdec.records.environment import Environment
-from magicdec.records.metrics import run_metrics
-from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples, PrefillSamples, hash_output, to_ms
-from magicdec.runner.request import Request
+from magicdec.config.run_config import split_draft
+from magicdec.names import BASELINE, SPECULATIVE
+from magicdec.records.computing import Beside
+from magicdec.records.environment import Environment, MemoryRecord
+from magicdec.records.metrics import REPORTABLE
+from magicdec.records.pass_record import GroupRecord, PassRecord
+from magicdec.records.record import Status
+from magicdec.records.workload import WorkloadRecord
+from magicdec.runner.request import Moves, Request
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.setup.prepare import Prepared
-from magicdec.systems.prefilled_batching import PrefilledBatching
+from magicdec.systems.prefilled_batching import DRAFTING, PLAIN
 from magicdec.workload.answers import answer_scores
+
+PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
+OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a record says beside the measurements of its pass."""
+
+    config: dict[str, Any]
+    environment: Environment
+    workload: WorkloadRecord
+    reference: MeasuredPass | None  # None if it is the only pass
+    goodput: dict[str, float]
+    memory: MemoryRecord | None = None
+
+
+def pass_record(measured: MeasuredPass, checked: Checked, told: Told) -> PassRecord:
+    """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
+    planned = measured.planned
+    system = planned.system
+    reference = told.reference
+    is_drafting = planned.serving_pass.is_drafting
+    is_external = system.is_external
+    if reference is not None:
+        is_external |= reference.planned.system.is_external
+    dtype = told.config["model"]["dtype"]
+    status = status_of(checked.num_differing, checked.correctness, dtype, is_external)
+    passed = status is not Status.MISMATCH
+    parts = parts_of(measured)
+    beside = Beside(
+        is_drafting=is_drafting,
+        is_random=system.run.is_random,
+        bandwidth=told.environment.read_bandwidth_bytes_per_s,
+        goodput=told.goodput,
+        categories=told.workload.categories,
+        gaps_ms=[gap for group in measured.groups for gap in gaps_of(group)],
+        reported_total=measured.groups[0].observer.verifications.reported_total,
+        warmup_calibration_ms=warm_up_calibration_of(measured),
+        reference=None if reference in (None, measured) else parts_of(reference),
+    )
+    record = record_pass(
+        planned.name,
+        parts,
+        beside,
+        status=status,
+        config=told.config,
+        environment=told.environment,
+        workload=told.workload,
+        correctness=checked.correctness,
+        reference=None if reference is None else reference.name,
+        num_differing=checked.num_differing,
+        details=measured.groups[-1].details.recorded,
+        memory=told.memory if passed else without_measured(told.memory),
+    )
+    if record.details is None:
+        return record
+    missing = [name for name in REPORTABLE if getattr(record.metrics, name, None) is None]
+    has_drafts = any(group.observer.verifications.has_drafts for group in measured.groups)
+    return replace(record, details=record.details.completed(missing, has_drafts))
+
+
+def without_measured(memory: MemoryRecord | None) -> MemoryRecord | None:
+    return None if memory is None else replace(memory, process_bytes=None, peak_bytes=None)
+
+
+def parts_of(measured: MeasuredPass) -> MeasuredParts:
+    """The requests and the groups of a pass."""
+    system = measured.planned.system
+    is_random = system.run.is_random
+    has_counts = measured.planned.serving_pass.is_drafting and not is_random
+    requests = [each for group in measured.groups for each in requests_of(group, system.run)]
+    groups = [group_of(group, has_counts) for group in measured.groups]
+    return MeasuredParts(requests, groups)
+
+
+def requests_of(group: MeasuredGroup, run: Prepared) -> list[Any]:
+    # With random weights a draft and its target agree by chance alone.
+    judged = None if run.is_random else group.observer.verifications
+    scores = scores_of(run, group.requests)
+    prefill = group.prefill
+    if prefill is None:
+        begin_s = group.requests[0].arrived_s
+        return describe_requests(
+            group.requests, group.observer.counts.moves, begin_s, judged, scores
+        )
+    moves = {request.request_id: Moves(joined_s=[request.arrived_s]) for request in group.requests}
+    shifted = [as_if_alone(request, group) for request in group.requests]
+    return describe_requests(shifted, moves, prefill.snapshots[0].arrived_s, judged, scores)
+
+
+def as_if_alone(request: Request, group: MeasuredGroup) -> Request:
+    """A request whose pass began just after the prefill that passes share: other passes, and what
+    was measured between them, are left out of the times of its later tokens."""
+    prefill = group.prefill
+    assert prefill is not None, "its prompts were kept"
+    count = 1
+    begun_s = group.observer.begun_s
+    end_s = prefill.snapshots[0].arrived_s + prefill.seconds + preparation_s(group)
+    times_s = [
+        at_s if number < count else end_s + (at_s - begun_s)
+        for number, at_s in enumerate(request.token_times_s)
+    ]
+    return replace(request, token_times_s=times_s, finished_s=times_s[-1])
+
+
+def preparation_s(group: MeasuredGroup) -> float:
+    """What came between prefill and the first step, with calibration."""
+    preparation = group.observer.preparation
+    return 0.0 if preparation is None else preparation.seconds
+
+
+def gaps_of(group: MeasuredGroup) -> list[float]:
+    """The times in ms between steps that emitted tokens of the same request."""
+    requests = group.requests
+    if group.prefill is not None:
+        requests = [as_if_alone(request, group) for request in requests]
+    return [
+        1e3 * (later - earlier)
+        for request in requests
+        for earlier, later in pairwise(sorted(set(request.token_times_s)))
+    ]
+
+
+def group_of(group: MeasuredGroup, has_counts: bool) -> GroupRecord:
+    observer = group.observer
+    counts = observer.counts
+    steps = observer.steps if observer.is_timed else []
+    preparation = observer.preparation
+    is_kept = group.prefill is not None
+    phases = {} if observer.phases is None else observer.phases.seconds
+    prompt_tokens = [step.prompt_tokens for step in steps]
+    return GroupRecord(
+        num_requests=len(group.requests),
+        prefill_ms=None if group.prefill is None else to_ms(group.prefill.seconds),
+        begin_ms=begin_ms(group),
+        calibration_ms=calibration_ms(group),
+        draft_prefill_ms=begin_ms(group) if preparation and preparation.is_draft_prefill else None,
+        num_steps=(len(steps) if is_kept else counts.num_steps) or None,
+        num_in_flight=counts.num_in_flight or None,
+        step_ms=[to_ms(step.seconds) for step in steps],
+        step_prompt_tokens=prompt_tokens if any(prompt_tokens) else None,
+        step_forwards=[step.num_forwards for step in steps] if steps else None,
+        step_max_gamma=[step.padded_gamma for step in steps] if has_counts and steps else None,
+        step_rows=[len(step.request_ids) for step in steps] if steps else None,
+        draft_ms=[to_ms(seconds) for seconds in phases.get("draft", ())],
+        verify_ms=[to_ms(seconds) for seconds in phases.get("verify", ())],
+        decode_ms=[to_ms(seconds) for seconds in phases.get("decode", ())],
+        bytes_read=group.ranks.bytes_read if is_kept else None,
+        draft_kv_tokens=group.ranks.draft_kv_tokens if is_kept else None,
+        draft_rows=group.ranks.draft_rows if is_kept else None,
+        peak_memory_bytes=peaks_of(group),
+        threads=group.ranks.threads,
+    )
+
+
+def peaks_of(group: MeasuredGroup) -> list[int] | None:
+    """By rank; None if the system does not let a rank reset its own peak."""
+    return None if group.ranks.total_peak is None else group.ranks.peaks
+
+
+def begin_ms(group: MeasuredGroup) -> float | None:
+    preparation = group.observer.preparation
+    if preparation is None:
+        return None
+    return to_ms(preparation.seconds - (preparation.calibration_s or 0.0))
+
+
+def calibration_ms(group: MeasuredGroup) -> float | None:
+    preparation = group.observer.preparation
+    seconds = None if preparation is None else preparation.calibration_s
+    return None if seconds is None else to_ms(seconds)
+
+
+def warm_up_calibration_of(measured: MeasuredPass) -> float | None:
+    """The time in ms that a drafting pass spent on measuring steps in its warm-up."""
+    seconds = measured.planned.system.warm_up_calibration_s
+    is_drafting = measured.planned.serving_pass.is_drafting
+    return to_ms(seconds) if is_drafting and seconds is not None else None
+
+
+def to_ms(seconds: float) -> float:
+    """Milliseconds, rounded to 1 ns, the resolution of the clock."""
+    return round(1e3 * seconds, 6)
 
 
 def scores_of(prepared: Prepared, requests: Sequence[Request]) -> list[float] | None:
@@ -46,113 +220,62 @@ def scores_of(prepared: Prepared, requests: Sequence[Request]) -> list[float] | 
     return answer_scores(answers, requests, prepared.tokenizer)
 
 
-# --- Of a run.
+# --- What is told of a run, and of modes that serve.
 
 
-@dataclass(frozen=True)
-class MeasuredRun:
-    """The measurements of all ranks. The last pass is the requested strategy, after the baseline,
-    if any."""
-
-    samples: dict[str, PassSamples]  # for each pass
-    finished: dict[str, list[Request]]  # for each pass, the requests in the order of the prompts
-    prefill: PrefillSamples
-    memory: MemoryTaken
-
-    @classmethod
-    def of(cls, passes: Sequence[MeasuredPass], memory: MemoryTaken) -> MeasuredRun:
-        samples = {
-            each.name: PassSamples.merged([samples_of(group) for group in each.groups])
-            for each in passes
-        }
-        samples[passes[-1].name].warmup_calibration_ms = warm_up_calibration_of(passes[-1])
-        finished = {each.name: each.requests for each in passes}
-        return cls(samples, finished, prefill_samples(passes[-1].groups), memory)
-
-    @property
-    def strategy(self) -> str:
-        return list(self.samples)[-1]
-
-
-def run_record(
-    prepared: Prepared, measured: MeasuredRun, correctness: Correctness, environment: Environment
-) -> RunRecord:
-    """The record of a run. It has metrics only if the check of the tokens passed."""
-    strategy = measured.strategy
-    passed = correctness.passed
-    is_random = prepared.is_random
-    bandwidth = environment.read_bandwidth_bytes_per_s
-    assert bandwidth is not None, "measured in every run"
-    for name, samples in measured.samples.items():
-        requests = measured.finished[name]
-        samples.answer_scores = scores_of(prepared, requests)
-        samples.output_hashes = [hash_output(request.output_ids) for request in requests]
-    categories = prepared.workload.categories
-    metrics = run_metrics(measured.samples, measured.prefill, bandwidth, is_random, categories)
-    return RunRecord(
-        status=correctness.status,
-        config=prepared.config.to_dict(),
+def told_of_run(
+    prepared: Prepared,
+    passes: Sequence[MeasuredPass],
+    measured: MeasuredPass,
+    environment: Environment,
+    taken: MemoryTaken,
+) -> Told:
+    is_drafting = measured.planned.serving_pass.is_drafting
+    config = prepared.config if is_drafting else prepared.config.without_drafts()
+    return Told(
+        config=config.to_dict(),
         environment=environment,
         workload=prepared.describe_workload(),
-        correctness=correctness,
-        metrics=metrics[strategy] if passed else None,
-        baseline_metrics=metrics.get(BASELINE) if passed and strategy != BASELINE else None,
-        samples={
-            name: samples.to_record(is_drafting=name != BASELINE, is_random=is_random)
-            for name, samples in measured.samples.items()
-        },
-        prefill_samples=measured.prefill,
-        memory=describe_memory(
-            prepared.plan, prepared.free, measured.memory if passed else NOT_MEASURED
-        ),
+        reference=passes[0] if len(passes) > 1 else None,
+        goodput={},
+        memory=describe_memory(prepared.plan, prepared.free, taken),
     )
 
 
-def samples_of(group: MeasuredGroup) -> PassSamples:
-    """The samples of a pass over one batch."""
-    observer = group.observer
-    steps = observer.steps
-    samples = PassSamples.empty()
-    preparation = observer.preparation
-    assert preparation is not None, "a batch is prepared before its first step"
-    samples.observe_begin(
-        preparation.seconds, preparation.calibration_s, preparation.is_draft_prefill
+def told_of_modes(prepared: PreparedServing, measured: MeasuredPass, runner: Runner) -> Told:
+    planned = measured.planned
+    system = planned.system
+    group = measured.groups[-1]
+    environment = runner.gpu.add_to(runner.session.describe_environment(runner.bandwidth))
+    memory = None
+    if not system.is_external:
+        memory = describe_memory(measured.plan, None, measured.memory)
+    return Told(
+        config=describe_config(prepared, planned),
+        environment=group.load.add_to(environment),
+        workload=replace(system.run, workload=prepared.run.workload).describe_workload(),
+        reference=runner.measured[runner.passes[0]] if len(runner.passes) > 1 else None,
+        goodput=prepared.options.goodput or {},
+        memory=memory,
     )
-    samples.step_ms = [[to_ms(step.seconds) for step in steps]]
-    samples.num_forwards = [[step.num_forwards for step in steps]]
-    samples.padded_gamma = [[step.padded_gamma for step in steps]]
-    samples.num_drafted = [[step.num_drafted or [] for step in steps]]
-    samples.num_accepted = [[step.num_accepted or [] for step in steps]]
-    samples.num_emitted = [[step.num_emitted for step in steps]]
-    logged = [step.digests for step in steps if step.digests is not None]
-    if logged:
-        samples.draft_hashes = [[[hashed for hashed, _ in row] for row in logged]]
-        samples.draft_keys = [[[num_read for _, num_read in row] for row in logged]]
-    samples.end_batch(group.requests, observer.begun_s)
-    samples.observe_phases({} if observer.phases is None else observer.phases.seconds)
-    ranks = group.ranks
-    samples.bytes_read = [ranks.bytes_read]
-    samples.peak_memory_bytes = [ranks.peaks]
-    samples.threads = [ranks.threads]
-    samples.draft_kv_tokens = [ranks.draft_kv_tokens]
-    samples.draft_rows = [ranks.draft_rows]
-    return samples
 
 
-def warm_up_calibration_of(measured: MeasuredPass) -> float | None:
-    system = measured.planned.system
-    assert isinstance(system, PrefilledBatching), "a run keeps its prompts"
-    seconds = system.warm_up_calibration_s
-    return None if seconds is None else to_ms(seconds)
-
-
-def prefill_samples(groups: Sequence[MeasuredGroup]) -> PrefillSamples:
-    """The samples of prefill, batch by batch."""
-    samples = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
-    for group in groups:
-        assert group.prefill is not None, "its prompts were kept"
-        samples.observe(group.prefill.snapshots, group.prefill.seconds)
-    return samples
+def failed_record(
+    prepared: PreparedServing, planned: PlannedPass, runner: Runner, error: str
+) -> PassRecord:
+    """The record of a pass that an error ended."""
+    run = replace(planned.system.run, workload=prepared.run.workload)
+    return PassRecord(
+        status=Status.FAILED,
+        name=planned.name,
+        config=describe_config(prepared, planned),
+        environment=runner.session.describe_environment(),
+        workload=run.describe_workload(),
+        reference=runner.passes[0].name if len(runner.passes) > 1 else None,
+        requests=[],
+        groups=[],
+        error=error,
+    )
 
 
 def unfinished_record(
@@ -160,102 +283,28 @@ def unfinished_record(
     prepared: Prepared | None,
     environment: Environment,
     error: str,
-) -> RunRecord:
+) -> PassRecord:
     """The record of a failed run. `prepared` is None if it was refused before."""
-    return RunRecord(
-        status="failed",
+    serving_pass = PLAIN if config.decoding.strategy == BASELINE else DRAFTING
+    memory = None
+    if prepared is not None:
+        memory = describe_memory(prepared.plan, prepared.free, NOT_MEASURED)
+    return PassRecord(
+        status=Status.FAILED,
+        name=serving_pass.name,
         config=config.to_dict(),
         environment=environment,
-        error=error,
         workload=None if prepared is None else prepared.describe_workload(),
-        memory=None if prepared is None else describe_memory(prepared.plan, prepared.free),
-    )
-
-
-# --- Of `magicdec serve`.
-
-
-def serving_record(
-    prepared: PreparedServing, measured: MeasuredPass, runner: Runner
-) -> ServingRecord:
-    """The record of a pass over its newest group, which has metrics only if its tokens are not
-    known to be wrong."""
-    planned = measured.planned
-    system = planned.system
-    reference = runner.passes[0]
-    options = prepared.options
-    group = measured.groups[-1]
-    checked = measured.checks[-1]
-    requests = group.requests
-    observer = group.observer
-    counts = observer.counts
-    details = group.details
-    trace = details.trace
-    config = system.config_of(planned.serving_pass)
-    is_external = system.is_external or reference.system.is_external
-    dtype = config["model"]["dtype"]
-    status = status_of(checked.num_differing, checked.correctness, dtype, is_external)
-    is_right = status != "diverged"
-    prompts = prepared.run.workload
-    # With random weights a draft and its target agree by chance alone.
-    judged = None if system.run.is_random else observer.verifications
-    metrics = None
-    if is_right:
-        metrics = serving_metrics(
-            requests,
-            counts,
-            options.goodput or {},
-            group.ranks.total_peak,
-            judged,
-            observer.timed_steps,
-            categories_of(requests, prompts.categories),
-        )
-    environment = runner.gpu.add_to(runner.session.describe_environment())
-    return ServingRecord(
-        status=status,
-        name=planned.name,
-        config=describe_config(prepared, planned),
-        environment=group.load.add_to(environment),
-        threads=group.ranks.threads,
-        workload=replace(system.run, workload=prompts).describe_workload(),
-        reference=reference.name if len(runner.passes) > 1 else None,
-        num_differing=checked.num_differing,
-        correctness=checked.correctness,
-        metrics=metrics,
-        ring=details.ring if is_right else None,
-        speculation=details.speculation if is_right else None,
-        occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
-        requests=describe_requests(requests, counts.moves, requests[0].arrived_s, judged),
-        times_by_turn=times_by_turn(requests, counts.moves) if is_right else None,
-        acceptance_by_context=acceptance_by_context(requests, judged) if is_right else None,
-        server=missing_of(details.server, metrics, observer.verifications),
-    )
-
-
-def failed_serving_record(
-    prepared: PreparedServing, planned: PlannedPass, runner: Runner, error: str
-) -> ServingRecord:
-    run = replace(planned.system.run, workload=prepared.run.workload)
-    return ServingRecord(
-        status=FAILED,
-        name=planned.name,
-        config=describe_config(prepared, planned),
-        environment=runner.session.describe_environment(),
-        threads=[],
-        workload=run.describe_workload(),
-        reference=runner.passes[0].name if len(runner.passes) > 1 else None,
-        num_differing=None,
-        metrics=None,
-        ring=None,
-        speculation=None,
-        occupancy=None,
         requests=[],
+        groups=[],
+        memory=memory,
         error=error,
     )
 
 
 def describe_config(prepared: PreparedServing, planned: PlannedPass) -> dict[str, Any]:
-    """The resolved config of a pass, and the flags of the command."""
+    """The resolved config of a pass, with the flags of the load and of its system. It says what
+    drafts also where stages draft nothing themselves."""
     system = planned.system
     serving_pass = planned.serving_pass
     options = prepared.options
@@ -266,12 +315,12 @@ def describe_config(prepared: PreparedServing, planned: PlannedPass) -> dict[str
         "prompt_format": asked.prompt_format,
         "seed": prepared.run.workload.seed,
     }
-    settings |= options.describe() | {
-        "mode": serving_pass.mode,
-        "concurrency": serving_pass.concurrency,
-    }
-    splits = [each.layer_split for each in (system, *prepared.systems)]
-    chosen = next((split for split in splits if split is not None), options.layer_split)
-    settings["layer_split"] = chosen
-    has_draft = serving_pass.is_drafting and bool(config["decoding"]["drafter"] or config["draft"])
-    return parts_of(config, has_draft) | {"workload": settings}
+    settings |= options.describe() | system.describe_settings()
+    settings |= {"mode": serving_pass.mode, "concurrency": serving_pass.concurrency}
+    decoding = config["decoding"]
+    has_draft = serving_pass.is_drafting and bool(decoding["drafter"] or config["draft"])
+    if serving_pass.is_drafting:
+        drafter, _ = split_draft(options.draft)
+        config = config | {"decoding": decoding | {"strategy": SPECULATIVE, "drafter": drafter}}
+    names = (*PARTS, *OF_DRAFTS) if has_draft else PARTS
+    return {name: config[name] for name in names} | {"workload": settings}

@@ -30,13 +30,14 @@ from magicdec.records.comparison.compare import (
     summarize,
     uncovered,
 )
-from magicdec.records.comparison.conditions import describe
+from magicdec.records.comparison.conditions import describe, is_judged
 from magicdec.records.comparison.values import compare_predictions, tables_of_measured
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.record import Record, RunRecord
+from magicdec.records.record import Record
 
 NOT_COMPARABLE = 3
-OF_RUNS = ("compare.require_all", "rule.margin")
+OF_DRAFTS = ("compare.require_all", "rule.margin")
 EXIT_CODES = "exit codes: 0 passed, 1 regression or change, 2 wrong usage, 3 not comparable"
 
 
@@ -64,10 +65,10 @@ def compare_files(values: ParsedValues) -> int:
     files = [list(read_records(path, Record, args.strict)) for path in (args.new, args.baseline)]
     if not files[0]:
         raise ValueError(f"{args.new} holds no records")
-    new, old = ([r for r in records if isinstance(r, RunRecord)] for records in files)
+    new, old = ([r for r in records if is_judged(r)] for records in files)
     comparisons = [] if not new else compare_all(new, old, rule, args.require_all)
     if not (new and old):
-        values.refuse_given(OF_RUNS, "it is for records of runs, and there are none")
+        values.refuse_given(OF_DRAFTS, "it is for drafts of runs, and there are none")
     comparisons += compare_predictions(*files)
     tables = tables_of_measured(*files)
     if not comparisons:
@@ -82,7 +83,7 @@ def compare_files(values: ParsedValues) -> int:
 
 
 def compare_all(
-    new: Sequence[RunRecord], old: Sequence[RunRecord], rule: Rule, is_complete: bool
+    new: Sequence[PassRecord], old: Sequence[PassRecord], rule: Rule, is_complete: bool
 ) -> list[Comparison]:
     """The comparisons, and one for each baseline that no new record covers. If the new records are
     to be complete, it says that this could not be compared."""

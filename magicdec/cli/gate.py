@@ -13,15 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.bench.gate.cases import (
-    Baseline,
     Case,
     Places,
     Subject,
-    case_of,
     check_case,
     margin_of,
-    name_of,
-    num_ranks,
     quick,
     standard_cases,
     unfounded,
@@ -32,19 +28,19 @@ from magicdec.bench.gate.files import (
     to_renew,
     void_on_others,
 )
-from magicdec.bench.gate.measuring import Finished, Result, groups_of, measure, with_threads
+from magicdec.bench.gate.measuring import Finished, Result, groups_of, measure
 from magicdec.bench.gate.resuming import FinishedCases
 from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.cli.parsing.rank_checks import check_heads
-from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.writing import check_files, check_record_file, check_writable, write_text
 from magicdec.records.comparison.compare import CHANGED, case_failed, compare
 from magicdec.records.comparison.conditions import describe
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.record import append_records
 
 COMMITTED = Path("results/baselines/acceptance.jsonl")
@@ -101,26 +97,24 @@ def run_gate(values: ParsedValues) -> int:
     check_files({"--junit": rule.junit, "--summary": rule.summary})
     if args.out is not None:
         check_record_file("--out", args.out)
-    cases = quick(baselines) if args.quick else baselines
-    configs = [places.moved(case_of(baseline)) for baseline in cases]
-    for config in configs:
-        check_case(config, num_cores())
+    chosen = quick(baselines) if args.quick else baselines
+    cases = [places.moved(Case.of_record(baseline)) for baseline in chosen]
+    for case in cases:
+        check_case(case, num_cores())
     if places != Places():
-        from magicdec.bench.gate.moved import with_names_here, with_names_of
+        from magicdec.bench.gate.moved import with_names_here
 
-        cases = with_names_here(configs, cases)
-    results = [founded(result) for result in run(args.processes, configs)]
-    if places != Places():
-        cases = list(map(with_names_of, cases, results))
+        chosen = with_names_here(cases, chosen)
+    results = [founded(result) for result in run(args.processes, cases)]
     records = [result for result in results if not isinstance(result, str)]
     if args.out is not None:
         append_records("--out", args.out, records)
     failed = [
-        case_failed(case, result)
-        for case, result in zip(cases, results, strict=True)
+        case_failed(baseline, result)
+        for baseline, result in zip(chosen, results, strict=True)
         if isinstance(result, str)
     ]
-    return conclude(rule, failed + compare(records, cases, rule))
+    return conclude(rule, failed + compare(records, chosen, rule))
 
 
 def save_cases(values: ParsedValues) -> int:
@@ -129,32 +123,31 @@ def save_cases(values: ParsedValues) -> int:
     args = values[SaveSection]
     path = to_renew(args.baseline)
     check_writable("--baseline", path)
-    old: list[Baseline] = []
-    cases = path if path.exists() else args.baseline
-    if cases.exists() and not any(name.startswith("subject.") for name in values.given):
-        old = read_baselines(cases)
-        configs = [case_of(b) for b in old]
+    old: list[PassRecord] = []
+    source = path if path.exists() else args.baseline
+    if source.exists() and not any(name.startswith("subject.") for name in values.given):
+        old = read_baselines(source)
+        cases = [Case.of_record(b) for b in old]
         margins = [b.margin for b in old]
     else:
         subject = values[Subject]
-        configs = standard_cases(subject)
+        cases = standard_cases(subject)
         if subject.nproc > 1:
-            first = next(case for case in configs if isinstance(case, RunConfig))
-            check_heads(first, subject.nproc)
-        margins = [margin_of(config) for config in configs]
-    for config in configs:
-        check_case(config, num_cores())
+            check_heads(cases[0].config, subject.nproc)
+        margins = [margin_of(case) for case in cases]
+    for case in cases:
+        check_case(case, num_cores())
     if args.margin is not None:
         margins = [0.0 if margin == 0 else args.margin for margin in margins]
-    results = run(args.processes, configs)
-    records: list[Baseline] = []
-    for config, margin, result in zip(configs, margins, results, strict=True):
+    results = run(args.processes, cases)
+    records: list[PassRecord] = []
+    for case, margin, result in zip(cases, margins, results, strict=True):
         if not isinstance(result, str) and result.passed and result.metrics is not None:
             records.append(dataclasses.replace(result, margin=margin))
         else:
-            why = f"{name_of(config)}: {_describe(result)}"
+            why = f"{case.name}: {_describe(result)}"
             print(f"magicdec gate save: {why}", file=sys.stderr)
-    if len(records) < len(configs):
+    if len(records) < len(cases):
         print(f"{path} is as it was", file=sys.stderr)
         return 1
     write_text("--baseline", path, "".join(record.to_json() + "\n" for record in records))
@@ -169,19 +162,19 @@ def save_cases(values: ParsedValues) -> int:
     return 0
 
 
-def run(processes: int, configs: Sequence[Case]) -> list[Result]:
+def run(processes: int, cases: Sequence[Case]) -> list[Result]:
     """The result of each case. Prints a line for each that has ended. Raises ValueError if kernels
     would be compiled for another CPU."""
     from magicdec.kernels.build import check_cpu
 
     check_cpu()
-    shared = [with_threads(config, threads_of(config, processes)) for config in configs]
+    shared = [case.with_threads(threads_of(case, processes)) for case in cases]
     kept = FinishedCases.of(shared)
     results: dict[int, Result] = dict(kept.read())
     left = [number for number in range(len(shared)) if number not in results]
     started = time.monotonic()
     side = f", {processes} side by side" if processes > 1 else ""
-    print(f"{len(configs)} cases{side}; each has a line when it has ended", flush=True)
+    print(f"{len(cases)} cases{side}; each has a line when it has ended", flush=True)
     if results:
         print(f"{len(results)} of them had ended when this command was interrupted", flush=True)
 
@@ -192,13 +185,13 @@ def run(processes: int, configs: Sequence[Case]) -> list[Result]:
             kept.keep(number, each.result)
         spent = time.monotonic() - started
         rest = f", about {spent / each.done - spent:.0f} s left" if 0 < each.done < 1 else ""
-        text = f"{len(results)} of {len(configs)} cases, {spent:.0f} s{rest}"
+        text = f"{len(results)} of {len(cases)} cases, {spent:.0f} s{rest}"
         print(f"{text}: {_describe(each.result)}", flush=True)
 
     try:
         found = measure([shared[number] for number in left], processes, finished)
     except KeyboardInterrupt:
-        ended = f"{len(results)} of {len(configs)} cases are kept"
+        ended = f"{len(results)} of {len(cases)} cases are kept"
         raise KeyboardInterrupt(f"{ended}; the same command goes on from there") from None
     results |= zip(left, found, strict=True)
     kept.forget()
@@ -216,9 +209,9 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def threads_of(config: Case, processes: int) -> int:
+def threads_of(case: Case, processes: int) -> int:
     """The threads of each rank of a case, so that all that run side by side share the cores."""
-    ranks = num_ranks(config)
+    ranks = case.num_ranks
     side_by_side = processes if ranks == 1 else ranks * groups_of(ranks, processes)
     return max(1, num_cores() // side_by_side)
 

@@ -54,8 +54,9 @@ from magicdec.predict.draft_table import FORMATS, DraftTable, fastest_runs
 from magicdec.predict.golden import is_golden
 from magicdec.predict.plan import SpeculationPlan, describe_model, make_record, tables
 from magicdec.predict.speculation import SelectionCost
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord, append_records
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
+from magicdec.records.record import append_records
 
 MAX_GAMMA = 8
 LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
@@ -149,12 +150,12 @@ class PlanSection(AcceptanceSection):
         return pairs
 
     @cached_property
-    def records(self) -> list[RunRecord]:
+    def records(self) -> list[PassRecord]:
         """The records of the file of `--acceptance`, read once; empty if it is none of records.
         Raises ValueError if it cannot be read."""
         source, *others = self.acceptance or ("",)
         has_records = is_file(source) and not is_golden(source) and not others
-        return load_records(Path(source)) if has_records else []
+        return load_passes(Path(source)) if has_records else []
 
     @property
     def drafter(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from magicdec.bench.report.listing import COLUMNS, NARROW, list_records
 from magicdec.cli.flags import LoneCommand
@@ -28,13 +28,15 @@ from magicdec.hardware.other_load import load_text
 from magicdec.names import EVERY_KIND, EXPORTS, RECORDS, load_named
 from magicdec.output.files import complete_file
 from magicdec.output.tables import FORMATS, Table, print_tables
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.record import MeasuredRecord, Record, RunRecord
+from magicdec.records.record import MeasuredRecord, Record
 
 if TYPE_CHECKING:
     from magicdec.bench.export.form import ExportFormat
 
-ON_PAGES = ("run", "serving")  # kinds of records that a report shows
+NOUNS = {"pass": "serve"}  # of records that are in no listing, where they are not their kinds
+ON_PAGES = ("pass",)  # kinds of records that a report shows
 
 
 @contextmanager
@@ -53,7 +55,7 @@ def no_collection() -> Iterator[None]:
 @dataclass(frozen=True)
 class RecordTableSection(RecordFilesSection):
     kind: str | None = setting(
-        None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="run in config"
+        None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="pass in config"
     )
     format: str = setting(
         "text",
@@ -84,20 +86,22 @@ def show(values: ParsedValues) -> int:
     """Prints the runs as one table, then the records of each other command as that command did, or
     did with `--verbose`."""
     args = values[RecordTableSection]
-    others: list[Record] = []
+    commands: list[list[Record]] = []
     kinds = (args.kind,) if args.kind else tuple(RECORDS)
-    runs = runs_of(args, kinds, others)
+    runs = runs_of(args, kinds, commands)
     listing = list_records(runs, args.columns, args.sort, args.descending)
     refuse_useless(args, bool(listing.rows))
-    others.sort(key=lambda record: kinds.index(record.kind))
-    commands = list(commands_of(others))
+    commands.sort(key=lambda command: kinds.index(command[0].kind))
     tables = [tables_of(command) for command in commands]
     if listing.rows or not commands:
         print_tables([listing.table(args.format)], args.format, NARROW)
         if tables and args.format == "csv":
-            counts = Counter(record.kind for record in others)
-            text = " and ".join(f"{count} of kind {kind}" for kind, count in counts.items())
-            print(f"other records are left out, {text}; see --kind", file=sys.stderr)
+            counts = Counter(NOUNS.get(each.kind, each.kind) for of in commands for each in of)
+            text = " and ".join(f"{count} of {noun}" for noun, count in counts.items())
+            print(
+                f"other records are left out, {text}; name files without runs, or see --kind",
+                file=sys.stderr,
+            )
             return 0
     for number, of_command in enumerate(tables):
         if number or listing.rows:
@@ -126,15 +130,20 @@ def refuse_useless(args: RecordTableSection, has_runs: bool) -> None:
 
 
 def runs_of(
-    args: RecordFilesSection, kinds: Sequence[str], others: list[Record]
-) -> Iterator[RunRecord]:
-    """Yields the records of runs in the files, and adds those of other kinds to `others`."""
+    args: RecordFilesSection, kinds: Sequence[str], others: list[list[Record]]
+) -> Iterator[PassRecord]:
+    """Yields the passes that runs were asked for: those of commands whose passes share a prefill,
+    without the ones that they are compared with. Adds the records of other commands to
+    `others`."""
     for path in args.files:
-        for record in read_records(path, Record, args.strict):
-            if record.kind in kinds and isinstance(record, RunRecord):
-                yield record
-            elif record.kind in kinds:
-                others.append(record)
+        for command in commands_of(read_records(path, Record, args.strict)):
+            if command[0].kind not in kinds:
+                continue
+            passes = [each for each in command if isinstance(each, PassRecord)]
+            if any(each.shares_prefill for each in passes):
+                yield from (each for each in passes if not each.is_reference)
+            else:
+                others.append(command)
 
 
 table = LoneCommand(
@@ -161,7 +170,8 @@ def write_page(values: ParsedValues) -> int:
     from magicdec.bench.report.page import PAGE, make_report, rows_of, write_report
 
     left_out: list[str] = []
-    rows = rows_of(read_every_kind(args, ON_PAGES), left_out)
+    passes = cast(Iterator[tuple[Path, PassRecord]], read_every_kind(args, ON_PAGES))
+    rows = rows_of(passes, left_out)
     command = ["magicdec", "report", *sys.argv[1:]]
     page = make_report(command, not args.no_figure_files, rows, left_out)
     write_report(args.out, page)
@@ -171,14 +181,14 @@ def write_page(values: ParsedValues) -> int:
         for figure in section.left_out:
             print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
     drawn = sum(len(section.figures) for section in page.sections)
-    print(f"{drawn} figures of {page.num_records} runs: {args.out / PAGE}")
+    print(f"{drawn} figures of {page.num_runs} runs: {args.out / PAGE}")
     return 0
 
 
 report = LoneCommand(
     write_page,
-    "Write a page with figures and tables of records of every kind. It needs no network; the "
-    "figures as PNG and SVG and the tables as CSV are written beside it.",
+    "Write a page with figures and tables of passes, whatever command has made them. It needs no "
+    "network; the figures as PNG and SVG and the tables as CSV are written beside it.",
     {"report": ReportSection},
     gone={"--gallery": "the page of `magicdec report FILES --out DIR` shows several machines"},
 )
@@ -189,9 +199,9 @@ class ExportSection(RecordFilesSection):
     out: Path = same(WrittenSection, "out", ..., metavar="FILE")
     format: str = setting(
         EVERY_KIND,
-        "table: a row for each pass of every kind, as CSV or Parquet; vllm: serving passes as vllm "
-        "bench serve saves them; pytorch: the same for PyTorch's benchmark database; llama-bench: "
-        "prefill and decoding without drafts, as JSON or Markdown.",
+        "table: a row for each pass, forward or prediction, as CSV or Parquet; vllm: passes as "
+        "vllm bench serve saves them; pytorch: the same for PyTorch's benchmark database; "
+        "llama-bench: prefill and decoding without drafts, as JSON or Markdown.",
         choices=tuple(EXPORTS),
     )
 
@@ -214,7 +224,8 @@ def rows_of_every(
     """Yields the rows of the records that the format can hold, and counts those and the others."""
     for number, (path, record) in enumerate(read_every_kind(args), 1):
         before = exported.num_rows
-        for row in form.rows(number, str(path), record) if record.kind in form.kinds else ():
+        rows_of = form.rows.get(record.kind)
+        for row in () if rows_of is None else rows_of(number, str(path), record):
             exported.num_rows += 1
             yield row
         if exported.num_rows == before:
@@ -230,7 +241,7 @@ def write_export(values: ParsedValues) -> int:
         raise ValueError(f"--out {args.out} must end in {suffixes} with --format {args.format}")
     exported = Exported()
     content = form.collect(rows_of_every(args, form, exported))
-    holds = f"--format {args.format} holds {form.holds}, of kind {' or '.join(form.kinds)}"
+    holds = f"--format {args.format} holds {form.holds}, of kind {' or '.join(form.rows)}"
     if not exported.num_rows:
         files = ", ".join(map(str, args.files))
         raise ValueError(

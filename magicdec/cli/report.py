@@ -7,18 +7,22 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from magicdec.bench.measure import Outcome, execute
 from magicdec.bench.records_of import unfinished_record
+from magicdec.bench.showing import tables
 from magicdec.cli.flags import NO_RECORD, say_interrupted
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.hardware.environment import describe_environment
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.console import START, labelled
+from magicdec.output.tables import print_tables
 from magicdec.output.writing import write_text
-from magicdec.records.record import RunRecord, append_record
-from magicdec.records.table import dtypes_of, print_record
+from magicdec.records.describe import dtypes_of
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import append_together
 from magicdec.setup.prepare import Prepared
 
 
@@ -39,13 +43,13 @@ def conclude(prepared: Prepared) -> int:
             )
             message = f"{type(error).__name__}: {error}"
             failed = unfinished_record(prepared.config, prepared, environment, message)
-            said, is_kept = append(path, failed)
+            said, is_kept = append(path, [failed])
             if not is_kept:
                 print(said, file=sys.stderr)
         raise
     if is_leader and not publish(prepared, outcome, path):
         return 1
-    return 0 if outcome.record.passed else 1
+    return int(not all(record.passed for record in outcome.records))
 
 
 def announce(prepared: Prepared) -> None:
@@ -66,7 +70,7 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
     written, which costs neither the other file nor the table."""
     output = prepared.config.output
     # The record comes first, because a reader of the output, such as `head`, may end before it.
-    said, is_kept = append(path, outcome.record)
+    said, is_kept = append(path, outcome.records)
     if output.save_tokens:
         try:
             save_tokens(Path(output.save_tokens), outcome)
@@ -77,19 +81,21 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
         for request in outcome.requests:
             text = prepared.tokenizer.show(request.output_ids)
             print(f"--- sequence {request.request_id}\n{text}")
-    print_record(outcome.record, output.verbose)
+    print_tables(tables(outcome.records, output.verbose))
     warn_of_load([outcome.record.environment], "runs")
     print(said, file=sys.stderr)
     return is_kept
 
 
-def append(path: Path, record: RunRecord) -> tuple[str, bool]:
-    """Appends the record. Returns a line for the user, and whether the record was kept."""
+def append(path: Path, records: Sequence[PassRecord]) -> tuple[str, bool]:
+    """Appends the records. Returns a line for the user, and whether they were kept."""
+    has_one = len(records) == 1
     try:
-        append_record(path, record)
+        append_together(path, records)
     except OSError as error:
-        return f"--out {path}: {error.strerror}; the record is lost", False
-    return f"record appended to {path}", True
+        what = "record is" if has_one else "records are"
+        return f"--out {path}: {error.strerror}; the {what} lost", False
+    return f"{len(records)} {'record' if has_one else 'records'} appended to {path}", True
 
 
 def save_tokens(path: Path, outcome: Outcome) -> None:

@@ -48,6 +48,7 @@ from magicdec.output.console import START, labelled
 from magicdec.output.figures import check_picture
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import append_line, check_files, check_record_file, to_json, write_text
+from magicdec.records.record import Status
 from magicdec.systems.declaration import Ranks, SystemSettings
 from magicdec.systems.modes import DEFAULT_NAMES, MODES, SYSTEMS, Pass
 from magicdec.systems.options import ServeOptions, with_values
@@ -57,7 +58,7 @@ from magicdec.workload.request_shapes import TRACE, UNIFORM
 if TYPE_CHECKING:
     from magicdec.bench.measure import MeasuredPasses
     from magicdec.bench.serving.prepare import PreparedServing
-    from magicdec.bench.serving.record import ServingRecord
+    from magicdec.records.pass_record import PassRecord
 
 SettingsT = TypeVar("SettingsT", ServeOptions, SystemSettings)
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
@@ -278,9 +279,9 @@ class RecordFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.count = 0
-        self.records: list[ServingRecord] = []  # lost ones too
+        self.records: list[PassRecord] = []  # lost ones too
 
-    def append(self, record: ServingRecord) -> None:
+    def append(self, record: PassRecord) -> None:
         self.records.append(record)
         try:
             append_line(self.path, to_json(record))
@@ -340,13 +341,13 @@ class ServeCommand:
 
         return measure_modes(prepared, record_file.append)
 
-    def print_tables(self, records: Sequence[ServingRecord]) -> None:
-        from magicdec.bench.serving.showing import brief_tables, tables
+    def print_tables(self, records: Sequence[PassRecord]) -> None:
+        from magicdec.bench.showing import tables
 
-        print_tables((tables if self.config.output.verbose else brief_tables)(records))
+        print_tables(tables(records, self.config.output.verbose))
 
     def show(self, measured: MeasuredPasses) -> None:
-        from magicdec.bench.serving.showing import draw_timeline, trace_events
+        from magicdec.bench.timeline import draw_timeline, trace_events
 
         self.print_tables(measured.records)
         records = measured.records
@@ -382,7 +383,7 @@ def announce(prepared: PreparedServing) -> None:
 
 
 def conclude(
-    record_file: RecordFile, records: Sequence[ServingRecord], is_verbose: bool = True
+    record_file: RecordFile, records: Sequence[PassRecord], is_verbose: bool = True
 ) -> int:
     """Says where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
     tokens."""
@@ -391,7 +392,7 @@ def conclude(
     path = record_file.path
     more = "" if is_verbose else f"; all metrics: magicdec table {path}"
     print(f"{record_file.count} {noun} appended to {path}{more}", file=sys.stderr)
-    is_wrong = any(record.status == "diverged" for record in records)
+    is_wrong = any(record.status == Status.MISMATCH for record in records)
     return FAILED if is_wrong or record_file.count < len(records) else 0
 
 

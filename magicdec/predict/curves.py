@@ -18,8 +18,8 @@ from magicdec.config.setting import setting
 from magicdec.names import DEFAULT_KV_POLICY
 from magicdec.predict.golden import is_golden, load_golden
 from magicdec.records.comparison.conditions import sampling
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 
 AcceptanceCurve = float | tuple[float, ...] | Mapping[int, float]
 """One conditional rate; or the shares of verifications that accept at least 1, 2, ... draft tokens
@@ -102,7 +102,7 @@ def find_curves(
     policy: str | None = None,
     gamma: int = DEFAULT_GAMMA,
     weights: str | None = None,
-    records: Sequence[RunRecord] | None = None,
+    records: Sequence[PassRecord] | None = None,
     golden_curve: str | None = None,
 ) -> tuple[dict[int, AcceptanceCurve], str]:
     """Returns budget -> acceptance, and a text that names the source.
@@ -120,7 +120,7 @@ def find_curves(
     if len(values) == 1 and is_file(values[0]):
         path = Path(values[0])
         like = (drafter, policy or DEFAULT_KV_POLICY, weights)
-        return _from_records(path, records or load_records(path), budgets, like)
+        return _from_records(path, records or load_passes(path), budgets, like)
     rates = [conditional_rate(parse_acceptance(value), gamma) for value in values]
     source = f"{' '.join(values)} of {gamma} draft tokens a step"
     return _spread("--acceptance", rates, budgets), source
@@ -170,10 +170,12 @@ Drafting = tuple[str, str, str | None]
 
 
 def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
-    """Drafter, policy and weights in a record's config. None for chains unlike those of a plan,
-    which end early (`--pa`) or whose lengths a given cost chose."""
+    """Drafter, policy and weights in a record's config. None without drafts that read a cache, and
+    for chains unlike those of a plan, which end early (`--pa`) or whose lengths a given cost
+    chose."""
     decoding = config["decoding"]
-    if any(decoding.get(name) is not None for name in ("pa", "step_cost")):
+    is_other = any(decoding.get(name) is not None for name in ("pa", "step_cost"))
+    if is_other or decoding["drafter"] is None or config.get("kv") is None:
         return None
     return decoding["drafter"], config["kv"]["policy"], decoding.get("draft_weights")
 
@@ -184,7 +186,7 @@ def is_plain(config: Mapping[str, Any]) -> bool:
 
 
 def _from_records(
-    path: Path, records: Sequence[RunRecord], budgets: Sequence[int] | None, like: Drafting
+    path: Path, records: Sequence[PassRecord], budgets: Sequence[int] | None, like: Drafting
 ) -> tuple[dict[int, AcceptanceCurve], str]:
     """The longest curve of each budget; among curves of equal length that of most verifications,
     and the newest of these. Of records that

@@ -18,7 +18,7 @@ from itertools import groupby
 from magicdec.output.tables import csv_text
 from magicdec.predict.curves import Drafting, drafting_of
 from magicdec.predict.plan import PlanCell
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 
 LookupRun = tuple[int, int, float]  # gamma, budget and speedup of steps
 COLUMNS = (
@@ -93,7 +93,7 @@ def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int,
 
 
 def fastest_runs(
-    records: Sequence[RunRecord], target: Mapping[str, str], draft: str | None, like: Drafting
+    records: Sequence[PassRecord], target: Mapping[str, str], draft: str | None, like: Drafting
 ) -> dict[tuple[int, int], LookupRun]:
     """The fastest run at each batch size and context, of records with this target and standalone
     draft, drafting as `like` with a constant gamma."""
@@ -104,8 +104,8 @@ def fastest_runs(
         gamma = config["decoding"]["gamma"]
         metrics = record.metrics
         speedup = (metrics and metrics.speedup) or 0.0
-        own = (config["draft"] or {}).get("model")
-        place = workload["batch_size"], workload["prefix_len"]
+        own = (config.get("draft") or {}).get("model")
+        place = workload.get("batch_size"), workload["prefix_len"]
         is_like = target.items() <= config["model"].items() and drafting_of(config) == like
         is_like = is_like and own == draft and gamma != "auto"
         if is_like and speedup > runs.get(place, (0, 0, 0.0))[2]:

@@ -111,7 +111,7 @@ def read_measured(row: PublishedRow, records: Path) -> tuple[str, str]:
     """The number in the records of a line, and its 95 % interval or an empty text. Raises Missing
     without it."""
     from magicdec.predict.curves import conditional_rate
-    from magicdec.records.performance import SUFFIX as INTERVAL
+    from magicdec.records.metrics import SUFFIX as INTERVAL
 
     name, digits = QUANTITIES[row["quantity"]]
     metrics = json.loads(records.read_text(encoding="utf-8").splitlines()[-1])["metrics"]

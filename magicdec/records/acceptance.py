@@ -29,7 +29,6 @@ import numpy as np
 
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.intervals import FEWEST_PROMPTS, Array, interval, with_each_left_out
-from magicdec.records.samples import PassSamples
 from magicdec.runner.request import StepOutput
 
 NOT_DRAFTED = "if nothing was drafted; with random weights"
@@ -122,14 +121,16 @@ class AcceptanceMetrics(RecordPart):
     mean_acceptance_length_interval: list[float] | None = interval_of(
         "mean_acceptance_length", "tokens"
     )
-    mean_emitted_tokens: float | None = of_drafts(
+    tokens_per_verification: float | None = of_drafts(
         "mean number of tokens that a verification appends to its row's output; less than "
         "`mean_acceptance_length` where drafts past a row's end were accepted",
         "tokens",
         label="emitted tokens a verification",
         digits=2,
     )
-    mean_emitted_tokens_interval: list[float] | None = interval_of("mean_emitted_tokens", "tokens")
+    tokens_per_verification_interval: list[float] | None = interval_of(
+        "tokens_per_verification", "tokens"
+    )
     acceptance_per_position: list[float] | None = of_drafts(
         "see *Definitions*; one for each draft position",
         "0 to 1",
@@ -273,32 +274,6 @@ class Verifications:
     num_cancelled: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     reported: dict[int, ReportedCounts] = field(default_factory=dict)
     reported_total: ReportedCounts | None = None
-
-    @classmethod
-    def of(cls, samples: PassSamples) -> Verifications:
-        """The verifications of a run, whose request ids are the indices of its prompts. A step has
-        counts for the rows that have not yet emitted all of their tokens, in order."""
-        found = cls()
-        first = 0
-        unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.padded_gamma]
-        for lengths, *of_batch in zip(
-            samples.sequence_tokens,
-            samples.padded_gamma,
-            samples.num_drafted or unpadded,
-            samples.num_accepted,
-            samples.num_emitted,
-            strict=False,
-        ):
-            left = list(lengths)
-            for longest, proposed, accepted, emitted in zip(*of_batch, strict=True):
-                running = [i for i, tokens in enumerate(left) if tokens > 0]
-                for row, (i, tokens) in enumerate(zip(running, emitted, strict=False)):
-                    left[i] -= tokens
-                    drafted = proposed[row] if row < len(proposed) else longest
-                    if row < len(accepted):
-                        found.add(first + i, drafted, accepted[row], tokens)
-            first += len(lengths)
-        return found
 
     @property
     def has_drafts(self) -> bool:
@@ -475,11 +450,6 @@ def columns_of(
     return prompts, drafted, accepted, emitted
 
 
-def count_by_prompt(samples: PassSamples) -> PromptCounts:
-    num_prompts = sum(map(len, samples.sequence_tokens))
-    return PromptCounts.of(Verifications.of(samples).by_request, num_prompts)
-
-
 def estimates_of(counts: PromptCounts) -> Estimates:
     """The metrics of these counts. A value without a prompt is not finite if no other prompt has a
     verification."""
@@ -549,11 +519,11 @@ def metrics_of(counts: PromptCounts) -> dict[str, Any]:
         "acceptance_histogram": histogram.astype(int).tolist() if has_histogram else None,
         "draft_acceptance_rate": known(estimates.rate[0]),
         "mean_acceptance_length": known(estimates.length[0]),
-        "mean_emitted_tokens": known(estimates.emitted[0]),
+        "tokens_per_verification": known(estimates.emitted[0]),
         "acceptance_per_position": per_position[0].tolist() if has_positions else None,
         "draft_acceptance_rate_interval": interval(estimates.rate, 0, 1),
         "mean_acceptance_length_interval": interval(estimates.length, 1, longest),
-        "mean_emitted_tokens_interval": interval(estimates.emitted, 1, longest),
+        "tokens_per_verification_interval": interval(estimates.emitted, 1, longest),
         "acceptance_per_position_interval": positions if any(positions) else None,
         "judged_per_position": counts.judged.sum(axis=0).astype(int).tolist()
         if has_positions
@@ -587,11 +557,3 @@ def _acceptance_of_group(verifications: Verifications, num_prompts: int) -> Grou
     names = {each.name for each in fields(GroupAcceptance)}
     kept = {name: value for name, value in found.items() if name in names}
     return GroupAcceptance(num_prompts=num_prompts, **kept)
-
-
-def acceptance_of(
-    samples: PassSamples, categories: Sequence[str | None] | None = None
-) -> dict[str, Any]:
-    """The fields of `AcceptanceMetrics` of a pass of a run, whose prompts may have categories."""
-    num_prompts = sum(map(len, samples.sequence_tokens))
-    return acceptance_metrics(Verifications.of(samples), num_prompts, categories)

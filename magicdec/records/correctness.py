@@ -56,7 +56,7 @@ class JudgedAgain(RecordPart):
     num_tokens: int = recorded("number of tokens that these steps should have emitted")
     num_wrong: int = recorded(
         "number of rows of these steps, and of ends of requests, that are not what the logits and "
-        "the end tokens say; the run is `diverged` unless this is 0"
+        "the end tokens say; the pass is a `mismatch` unless this is 0"
     )
     first_wrong: Misjudged | None = recorded("the first of them", null="if there is none")
 
@@ -137,8 +137,7 @@ class Correctness(RecordPart):
     """The result of the comparison. `reference` is None if nothing was compared."""
 
     reference: str | None = recorded(
-        "what the outputs were compared with, in the same command: `autoregressive` of a run, the "
-        "first mode of `magicdec serve`",
+        "the pass of the command that the outputs were compared with",
         null=UNCOMPARED,
     )
     identical: bool | None = recorded(
@@ -147,7 +146,7 @@ class Correctness(RecordPart):
     num_tokens: int | None = recorded(
         "number of tokens that the requested strategy emitted, over all sequences, including their "
         "first tokens",
-        null="never in a run's record",
+        null="never where tokens are known",
     )
     first_divergence: Divergence | None = recorded(
         "where the first sequence whose margin exceeds the bound differs from the reference; if no "
@@ -158,7 +157,7 @@ class Correctness(RecordPart):
         "number of differing sequences that are ties", null=f"{UNCOMPARED}, or not judged"
     )
     num_diverged: int | None = recorded(
-        "number of differing sequences that are not ties; the run is `diverged` unless it is 0",
+        "number of differing sequences that are not ties; the pass is a `mismatch` unless it is 0",
         null=f"{UNCOMPARED}, or not judged",
     )
     margin_bound: float | None = recorded(
@@ -194,26 +193,9 @@ class Correctness(RecordPart):
     )
 
     @property
-    def passed(self) -> bool:
-        """Whether nothing was compared, or differences are ties, steps judged again are right, and
-        errors of forwards are within their limits."""
-        if self.has_wrong_steps:
-            return False
-        if self.reference is None:
-            return True
-        is_same = bool(self.identical) or self.num_diverged == 0
-        return is_same and not self.has_alarms
-
-    @property
     def has_wrong_steps(self) -> bool:
         return self.judged_again is not None and self.judged_again.num_wrong > 0
 
     @property
     def has_alarms(self) -> bool:
         return self.forwards is not None and bool(self.forwards.alarms)
-
-    @property
-    def status(self) -> str:
-        if not self.passed:
-            return "diverged"
-        return "ok_with_ties" if self.num_excused else "ok"

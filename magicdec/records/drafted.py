@@ -1,5 +1,5 @@
 """DraftedPass: what a pass drafted and emitted, request by request, in the form that comparisons
-read, whatever kind of record it is of. Imports no torch.
+read. Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from magicdec.records.acceptance import PromptCounts, Verifications
-from magicdec.records.samples import PassSamples
+from magicdec.records.acceptance import PromptCounts, Verification, Verifications
+from magicdec.records.pass_record import PassRecord
 
 
 @dataclass(frozen=True)
 class StepLog:
-    """What one step did for one request."""
+    """What one verification did for one request."""
 
-    number: int  # of the step in its batch, or of the verification of its request
+    number: int  # of the verification of its request
     hashes: str | None  # of the drafted tokens, then of what was read; None: not known
     num_read: int
     proposed: int
@@ -73,43 +73,26 @@ class DraftedPass:
         return found
 
     @classmethod
-    def of_samples(cls, samples: PassSamples) -> DraftedPass:
-        """Of a pass of a run."""
-        is_logged = samples.draft_hashes is not None
-        return cls(
-            Verifications.of(samples),
-            samples.output_hashes,
-            steps_by_prompt(samples) if is_logged else None,
-            {name: getattr(samples, name) for name in ("draft_kv_tokens", "draft_rows")},
-        )
+    def of(cls, record: PassRecord) -> DraftedPass:
+        """What a pass drafted. Raises ValueError if the record does not say it."""
+        if record.metrics is None or record.metrics.draft_acceptance_rate is None:
+            raise ValueError("has no draft_acceptance_rate")
+        verifications = record.verifications()
+        if verifications.reported:
+            raise ValueError("has the acceptance that a server reports, which is not compared")
+        steps = [
+            [step_log(i, each) for i, each in enumerate(verifications.by_request.get(number, ()))]
+            for number in range(len(record.requests))
+        ]
+        totals = {
+            name: [getattr(group, name) for group in record.groups]
+            for name in ("draft_kv_tokens", "draft_rows")
+        }
+        return cls(verifications, record.output_hashes, steps if record.is_logged else None, totals)
 
 
-def steps_by_prompt(samples: PassSamples) -> list[list[StepLog]]:
-    """The steps of each prompt. A row has a part in a step until it has emitted all its tokens."""
-    prompts = list[list[StepLog]]()
-    for batch, lengths in enumerate(samples.sequence_tokens):
-        left = list(lengths)
-        logs = [list[StepLog]() for _ in lengths]
-        for step, emitted in enumerate(samples.num_emitted[batch]):
-            running = [i for i, tokens in enumerate(left) if tokens > 0]
-            rows = zip(running, emitted, strict=False)
-            for row, (i, tokens) in enumerate(rows):
-                left[i] -= tokens
-                logs[i].append(step_of(samples, batch, step, row, tokens))
-        prompts += logs
-    return prompts
-
-
-def step_of(samples: PassSamples, batch: int, step: int, row: int, emitted: int) -> StepLog:
-    accepted = samples.num_accepted[batch][step]
-    if row >= len(accepted):  # nothing was drafted
-        return StepLog(step, None, 0, 0, 0, emitted)
-    assert samples.draft_hashes is not None and samples.draft_keys is not None, "a log is there"
-    return StepLog(
-        step,
-        samples.draft_hashes[batch][step][row],
-        samples.draft_keys[batch][step][row],
-        samples.num_drafted[batch][step][row],
-        accepted[row],
-        emitted,
-    )
+def step_log(number: int, verification: Verification) -> StepLog:
+    """One of the verifications of a request."""
+    hashes, num_read = verification.digest or (None, 0)
+    counts = verification.drafted, verification.accepted, verification.emitted
+    return StepLog(number, hashes, num_read, *counts)

@@ -8,7 +8,7 @@ from typing import Any
 from magicdec.output.tables import RULE, Column, Shown, Table
 from magicdec.records.acceptance import AcceptanceMetrics, GroupAcceptance
 from magicdec.records.fields import Recorded, described_fields
-from magicdec.records.performance import SUFFIX
+from magicdec.records.metrics import SUFFIX
 
 # The sequences that a percentile needs: with fewer, it would be the largest value or the next one.
 MANY = 100

@@ -20,11 +20,11 @@ from magicdec.names import RECORDS, load_named
 from magicdec.output.console import printable
 from magicdec.output.files import lines_of, nearest, no_such, open_regular
 from magicdec.output.writing import is_intact
-from magicdec.records.record import SCHEMA_VERSION, Record, RunRecord
-from magicdec.records.renewing import renewed
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import SCHEMA_VERSION, Record
 
 R = TypeVar("R", bound=Record)
-CONVERTIBLE = 2  # the version that `CONVERT` names a program for
+CONVERTIBLE = SCHEMA_VERSION - 1  # the version that `CONVERT` names a program for
 MOST_UNREADABLE = 1000  # lines of a file that are no records; with more it is no file of records
 CONVERT = "convert it with `python scripts/convert_records.py OLD NEW`, or "
 
@@ -34,8 +34,8 @@ class Unreadable(ValueError):
     any other."""
 
 
-def load_records(path: Path, is_strict: bool = False) -> list[RunRecord]:
-    return list(read_records(path, RunRecord, is_strict))
+def load_passes(path: Path, is_strict: bool = False) -> list[PassRecord]:
+    return list(read_records(path, PassRecord, is_strict))
 
 
 def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> Iterator[R]:
@@ -62,12 +62,11 @@ def numbered_records(
         try:
             kind = _kind_at_start(line, wanted_kind) or kind_of(line)
             if wanted_kind not in (kind, None):
-                # A baseline file of the gate holds passes of systems beside runs: no surprise.
-                left_out[kind] += not has_seal(line)
+                left_out[kind] += 1
                 continue
             parsed = _parse_known(line, load_named(RECORDS, kind))
             check_seal(parsed, line)
-            record = cast(R, renewed(parsed))
+            record = cast(R, parsed)
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
             if is_strict or len(unreadable) > MOST_UNREADABLE:
@@ -155,18 +154,9 @@ def _parse_known(line: bytes, record_type: type[R]) -> R:
         raise
 
 
-def has_seal(line: bytes) -> bool:
-    """Whether the gate has written this line."""
-    return b', "seal": "' in line
-
-
 def check_seal(record: Record, line: bytes) -> None:
     """Raises ValueError if the line of a record that the gate has measured was edited since."""
-    seal = getattr(record, "seal", None)
-    is_logged = False
-    if isinstance(record, RunRecord):
-        is_logged = any(each.draft_hashes is not None for each in (record.samples or {}).values())
-    if (seal is not None or is_logged) and not is_intact(line.decode()):
+    if getattr(record, "is_logged", False) and not is_intact(line.decode()):
         raise ValueError(
             "this record was edited since `magicdec gate` wrote it (its seal is that of another "
             "content); restore it, or measure it again with `magicdec gate save`"
@@ -181,7 +171,7 @@ def parse_line(line: bytes | str, record_type: type[R]) -> R:
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False, include_context=False)
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    key = "".join(parts).removeprefix(".")  # such as samples.speculative.step_ms[0]
+    key = "".join(parts).removeprefix(".")  # such as groups[0].step_ms[0]
     reasons = {
         "missing": f"it has no {key}",
         "assertion_error": first["msg"].removeprefix("Assertion failed, "),

@@ -1,54 +1,159 @@
-"""Whether the metrics of a run follow from its samples, as those of every record do that was not
-edited by hand.
+"""Whether the metrics of a pass follow from its requests and groups, as those of every record do
+that was not edited by hand. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from magicdec.names import BASELINE
-from magicdec.records.acceptance import GroupAcceptance
-from magicdec.records.metrics import run_metrics
-from magicdec.records.performance import Metrics
-from magicdec.records.record import RunRecord
+from magicdec.records.acceptance import ReportedCounts
+from magicdec.records.computing import (
+    Beside,
+    acceptance_by_context,
+    pass_metrics,
+    times_by_turn,
+)
+from magicdec.records.metrics import PassMetrics
+from magicdec.records.pass_record import PassRecord, RequestRecord, reference_of
 
-ROUNDING = 1e-6  # of numbers that another machine adds up
+# Times of a record are differences of a clock of nanoseconds, which may stand at weeks.
+ROUNDING = 1e-5
+ROUNDING_MS = 1e-6
+MOST_DRAFTS = 4096  # of a verification; a record may be a stranger's, and is read to its end
+NOT_OF_REQUESTS = ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms")
+OF_RATIOS = ("throughput_ratio", "speedup", "total_speedup", "net_speedup", "break_even_gen_len")
 
 
-def unfounded_metric(record: RunRecord) -> str | None:
-    """The name of the first metric of a pass that is not what the samples of the record give; None
-    if there is none. Raises ValueError if samples that metrics need are missing."""
-    stated = {
-        BASELINE: record.baseline_metrics,
-        record.config["decoding"]["strategy"]: record.metrics,
-    }
-    if not any(stated.values()):
+def unfounded_metric(record: PassRecord, command: Sequence[PassRecord] = ()) -> str | None:
+    """The name of the first metric that is not what the requests and groups of the record give, or
+    that nothing can have measured beside them; None if there is none. Ratios are checked if
+    `command` has the pass that they are to. Raises ValueError without requests."""
+    metrics = record.metrics
+    if metrics is None:
         return None
-    bandwidth = record.environment.read_bandwidth_bytes_per_s
-    prefill = record.prefill_samples
-    if not record.samples or prefill is None or bandwidth is None or record.workload is None:
-        raise ValueError("it has metrics without the samples that they follow from")
-    passes = {name: samples.restored() for name, samples in record.samples.items()}
-    workload = record.workload
-    found = run_metrics(passes, prefill, bandwidth, workload.is_random, workload.categories)
-    for name, metrics in stated.items():
-        for each in fields(Metrics) if metrics is not None else ():
-            if name not in found:
-                raise ValueError(f"it has metrics of a pass {name} without samples of it")
-            if not _equal(getattr(metrics, each.name), getattr(found[name], each.name)):
-                return each.name
-    return None
+    if not record.requests or not record.groups or record.workload is None:
+        raise ValueError("it has metrics without the requests that they follow from")
+    for number, request in enumerate(record.requests):
+        if (name := contradiction_in(request)) is not None:
+            return f"requests[{number}].{name}"
+    reference = reference_of(record, command)
+    expected = pass_metrics(record, beside_of(record, reference))
+    for name in (item.name for item in fields(PassMetrics)):
+        is_ratio = name.startswith(OF_RATIOS)
+        if name in NOT_OF_REQUESTS or (is_ratio and reference is None):
+            continue
+        if not follows(getattr(metrics, name), getattr(expected, name)):
+            return name
+    contexts = None
+    if not record.workload.is_random:
+        contexts = acceptance_by_context(record.requests, record.verifications())
+    groups = {
+        "times_by_turn": (record.times_by_turn, times_by_turn(record.requests)),
+        "acceptance_by_context": (record.acceptance_by_context, contexts),
+    }
+    for name, (stated, found) in groups.items():
+        if not follows(_plain(stated), _plain(found)):
+            return name
+    return next((name for name, holds in conditions(record, metrics) if not holds), None)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, GroupAcceptance) and isinstance(other, GroupAcceptance):
-        return _equal(asdict(one), asdict(other))
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, rel_tol=ROUNDING, abs_tol=1e-12)
+def beside_of(record: PassRecord, reference: PassRecord | None) -> Beside:
+    """What its metrics need beside its requests and groups, from the record. What a server's
+    counters say of the whole pass is in the metrics alone."""
+    assert record.workload is not None and record.metrics is not None, "it has passed"
+    metrics = record.metrics
+    total = None
+    if "counters" in (getattr(record.details, "source", None) or ""):
+        histogram = metrics.acceptance_histogram
+        total = ReportedCounts(
+            drafted=metrics.num_draft_tokens,
+            accepted=metrics.num_accepted_draft_tokens,
+            verifications=metrics.num_spec_steps,
+            emitted=sum(request.output_len - 1 for request in record.requests),
+            histogram=None if histogram is None else tuple(histogram),
+        )
+    return Beside(
+        is_drafting=record.is_drafting,
+        is_random=record.workload.is_random,
+        bandwidth=record.environment.read_bandwidth_bytes_per_s,
+        goodput=record.config["workload"].get("goodput") or {},
+        categories=record.workload.categories,
+        reported_total=total,
+        warmup_calibration_ms=metrics.warmup_calibration_ms,
+        reference=reference,
+    )
+
+
+def _plain(parts: Sequence[Any] | None) -> list[dict[str, Any]] | None:
+    return None if parts is None else [asdict(part) for part in parts]
+
+
+def follows(stated: Any, expected: Any) -> bool:
+    """Whether a stated value is the expected one, but for rounding."""
+    if hasattr(stated, "__dataclass_fields__") and hasattr(expected, "__dataclass_fields__"):
+        return follows(asdict(stated), asdict(expected))
+    if isinstance(stated, dict) and isinstance(expected, dict):
+        same_keys = stated.keys() == expected.keys()
+        return same_keys and all(follows(value, expected[key]) for key, value in stated.items())
+    if isinstance(stated, list) and isinstance(expected, list):
+        return len(stated) == len(expected) and all(map(follows, stated, expected))
+    if stated is None or expected is None:
+        return stated is expected
+    if isinstance(stated, dict | list) or isinstance(expected, dict | list):
+        return False
+    return math.isclose(stated, expected, rel_tol=ROUNDING, abs_tol=ROUNDING_MS)
+
+
+def contradiction_in(request: RequestRecord) -> str | None:
+    """The name of what a request says of itself that cannot be: times that go back, or sums that
+    are not those of its verifications."""
+    drafted = request.per_step_drafted or []
+    accepted = request.per_step_accepted or []
+    histogram = request.acceptance_histogram
+    has_steps = request.per_step_drafted is not None
+    sums = {
+        "num_draft_tokens": sum(drafted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_spec_steps": len(drafted),
+    }
+    holds = {
+        "first_token_ms": request.arrival_ms <= request.first_token_ms + ROUNDING_MS,
+        "finished_ms": request.first_token_ms <= request.finished_ms + ROUNDING_MS,
+        "prompt_len": request.prompt_len > 0,
+        "output_len": request.output_len > 0,
+        "per_step_drafted": max(drafted, default=0) < MOST_DRAFTS,
+        "per_step_accepted": len(drafted) == len(accepted)
+        and all(a <= d for d, a in zip(drafted, accepted, strict=True)),
+        **{
+            name: not has_steps or getattr(request, name) in (None, count)
+            for name, count in sums.items()
+        },
+        "acceptance_histogram": histogram is None
+        or (
+            len(histogram) <= MOST_DRAFTS
+            and (not has_steps or histogram == [accepted.count(n) for n in range(len(histogram))])
+        ),
+    }
+    return next((name for name, is_right in holds.items() if not is_right), None)
+
+
+def conditions(record: PassRecord, metrics: PassMetrics) -> Iterator[tuple[str, bool]]:
+    """Of metrics that requests do not give, their names and whether they can have been measured
+    beside the requests."""
+    spans = [request.finished_ms - request.first_token_ms for request in record.requests]
+    if metrics.mean_itl_ms is not None:
+        # All gaps of a request are the time from its first token to its last.
+        num_gaps = sum(spans) / metrics.mean_itl_ms if metrics.mean_itl_ms > 0 else 0.5
+        least = sum(span > 0 for span in spans)
+        most = sum(request.output_len - 1 for request in record.requests)
+        is_count = math.isclose(num_gaps, round(num_gaps), rel_tol=ROUNDING, abs_tol=ROUNDING_MS)
+        yield "mean_itl_ms", is_count and least <= round(num_gaps) <= most
+    percentiles = (metrics.p50_itl_ms, metrics.p90_itl_ms, metrics.p99_itl_ms)
+    itls = [value for value in percentiles if value is not None]
+    yield "p99_itl_ms", itls == sorted(itls) and max(itls, default=0.0) <= 1.001 * max(spans)
+    ends = (request.finished_ms for request in record.requests)
+    steps_ms = [sum(group.step_ms) for group in record.groups]
+    yield "groups.step_ms", sum(steps_ms) <= 1.001 * len(record.groups) * max(ends) + ROUNDING_MS

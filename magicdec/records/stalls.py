@@ -1,25 +1,24 @@
 """Stalls: decode steps that took far longer than others of their kind, because the machine did
 something else.
 
-Steps of a kind have equal numbers of forwards, draft tokens and rows. A step is judged by the
-median of the nearest steps of its kind in its batch, so that growing contexts and a slowing machine
-are no stalls. It stalled if it took more than `FACTOR` times that median, and more than `SPREADS`
-times the spread of the pass's steps above it on the log scale. docs/results.md says what these
-bounds find on a quiet machine.
+Steps of a kind have equal numbers of prompt tokens, forwards, draft tokens and rows. A step is
+judged by the median of the nearest steps of its kind in its group, so that growing contexts and a
+slowing machine are no stalls. It stalled if it took more than `FACTOR` times that median, and more
+than `SPREADS` times the spread of the pass's steps above it on the log scale. docs/results.md says
+what these bounds find on a quiet machine.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from magicdec.records.samples import PassSamples
+from magicdec.records.pass_record import GroupRecord
 
 FACTOR = 3.0
 SPREADS = 6.0
@@ -27,18 +26,11 @@ FEWEST = 8  # steps of a kind that have a median of their own
 NEAREST = 31  # steps of a kind that the median is of
 TO_DEVIATION = 1.4826  # from the median of absolute deviations to the standard deviation
 
-T = TypeVar("T")
-StepKind = tuple[int, int, int]
-"""Forwards, draft tokens of a row, and rows of a step."""
+StepKind = tuple[int, int, int, int]
+"""Prompt tokens, forwards, draft tokens of the row with the most, and rows of a step; 0 where it is
+not known."""
 Place = tuple[int, int]
-"""Batch and step."""
-
-
-class TimedStep(NamedTuple):
-    """A step of a pass that has no batches. Prompt tokens that it took stand for its forwards."""
-
-    ms: float
-    kind: StepKind
+"""Group and step."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +46,16 @@ class Stall:
 
 @dataclass(frozen=True)
 class PassSteps:
-    step_ms: Sequence[Sequence[float]]  # by batch and step
+    step_ms: Sequence[Sequence[float]]  # by group and step
     kinds: Mapping[StepKind, Sequence[Place]]  # the places of its steps, in order
 
     @classmethod
-    def of(cls, samples: PassSamples) -> PassSteps:
+    def of(cls, groups: Sequence[GroupRecord]) -> PassSteps:
         kinds = defaultdict[StepKind, list[Place]](list)
-        for place, kind in _kinds(samples):
-            kinds[kind].append(place)
-        return cls(samples.step_ms, kinds)
-
-    @classmethod
-    def of_steps(cls, steps: Sequence[TimedStep]) -> PassSteps:
-        kinds = defaultdict[StepKind, list[Place]](list)
-        for place, step in enumerate(steps):
-            kinds[step.kind].append((0, place))
-        return cls([[step.ms for step in steps]], kinds)
+        for number, group in enumerate(groups):
+            for step, kind in enumerate(kinds_of(group)):
+                kinds[kind].append((number, step))
+        return cls([group.step_ms for group in groups], kinds)
 
     @property
     def num_steps(self) -> int:
@@ -93,28 +79,28 @@ class PassSteps:
 
     @cached_property
     def steady_ms(self) -> list[float]:
-        """The time of each batch's steps, with the median of its kind for a stalled one."""
-        times = [sum(batch) for batch in self.step_ms]
+        """The time of each group's steps, with the median of its kind for a stalled one."""
+        times = [sum(group) for group in self.step_ms]
         for stall in self.stalls:
             times[stall.place[0]] -= stall.lost_ms
         return times
 
     def _ms(self, place: Place) -> float:
-        batch, step = place
-        return self.step_ms[batch][step]
+        group, step = place
+        return self.step_ms[group][step]
 
     def _medians(self) -> dict[Place, float]:
-        """Medians over the nearest steps in the batch, or over all batches where the batch has too
+        """Medians over the nearest steps in the group, or over all groups where the group has too
         few."""
         medians = dict[Place, float]()
         for places in self.kinds.values():
             if len(places) < FEWEST:
                 continue
             of_all = float(np.median([self._ms(place) for place in places]))
-            by_batch = defaultdict[int, list[Place]](list)
+            by_group = defaultdict[int, list[Place]](list)
             for place in places:
-                by_batch[place[0]].append(place)
-            for inside in by_batch.values():
+                by_group[place[0]].append(place)
+            for inside in by_group.values():
                 times = [self._ms(place) for place in inside]
                 few = len(inside) < FEWEST
                 medians |= zip(
@@ -151,16 +137,12 @@ def does_as_much(kind: StepKind, other: StepKind) -> bool:
     return all(a >= b for a, b in zip(kind, other, strict=True))
 
 
-def _kinds(samples: PassSamples) -> Iterator[tuple[Place, StepKind]]:
-    for batch, times in enumerate(samples.step_ms):
-        num_steps = len(times)
-        forwards = _known(samples.num_forwards, batch, num_steps, 0)
-        drafted = _known(samples.padded_gamma, batch, num_steps, 0)
-        rows = map(len, _known(samples.num_emitted, batch, num_steps, list[int]()))
-        for step, kind in enumerate(zip(forwards, drafted, rows, strict=True)):
-            yield (batch, step), kind
-
-
-def _known(counts: Sequence[list[T]], batch: int, num_steps: int, absent: T) -> list[T]:
-    known = counts[batch] if batch < len(counts) else []
-    return known + [absent] * (num_steps - len(known))
+def kinds_of(group: GroupRecord) -> list[StepKind]:
+    unknown = [0] * len(group.step_ms)
+    columns = (
+        group.step_prompt_tokens or unknown,
+        group.step_forwards or unknown,
+        group.step_max_gamma or unknown,
+        group.step_rows or unknown,
+    )
+    return list(zip(*columns, strict=True))

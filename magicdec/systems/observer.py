@@ -14,7 +14,6 @@ from magicdec.hardware.threads import ThreadCount
 from magicdec.hardware.timing import PhaseTimer
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.records.acceptance import Verifications
-from magicdec.records.stalls import TimedStep
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.draft_log import Digest
 from magicdec.runner.request import StepOutput
@@ -128,14 +127,3 @@ class PassObserver:
 
     def _count_forwards(self) -> int:
         return sum(runner.counts.num_forwards for runner in self._runners)
-
-    @property
-    def timed_steps(self) -> list[TimedStep]:
-        """The times of steps with their kinds, in which prompt tokens stand for forwards; none
-        where steps wait for each other."""
-        if not self.is_timed:
-            return []
-        return [
-            TimedStep(1e3 * s.seconds, (s.prompt_tokens, s.padded_gamma, len(s.request_ids)))
-            for s in self.steps
-        ]

@@ -68,7 +68,6 @@ class PrefilledBatching(Flover):
 
     stays_open = True
     keeps_prompts = True
-    warm_up_calibration_s: float | None = None
 
     def __init__(
         self,

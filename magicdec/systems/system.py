@@ -97,6 +97,7 @@ class System(ABC):
     stays_open = False  # beside other systems: what it holds is shared
     keeps_prompts = False  # `keep_prompts` prefills once for several passes
     kept: KeptPrompts | None = None  # the prompts that are served now, if they are kept
+    warm_up_calibration_s: float | None = None  # that drafts spent on measuring in the warm-up
     counts_reads = False  # the forwards of `runners` are all that its decode steps read
     are_steps_timed = False  # steps take their time alone, and do not wait for each other
     ranks_of_layer: int = 1  # the ranks that share a layer, whose sums are rounded by their number

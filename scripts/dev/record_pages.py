@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("record.md",)
@@ -43,8 +43,8 @@ def main() -> None:
 
 
 def schema_text() -> str:
-    """The schema of one line of a file of runs."""
-    schema = {"$schema": Untitled.schema_dialect, **schema_of(RunRecord)}
+    """The schema of one line of a file of passes."""
+    schema = {"$schema": Untitled.schema_dialect, **schema_of(PassRecord)}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 

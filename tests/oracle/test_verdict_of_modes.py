@@ -14,17 +14,17 @@ import pytest
 import torch
 from conftest import TINY, Command, make_runner, random_prompts, tiny_transformer
 from lossy import ATTACKS, noisy, planted
+from magicdec.bench.serving.record import PassRecord, status_of
 from recorder import StandInRecorder
 from serving_command import prepare_as
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.bench.measure import measure_modes
+from magicdec.bench.check.replays import engine_pass, unanswered
+from magicdec.bench.showing import verdict
 from magicdec.bench.check.forced import ForcedSteps
 from magicdec.bench.check.judgement import judge_again
-from magicdec.bench.check.replays import engine_pass, unanswered
 from magicdec.bench.check.wider import WiderTexts
-from magicdec.bench.measure import measure_modes
-from magicdec.bench.serving.record import ServingRecord, status_of
-from magicdec.bench.serving.showing import verdict
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.prefix_cache import Beginning, PrefixCache
@@ -84,9 +84,9 @@ SHORT = (
 
 def serve(
     tmp_path: Path, dtype: str, *modes: str, words: Sequence[str] = WORDS, attack: str = "nothing"
-) -> list[ServingRecord]:
+) -> list[PassRecord]:
     prepared = prepare_as("serve", tmp_path, *words, "--dtype", dtype, "--modes", *modes)
-    records = list[ServingRecord]()
+    records = list[PassRecord]()
     with planted(ATTACKS[attack]("sdpa")):
         measure_modes(prepared, records.append)
     return records
@@ -148,7 +148,7 @@ def test_errors_alone_make_a_mode_diverge(tmp_path: Path) -> None:
     assert status_of(0, found, "float32", False) == "ok"
     assert status_of(0, wrong, "float32", False) == "diverged"
     diverged = replace(fine, status="diverged", metrics=None, correctness=wrong)
-    assert parse_line(diverged.to_json(), ServingRecord).correctness == wrong
+    assert parse_line(diverged.to_json(), PassRecord).correctness == wrong
     with pytest.raises(AssertionError, match="contradicts"):
         replace(diverged, correctness=found)
 

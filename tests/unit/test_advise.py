@@ -32,8 +32,8 @@ from magicdec.hardware.ceiling_file import Link, MachineFile, load_machine
 from magicdec.model.checkpoint import checked
 from magicdec.names import DTYPES, KV_POLICIES
 from magicdec.records.intervals import ratio_interval
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 
 
 def read(*words: str) -> AdviceSection:
@@ -90,17 +90,17 @@ def test_the_advice_is_one_sentence(best: MeasuredDraft, said: tuple[str, ...]) 
     assert "; unsure, because another load took up to 48% of the cores meanwhile" in busy
 
 
-def with_ratios(record: RunRecord, *ratios: float) -> RunRecord:
+def with_ratios(record: PassRecord, *ratios: float) -> PassRecord:
     """The run with these net speedups of its batches."""
     assert record.metrics is not None
     ends = ratio_interval(ratios)
     metrics = dataclasses.replace(
         record.metrics,
         net_speedup=float(np.median(ratios)),
-        net_speedup_per_batch=[*ratios],
+        net_speedup_per_group=[*ratios],
         net_speedup_interval=ends,
         speedup=2 * float(np.median(ratios)),
-        speedup_per_batch=[2 * each for each in ratios],
+        speedup_per_group=[2 * each for each in ratios],
     )
     quiet = dataclasses.replace(record.environment, cores_taken=None)
     return dataclasses.replace(record, metrics=metrics, environment=quiet)
@@ -113,8 +113,8 @@ SLOW = (0.5, 0.51, 0.52, 0.5, 0.51)
 
 
 @pytest.fixture(scope="module")
-def any_run() -> RunRecord:
-    return next(r for r in load_records(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
+def any_run() -> PassRecord:
+    return next(r for r in load_passes(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def any_run() -> RunRecord:
     ],
 )
 def test_equal_drafts_are_called_equal(
-    any_run: RunRecord, drafts: dict[str, tuple[float, ...]], advised: str, equals: list[str]
+    any_run: PassRecord, drafts: dict[str, tuple[float, ...]], advised: str, equals: list[str]
 ) -> None:
     records = {f"--draft {name}": with_ratios(any_run, *of) for name, of in drafts.items()}
     sentence, _, command = advice.find_advice(read(), records, None).split("\n")
@@ -138,7 +138,7 @@ def test_equal_drafts_are_called_equal(
     assert (said in sentence) == bool(equals)
 
 
-def test_the_lines_have_the_intervals_of_the_sentence(any_run: RunRecord) -> None:
+def test_the_lines_have_the_intervals_of_the_sentence(any_run: PassRecord) -> None:
     """The best one comes first. All intervals hold together, and are wider than of one alone."""
     records = {
         "--draft b": with_ratios(any_run, *NOISY),
@@ -161,7 +161,7 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
     machine_file().save(tmp_path / "machine.json")
     runs = {
         (r.config["kv"]["policy"], r.config["kv"]["budget"]): r
-        for r in load_records(BASELINES)
+        for r in load_passes(BASELINES)
         if r.config["decoding"]["drafter"] == "self"
         and r.config["kv"]["policy"] != "full"
         and r.config["decoding"]["gamma"] == 4
@@ -206,7 +206,7 @@ def command_words(line: str) -> list[str]:
 
 
 def test_where_drafts_do_not_pay_the_command_has_none(tmp_path: Path) -> None:
-    slow = min(load_records(BASELINES), key=advice.net_speedup)
+    slow = min(load_passes(BASELINES), key=advice.net_speedup)
     args = read("--model", str(tmp_path / "a model"), "--nproc", "2", "--dataset", "a b.txt")
     text = advice.find_advice(args, {"--draft model:demo-draft --gamma 4": slow}, None)
     config = RUN.read(command_words(text.splitlines()[-1]))
@@ -337,8 +337,8 @@ def test_advice_is_one_run_of_all_drafts(
     for number in (1, 2):
         code, out, err = command("advise", *small)
         assert code == 0, err
-        records = load_records(tmp_path / "r.jsonl")[-NUM_SMALL:]
-        assert len(load_records(tmp_path / "r.jsonl")) == number * NUM_SMALL
+        records = load_passes(tmp_path / "r.jsonl")[-NUM_SMALL:]
+        assert len(load_passes(tmp_path / "r.jsonl")) == number * NUM_SMALL
         assert len({json.dumps(r.to_json()) for r in records}) == NUM_SMALL
         assert len({str(r.samples["autoregressive"]) for r in records if r.samples}) == 1
         assert out.count("\nrun        ") == NUM_SMALL and "Speculation" in out
@@ -414,7 +414,7 @@ def test_a_signal_ends_the_passes_and_not_the_report(
     assert out.count("\nrun        ") == NUM_SMALL and "Speculation" in out
     assert "left out   1 of 2 batches" in out and "magicdec run" in out.splitlines()[-1]
     assert f"interrupted; {NUM_SMALL} records are in {tmp_path / 'r.jsonl'}" in err
-    assert len(load_records(tmp_path / "r.jsonl")) == NUM_SMALL
+    assert len(load_passes(tmp_path / "r.jsonl")) == NUM_SMALL
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
@@ -440,7 +440,7 @@ def test_ranks_end_after_the_pass_unless_they_are_asked_again() -> None:
 def test_a_prediction_stops_at_the_longest_context_of_the_model(tmp_path: Path) -> None:
     """Where a draft with a fixed budget would pay only beyond it."""
     machine_file().save(tmp_path / "machine.json")
-    record = next(r for r in load_records(BASELINES) if r.config["kv"]["policy"] == "streaming_llm")
+    record = next(r for r in load_passes(BASELINES) if r.config["kv"]["policy"] == "streaming_llm")
     args = read("--machine", str(tmp_path / "machine.json"), "--prefix_len", "4096")
     plan = advice.make_plan(args, {"": record}, BASELINES)
     assert plan is not None and plan.longest == 20480
@@ -456,7 +456,7 @@ def test_a_prediction_stops_at_the_longest_context_of_the_model(tmp_path: Path) 
 def test_a_machine_file_of_another_machine_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = load_records(BASELINES)[0]
+    record = load_passes(BASELINES)[0]
     here = record.environment
     args = read("--machine", str(tmp_path / "machine.json"))
     for description, told in (
@@ -483,7 +483,7 @@ def test_a_run_that_is_refused_ends_the_advice_in_one_line(
 def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
     """Read back, they resolve to the recorded config, for every drafter and policy."""
     machine = Machine(2, has_compiler=True, has_bfloat16_products=True)
-    for record in load_records(BASELINES):
+    for record in load_passes(BASELINES):
         file = tmp_path / "run.toml"
         file.write_text(config_of.to_toml(config_of.flags_of(record)))
         config = RUN.read(["--config", str(file)])
@@ -512,7 +512,7 @@ def _used(config: dict) -> tuple[str, ...]:  # type: ignore[type-arg]
 
 
 def test_the_config_command_chooses_a_record(command: Command, tmp_path: Path) -> None:
-    records = load_records(BASELINES)
+    records = load_passes(BASELINES)
     file = tmp_path / "r.jsonl"
     file.write_text("".join(BASELINES.read_text().splitlines(keepends=True)[:2]))
     for index, expected in (("1", records[0]), ("-1", records[1])):
@@ -559,7 +559,7 @@ def test_the_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> No
     assert not old.works and "does not know this CPU's bfloat16 instructions" in old.detail
 
 
-def test_drafts_are_ranked_by_what_their_intervals_leave_sure(any_run: RunRecord) -> None:
+def test_drafts_are_ranked_by_what_their_intervals_leave_sure(any_run: PassRecord) -> None:
     """A disturbed run has a high speedup and a wide interval; the steady one is advised."""
     ratios = {65: (0.4, 3.5, 16.0, 0.5, 12.0), 257: (1.4, 1.5, 1.6, 1.5, 1.45)}
     records = {
@@ -573,7 +573,7 @@ def test_drafts_are_ranked_by_what_their_intervals_leave_sure(any_run: RunRecord
 def test_the_best_of_many_drafts_without_a_gain_is_not_sure() -> None:
     """Ten drafts are as fast as decoding without them. At 95 % each, the best one would be sure to
     pay in about 22 of 100 cases."""
-    record = next(r for r in load_records(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
+    record = next(r for r in load_passes(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
     assert record.metrics is not None
     chance = np.random.default_rng(0)
     num_sure = 0
@@ -585,7 +585,7 @@ def test_the_best_of_many_drafts_without_a_gain_is_not_sure() -> None:
             metrics = dataclasses.replace(
                 record.metrics,
                 net_speedup=float(np.median(ratios)),
-                net_speedup_per_batch=ratios,
+                net_speedup_per_group=ratios,
                 net_speedup_interval=ratio_interval(ratios),
             )
             records[f"--draft ngram --gamma {draft}"] = dataclasses.replace(record, metrics=metrics)

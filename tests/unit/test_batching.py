@@ -12,12 +12,11 @@ import pytest
 import torch
 from conftest import TINY, Launch, make_runner
 from fake_clock import VirtualClock
+from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 
 from magicdec.bench.measure import MeasuredPasses
-from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.bench.serving.prepare import check_here, prepare
-from magicdec.bench.serving.record import ServingRecord
-from magicdec.bench.serving.showing import spans_of, tables, verdict
+from magicdec.bench.showing import spans_of, tables, verdict
 from magicdec.cli.serve import COMMANDS, RecordFile, ServeCommand
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Group
@@ -29,6 +28,7 @@ from magicdec.hardware.timing import GroupClock
 from magicdec.names import BASELINE
 from magicdec.output.console import Silent
 from magicdec.output.writing import to_json
+from magicdec.records.pass_record import PassRecord
 from magicdec.runner.request import Request, SamplingParams, Status
 from magicdec.setup.memory_check import MemoryBudget, needed
 from magicdec.setup.memory_plan import Models
@@ -168,7 +168,7 @@ def test_every_mode_serves_the_tokens_of_lone_runs(tiny_checkpoint: Path, tmp_pa
     assert in_flight.pop("sequential") == 1 < min(in_flight.values())
     assert metrics["inflight"].mean_ttft_ms == min(each.mean_ttft_ms for each in metrics.values())
     # Static batches wait for their last request, which arrives at 200 ms.
-    assert metrics["static"].makespan_s >= metrics["inflight"].makespan_s >= 0.2
+    assert metrics["static"].duration_s >= metrics["inflight"].duration_s >= 0.2
 
 
 def test_steps_that_are_counted_are_those_of_the_clock(
@@ -290,7 +290,7 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
         assert [r["prompt_len"] for r in record["requests"]] == [40, 39, 38, 37]
         assert [r["output_len"] for r in record["requests"]] == [60] * 4
         ends = [r["finished_ms"] for r in record["requests"]]
-        assert record["metrics"]["makespan_s"] == pytest.approx(max(ends) / 1e3)
+        assert record["metrics"]["duration_s"] == pytest.approx(max(ends) / 1e3)
         workload = record["config"]["workload"]
         assert workload["num_requests"] == 4 and workload["gen_len"] is None
     preempted = {
@@ -313,7 +313,7 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
     check_table(records)
 
 
-def check_table(records: list[ServingRecord]) -> None:
+def check_table(records: list[PassRecord]) -> None:
     summary, table = tables(records)
     assert [row[0] for row in summary.rows] == [record.name for record in records]
     rows = {label: cells for label, *cells in table.body}

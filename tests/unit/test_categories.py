@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pandas
 import pytest
+from magicdec.records.performance import without_chance
+from magicdec.records.table import print_record
 from synthetic_records import drawn, parse_record, with_fields
 from test_pass_records import measured
 from test_record_document import problems
 from test_report import numbers_by_hand
 
-from magicdec.bench.serving.record import ServingRecord
-from magicdec.bench.serving.showing import tables
+from magicdec.bench.showing import tables
 from magicdec.cli import records
 from magicdec.output.tables import Table
 from magicdec.records.acceptance import (
@@ -28,10 +29,8 @@ from magicdec.records.acceptance import (
 )
 from magicdec.records.intervals import FEWEST_PROMPTS
 from magicdec.records.metric_tables import category_tables
-from magicdec.records.performance import without_chance
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import parse_line
-from magicdec.records.record import RunRecord
-from magicdec.records.table import print_record
 
 __all__ = ["numbers_by_hand"]  # a fixture of all tests here
 NAMES = ("coding", "summarization", "writing")
@@ -116,7 +115,7 @@ def test_what_has_no_drafts_has_no_rate_and_few_prompts_no_interval() -> None:
     assert metrics_of([None] * len(CATEGORIES)).acceptance_by_category is None
 
 
-def categorized() -> RunRecord:
+def categorized() -> PassRecord:
     """A run of eight prompts of two categories."""
     run = drawn()
     assert run.metrics is not None and run.samples is not None
@@ -184,10 +183,10 @@ def test_a_run_prints_its_categories_and_what_was_left_out(
     assert "category" not in capsys.readouterr().out
 
 
-def served_record() -> ServingRecord:
+def served_record() -> PassRecord:
     """A served mode whose prompts have the categories of `CATEGORIES`."""
     raw = measured("inflight+draft", start="now") | {"speculation": None}
-    record = parse_line(json.dumps(raw), ServingRecord)
+    record = parse_line(json.dumps(raw), PassRecord)
     assert record.metrics is not None
     found = acceptance_metrics(Verifications(verified()), len(CATEGORIES), CATEGORIES)
     return replace(record, metrics=replace(record.metrics, **found))

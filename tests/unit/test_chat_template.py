@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 from conftest import Command
+from magicdec.records.table import _title
 from serving_command import parse_as, prepare_as
 from synthetic_records import drawn, with_fields
 from test_workload import BOS, build, write_lines
@@ -25,7 +26,6 @@ from magicdec.config.sections import CHAT, ModelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.model.presets.presets import demo_directory
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.records.table import _title
 from magicdec.setup.prepare import SetupCache, complete, find, prepare
 from magicdec.workload import chat_template
 from magicdec.workload.chat_template import STAND_IN, ChatTemplate, Frame, Refusal

@@ -11,20 +11,20 @@ import pytest
 import torch
 from conftest import make_requests
 from fake_clock import VirtualClock
-from identities import check_pass
+from identities import check_metrics
 from serving_command import parse_as
 from test_batching import LENGTHS, batches, lone_outputs, make_batching
 from test_recurrent_order import serve as serve_in_ring
 from threaded_pipeline import FakeStage
 from threaded_pipeline import serve as serve_in_threads
 
-from magicdec.bench.serving.record import ServingRecord
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.sections import SamplingSection
 from magicdec.distributed.groups import Group, Launch
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.scheduler import StepCounts
 from magicdec.hardware.timing import GroupClock
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.modes import Pass
@@ -140,11 +140,11 @@ def test_every_kind_of_mode_is_recorded_with_its_loop(
         *("--modes", "sequential", "inflight+draft", "ring", "ring+draft", "pipeline", "pipeinfer"),
     ]
     assert COMMANDS["serve"].parse(words, ALONE).run(words, ALONE) == 0
-    records = list(read_records(tmp_path / "out.jsonl", ServingRecord))
+    records = list(read_records(tmp_path / "out.jsonl", PassRecord))
     assert len(records) == 6
     for record in records:
         assert (record.status, record.concurrency) == ("ok", 2), record.name
-        assert check_pass(record) == [], record.name
+        assert check_metrics(record) == [], record.name
         assert record.name == f"{record.way}, 2 at once" and record.arrival == "closed loop"
         ends_ms = sorted(request.finished_ms for request in record.requests)
         arrivals_ms = [request.arrival_ms for request in record.requests]

@@ -13,7 +13,8 @@ from typing import NoReturn
 import pytest
 import torch
 from conftest import Launch
-from identities import check_pass
+from identities import check_metrics
+from magicdec.bench.serving.metrics import categories_of
 from serving_command import parse_as, prepare_as
 from test_batching import measured
 from test_chat_template import CHATTED, FRAME, TEMPLATES, reference, write
@@ -21,15 +22,12 @@ from test_prompt_sets import name_of
 from test_workload import BOS, Characters, build
 from transformers import AutoModelForCausalLM
 
-from magicdec.bench.check.passes import check_differing
-from magicdec.bench.check.replays import unanswered
-from magicdec.bench.serving.metrics import categories_of
-from magicdec.bench.serving.record import ServingRecord
-from magicdec.bench.serving.showing import tables, turn_tables
+from magicdec.bench.check.replays import check_mode, unanswered
+from magicdec.bench.showing import tables, turn_tables
 from magicdec.engine.arrivals import Arrivals
 from magicdec.model.tokenizer import load_tokenizer
+from magicdec.records.pass_record import PassRecord, hash_output
 from magicdec.records.reading import read_records
-from magicdec.records.samples import hash_output
 from magicdec.runner.request import Request, SamplingParams, Turn
 from magicdec.workload.books import read_prompts
 from magicdec.workload.chat_template import ChatTemplate
@@ -266,7 +264,7 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
         ]
         assert found == expected, record.name
         assert record.num_differing == 0 and record.correctness is not None
-        assert check_pass(record) == [], record.name
+        assert check_metrics(record) == [], record.name
         check_times(record)
     by_mode = {each.way: each.times_by_turn for each in records}
     hits = [[turn.prefix_hit_rate for turn in by_mode[mode] or ()] for mode in modes[:4]]
@@ -310,7 +308,7 @@ def test_two_ranks_ask_the_same_turns(
         num_ranks=2,
     )
     assert done.returncode == 0, done.stderr
-    first, *others = read_records(out, ServingRecord)
+    first, *others = read_records(out, PassRecord)
     expected = answered_by_transformers(tiny_checkpoint, first.workload.sources or [])
     for record in (first, *others):
         found = [
@@ -340,7 +338,7 @@ def answered_by_transformers(
     return found
 
 
-def check_times(record: ServingRecord) -> None:
+def check_times(record: PassRecord) -> None:
     """A later turn arrives when the one before has ended, and the first wait for others."""
     ends = {(each.conversation, each.turn): each.finished_ms for each in record.requests}
     for each in record.requests:

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 from conftest import Command
-from identities import check_pass
-
+from identities import check_metrics
 from magicdec.bench.serving.metrics import acceptance_by_context
-from magicdec.bench.serving.record import ServingRecord
-from magicdec.bench.serving.showing import break_even, context_tables
+
+from magicdec.bench.showing import break_even, context_tables
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.masking import masked
 from magicdec.distributed.groups import Launch
 from magicdec.records.acceptance import ReportedCounts, Verifications
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.flover.system import Flover
@@ -263,8 +263,8 @@ def run(words: list[str]) -> int:
 def records_of(tmp_path: Path) -> list[dict[str, Any]]:
     """Of passes whose metrics follow from their requests."""
     path = tmp_path / "out.jsonl"
-    for record in read_records(path, ServingRecord):
-        assert check_pass(record) == [], record.name
+    for record in read_records(path, PassRecord):
+        assert check_metrics(record) == [], record.name
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -512,7 +512,7 @@ def test_counters_are_read_around_the_pass(
         assert metrics["draft_acceptance_rate"] == 4 / (after[1] - 10)
         assert metrics["draft_acceptance_rate_interval"] is None
         assert said["missing"] == [
-            *("mean_emitted_tokens", "acceptance_per_position", "judged_per_position"),
+            *("tokens_per_verification", "acceptance_per_position", "judged_per_position"),
             "acceptance_histogram",
         ]
     else:
@@ -560,8 +560,8 @@ def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
     """By hand: 3 tokens after the first of each of 3 requests, 2 verifications for each."""
     server.report = OF_VLLM
     assert run([*words, "--modes", "endpoint"]) == 0
-    (drafting,) = read_records(tmp_path / "out.jsonl", ServingRecord)
-    assert drafting.metrics is not None and isinstance(drafting.details, ServersDetails)
+    (drafting,) = read_records(tmp_path / "out.jsonl", PassRecord)
+    assert drafting.metrics is not None and drafting.server is not None
     times = replace(drafting.metrics, mean_tpot_ms=30.0)
     drafting = replace(drafting, metrics=times)
     without = replace(times, mean_tpot_ms=20.0, num_draft_tokens=None, num_spec_steps=None)
@@ -874,7 +874,7 @@ def test_acceptance_by_the_length_of_prompts(
     """Of groups that double, each with its own requests; CSV says which is which."""
     server.report = {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}
     assert run([*words, "--modes", "endpoint"]) == 0
-    (record,) = read_records(tmp_path / "out.jsonl", ServingRecord)
+    (record,) = read_records(tmp_path / "out.jsonl", PassRecord)
     counts = {0: ReportedCounts(10, 5), 1: ReportedCounts(10, 1), 3: ReportedCounts(30, 29)}
     lengths = (2049, 4096, 4097, 2048)
     requests = [Request(i, (1,) * n, SamplingParams(4)) for i, n in enumerate(lengths)]

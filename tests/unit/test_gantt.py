@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from magicdec.bench.serving.record import RequestRecord
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from magicdec.bench.serving.record import RequestRecord
-from magicdec.bench.serving.showing import DECODE, LOOKS, PREFILL, WAITING, draw_timeline
+from magicdec.bench.timeline import DECODE, LOOKS, PREFILL, WAITING, draw_timeline
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
 

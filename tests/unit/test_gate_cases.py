@@ -14,21 +14,17 @@ from synthetic_records import with_fields
 from magicdec.bench.gate.cases import (
     LEAST_PROMPTS,
     STEP_COST,
-    ServedCase,
+    Case,
+    Load,
     Subject,
-    baselines_in,
-    case_of,
     check_case,
     margin_of,
-    name_of,
-    num_ranks,
-    options_of,
     quick,
     standard_cases,
 )
+from magicdec.bench.gate.files import read_baselines
 from magicdec.bench.gate.measuring import shares_of
 from magicdec.cli.drivers import RUN
-from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, ModelSection
 from magicdec.names import DRAFTERS, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.comparison.conditions import (
@@ -38,23 +34,22 @@ from magicdec.records.comparison.conditions import (
     measured_thing,
     method_of,
 )
-from magicdec.records.reading import read_records
-from magicdec.records.record import Record, RunRecord
 
 COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
-EVERY = baselines_in(read_records(COMMITTED, Record))
-BASELINES = [baseline for baseline in EVERY if isinstance(baseline, RunRecord)]
+EVERY = read_baselines(COMMITTED)
+BASELINES = [baseline for baseline in EVERY if baseline.shares_prefill]
 
 
-def standard_runs(subject: Subject = Subject()) -> list[RunConfig]:
-    return [case for case in standard_cases(subject) if isinstance(case, RunConfig)]
+def standard_runs(subject: Subject = Subject()) -> list[Case]:
+    """Those in whole batches."""
+    return [case for case in standard_cases(subject) if case.shares_prefill]
 
 
 def test_the_committed_file_has_the_standard_cases() -> None:
-    configs = standard_runs()
-    again = [case_of(baseline) for baseline in BASELINES]
-    assert len(again) == len(configs)
-    for ours, config in zip(again, configs, strict=True):
+    cases = standard_runs()
+    again = [Case.of_record(baseline) for baseline in BASELINES]
+    assert len(again) == len(cases)
+    for ours, config in zip([c.config for c in again], [c.config for c in cases], strict=True):
         assert ours.kv.policy == config.kv.policy
         assert (ours.draft and ours.draft.model) == (config.draft and config.draft.model)
         assert ours.kv.budget == config.kv.budget or ours.kv.policy == "full"
@@ -62,40 +57,42 @@ def test_the_committed_file_has_the_standard_cases() -> None:
             assert getattr(ours.decoding, name) == getattr(config.decoding, name)
         for name in ("dataset", "prefix_len", "gen_len", "batch_size", "num_batches"):
             assert getattr(ours.workload, name) == getattr(config.workload, name)
-    assert [b.margin for b in BASELINES] == [margin_of(config) for config in configs]
+    assert [case.mode for case in again] == [case.mode for case in cases]
+    assert [b.margin for b in BASELINES] == [margin_of(case) for case in cases]
 
 
 def test_every_system_that_drafts_has_a_case() -> None:
     """In the committed file and in that of any model, of which a quick gate runs one each."""
-    cases = [case for case in standard_cases(Subject()) if isinstance(case, ServedCase)]
-    served = [baseline for baseline in EVERY if not isinstance(baseline, RunRecord)]
-    assert [describe(baseline) for baseline in served] == list(map(name_of, cases))
-    modes = {"inflight+draft", "ring+draft", "pipeline+draft", "pipeinfer"}
+    cases = [case for case in standard_cases(Subject()) if not case.shares_prefill]
+    served = [baseline for baseline in EVERY if not baseline.shares_prefill]
+    assert [describe(baseline) for baseline in served] == [case.name for case in cases]
+    modes = {"inflight+draft", "ring+draft", "sync", "async"}
     assert {case.mode for case in cases} == modes
     assert {f"mode {mode}" for mode in modes} <= set(map(kind_of, quick(EVERY)))
     for baseline, case in zip(served, cases, strict=True):
-        again = case_of(baseline)
-        assert isinstance(again, ServedCase)
-        assert options_of([again]) == options_of([case])
+        again = Case.of_record(baseline)
+        assert again.load == case.load and again.draft == case.draft
+        assert again.options([again.mode]) == case.options([case.mode])
         assert again.config.kv.resolve() == case.config.kv.resolve()
         assert again.config.decoding == case.config.decoding
         assert again.config.workload == case.config.workload
-        assert num_ranks(again) == num_ranks(case) == (1 if "inflight" in case.mode else 2)
+        assert again.num_ranks == case.num_ranks == (1 if "inflight" in case.mode else 2)
     alone = standard_cases(Subject(draft="none", nproc=1))
-    lookups = [case for case in alone if isinstance(case, ServedCase)]
+    lookups = [case for case in alone if not case.shares_prefill]
     assert {case.draft for case in lookups} == {"self", "ngram"}
-    assert {num_ranks(case) for case in lookups} == {1}
+    assert {case.num_ranks for case in lookups} == {1}
     for case in (*cases, *lookups):
         check_case(case, num_cores=2)
     with pytest.raises(
         ValueError, match=r"--modes ring.draft .* 2 requests; a gate needs at least"
     ):
-        check_case(replace(cases[2], num_requests=2), num_cores=2)
+        check_case(replace(cases[2], load=Load(2)), num_cores=2)
 
 
 def test_a_case_has_the_name_that_runs_it() -> None:
     """The flags of `magicdec run`, without settings that have their default."""
-    for baseline, config in zip(BASELINES, standard_runs(), strict=True):
+    for baseline, case in zip(BASELINES, standard_runs(), strict=True):
+        config = case.config
         ran = RUN.read(describe(baseline).split())
         is_lookup = config.decoding.drafter == "ngram"  # which reads no cache
         assert is_lookup or ran.kv.resolve() == config.kv.resolve()
@@ -103,7 +100,7 @@ def test_a_case_has_the_name_that_runs_it() -> None:
         for name in ("strategy", "drafter", "pa", "draft_weights", "gamma"):
             assert getattr(ran.decoding, name) == getattr(config.decoding, name)
         assert ran.sampling == config.sampling
-        assert describe(baseline) == name_of(config)
+        assert describe(baseline) == case.name
     other = with_fields(BASELINES[0], config__kv__num_sink_tokens=4)
     assert describe(other).endswith("--budget 33 --num_sink_tokens 4 --gamma 2")
 
@@ -121,15 +118,15 @@ def test_the_standard_cases_cover_every_other_way_to_draft() -> None:
     kinds = [kind for baseline in BASELINES for kind in kind_of(baseline).split()]
     assert set(ways) <= set(kinds)
     lone = standard_runs(Subject(draft="none"))
-    assert all(c.decoding.model_drafter != "model" for c in lone)
-    given = [c for c in standard_runs() if c.decoding.gamma == "auto"]
-    assert given and all(c.decoding.step_cost is not None for c in given), "no time is measured"
+    assert all(c.config.decoding.model_drafter != "model" for c in lone)
+    given = [c.config.decoding for c in standard_runs() if c.config.decoding.gamma == "auto"]
+    assert given and all(d.step_cost is not None for d in given), "no time is measured"
 
 
 def test_a_given_cost_leaves_a_case_as_a_record_and_comes_back() -> None:
     name = "--draft self --kv_policy streaming_llm --budget 257 --gamma auto"
     baseline = next(b for b in BASELINES if describe(b) == name)
-    config = case_of(baseline)
+    config = Case.of_record(baseline).config
     assert config.decoding.step_cost == STEP_COST
     assert first_difference(baseline, with_fields(baseline)) is None
     other = with_fields(baseline, config__decoding__step_cost=[0.5, 0.1])
@@ -137,28 +134,28 @@ def test_a_given_cost_leaves_a_case_as_a_record_and_comes_back() -> None:
 
 
 def test_budgets_that_hold_the_prompt_and_an_absent_draft_make_no_case() -> None:
-    configs = standard_runs(Subject(prefix_len=200, draft="none"))
+    configs = [c.config for c in standard_runs(Subject(prefix_len=200, draft="none"))]
     assert {c.kv.budget for c in configs if c.kv.policy != "full"} == {33, 65, 129}
     assert all(c.draft is None and c.decoding.drafter != "model" for c in configs)
 
 
 def test_only_a_target_that_drafts_for_itself_in_float32_has_no_margin() -> None:
     for dtype, expected in (("float32", {0.0, None}), ("bfloat16", {None})):
-        configs = standard_cases(Subject(dtype=dtype))
-        assert {margin_of(config) for config in configs} == expected
+        cases = standard_cases(Subject(dtype=dtype))
+        assert {margin_of(case) for case in cases} == expected
 
 
 def test_what_auto_chose_is_left_to_auto_again() -> None:
     """So that a baseline can be run again where its kernels do not exist."""
     record = BASELINES[0]
     assert record.config["attention"]["backend_reason"].startswith("auto")
-    config = case_of(record)
+    config = Case.of_record(record).config
     assert config.attention.backend == AttentionSection().backend
     assert config.model.elementwise == ModelSection().elementwise
     assert config.model.dtype == "float32" and config.parallel.threads is None
     asked = json.loads(record.to_json())["config"]["attention"] | {"backend_reason": "asked for"}
     chosen = replace(record, config=record.config | {"attention": asked})
-    assert case_of(chosen).attention.backend == record.config["attention"]["backend"]
+    assert Case.of_record(chosen).config.attention.backend == record.config["attention"]["backend"]
 
 
 ON_RANKS = [b for b in BASELINES if b.environment.world_size > 1]
@@ -170,13 +167,14 @@ def test_a_case_of_several_ranks_is_run_on_as_many() -> None:
     assert {b.config["kv"]["policy"] for b in ON_RANKS[:-1]} == policies
     assert describe(ON_RANKS[-1]) == apart
     for baseline in ON_RANKS:
-        config = case_of(baseline)
+        case = Case.of_record(baseline)
+        parallel = case.config.parallel
         w = baseline.config["workload"]
-        assert num_ranks(config) == 2 and config.parallel.rank_group == (0, 1)
-        assert config.parallel.collectives == "auto" and config.parallel.threads is None
+        assert case.num_ranks == 2 and parallel.rank_group == (0, 1)
+        assert parallel.collectives == "auto" and parallel.threads is None
         assert w["batch_size"] * w["num_batches"] == LEAST_PROMPTS
-        assert name_of(config) == describe(baseline)
-    draft = case_of(ON_RANKS[-1]).draft
+        assert case.name == describe(baseline)
+    draft = Case.of_record(ON_RANKS[-1]).config.draft
     assert draft is not None and draft.rank_group == (1,)
     assert all("--nproc" not in describe(b) for b in BASELINES if b not in ON_RANKS)
     turned = with_fields(ON_RANKS[-1], config__parallel__rank_group=[1, 0])
@@ -185,11 +183,11 @@ def test_a_case_of_several_ranks_is_run_on_as_many() -> None:
 
 def test_the_user_chooses_the_ranks_of_the_new_cases() -> None:
     counts = [
-        [num_ranks(config) for config in standard_runs(Subject(nproc=nproc, batch_size=3))]
+        [case.num_ranks for case in standard_runs(Subject(nproc=nproc, batch_size=3))]
         for nproc in (1, 3)
     ]
     assert set(counts[0]) == {1} and counts[1] == counts[0] + [3] * len(ON_RANKS)
-    last = standard_runs(Subject(nproc=3, batch_size=3))[-1]
+    last = standard_runs(Subject(nproc=3, batch_size=3))[-1].config
     assert last.draft is not None and last.draft.rank_group == (2,)
     assert last.workload.num_prompts == 6, "whole batches, of four prompts at least"
     assert last.parallel.device == "cpu"
@@ -240,10 +238,10 @@ def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command)
 def test_every_case_has_one_process_and_few_with_other_prompts_stay_together(
     num_processes: int,
 ) -> None:
-    cases = [(n, case_of(b)) for n, b in enumerate(BASELINES) if b not in ON_RANKS]
+    cases = [(n, Case.of_record(b)) for n, b in enumerate(BASELINES) if b not in ON_RANKS]
     shares = shares_of(cases, num_processes)
     assert sorted(number for share in shares for number, _ in share) == [*range(len(cases))]
     assert len(shares) == min(num_processes, len(cases)) and all(shares)
     if num_processes == 2:
-        sampled = [{config.sampling.temperature for _, config in share} for share in shares]
+        sampled = [{case.config.sampling.temperature for _, case in share} for share in shares]
         assert sorted(map(len, sampled)) == [1, 2], "one process prefills for sampled cases"

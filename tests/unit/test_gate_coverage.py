@@ -22,7 +22,7 @@ from conftest import ROOT, Command
 from synthetic_records import drawn, logged, with_fields
 
 from magicdec.bench.gate import files, measuring
-from magicdec.bench.gate.cases import case_of, quick
+from magicdec.bench.gate.cases import Case, quick
 from magicdec.bench.gate.measuring import APART, NO_RESULT, Finished, Result, run_cases
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
@@ -30,7 +30,7 @@ from magicdec.config.sections import WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import is_alive
 from magicdec.records.comparison.conditions import describe, method_of
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 
 BUDGETS = (33, 65, 129)
 CASES = [
@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Gate:
-    def run(baselines: Sequence[RunRecord], change: Change | None, *flags: str) -> EndedGate:
+    def run(baselines: Sequence[PassRecord], change: Change | None, *flags: str) -> EndedGate:
         """With `change`, the result of each case is its baseline, and no process starts."""
         path, junit, summary = (tmp_path / name for name in ("old.jsonl", "gate.xml", "gate.md"))
         path.write_text("".join(record.to_json() + "\n" for record in baselines))
@@ -85,14 +85,15 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> G
     return run
 
 
-def answering(baselines: Sequence[RunRecord], change: Change) -> Callable[..., list[Result]]:
+def answering(baselines: Sequence[PassRecord], change: Change) -> Callable[..., list[Result]]:
     """In place of `measure`."""
-    answers = [(case_of(baseline), baseline) for baseline in baselines]
+    answers = [(Case.of_record(baseline), baseline) for baseline in baselines]
 
-    def measure(configs: Sequence[RunConfig], num_processes: int, finished: Any) -> list[Result]:
+    def measure(cases: Sequence[Case], num_processes: int, finished: Any) -> list[Result]:
         results: list[Result] = []
-        for config in configs:
-            plain = replace(config, parallel=replace(config.parallel, threads=None))
+        for case in cases:
+            parallel = replace(case.config.parallel, threads=None)
+            plain = replace(case, config=replace(case.config, parallel=parallel))
             results.append(next(b for c, b in answers if c == plain))
         change(results)
         for number, result in enumerate(results):
@@ -175,8 +176,8 @@ def test_an_interrupted_gate_goes_on_with_the_cases_that_are_left(
     path.write_text("".join(record.to_json() + "\n" for record in CASES))
     asked: list[int] = []
 
-    def interrupted(configs: Sequence[RunConfig], num_processes: int, finished: Any) -> Any:
-        asked.append(len(configs))
+    def interrupted(cases: Sequence[Case], num_processes: int, finished: Any) -> Any:
+        asked.append(len(cases))
         finished(Finished(0, CASES[0], 0.25))
         finished(Finished(1, "no memory", 0.5))
         finished(Finished(2, CASES[2], 0.5))
@@ -191,8 +192,8 @@ def test_an_interrupted_gate_goes_on_with_the_cases_that_are_left(
     ended = command("gate", "--baseline", path, "--quick")
     assert ended.code == 130 and asked == [7, 3], "other cases begin anew"
 
-    def rest(configs: Sequence[RunConfig], num_processes: int, finished: Any) -> list[Result]:
-        asked.append(len(configs))
+    def rest(cases: Sequence[Case], num_processes: int, finished: Any) -> list[Result]:
+        asked.append(len(cases))
         return [*CASES[1:]]
 
     monkeypatch.setattr(gate_command, "measure", rest)
@@ -203,7 +204,8 @@ def test_an_interrupted_gate_goes_on_with_the_cases_that_are_left(
 
 
 def test_the_share_of_the_work_that_is_done_counts_a_prefill_once() -> None:
-    few, many = (replace(case_of(CASES[0]), workload=w) for w in workloads())
+    config = Case.of_record(CASES[0]).config
+    few, many = (Case(replace(config, workload=w)) for w in workloads())
     share = [(0, many), (1, many), (2, few)]
     # 8 prompts of 100 tokens each, which decode 10 tokens of 5 prefilled ones each
     assert dict(measuring.costs_of(share)) == {0: 800 + 400, 1: 400, 2: 400 + 200}
@@ -222,11 +224,11 @@ def test_each_kind_of_cpu_has_a_file_beside_the_first(
     others."""
     path = tmp_path / "old.jsonl"
 
-    def of_kind(name: str) -> list[RunRecord]:
+    def of_kind(name: str) -> list[PassRecord]:
         found = {"environment__instructions": [name], "environment__kernels": {"packed": "aa"}}
         return [with_fields(logged(case), **found, seal="") for case in CASES]
 
-    def here(name: str, records: Sequence[RunRecord]) -> None:
+    def here(name: str, records: Sequence[PassRecord]) -> None:
         monkeypatch.setattr(files, "used_instructions", lambda: [name])
         monkeypatch.setattr(gate_command, "measure", answering(records, lambda found: None))
 
@@ -238,8 +240,9 @@ def test_each_kind_of_cpu_has_a_file_beside_the_first(
     ended = command("gate", "--baseline", path)
     assert "7 same" in ended.out and ended.out.count("every step as before [exact]") == 7
     changed = of_kind("AVX512BF16")
-    samples = changed[1].samples["speculative"]
-    samples.draft_hashes[0][0][0] = "ffffffff"
+    hashes = changed[1].requests[0].draft_hashes
+    assert hashes is not None
+    hashes[0] = "ffffffff"
     here("AVX512BF16", changed)
     ended = command("gate", "save", "--baseline", path)
     assert f"{path}: statistics compare what has changed" in ended.out
@@ -258,7 +261,7 @@ def test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error(
         raise MemoryError("no memory")
 
     monkeypatch.setattr("magicdec.setup.prepare.prepare", no_memory)
-    arrivals = list(run_cases(list(enumerate(map(case_of, CASES)))))
+    arrivals = list(run_cases(list(enumerate(map(Case.of_record, CASES)))))
     assert arrivals == [(n, "MemoryError: no memory") for n in range(len(CASES))]
 
 
@@ -267,10 +270,10 @@ def test_ranks_stop_after_a_case_that_failed_on_any_of_them(
 ) -> None:
     """Their states may differ. Other ranks tell of failures alone, and of no refusal, which is that
     of the first as well."""
-    absent, *cases = [case_of(case) for case in CASES[:4]]
+    absent, *cases = [Case.of_record(case) for case in CASES[:4]]
 
     def prepare(config: RunConfig, launch: Launch, cache: object) -> object:
-        if config == absent:
+        if config == absent.config:
             raise ValueError("absent")
         return SimpleNamespace(config=config)
 
@@ -332,6 +335,7 @@ from pathlib import Path
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.bench.gate import measuring
+from magicdec.bench.gate.cases import Case
 
 def run_cases(cases, launch):
     Path(sys.argv[1], str(current_process().pid)).touch()
@@ -341,7 +345,7 @@ def run_cases(cases, launch):
 
 if __name__ == "__main__":
     config = RunConfig(parallel=ParallelSection(nproc=int(sys.argv[2])))
-    for n, result in enumerate(measuring.measure([config] * 5, 2, lambda result: None)):
+    for n, result in enumerate(measuring.measure([Case(config)] * 5, 2, lambda result: None)):
         print(n, result)
 else:
     measuring.run_cases = run_cases

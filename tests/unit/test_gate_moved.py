@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, Command
 from synthetic_records import drawn
 
+from magicdec.bench.gate.cases import Case
 from magicdec.bench.gate.measuring import Result
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
@@ -25,7 +26,7 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.distributed.groups import Launch
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 from magicdec.setup.prepare import prepare
 
 DEMO = ROOT / "magicdec" / "demo"
@@ -42,7 +43,7 @@ def config_at(place: Path, num_batches: int = 1) -> RunConfig:
     )
 
 
-def record_at(place: Path) -> RunRecord:
+def record_at(place: Path) -> PassRecord:
     """What a run of the case there leaves behind."""
     prepared = prepare(config_at(place), Launch())
     record = drawn()
@@ -84,8 +85,9 @@ def gate(
         (here / model).rename(here / name)
     shutil.rmtree(there)
 
-    def measure(configs: Sequence[RunConfig], num_processes: int, finished: Any) -> list[Result]:
-        (config,) = configs
+    def measure(cases: Sequence[Case], num_processes: int, finished: Any) -> list[Result]:
+        (case,) = cases
+        config = case.config
         assert config.model.model == str(here / "large")
         assert config.draft is not None and config.draft.model == str(here / "small")
         assert config.workload.dataset == str(here / "text.txt")

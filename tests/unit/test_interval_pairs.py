@@ -15,30 +15,37 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from conftest import ROOT
+from recomputed_metrics import AlikeSteps, RequestDrafts, total
 from scipy import stats
-from synthetic_passes import KINDS, served
-from synthetic_records import GAMMA, NUM_TOKENS, chances_of, drawn
-from synthetic_samples import baseline_pass, draw_pass, prefill_of, scaled
-from test_metrics import timed
+from synthetic_records import (
+    GAMMA,
+    KINDS,
+    NUM_TOKENS,
+    Batch,
+    baseline_pass,
+    chances_of,
+    command_of,
+    draw_pass,
+    scaled,
+    served,
+)
+from test_metrics import break_even_gen_len, timed
 
 from magicdec.bench.report.frame import flat_rows, metric_row
 from magicdec.bench.report.listing import LABELS, list_records
 from magicdec.bench.report.tables import metric_cell
-from magicdec.bench.serving.recomputing import AlikeSteps, RequestDrafts, total
 from magicdec.names import RECORDS, load_named
 from magicdec.output.tables import text_of
-from magicdec.records.acceptance import Verifications
 from magicdec.records.fields import RecordPart, described_fields
 from magicdec.records.intervals import ratio_interval
 from magicdec.records.metric_tables import cell
-from magicdec.records.metrics import break_even_gen_len, run_metrics
-from magicdec.records.performance import SUFFIX, Metrics
+from magicdec.records.metrics import SUFFIX, PassMetrics
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.record import Record, RunRecord
-from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.record import Record
 
 COMMITTED = (
-    "results/baselines/acceptance.jsonl",
+    "magicdec/bench/gate/baselines/acceptance.jsonl",
     "results/cpu/records.jsonl.gz",
     "results/contexts/records.jsonl.gz",
 )
@@ -75,7 +82,7 @@ def pairs_of(kind: type) -> list[str]:
 
 def test_every_interval_is_described_as_that_of_the_value_of_its_name() -> None:
     classes = [kind for kind in record_classes() if pairs_of(kind)]
-    assert {"Metrics", "ServingMetrics", "GroupAcceptance", "ContextAcceptance"} <= {
+    assert {"PassMetrics", "GroupAcceptance", "ContextAcceptance"} <= {
         kind.__name__ for kind in classes
     }
     for kind in record_classes():
@@ -95,24 +102,37 @@ def test_every_interval_is_described_as_that_of_the_value_of_its_name() -> None:
 
 
 @cache
-def passes() -> tuple[dict[str, PassSamples], PrefillSamples]:
-    """Batches whose times scatter, each by its own factor: of steps, of all else, of the baseline
-    and of prefill. What takes time before the first step halves the net speedup."""
+def batches() -> tuple[list[Batch], list[Batch]]:
+    """Those with drafts and those without, whose times scatter, each by its own factor: of steps,
+    of all else, of the baseline and of prefill. What takes time before the first step halves the
+    net speedup."""
     rng = np.random.default_rng(3)
     ours = draw_pass(rng, chances_of(0.7, 2 * NUM_BATCHES), GAMMA, NUM_TOKENS, NUM_BATCHES)
     base = baseline_pass(ours)
     ours = scaled(ours, 1 + rng.uniform(0, 0.1, NUM_BATCHES))
     base = scaled(base, 1 + rng.uniform(0, 0.1, NUM_BATCHES))
-    for batch in range(NUM_BATCHES):
-        ours.begin_ms[batch] = sum(ours.step_ms[batch]) * rng.uniform(0.5, 0.7)
-        ours.sequence_ms[batch] = [sum(ours.step_ms[batch])] * 2
-    prefill = prefill_of(ours)
-    times = [ms * rng.uniform(1, 1.1) for ms in prefill.prefill_ms]
-    return {"autoregressive": base, "speculative": ours}, replace(prefill, prefill_ms=times)
+    begins = [sum(batch.step_ms) * rng.uniform(0.5, 0.7) for batch in ours]
+    prefills = [len(batch.rows) * rng.uniform(1, 1.1) for batch in ours]
+    ours = [replace(b, begin_ms=ms) for b, ms in zip(ours, begins, strict=True)]
+    shared = [
+        [replace(b, prefill_ms=ms) for b, ms in zip(each, prefills, strict=True)]
+        for each in (ours, base)
+    ]
+    return shared[0], shared[1]
 
 
-def measured() -> Metrics:
-    return run_metrics(*passes(), 1e9, is_random=False)["speculative"]
+@cache
+def passes() -> tuple[PassRecord, PassRecord]:
+    """The pass without drafts and that with drafts."""
+    ours, base = batches()
+    plain, drafting = command_of(ours, baseline=base)
+    return plain, drafting
+
+
+def measured() -> PassMetrics:
+    metrics = passes()[1].metrics
+    assert metrics is not None
+    return metrics
 
 
 def t_quantile(freedom: int) -> float:
@@ -142,14 +162,13 @@ def of_speed(tokens: list[int], times_ms: list[float]) -> tuple[float, list[floa
 def test_intervals_of_a_run_are_those_of_their_own_values() -> None:
     """Each by the definition, from the samples that its value is of."""
     found = measured()
-    by_pass, prefill = passes()
-    alone = run_metrics(by_pass, prefill, 1e9, is_random=False)["autoregressive"]
+    plain, record = passes()
+    assert plain.metrics is not None
+    alone = plain.metrics
     assert alone.speedup is alone.net_speedup_interval is None, "it is compared with nothing"
-    ours = by_pass["speculative"]
-    tokens = [sum(of_batch) for of_batch in ours.sequence_tokens]
-    ratios = {name: getattr(found, f"{name}_per_batch") for name in ("speedup", "net_speedup")}
-    decode = of_speed(tokens, [sum(steps) for steps in ours.step_ms])
-    read = of_speed(prefill.num_tokens, prefill.prefill_ms)
+    ours, _ = batches()
+    later = [sum(batch.tokens) for batch in ours]
+    ratios = {name: getattr(found, f"{name}_per_group") for name in RATIOS}
     drafts = [
         RequestDrafts(
             sum(each.drafted for each in steps),
@@ -159,26 +178,34 @@ def test_intervals_of_a_run_are_those_of_their_own_values() -> None:
             [AlikeSteps(each.drafted, each.accepted, 1) for each in steps],
             GAMMA,
         )
-        for steps in Verifications.of(ours).by_request.values()
+        for steps in record.verifications().by_request.values()
     ]
+    durations = [
+        max(request.finished_ms for request in requests)
+        for _, requests in record.groups_of_requests
+    ]
+    every = [tokens + len(batch.rows) for tokens, batch in zip(later, ours, strict=True)]
+    prompts = [batch.prompt_len * len(batch.rows) for batch in ours]
     expected = {
-        "decode_tokens_per_s": decode,
-        "prefill_tokens_per_s": read,
+        "decode_tokens_per_s": of_speed(later, [sum(batch.step_ms) for batch in ours]),
+        "prefill_tokens_per_s": of_speed(prompts, [batch.prefill_ms or 0.0 for batch in ours]),
+        "output_throughput": of_speed(every, durations),
         **{name: (statistics.median(each), of_ratios(each)) for name, each in ratios.items()},
     }
     of_drafts = total(drafts)
     expected |= {name: (of_drafts[name], of_drafts[f"{name}{SUFFIX}"]) for name in OF_DRAFTS}
-    assert set(pairs_of(Metrics)) == expected.keys()
+    assert set(pairs_of(PassMetrics)) == expected.keys()
     for name, (value, ends) in expected.items():
         assert getattr(found, name) == pytest.approx(value), name
         both = getattr(found, f"{name}{SUFFIX}")
         assert list(flat(both)) == pytest.approx(list(flat(ends))), name
 
 
+RATIOS = ("throughput_ratio", "speedup", "total_speedup", "net_speedup")
 OF_DRAFTS = (
     "draft_acceptance_rate",
     "mean_acceptance_length",
-    "mean_emitted_tokens",
+    "tokens_per_verification",
     "acceptance_per_position",
 )
 
@@ -227,7 +254,7 @@ def check_pairs(row: dict[str, Any], kind: type) -> int:
 def records() -> Iterator[Record]:
     for path in COMMITTED:
         yield from read_records(ROOT / path, Record)
-    yield replace(drawn(), metrics=measured())
+    yield from passes()
     yield from map(served, KINDS)
 
 
@@ -237,8 +264,6 @@ def test_every_exported_value_lies_in_its_interval() -> None:
         of_record: Any = record
         for row in flat_rows(number, "file", record):
             metrics = of_record.metrics
-            if isinstance(record, RunRecord) and row["pass"] == "autoregressive":
-                metrics = of_record.baseline_metrics or metrics
             if metrics is None:
                 continue
             count += check_pairs(row, type(metrics))
@@ -259,9 +284,9 @@ def test_every_exported_value_lies_in_its_interval() -> None:
 def test_a_cell_shows_the_interval_of_its_own_value() -> None:
     """Of a run whose intervals are narrow, in the table of a run and in reports."""
     metrics = measured()
-    row = metric_row(metrics, Metrics)
-    described = {name: about for name, _, about in described_fields(Metrics)}
-    for name in pairs_of(Metrics):
+    row = metric_row(metrics, PassMetrics)
+    described = {name: about for name, _, about in described_fields(PassMetrics)}
+    for name in pairs_of(PassMetrics):
         about = described[name]
         if name == "acceptance_per_position":
             continue  # which has no two columns
@@ -274,9 +299,9 @@ def test_a_cell_shows_the_interval_of_its_own_value() -> None:
 
 def test_a_listing_has_the_interval_of_each_of_its_metrics() -> None:
     """CSV has the ends as numbers, and Markdown both in a column of their own behind the value."""
-    record = replace(drawn(), metrics=measured())
+    record = passes()[1]
     metrics = record.metrics
-    names = [name for name in pairs_of(Metrics) if name != "acceptance_per_position"]
+    names = [name for name in pairs_of(PassMetrics) if name != "acceptance_per_position"]
     listing = list_records([record, record], names)
     for row in csv.DictReader(listing.table("csv").csv().splitlines()):
         for name in names:
@@ -289,7 +314,7 @@ def test_a_listing_has_the_interval_of_each_of_its_metrics() -> None:
         if line.startswith("|")
     ]
     assert len(heading) == 2 * len(names) and len(rows) == 2
-    described = {name: about for name, _, about in described_fields(Metrics)}
+    described = {name: about for name, _, about in described_fields(PassMetrics)}
     for place, name in enumerate(names):
         label = f"{LABELS[name]}, 95 % interval"
         assert heading[2 * place : 2 * place + 2] == [LABELS[name], label]

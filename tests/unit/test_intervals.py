@@ -5,24 +5,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
-from identities import acceptance, check_samples
-from synthetic_samples import (
+from identities import acceptance, check_group
+from synthetic_records import (
+    Batch,
     baseline_pass,
     draw_chances,
     draw_pass,
-    pass_samples,
-    prefill_of,
+    even_batch,
+    parts_of,
     scaled,
 )
 
-from magicdec.records.acceptance import acceptance_of, count_by_prompt, estimates_of
+from magicdec.records.acceptance import PromptCounts, acceptance_metrics, counts_of, estimates_of
+from magicdec.records.computing import Beside, pass_metrics
 from magicdec.records.intervals import interval, ratio_interval
-from magicdec.records.metrics import run_metrics
-from magicdec.records.samples import PassSamples
+from magicdec.records.pass_record import verifications_of
 
 NUM_TRIALS = 1000
 MOST_WITHOUT = 5  # of these trials may have no interval
@@ -32,16 +36,26 @@ FAIR = (0.55, 0.12, 4, 63)
 GOOD = (0.8, 0.1, 2, 63)
 
 
+def counts_by_prompt(batches: Sequence[Batch]) -> PromptCounts:
+    requests = parts_of(batches).requests
+    return counts_of(verifications_of(requests), len(requests))
+
+
+def acceptance_of(batches: Sequence[Batch]) -> dict[str, Any]:
+    requests = parts_of(batches).requests
+    return acceptance_metrics(verifications_of(requests), len(requests))
+
+
 @cache
 def population(mean: float, spread: float, gamma: int, num_tokens: int) -> dict[str, list[float]]:
     """The true values, over so many prompts that their own error does not count."""
     rng = np.random.default_rng(0)
     chances = draw_chances(rng, 20_000, mean, spread)
-    found = estimates_of(count_by_prompt(draw_pass(rng, chances, gamma, num_tokens)))
+    found = estimates_of(counts_by_prompt(draw_pass(rng, chances, gamma, num_tokens)))
     return {
         "draft_acceptance_rate": [found.rate[0]],
         "mean_acceptance_length": [found.length[0]],
-        "mean_emitted_tokens": [found.emitted[0]],
+        "tokens_per_verification": [found.emitted[0]],
         "acceptance_per_position": list(found.per_position[0]),
     }
 
@@ -89,15 +103,14 @@ def test_the_intervals_of_speeds_cover_the_truth(num_batches: int) -> None:
     covered: Counter[str] = Counter()
     chances = np.full(num_batches, 0.5)
     draft = draw_pass(rng, chances, 4, 63, num_batches)
-    plain = baseline_pass(draft)
-    num_steps = [len(steps) for steps in draft.step_ms]
+    plain = [in_63_ms(batch) for batch in baseline_pass(draft)]
+    draft = [in_63_ms(batch) for batch in draft]
     for _ in range(NUM_TRIALS):
         machine, of_pass = rng.normal(0, 0.05, (2, num_batches))
         # The steps of each batch have the same time, so that only the noise is left.
-        ours = scaled(draft_of(draft, num_steps), np.exp(machine + of_pass))
-        base = scaled(draft_of(plain, [63] * num_batches), np.exp(machine))
-        passes = {"autoregressive": base, "speculative": ours}
-        found = run_metrics(passes, prefill_of(ours), 1e9, is_random=False)["speculative"]
+        ours = parts_of(scaled(draft, np.exp(machine + of_pass)))
+        base = parts_of(scaled(plain, np.exp(machine)))
+        found = pass_metrics(ours, Beside(is_drafting=True, reference=base))
         truth = {"speedup": 1.0, "net_speedup": 1.0, "decode_tokens_per_s": 63 / 0.063}
         for name, value in truth.items():
             low, high = getattr(found, f"{name}_interval")
@@ -105,27 +118,20 @@ def test_the_intervals_of_speeds_cover_the_truth(num_batches: int) -> None:
     assert all(0.93 <= count / NUM_TRIALS <= 0.97 for count in covered.values()), covered
 
 
-def draft_of(samples: PassSamples, num_steps: list[int]) -> PassSamples:
-    """A copy whose batches take 63 ms each."""
-    return pass_samples(
-        begin_ms=list(samples.begin_ms),
-        step_ms=[[63.0 / n] * n for n in num_steps],
-        padded_gamma=samples.padded_gamma,
-        num_accepted=samples.num_accepted,
-        num_emitted=samples.num_emitted,
-        sequence_tokens=samples.sequence_tokens,
-        sequence_ms=[[63.0] for _ in num_steps],
-    )
+def in_63_ms(batch: Batch) -> Batch:
+    """The batch with steps that take 63 ms together."""
+    count = len(batch.step_ms)
+    return replace(batch, step_ms=[63.0 / count] * count)
 
 
-def test_the_counts_of_prompts_are_those_of_the_samples() -> None:
-    """Rows that have ended are left out of the samples, so that rows must be told apart."""
+def test_the_counts_of_prompts_are_those_of_their_requests() -> None:
     rng = np.random.default_rng(1)
     samples = draw_pass(rng, draw_chances(rng, 6, 0.6, 0.2), 4, 30, num_batches=2)
-    check_samples("drawn", samples)
-    counts = count_by_prompt(samples)
+    parts = parts_of(samples)
+    check_group("drawn", parts.groups[0], parts.requests[:3])
+    counts = counts_by_prompt(samples)
     assert counts.emitted.tolist() == [30] * 6, "each prompt emits its own tokens"
-    rate, length, per_position = acceptance(samples)
+    rate, length, per_position = acceptance(parts.requests)
     found = estimates_of(counts)
     assert math.isclose(found.rate[0], rate)
     assert math.isclose(found.length[0], length)
@@ -135,13 +141,8 @@ def test_the_counts_of_prompts_are_those_of_the_samples() -> None:
 
 def test_steps_that_draft_other_numbers_of_tokens_are_counted_by_position() -> None:
     """The first row ends in the step without drafts."""
-    samples = pass_samples(
-        padded_gamma=[[2, 0, 1]],
-        num_accepted=[[[2, 0], [], [1]]],
-        num_emitted=[[[3, 1], [1, 1], [1]]],
-        sequence_tokens=[[4, 3]],
-    )
-    counts = count_by_prompt(samples)
+    rows = [[(2, 2, 3), (0, 0, 1)], [(2, 0, 1), (0, 0, 1), (1, 1, 1)]]
+    counts = counts_by_prompt([even_batch(rows)])
     assert counts.judged.tolist() == [[1, 1], [2, 0]]
     assert counts.accepted.tolist() == [[1, 1], [1, 0]]
     assert counts.verifications.tolist() == [1, 2] and counts.drafted.tolist() == [2, 3]

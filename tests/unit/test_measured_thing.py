@@ -15,8 +15,8 @@ from magicdec.config.sections import KVSection
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare
 from magicdec.records.comparison.conditions import measured_thing
+from magicdec.records.describe import method
 from magicdec.records.reading import Unreadable
-from magicdec.records.table import method
 from magicdec.speculation.policies.policy import make_policy
 
 

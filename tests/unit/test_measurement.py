@@ -37,7 +37,7 @@ from magicdec.config.sections import (
 from magicdec.distributed.groups import Group, Launch
 from magicdec.hardware import timing
 from magicdec.hardware.timing import PhaseTimer
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, StepOutput
 from magicdec.setup.prepare import prepare
@@ -178,7 +178,7 @@ def make_config(model: Path, text: Path, results: Path) -> RunConfig:
 @dataclass(frozen=True)
 class ClockedRun:
     script: Script
-    record: RunRecord
+    record: PassRecord
     weight_bytes: int
 
 
@@ -297,9 +297,9 @@ def test_the_speedup_is_the_median_of_batches(measured: ClockedRun) -> None:
     metrics = measured.record.metrics
     baseline = measured.record.baseline_metrics
     assert metrics is not None and baseline is not None
-    assert metrics.speedup_per_batch == [pytest.approx(x) for x in (2.0, 1.5, 3.0)]
+    assert metrics.speedup_per_group == [pytest.approx(x) for x in (2.0, 1.5, 3.0)]
     assert metrics.speedup == pytest.approx(2.0)
-    assert baseline.speedup is baseline.speedup_per_batch is None
+    assert baseline.speedup is baseline.speedup_per_group is None
 
 
 def test_the_net_speedup_begins_at_the_end_of_prefill(measured: ClockedRun) -> None:
@@ -313,7 +313,7 @@ def test_the_net_speedup_begins_at_the_end_of_prefill(measured: ClockedRun) -> N
     net = [
         (50 + 6 * 1e3 * step) / (ms + 66) for step, ms in zip(BASELINE_STEP_S, begin, strict=True)
     ]
-    assert metrics.net_speedup_per_batch == [pytest.approx(x) for x in net]
+    assert metrics.net_speedup_per_group == [pytest.approx(x) for x in net]
     assert metrics.net_speedup == pytest.approx(sorted(net)[1])
     assert metrics.begin_ms == baseline.begin_ms == pytest.approx(50 * sum(SLOWNESS) / 3)
     assert metrics.break_even_gen_len == 2, "the median of 4, 2 and 2"

@@ -59,7 +59,7 @@ from magicdec.model.linear.packed import Linear, PackedLinear, exchange
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
 from magicdec.names import LOW_BIT
-from magicdec.records.reading import load_records
+from magicdec.records.reading import load_passes
 from magicdec.runner.request import Batch
 from magicdec.setup import loading, prepare
 from magicdec.setup.memory_check import check_memory, free_host_memory, largest, needed
@@ -577,7 +577,7 @@ def test_a_model_takes_what_was_planned(tmp_path: Path) -> None:
     ]
     command = [sys.executable, "-m", "magicdec", "run", "--model", "random:gpt2", "--out", str(out)]
     subprocess.run([*command, *few], check=True, capture_output=True, timeout=HANG)
-    (record,) = load_records(out)
+    (record,) = load_passes(out)
     memory = record.memory
     assert memory is not None and memory.peak_bytes is not None
     assert memory.process_bytes is not None

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 from conftest import Command
+from magicdec.bench.serving.metrics import serving_metrics
 from test_compare import make
 from test_pipeline_command import finished, observed
 
-from magicdec.bench.serving.metrics import serving_metrics
-from magicdec.bench.serving.record import ServingRecord
-from magicdec.bench.serving.showing import verdict
+from magicdec.bench.showing import verdict
 from magicdec.cli import compare, plan, simulate
 from magicdec.cli.front import config_of
 from magicdec.cli.parsing.record_files import TABLES, commands_of
 from magicdec.engine.scheduler import StepCounts
 from magicdec.names import RECORDS, load_named
 from magicdec.output.tables import print_tables
-from magicdec.records.reading import load_records, read_records
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes, read_records
 from magicdec.records.record import SCHEMA_VERSION
 from magicdec.runner.request import Moves
 from magicdec.systems.pipeinfer.details import speculation_metrics
@@ -87,7 +87,7 @@ def test_the_table_is_that_of_the_command(
     tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "passes.jsonl", record("one"), record("two"))
-    (records,) = commands_of(read_records(path, ServingRecord, is_strict=True))
+    (records,) = commands_of(read_records(path, PassRecord, is_strict=True))
     print_tables(load_named(TABLES, "serving")(records))
     shown = capsys.readouterr().out
     assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
@@ -153,17 +153,17 @@ def test_each_command_has_a_table(tmp_path: Path, command: Command) -> None:
         measured(name, "second", layer_split="2,4") for name in ("pipeline+draft", "pipeinfer")
     ]
     path = write(tmp_path / "passes.jsonl", *passes)
-    commands = list(commands_of(read_records(path, ServingRecord, is_strict=True)))
-    assert [[r.name for r in records] for records in commands] == [
-        ["pipeline+draft", "pipeinfer"]
-    ] * 2 + [["pipeinfer"]]
+    commands = list(commands_of(read_records(path, PassRecord, is_strict=True)))
+    assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
+        ["async"]
+    ]
     assert len(re.findall(r"[^,] tokens/s of a request", command("table", path).out)) == 2
 
 
 def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
     path = write(tmp_path / "passes.jsonl", record("ring"))
     with pytest.raises(ValueError, match="it has other records only, 1 of kind serving; see"):
-        load_records(path)
+        load_passes(path)
 
 
 def test_a_file_may_have_records_of_several_kinds(
@@ -174,7 +174,7 @@ def test_a_file_may_have_records_of_several_kinds(
     path = write(tmp_path / "runs.jsonl", record("static"), make())
     command(simulate, "--gen_len", 8, "--modes", "pipeinfer", "--out", path)
     write(path, *map(json.loads, path.read_text().splitlines()), make())
-    assert len(load_records(path)) == 2
+    assert len(load_passes(path)) == 2
     others = "left out, 1 of kind serving and 1 of kind simulation"
     assert others in capsys.readouterr().err
     shown = command("table", path).out
@@ -188,8 +188,8 @@ def test_a_file_may_have_records_of_several_kinds(
 
 
 def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command) -> None:
-    old, new = measured("pipeinfer"), measured("pipeinfer", "later")
-    new["metrics"] |= {"makespan_s": 1.25 * old["metrics"]["makespan_s"]}
+    old, new = measured("async"), measured("async", "later")
+    new["metrics"] |= {"duration_s": 1.25 * old["metrics"]["duration_s"]}
     new["environment"] |= {"threads": 7}
     first = write(tmp_path / "old.jsonl", measured("pipeline+draft"), old)
     second = write(tmp_path / "new.jsonl", new, measured("pipeline+draft", lanes=2))
@@ -201,7 +201,7 @@ def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command
     rows = {
         cells[0]: cells[1:] for cells in map(cells_of, summary.read_text().splitlines()) if cells
     }
-    assert rows["makespan_s"][2] == "+25.0 %" and "output_throughput" not in rows
+    assert rows["duration_s"][2] == "+25.0 %" and "output_throughput" not in rows
     assert f"threads: old {old['environment']['threads']}, new 7" in shown and "cpu: " not in shown
     code, _, err = command(compare, second, first, "--margin", 0.1)
     assert code == 2 and "--margin does nothing here: it is for records of runs" in err

@@ -36,8 +36,8 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 from magicdec.setup.prepare import prepare
 from magicdec.systems.flover.declaration import FloverSettings
 from magicdec.systems.flover.system import Flover, of_first_rank_alone
@@ -49,7 +49,7 @@ from magicdec.systems.stages.stage import StageLoop
 
 ALONE = Launch(0, 1, 0, 1)
 COMMITTED = (
-    ROOT / "results" / "baselines" / "acceptance.jsonl",
+    ROOT / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl",
     ROOT / "results/cpu/records.jsonl.gz",
 )
 
@@ -110,7 +110,7 @@ def test_a_rank_with_other_threads_than_its_config_is_named(
         check_threads("ring", [right, of_rank])
 
 
-def with_threads(**passes: Any) -> RunRecord:
+def with_threads(**passes: Any) -> PassRecord:
     """The record of a run of two batches in which the passes have these threads."""
     raw = json.loads(run_record("speculative", PASSED).to_json())
     for name, threads in passes.items():
@@ -146,7 +146,7 @@ def test_a_record_whose_passes_had_other_resources_is_refused(
 
 def test_committed_records_say_their_threads() -> None:
     for path in COMMITTED:
-        records = load_records(path, is_strict=True)
+        records = load_passes(path, is_strict=True)
         passes = [each for record in records for each in (record.samples or {}).values()]
         assert len(passes) > 20 and all(each.threads for each in passes)
 

@@ -22,9 +22,9 @@ from magicdec.predict.curves import (
     is_plain,
 )
 from magicdec.predict.speculation import SelectionCost
-from magicdec.records.reading import load_records
+from magicdec.records.reading import load_passes
 
-BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"
+BASELINES = Path(__file__).parents[2] / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl"
 BY_HAND = "--bandwidth 2039 --flops 312"
 MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
@@ -252,7 +252,7 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
     expected = {
         r["config"]["kv"]["budget"]: tuple(r["metrics"]["acceptance_per_position"])
         for r in records
-        if r["kind"] == "run"
+        if r["name"] == "static+draft"
         and r["environment"]["world_size"] == 1  # those of several ranks have fewer prompts
         and r["config"]["kv"]["policy"] == (policy or "streaming_llm")
         and r["config"]["decoding"]["gamma"] == 4
@@ -271,10 +271,12 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
     """About: drafts at different positions are not equally likely to be accepted. A rate taken for
     a conditional one predicts too little."""
     flags = f"{BY_HAND} --model llama-2-7b --B 64 --prefix_len 30000 --max_gamma 4 --budget 257"
-    for record in load_records(BASELINES):
+    for record in load_passes(BASELINES):
         decoding = record.config["decoding"]
         metrics = record.metrics
-        kind = decoding["drafter"], decoding["gamma"], record.config["kv"]["policy"]
+        kind = decoding["drafter"], decoding["gamma"], (record.config["kv"] or {}).get("policy")
+        if not record.shares_prefill:
+            continue
         if kind[:2] != ("self", 4) or kind[2] == "full" or metrics is None:
             continue
         if drafting_of(record.config) is None:

@@ -12,10 +12,11 @@ import gpu_results
 import pytest
 from conftest import ROOT
 
+from magicdec.bench.showing import tables
+from magicdec.output.tables import Table
 from magicdec.records.comparison.compare import DEFAULT_MARGIN
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
-from magicdec.records.table import table_of, table_rows
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 
 README = (ROOT / "README.md").read_text()
 NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)")
@@ -32,14 +33,14 @@ def plain(text: str) -> str:
 
 
 @cache
-def records(name: str) -> list[RunRecord]:
-    return load_records(ROOT / "results" / name)
+def records(name: str) -> list[PassRecord]:
+    return load_passes(ROOT / "results" / name)
 
 
-def of_drafts(name: str, **wanted: object) -> RunRecord:
+def of_drafts(name: str, **wanted: object) -> PassRecord:
     """The record of a study with these settings of drafting, prompts or cache."""
 
-    def settings(record: RunRecord) -> dict[str, object]:
+    def settings(record: PassRecord) -> dict[str, object]:
         sections = ("workload", "kv", "decoding")
         return {k: v for s in sections for k, v in (record.config[s] or {}).items()}
 
@@ -68,7 +69,7 @@ def smollm2(**wanted: object) -> tuple[str, str]:
     assert metrics.net_speedup is not None and metrics.net_speedup_interval is not None
     low, high = metrics.net_speedup_interval
     half = f"{(high - low) / 2:.2f}".lstrip("0")
-    return f"{metrics.mean_emitted_tokens:.2f}", f"{metrics.net_speedup:.2f}x ({half})"
+    return f"{metrics.tokens_per_verification:.2f}", f"{metrics.net_speedup:.2f}x ({half})"
 
 
 def smollm2_row(first: dict[str, object], second: dict[str, object]) -> str:
@@ -131,10 +132,10 @@ def of_batching() -> str:
 def contexts() -> str:
     heads = net("demo", ("eagle",), batch_size=4, prefix_len=16384)
     tokens = [
-        r.metrics.mean_emitted_tokens
+        r.metrics.tokens_per_verification
         for r in records("contexts/records.jsonl.gz")
         if r.metrics is not None and r.config["decoding"]["drafter"] == "eagle"
-        if r.metrics.mean_emitted_tokens is not None
+        if r.metrics.tokens_per_verification is not None
     ]
     itself = between(net("demo", ("self",), batch_size=4, prefix_len=16384))
     smollm2_itself = between(net("model.gguf", ("self",), batch_size=4, prefix_len=7680))
@@ -146,9 +147,14 @@ def contexts() -> str:
     )
 
 
+def demo_table() -> Table:
+    """What `magicdec run` printed of it."""
+    (table,) = tables(records("readme/demo.jsonl"), is_verbose=False)
+    return table
+
+
 def demo_title() -> str:
-    (demo,) = records("readme/demo.jsonl")
-    return table_of(demo).title
+    return demo_table().title
 
 
 STREAMING = {"drafter": "self", "policy": "streaming_llm"}
@@ -185,11 +191,10 @@ def test_what_the_readme_says_was_measured(name: str) -> None:
 
 
 def test_the_printed_run_is_that_of_the_record() -> None:
-    (demo,) = records("readme/demo.jsonl")
-    table = table_of(demo)
-    rows = dict(table_rows(demo))
+    table = demo_table()
+    rows = {label: cells for label, *cells in table.body}
     lines = PRINTED.splitlines()
-    assert lines[0] == table.lead[0].text
+    assert lines[: len(table.lead)] == [line.text for line in table.lead]
     shown = [re.split(r"\s*│\s*", line)[1:-1] for line in lines if line.startswith("│")]
     assert len(shown) >= 3
     for label, *cells in shown:

@@ -9,66 +9,70 @@ from typing import Any
 
 import pytest
 from conftest import Command
-from identities import check_pass
-from synthetic_passes import BASELINES, KINDS, STEPS, TURNS, served
-
-from magicdec.bench.serving.metrics import ContextAcceptance, ServingMetrics, TurnTimes
-from magicdec.bench.serving.recomputing import (
-    acceptance_by_category,
-    contexts_of,
-    metrics_of,
-    turns_of,
-    unfounded_metric,
+from identities import check_command, check_metrics
+from recomputed_metrics import ITL, acceptance_by_category, contexts_of, metrics_of, turns_of
+from synthetic_records import (
+    BASELINES,
+    KINDS,
+    PLAIN,
+    STEPS,
+    TURNS,
+    command_of,
+    drawn_command,
+    served,
 )
-from magicdec.bench.serving.record import ServingRecord
+from test_identities import baseline, speculation
+
 from magicdec.records.acceptance import GroupAcceptance
+from magicdec.records.metrics import ContextAcceptance, PassMetrics, TurnTimes
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
+from magicdec.records.recomputing import unfounded_metric
 from magicdec.records.record import Record
 
-# What no request says: there is only a condition, such as that percentiles rise.
-OF_STEPS = {
-    "mean_itl_ms",
-    "p50_itl_ms",
-    "p90_itl_ms",
-    "p99_itl_ms",
-    "mean_in_flight",
-    "num_steps",
-    "num_decode_steps",
-    "median_step_ms",
-    "stalled_steps",
-    "stalled_ms",
-    "longest_stall_ms",
-    "longest_stall_median_ms",
-    "peak_memory_bytes",
-}
-# Those of which other values can have been measured, too.
-FREE = {
-    "p50_itl_ms",
-    "p90_itl_ms",
-    "p99_itl_ms",
-    "num_decode_steps",
-    "median_step_ms",
-    "stalled_steps",
-    "longest_stall_ms",
-    "longest_stall_median_ms",
-    "peak_memory_bytes",
-}
+# Of which other values can have been measured, too.
+FREE = {*ITL, "warmup_calibration_ms", "calibration_ms"}
+
+
+def commands() -> dict[str, list[PassRecord]]:
+    """A command of each kind: a run, one whose phases and calibration are known, and served
+    passes beside one without drafts."""
+    found = {
+        "run": drawn_command(),
+        "phases": command_of(speculation(), baseline=baseline(), warmup_calibration_ms=60.0),
+    }
+    for kind in KINDS:
+        plain = [] if kind == PLAIN else [served(PLAIN)]
+        found[kind] = [*plain, served(kind, 7, *plain)]
+    return found
+
+
+COMMANDS = commands()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_metric_follows_from_the_requests(kind: str) -> None:
+    plain = served(PLAIN)
     for seed in range(5):
-        assert check_pass(served(kind, seed)) == []
+        assert check_metrics(served(kind, seed)) == []
+        assert check_command([plain, served(kind, seed, plain)]) == []
+
+
+def test_every_metric_of_a_run_follows_from_requests_and_groups() -> None:
+    for seed in range(5):
+        assert check_command(drawn_command(seed=seed)) == []
+    assert check_command(COMMANDS["phases"]) == []
 
 
 def test_no_metric_is_left_out() -> None:
+    """The second definition has all of them."""
     record = served(TURNS)
     turns = turns_of(record.requests)
     contexts = contexts_of(record)
     groups = acceptance_by_category(record)
     assert turns is not None and contexts is not None and groups is not None
     for kind, found, others in (
-        (ServingMetrics, metrics_of(record), OF_STEPS),
+        (PassMetrics, metrics_of(record), set(ITL)),
         (TurnTimes, turns[0], set()),
         (ContextAcceptance, contexts[0], {"acceptance_by_category", "num_cancelled_draft_tokens"}),
     ):
@@ -103,30 +107,39 @@ def rebuilt(kind: Any, values: Any) -> Any:
     return kind(**values)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_number_that_was_edited_is_named(kind: str) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_number_that_was_edited_is_named(name: str) -> None:
     """Every number of a record's metrics, one after the other."""
-    record = served(kind, 7)
+    command = COMMANDS[name]
+    record = command[-1]
     assert record.metrics is not None
     metrics = asdict(record.metrics)
     unseen = {
         path[0]
         for path in places_of(metrics)
         if unfounded_metric(
-            replace(record, metrics=rebuilt(ServingMetrics, changed(metrics, path)))
+            replace(record, metrics=rebuilt(PassMetrics, changed(metrics, path))), command
         )
         is None
     }
     assert unseen <= FREE
-    for name, kind_of_part in (
+    for part, kind_of_part in (
         ("times_by_turn", TurnTimes),
         ("acceptance_by_context", ContextAcceptance),
     ):
-        parts = getattr(record, name)
+        parts = getattr(record, part)
         values = None if parts is None else [asdict(each) for each in parts]
         for path in places_of(values):
             edited = [rebuilt(kind_of_part, each) for each in changed(values, path)]
-            assert unfounded_metric(replace(record, **{name: edited})) == name, path
+            assert unfounded_metric(replace(record, **{part: edited}), command) == part, path
+
+
+def test_ratios_are_known_beside_their_reference_alone() -> None:
+    record = drawn_command()[-1]
+    assert record.metrics is not None
+    edited = replace(record, metrics=replace(record.metrics, speedup=9.0))
+    assert unfounded_metric(edited) is None
+    assert unfounded_metric(edited, drawn_command()) == "speedup"
 
 
 def test_a_request_that_contradicts_itself_is_named() -> None:
@@ -146,25 +159,25 @@ def test_a_request_that_contradicts_itself_is_named() -> None:
         requests[3] = replace(request, **{name: value})
         assert unfounded_metric(replace(record, requests=requests)) == f"requests[3].{name}"
     with pytest.raises(ValueError, match="metrics without the requests"):
-        unfounded_metric(replace(record, requests=[]))
+        unfounded_metric(replace(record, requests=[], groups=[]))
 
 
-def faster(record: ServingRecord) -> ServingRecord:
+def faster(record: PassRecord) -> PassRecord:
     """The record by hand, with ten times the throughput."""
     assert record.metrics is not None
-    much = 10 * record.metrics.output_throughput
+    much = 10 * (record.metrics.output_throughput or 0.0)
     return replace(record, metrics=replace(record.metrics, output_throughput=much))
 
 
 def test_a_report_shows_no_pass_whose_metrics_do_not_follow(
     tmp_path: Path, command: Command
 ) -> None:
-    right = replace(served(), status="ok", reference="sequential", num_differing=0)
+    right = served()
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{each.to_json()}\n" for each in (right, faster(right))))
     code, out, err = command("report", path, "--out", tmp_path / "page")
     assert code == 0 and "figures of 1 runs" in out
-    reason = f"{path}, the serving of {right.environment.time_utc}: its output_throughput does not"
+    reason = f"{path}, the pass inflight+draft of {right.environment.time_utc}: its output_throughput does not"
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     for text in (err, page):
         assert text.lower().count(f"left out: {reason} follow from its requests".lower()) == 1
@@ -175,9 +188,9 @@ def test_the_gate_refuses_a_baseline_whose_metrics_do_not_follow(
 ) -> None:
     """Although its seal is that of the edited line."""
     records = list(read_records(BASELINES, Record))
-    place = next(i for i, each in enumerate(records) if isinstance(each, ServingRecord))
+    place = next(i for i, each in enumerate(records) if isinstance(each, PassRecord))
     wrong = records[place]
-    assert isinstance(wrong, ServingRecord)
+    assert isinstance(wrong, PassRecord)
     path = tmp_path / "baselines.jsonl"
     path.write_text(f"{faster(wrong).to_json()}\n")
     code, _, err = command("gate", "--baseline", path)

@@ -19,15 +19,16 @@ from test_record import RECORDS, small
 
 from magicdec import names
 from magicdec.bench.latency.record import LatencyRecord, LatencyRow, tables
+from magicdec.bench.showing import GROUPS
 from magicdec.names import load_named
 from magicdec.records.fields import described_fields, description_of, without_none
-from magicdec.records.performance import Metrics
-from magicdec.records.reading import load_records, parse_line, read_records
-from magicdec.records.record import RunRecord, append_record
-from magicdec.records.table import SHOWN
+from magicdec.records.metrics import PassMetrics
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes, parse_line, read_records
+from magicdec.records.record import append_record
 
-TOPS = tuple(load_named(names.RECORDS, kind) for kind in names.RECORDS)
-BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
+TOPS = tuple(load_named(table, kind) for table in (names.RECORDS, names.DETAILS) for kind in table)
+BASELINES = ROOT / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl"
 
 
 def kinds(kind: type) -> Iterator[type]:
@@ -64,14 +65,14 @@ def test_a_field_can_be_none_where_its_null_rule_says_so(kind: type) -> None:
     hints = typing.get_type_hints(kind)
     for item in fields(kind):
         description = description_of(item)
-        can_be_null = type(None) in typing.get_args(hints[item.name])
+        can_be_null = type(None) in typing.get_args(hints[item.name]) or hints[item.name] is Any
         assert can_be_null == (description.null is not None), item.name
         assert description.meaning and "|" not in description.meaning, "it stands in a table"
 
 
 def test_every_labelled_metric_has_a_row() -> None:
-    labelled = [item.name for item in fields(Metrics) if description_of(item).label]
-    assert sorted(SHOWN) == sorted(labelled)
+    labelled = [item.name for item in fields(PassMetrics) if description_of(item).label]
+    assert sorted(key for keys in GROUPS.values() for key in keys) == sorted(labelled)
 
 
 @cache
@@ -92,12 +93,11 @@ def test_real_records_are_as_the_schema_says(kind: str) -> None:
 
 def test_committed_records_are_read_and_as_the_schema_says() -> None:
     lines = BASELINES.read_text(encoding="utf-8").splitlines()
-    lines = [line for line in lines if json.loads(line)["kind"] == "run"]
-    assert len(load_records(BASELINES)) == len(lines) > 0
+    assert len(load_passes(BASELINES)) == len(lines) > 0
     for line in lines:
         raw = json.loads(line)
         assert problems(raw) == []
-        written = kept(raw, json.loads(parse_line(line, RunRecord).to_json()))
+        written = kept(raw, json.loads(parse_line(line, PassRecord).to_json()))
         # The seal is that of a line, which has more keys today.
         assert written | {"seal": raw["seal"]} == raw
 
@@ -110,21 +110,21 @@ def kept(raw: Any, written: Any) -> Any:
 
 
 BROKEN: list[tuple[str, Any, str]] = [
-    ("metrics.bytes_read", None, "metrics.bytes_read has another type"),
+    ("metrics.duration_s", None, "metrics.duration_s has another type"),
     ("metrics.bytes_read", 1.5, "metrics.bytes_read has another type"),
     ("metrics.speedup", "fast", "metrics.speedup has another type"),
     ("metrics.speedup", True, "metrics.speedup has another type"),
     ("metrics.acceptance_per_position", [0.5, "x"], "metrics.acceptance_per_position[1] has"),
     ("metrics", [], "metrics has another type"),
-    ("samples.speculative.step_ms", [1.0], "samples.speculative.step_ms[0] has another type"),
+    ("groups", [{"num_requests": 2.5}], "groups[0].num_requests has another type"),
     ("environment", None, "environment has another type"),
     ("workload", None, "it has no workload"),
-    ("config.kv", None, "it has no config.kv"),
+    ("config.model", None, "it has no config.model"),
     ("config", [], "config has another type"),
     ("config.decoding", {"strategy": "speculative"}, "it has no config.decoding.drafter"),
-    ("status", "diverged", "status is diverged, which its correctness contradicts"),
-    ("status", "passed", "status is passed; choose from ok, ok_with_ties, diverged, failed"),
-    ("correctness", None, "status is ok, which its correctness contradicts"),
+    ("status", "mismatch", "metrics exist only, and always, where its tokens are not known to be"),
+    ("status", "passed", "status is passed; choose from verified, verified_with_ties, mismatch"),
+    ("num_differing", None, "it is verified, but tokens differ, or were compared with nothing"),
     ("error", "E: no", "an error belongs to status failed, and only to it"),
 ]
 
@@ -133,7 +133,7 @@ BROKEN: list[tuple[str, Any, str]] = [
 def test_a_malformed_record_is_named_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
 ) -> None:
-    raw = json.loads(RECORDS["speculative"]().to_json())
+    raw = json.loads(RECORDS["drafting"]().to_json())
     *parents, last = path.split(".")
     inner = raw
     for key in parents:
@@ -143,26 +143,26 @@ def test_a_malformed_record_is_named_with_its_line(
     whole = small().to_json()
     file.write_text(f"{whole}\n{json.dumps(raw)}\n")
     with pytest.raises(ValueError) as refused:
-        load_records(file, is_strict=True)
+        load_passes(file, is_strict=True)
     text = str(refused.value)
     assert text.startswith(f"{file}:2: not a record; {message}") and "\n" not in text
-    assert [record.to_json() for record in load_records(file)] == [whole]
+    assert [record.to_json() for record in load_passes(file)] == [whole]
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"{file}:2: not a record; {message}")
     assert said.endswith("; this line is skipped")
 
 
-def test_metrics_of_a_run_that_diverged_are_refused() -> None:
-    raw = json.loads(RECORDS["diverged"]().to_json())
-    raw["metrics"] = json.loads(RECORDS["speculative"]().to_json())["metrics"]
-    with pytest.raises(ValueError, match="it has metrics, which exist only where correctness"):
+def test_metrics_of_a_pass_with_wrong_tokens_are_refused() -> None:
+    raw = json.loads(RECORDS["mismatch"]().to_json())
+    raw["metrics"] = json.loads(RECORDS["drafting"]().to_json())["metrics"]
+    with pytest.raises(ValueError, match="metrics exist only, and always, where its tokens"):
         parse_record(raw)
 
 
 def test_a_key_is_needed_unless_it_can_be_null() -> None:
     whole = json.loads(RECORDS["drafted"]().to_json())
     for top in ("environment", "workload", "metrics", "memory", "correctness"):
-        kind = without_none(typing.get_type_hints(RunRecord)[top])
+        kind = without_none(typing.get_type_hints(PassRecord)[top])
         for item in fields(kind):
             raw = json.loads(json.dumps(whole))
             del raw[top][item.name]
@@ -202,4 +202,4 @@ def test_latency_is_a_record_with_a_table(tmp_path: Path) -> None:
     ]
     raw = json.loads(record.to_json())
     assert list(raw) == ["kind", "schema_version", "status", "config", "environment", "rows"]
-    assert (raw["schema_version"], raw["kind"]) == (3, "latency")
+    assert (raw["schema_version"], raw["kind"]) == (4, "latency")

@@ -31,7 +31,7 @@ from magicdec.predict.published_table import (
     command_of,
     read_measured,
 )
-from magicdec.records.reading import load_records
+from magicdec.records.reading import load_passes
 
 PAPER = published_table.PACKAGED
 NAME = "magicdec_speedups_h100"
@@ -159,7 +159,7 @@ def test_what_runs_measured_is_written_beside_what_was_published(
     assert {row["interval"] for row in demo} == {"1.250 to 1.750"}
     assert len(started) == 2 * len(demo) and len(rows) == len(demo) + len(published(NAME))
     assert all(row["published"] for row in rows if row["model"] != "demo")
-    assert len(load_records(out)) == len(started)
+    assert len(load_passes(out)) == len(started)
 
 
 def test_a_run_in_a_checkout_leaves_the_packaged_tables_alone(

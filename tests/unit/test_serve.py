@@ -14,14 +14,12 @@ import pytest
 import torch
 from conftest import Launch
 from fake_clock import VirtualClock
-from identities import check_pass
+from identities import check_metrics
 from rich.console import Console
 from serving_command import prepare_as
 
-from magicdec.bench import runner as runner_module
-from magicdec.bench.runner import OneRank
-from magicdec.bench.serving.record import ServingRecord
-from magicdec.bench.serving.showing import brief_tables, tables, verdict
+from magicdec.bench.serving import measure
+from magicdec.bench.showing import brief_tables, tables, verdict
 from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
@@ -30,6 +28,7 @@ from magicdec.hardware.threads import RankThreads
 from magicdec.output import tables as output_tables
 from magicdec.output.console import Progress
 from magicdec.output.tables import Table, text_of
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import parse_line
 from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.step_plan import StepPlan
@@ -216,7 +215,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
     for record in records:
         assert (record["kind"], record["reference"]) == ("serving", "sequential")
         assert (record["status"], record["num_differing"]) == ("ok", 0), record["name"]
-        assert check_pass(parse_line(json.dumps(record), ServingRecord)) == [], record["name"]
+        assert check_metrics(parse_line(json.dumps(record), PassRecord)) == [], record["name"]
         each, config = Pass.named(record["name"]), record["config"]
         assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
         settings = config["workload"]  # of the load, and of its own system alone
@@ -464,7 +463,7 @@ def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
     for record in records:
         metrics = record["metrics"]
         assert (record["status"], record["threads"], metrics["num_steps"]) == ("ok", [1], 10)
-        assert metrics["makespan_s"] == 64 and metrics["output_throughput"] == 10 / 64
+        assert metrics["duration_s"] == 64 and metrics["output_throughput"] == 10 / 64
         assert metrics["mean_ttft_ms"] == pytest.approx((1000 + 2500 + 1000) / 3)
         assert metrics["mean_in_flight"] == 1
         stamps = [(r["arrival_ms"], r["joined_ms"], r["finished_ms"]) for r in record["requests"]]
@@ -499,7 +498,7 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     _, raw = toy("sequential", "inflight")
     out = capsys.readouterr().out
     assert "sequential has the most output tokens/s, 0.2\n" in out
-    first, second = (parse_line(json.dumps(each), ServingRecord) for each in raw)
+    first, second = (parse_line(json.dumps(each), PassRecord) for each in raw)
     assert first.metrics is not None and second.metrics is not None
     fast = replace(second.metrics, output_throughput=5 / 16, mean_ttft_ms=750.0)
     records = [first, replace(second, metrics=fast)]
@@ -514,12 +513,12 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     assert said.startswith("inflight has the most output tokens/s, 0.3: 2.00 times those of sequ")
     assert "0.50 times its mean TTFT" in said
     keys = [line.split(",")[0] for line in table.csv().splitlines()]
-    assert keys[:4] == ["metric", "makespan_s", "request_throughput", "output_throughput"]
+    assert keys[:4] == ["metric", "duration_s", "request_throughput", "output_throughput"]
     many = [replace(each, requests=list(each.requests) * 34) for each in records]
     assert "TTFT p99, ms" in [text_of(row[0]) for row in tables(many)[1].rows]
 
 
-def closed_loop(record: ServingRecord, concurrency: int) -> ServingRecord:
+def closed_loop(record: PassRecord, concurrency: int) -> PassRecord:
     """The record as if its pass had been one of a closed loop."""
     workload = record.config["workload"] | {"concurrency": concurrency}
     name = f"{record.name}, {concurrency} at once"
@@ -531,11 +530,11 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
 ) -> None:
     """On 80 columns no number is broken, and no metric is left out."""
     _, raw = toy("sequential", "inflight", "static")
-    modes = [parse_line(json.dumps(each), ServingRecord) for each in raw]
+    modes = [parse_line(json.dumps(each), PassRecord) for each in raw]
     grid = [closed_loop(record, count) for record in modes for count in (1, 2, 4, 64)]
     for place, record in enumerate(grid):
         assert record.metrics is not None
-        metrics = replace(record.metrics, makespan_s=float(place), mean_ttft_ms=1_234_567.8)
+        metrics = replace(record.metrics, duration_s=float(place), mean_ttft_ms=1_234_567.8)
         grid[place] = replace(record, metrics=metrics)
     grid[6] = replace(grid[6], status="diverged", metrics=None, num_differing=1)
     capsys.readouterr()
@@ -569,7 +568,7 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
 
 def test_a_table_has_at_most_so_many_modes(toy: Toy) -> None:
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), ServingRecord) for each in raw]
+    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
     many = [replace(records[0], name=f"endpoint{number}") for number in range(2, 9)]
     assert [len(table.columns) for table in tables(many[:6])] == [6, 7], "a summary first"
     assert [len(table.columns) for table in tables(many)] == [6, 7, 2]
@@ -581,7 +580,7 @@ def labels_of(table: Table) -> set[str]:
 
 def test_a_mode_with_wrong_tokens_wins_nothing(toy: Toy) -> None:
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), ServingRecord) for each in raw]
+    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
     wrong = replace(records[1], status="diverged", metrics=None, num_differing=1)
     (summary, table, *_) = tables([records[0], wrong])
     assert summary.below == table.below == [] and table.rows[4][2] is None
@@ -594,7 +593,7 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
 ) -> None:
     """All else is for `--verbose`, and what is emulated is said in any case."""
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), ServingRecord) for each in raw]
+    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
     (brief,) = brief_tables(records)
     assert [row[0] for row in brief.rows] == ["sequential", "inflight"]
     assert brief.lead[0].text == "in every mode all requests have the tokens of sequential"

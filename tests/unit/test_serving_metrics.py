@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import pytest
 
-from magicdec.bench.serving.metrics import (
-    ServedTimes,
-    serving_metrics,
-)
-from magicdec.bench.serving.record import RequestRecord, describe_requests
-from magicdec.bench.serving.showing import DECODE, PREFILL, WAITING, spans_of
+from magicdec.bench.recording import MeasuredParts, describe_requests
+from magicdec.bench.timeline import DECODE, PREFILL, WAITING, spans_of
 from magicdec.engine.scheduler import StepCounts
+from magicdec.records.computing import Beside, pass_metrics
+from magicdec.records.metrics import PassMetrics, RequestTimes, Throughput
+from magicdec.records.pass_record import GroupRecord, RequestRecord
 from magicdec.runner.request import Batch, Moves, Request, SamplingParams
 from magicdec.runner.step_plan import PrefillChunk, StepPlan
 from magicdec.systems.options import GOODPUT_OF, parse_goodput
@@ -33,23 +33,47 @@ REQUESTS = [
     finished(1, 11.0, [13.0, 13.0, 13.5, 14.0, 14.0]),  # 2000, 250 and 3000 ms
     finished(2, 12.0, [13.0]),  # 1000 and 1000 ms; no TPOT
 ]
-MOVES = {n: Moves([0.0]) for n in range(10)}
-MOVES |= {0: Moves([10.25]), 1: Moves([11.5, 13.25], [13.125]), 2: Moves([12.5])}
+MOVES = {0: Moves([10.25]), 1: Moves([11.5, 13.25], [13.125]), 2: Moves([12.5])}
+AT_ONCE = StepCounts(num_steps=8, moves={n: Moves([0.0]) for n in range(10)})
 COUNTS = StepCounts(num_steps=8, num_preemptions=2, num_in_flight=20, moves=MOVES)
+
+
+def serving_metrics(
+    requests: Sequence[Request],
+    counts: StepCounts,
+    goodput: Mapping[str, float] | None = None,
+    peak_memory_bytes: int | None = None,
+) -> PassMetrics:
+    """Of a pass whose steps were not timed."""
+    group = GroupRecord(
+        num_requests=len(requests),
+        num_steps=counts.num_steps,
+        num_in_flight=counts.num_in_flight,
+        step_ms=[],
+        draft_ms=[],
+        verify_ms=[],
+        decode_ms=[],
+        peak_memory_bytes=None if peak_memory_bytes is None else [peak_memory_bytes],
+        threads=[1],
+    )
+    described = describe_requests(requests, counts.moves, requests[0].arrived_s)
+    gaps_ms = [gap for request in requests for gap in request.gaps_ms()]
+    beside = Beside(is_drafting=False, goodput=goodput or {}, gaps_ms=gaps_ms)
+    return pass_metrics(MeasuredParts(described, [group]), beside)
 
 
 def test_metrics_are_those_of_the_time_stamps() -> None:
     found = serving_metrics(REQUESTS, COUNTS, peak_memory_bytes=7)
-    assert found.makespan_s == 4.0 and found.peak_memory_bytes == 7  # from 10 to 14
+    assert found.duration_s == 4.0 and found.peak_memory_bytes == 7  # from 10 to 14
     assert found.request_throughput == 3 / 4 and found.output_throughput == 9 / 4
     assert found.arrival_rate == 2 / 2
-    assert (found.mean_in_flight, found.num_steps, found.num_preemptions) == (2.5, 8, 2)
+    assert (found.mean_in_flight, found.num_steps, found.num_preemptions) == (2.5, 8, 1)
     ttft = found.mean_ttft_ms, found.p50_ttft_ms, found.p90_ttft_ms, found.p99_ttft_ms
     assert ttft == pytest.approx((3500 / 3, 1000, 1800, 1980))
     assert (found.mean_tpot_ms, found.p99_tpot_ms) == (250, 250)
     assert found.request_tokens_per_s == 4  # of the two requests that have a TPOT
     speeds = 3 / 0.25, 3 / 1.5, 3 / 0.5  # prompts of 3 tokens, from when they got a row
-    assert found.prefill_tokens_per_s == pytest.approx(sum(speeds) / 3)
+    assert found.request_prefill_tokens_per_s == pytest.approx(sum(speeds) / 3)
     e2el = found.mean_e2el_ms, found.p50_e2el_ms, found.p90_e2el_ms
     assert e2el == pytest.approx((5000 / 3, 1000, 2600))
     assert found.request_goodput is None, "no bound was given"
@@ -61,9 +85,9 @@ def test_tokens_that_were_found_are_not_prefilled() -> None:
     moves = {0: Moves([10.25]), 1: Moves([11.5, 13.25], [13.125], 9, [2, 4]), 2: Moves([12.5])}
     found = serving_metrics(REQUESTS, replace(COUNTS, moves=moves))
     speeds = 3 / 0.25, 1 / 1.5, 3 / 0.5
-    assert found.prefill_tokens_per_s == pytest.approx(sum(speeds) / 3)
+    assert found.request_prefill_tokens_per_s == pytest.approx(sum(speeds) / 3)
     _, of_record, _ = describe_requests(REQUESTS, moves, 10.0)
-    assert (of_record.num_prefix_tokens, of_record.joined_prefix_tokens) == (6, [2, 4])
+    assert (of_record.num_looked_up_tokens, of_record.joined_prefix_tokens) == (9, [2, 4])
 
 
 def test_tokens_of_one_step_have_no_gap() -> None:
@@ -95,8 +119,8 @@ def test_goodput_is_of_each_request_and_not_of_their_mean(bound: str) -> None:
             "e2el": [[s / 2, s] for s in times_s],
         }
         requests = [finished(i, 0.0, token_s) for i, token_s in enumerate(stamps[bound])]
-        found = serving_metrics(requests, COUNTS, {bound: 400.0})
-        assert found.request_goodput == good / found.makespan_s
+        found = serving_metrics(requests, AT_ONCE, {bound: 400.0})
+        assert found.request_goodput == good / found.duration_s
         assert (getattr(found, f"mean_{bound}_ms") < 400) == (good == 2)
 
 
@@ -119,13 +143,12 @@ def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
 
 def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
-    missing = {f.name for f in fields(ServedTimes) if getattr(found, f.name) is None}
+    kinds = (Throughput, RequestTimes)
+    missing = {f.name for kind in kinds for f in fields(kind) if getattr(found, f.name) is None}
     names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
-    rates = {"arrival_rate", "request_tokens_per_s"}
-    stalls = {"num_decode_steps", "median_step_ms", "steady_output_throughput"}
-    stalls |= {"stalled_steps", "stalled_ms", "longest_stall_ms", "longest_stall_median_ms"}
-    unknown = {"request_goodput", "prefix_hit_rate", "peak_memory_bytes"}
-    assert missing == {*names, *rates, *stalls, *unknown}
+    rates = {"arrival_rate", "request_tokens_per_s", "request_goodput"}
+    intervals = {"output_throughput_interval"}
+    assert missing == {*names, *rates, *intervals, "steady_output_throughput"}
 
 
 def test_a_step_counts_what_it_prefills_and_decodes() -> None:

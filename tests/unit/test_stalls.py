@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,31 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from identities import check_metrics
-from synthetic_records import drawn
-from synthetic_samples import pass_samples
+from synthetic_records import Batch, command_of, draw_pass, drawn, drawn_command, parts_of
 from test_serving_metrics import finished
 
-from magicdec.bench.report.frame import frame_of, report_rows
+from magicdec.bench.recording import MeasuredParts
+from magicdec.bench.report.frame import frame_of, report_row
 from magicdec.bench.report.page import stalls_line
-from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
+from magicdec.bench.showing import tables
 from magicdec.cli.records import table as table_command
-from magicdec.engine.scheduler import StepCounts
-from magicdec.records.metrics import (
-    add_speedup,
-    decode_metrics,
-    speedups,
-    step_metrics,
-    total_speedups,
-)
-from magicdec.records.performance import Metrics
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
-from magicdec.records.renewing import renewed
-from magicdec.records.samples import PassSamples
-from magicdec.records.stalls import FEWEST, PassSteps, TimedStep
-from magicdec.records.table import stalls_in, table_of
-from magicdec.runner.request import Moves, StepOutput
+from magicdec.output.tables import Table, text_of
+from magicdec.records.computing import Beside, pass_metrics, ratios
+from magicdec.records.describe import stalls_in
+from magicdec.records.metrics import PassMetrics
+from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
+from magicdec.records.reading import load_passes
+from magicdec.records.stalls import FEWEST, PassSteps
+from magicdec.runner.request import StepOutput
 from magicdec.runner.step_plan import PrefillChunk, StepPlan
 from magicdec.systems.observer import PassObserver
 
@@ -44,17 +33,35 @@ Step = tuple[float, int, int, int]
 CPU = ROOT / "results" / "cpu" / "records.jsonl.gz"
 
 
-def passed(*batches: Sequence[Step]) -> PassSamples:
+def passed(*batches: Sequence[Step]) -> MeasuredParts:
     """A pass whose rows emit a token in each step."""
-    return pass_samples(
-        begin_ms=[0.0] * len(batches),
-        sequence_ms=[[sum(ms for ms, *_ in batch)] for batch in batches],
-        step_ms=[[ms for ms, *_ in batch] for batch in batches],
-        num_forwards=[[forwards for _, forwards, _, _ in batch] for batch in batches],
-        padded_gamma=[[drafted for _, _, drafted, _ in batch] for batch in batches],
-        num_emitted=[[[1] * rows for *_, rows in batch] for batch in batches],
-        sequence_tokens=[[sum(rows for *_, rows in batch)] for batch in batches],
+    parts = parts_of(
+        [
+            Batch(
+                rows=[[(0, 0, 1)] * len(batch)],
+                step_ms=[ms for ms, *_ in batch],
+                step_forwards=[forwards for _, forwards, _, _ in batch],
+            )
+            for batch in batches
+        ]
     )
+    groups = [
+        replace(
+            group,
+            step_max_gamma=[drafted for _, _, drafted, _ in batch],
+            step_rows=[rows for *_, rows in batch],
+        )
+        for group, batch in zip(parts.groups, batches, strict=True)
+    ]
+    requests = [
+        replace(request, output_len=1 + sum(rows for *_, rows in batch))
+        for request, batch in zip(parts.requests, batches, strict=True)
+    ]
+    return MeasuredParts(requests, groups)
+
+
+def metrics_of(parts: MeasuredParts) -> PassMetrics:
+    return pass_metrics(parts, Beside(is_drafting=False))
 
 
 def steady(ms: float = 1.5, count: int = 32, spread: float = 0.02, seed: int = 0) -> list[Step]:
@@ -72,23 +79,20 @@ def with_stalls(steps: Sequence[Step], **times: float) -> list[Step]:
     return found
 
 
-def places(samples: PassSamples) -> list[tuple[int, int]]:
-    return [stall.place for stall in PassSteps.of(samples).stalls]
+def places(parts: MeasuredParts) -> list[tuple[int, int]]:
+    return [stall.place for stall in PassSteps.of(parts.groups).stalls]
 
 
 def test_steps_that_stalled_are_counted_beside_the_median_of_their_kind() -> None:
     batches = [steady(), with_stalls(steady(seed=1), at_3=98.0), with_stalls(steady(), at_30=6.0)]
     samples = passed(*batches)
     assert places(samples) == [(1, 3), (2, 30)]
-    metrics = Metrics(bytes_read=0, **step_metrics(samples))
-    assert (metrics.num_steps, metrics.stalled_steps) == (96, 2)
+    metrics = metrics_of(samples)
+    assert (metrics.num_decode_steps, metrics.stalled_steps) == (96, 2)
     assert metrics.stalled_ms == pytest.approx(98 + 6 - 2 * 1.5, abs=0.1)
-    assert (
-        stalls_in(metrics, metrics.num_steps)
-        == "2 of 96 steps stalled (98 ms where the median is 1.5)"
-    )
+    assert stalls_in(metrics) == "2 of 96 steps stalled (98 ms where the median is 1.5)"
     assert metrics.median_step_ms == pytest.approx(1.5, rel=0.01)
-    quiet = Metrics(bytes_read=0, **step_metrics(passed(steady())))
+    quiet = metrics_of(passed(steady()))
     assert (quiet.stalled_steps, quiet.stalled_ms, quiet.longest_stall_ms) == (0, 0.0, None)
 
 
@@ -97,15 +101,15 @@ def test_a_stalled_step_counts_as_the_median_in_the_speedup_and_in_full_in_the_t
     quiet = [steady(seed=9 + seed) for seed in range(5)]
     baseline = passed(*quiet)
     disturbed = passed(with_stalls(quiet[0], at_7=98.0), *quiet[1:])
-    before = speedups(baseline, ours)
-    after = speedups(disturbed, ours)
-    assert after == pytest.approx(before, rel=1e-3)
-    assert total_speedups(disturbed, ours)[1:] == pytest.approx(before[1:], rel=1e-9)
-    assert total_speedups(disturbed, ours)[0] > 2 * before[0]
+    before = ratios(ours, baseline)["speedup_per_group"]
+    found = ratios(ours, disturbed)
+    assert found["speedup_per_group"] == pytest.approx(before, rel=1e-3)
+    assert found["total_speedup_per_group"][1:] == pytest.approx(before[1:], rel=1e-9)
+    assert found["total_speedup_per_group"][0] > 2 * before[0]
     only = passed(with_stalls(quiet[0], at_7=98.0))
-    metrics = add_speedup(Metrics(bytes_read=0), only, passed(steady(1.2)))
+    metrics = pass_metrics(passed(steady(1.2)), Beside(is_drafting=True, reference=only))
     assert metrics.speedup == pytest.approx(1.25, rel=0.02)
-    assert metrics.total_speedup == metrics.total_speedup_per_batch[0] > 2.5  # type: ignore[index]
+    assert metrics.total_speedup == metrics.total_speedup_per_group[0] > 2.5  # type: ignore[index]
 
 
 @pytest.mark.parametrize("rare", ["forwards", "drafted", "rows"])
@@ -136,7 +140,7 @@ def test_a_rare_kind_is_judged_by_kinds_that_do_at_least_as_much() -> None:
     assert places(passed(few)) == [], "seven steps have no median"
     alone: list[Step] = [(98.0, 1, 0, 3), (1.0, 1, 0, 2), (98.0, 3, 2, 4)]
     assert places(passed(steady() + alone)) == [(0, 32)]
-    stalls = PassSteps.of(passed(steady() + alone)).stalls
+    stalls = PassSteps.of(passed(steady() + alone).groups).stalls
     assert stalls[0].median_ms == pytest.approx(1.5, rel=0.05)
 
 
@@ -152,89 +156,54 @@ def test_noise_is_no_stall(spread: float) -> None:
 
 def test_hardly_any_step_of_a_quiet_machine_stalled() -> None:
     """The share that docs/results.md names."""
-    found = [
-        step_metrics(samples.restored())
-        for record in load_records(CPU)
-        for samples in (record.samples or {}).values()
-    ]
-    num_steps, num_stalled = (
-        sum(each[key] for each in found) for key in ("num_steps", "stalled_steps")
-    )
+    steps = [PassSteps.of(record.groups) for record in load_passes(CPU)]
+    num_steps = sum(each.num_steps for each in steps)
+    num_stalled = sum(len(each.stalls) for each in steps)
     assert num_steps == 30174 and num_stalled / num_steps < 0.002
 
 
 def test_a_pass_without_steps_has_no_stalls() -> None:
-    assert step_metrics(passed()) == step_metrics(passed([])) == {}
+    assert PassSteps.of(passed().groups).stalls == PassSteps.of(passed([]).groups).stalls == []
+    assert metrics_of(passed([])).stalled_steps is None
     zero = passed([(0.0, 1, 0, 4)] * 20)
     assert places(zero) == []
-    assert decode_metrics(zero, 1e9, False).stalled_steps == 0
+    assert metrics_of(zero).stalled_steps == 0
+
+
+def disturbed_command() -> list[PassRecord]:
+    """A run of which one step without drafts took 98 ms."""
+    ours = draw_pass(np.random.default_rng(0), np.full(8, 0.8), 4, 63)
+    quiet = [[(0, 0, 1)] * count for count in ours[0].tokens]
+    times = [1.0] * 63
+    times[5] = 98.0
+    return command_of(ours, baseline=[Batch(rows=quiet, step_ms=times)])
+
+
+def labels_of(table: Table) -> list[str]:
+    return [text_of(row[0]) for row in table.rows]
 
 
 def test_a_run_says_how_many_steps_stalled() -> None:
-    record = drawn()
-    assert record.samples is not None and record.metrics is not None
-    (pays,) = table_of(record).below
+    (quiet,) = tables(drawn_command(), is_verbose=False)
+    (pays,) = quiet.below
     assert pays.startswith("Speculation ")
-    samples = {name: each.restored() for name, each in record.samples.items()}
-    samples["autoregressive"].step_ms[0][5] = 98.0
-    record = with_metrics_of(record, samples)
-    _, first, last = table_of(record).below
-    assert first == "autoregressive: 1 of 63 steps stalled (98 ms where the median is 1)"
+    (table,) = tables(disturbed_command(), is_verbose=False)
+    _, first, last = table.below
+    assert first == "static: 1 of 63 steps stalled (98 ms where the median is 1)"
     assert "speedup" in last
-    labels = [row[0] for row in table_of(record).rows]
-    assert "speedup, median of 1 batch" in labels and "total speedup, median of 1 batch" in labels
-    assert "total speedup, median of 1 batch" not in [row[0] for row in table_of(drawn()).rows]
-
-
-def with_metrics_of(record: RunRecord, samples: dict[str, PassSamples]) -> RunRecord:
-    """The record whose metrics of steps follow from other samples."""
-    assert record.metrics is not None and record.baseline_metrics is not None
-    ours = samples["speculative"]
-    baseline = samples["autoregressive"]
-    metrics = replace(record.metrics, **step_metrics(ours))
-    return replace(
-        record,
-        metrics=add_speedup(metrics, baseline, ours),
-        baseline_metrics=replace(record.baseline_metrics, **step_metrics(baseline)),
-    )
-
-
-def test_records_of_earlier_versions_get_the_speedup_of_their_samples(tmp_path: Path) -> None:
-    """The run whose baseline took 98 ms for one of its steps of 1.6 ms."""
-    raw = json.loads((Path(__file__).parent / "one_long_step.json").read_text())
-    totals = raw["metrics"]["total_speedup_per_batch"]
-    assert totals == [pytest.approx(1.219, abs=1e-3), pytest.approx(2.335, abs=1e-3)]
-    added = {"num_steps", "median_step_ms", *(name for name in raw["metrics"] if "stall" in name)}
-    for part in ("metrics", "baseline_metrics"):
-        raw[part] = {name: value for name, value in raw[part].items() if name not in added}
-    old = raw["metrics"]
-    old |= {
-        "speedup": old.pop("total_speedup"),
-        "speedup_per_batch": old.pop("total_speedup_per_batch"),
-    }
-    assert old["speedup"] == pytest.approx(1.777, abs=1e-3)
-    file = tmp_path / "old.jsonl"
-    file.write_text(json.dumps(raw) + "\n")
-    (record,) = load_records(file)
-    assert check_metrics(record) == []
-    assert record.metrics is not None and record.baseline_metrics is not None
-    assert record.metrics.total_speedup_per_batch == totals
-    assert record.metrics.total_speedup == pytest.approx(1.777, abs=1e-3)
-    assert record.metrics.speedup == pytest.approx(1.2, abs=0.05)
-    assert record.baseline_metrics.stalled_steps == 1
-    assert math.floor(record.baseline_metrics.longest_stall_ms or 0) == 98
-    assert renewed(record) is record
+    assert {"speedup", "total speedup"} <= {*labels_of(table)}
+    assert "total speedup" not in labels_of(quiet)
 
 
 def test_a_report_says_how_many_steps_stalled() -> None:
-    record = drawn()
-    assert record.baseline_metrics is not None
+    record = drawn_command()[0]
     stalls = {"stalled_steps": 2, "longest_stall_ms": 98.0, "longest_stall_median_ms": 1.5}
-    other = replace(record, baseline_metrics=replace(record.baseline_metrics, **stalls))  # type: ignore[arg-type]
-    found = [stalls_line(frame_of(report_rows(3, "", each))) for each in (record, other)]
+    assert record.metrics is not None
+    other = replace(record, metrics=replace(record.metrics, **stalls))  # type: ignore[arg-type]
+    found = [stalls_line(frame_of([report_row(3, "", each, None)])) for each in (record, other)]
     assert found[0] == [] and len(found[1]) == 1
     assert "2 of " in found[1][0] and "took 98 ms where the median is 1.5" in found[1][0]
-    assert found[1][0].endswith("run 3, autoregressive.")
+    assert found[1][0].endswith("run 3, static.")
 
 
 def test_a_table_can_have_the_stalls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,30 +218,45 @@ def test_a_table_can_have_the_stalls(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert shown[-3:-1] == ["0", "1.00"]
 
 
-def timed(steps: Sequence[tuple[float, int, int, int]]) -> list[TimedStep]:
-    """Steps of a mode: milliseconds, prompt tokens, draft tokens and rows."""
-    return [TimedStep(ms, (prompt, drafted, rows)) for ms, prompt, drafted, rows in steps]
-
-
-def served(steps: Sequence[TimedStep]) -> ServingMetrics:
-    """A request of 31 tokens, from 0 to 1 s."""
-    stamps = [number / 30 for number in range(31)]
-    request = finished(0, 0.0, stamps)
-    return serving_metrics(
-        [request], StepCounts(num_steps=33, moves={0: Moves([0.0])}), steps=steps
+def served(steps: Sequence[tuple[float, int, int, int]]) -> PassMetrics:
+    """A request of 31 tokens, from 0 to 1 s, and steps of a mode: milliseconds, prompt tokens,
+    draft tokens and rows."""
+    request = RequestRecord(
+        arrival_ms=0.0,
+        joined_ms=[0.0],
+        preempted_ms=[],
+        prefilled_ms=[0.0],
+        first_token_ms=0.0,
+        finished_ms=1000.0,
+        prompt_len=1,
+        output_len=31,
+        output_hash="",
     )
+    group = GroupRecord(
+        num_requests=1,
+        num_steps=33,
+        step_ms=[ms for ms, *_ in steps],
+        step_prompt_tokens=[prompt for _, prompt, _, _ in steps],
+        step_max_gamma=[drafted for _, _, drafted, _ in steps],
+        step_rows=[rows for *_, rows in steps],
+        draft_ms=[],
+        verify_ms=[],
+        decode_ms=[],
+        threads=[1],
+    )
+    return metrics_of(MeasuredParts([request], [group]))
 
 
 def test_a_stalled_step_of_a_mode_is_counted_and_its_time_left_out() -> None:
     """Not one that takes a part of a prompt beside its rows."""
     quiet = [(2.0, 0, 0, 4)] * 30
-    metrics = served(timed([*quiet[:15], (502.0, 0, 0, 4), *quiet[15:], (40.0, 256, 0, 4)]))
+    metrics = served([*quiet[:15], (502.0, 0, 0, 4), *quiet[15:], (40.0, 256, 0, 4)])
     assert (metrics.num_decode_steps, metrics.stalled_steps) == (32, 1)
     assert (metrics.longest_stall_ms, metrics.longest_stall_median_ms) == (502.0, 2.0)
     assert metrics.stalled_ms == 500.0 and metrics.output_throughput == 31.0
     assert metrics.steady_output_throughput == pytest.approx(62.0)
-    assert stalls_in(metrics, metrics.num_decode_steps).startswith("1 of 32 steps stalled (502 ms")
-    calm = served(timed([*quiet, (2.0, 0, 0, 4)]))
+    assert stalls_in(metrics).startswith("1 of 32 steps stalled (502 ms")
+    calm = served([*quiet, (2.0, 0, 0, 4)])
     assert calm.stalled_steps == 0 and calm.steady_output_throughput == calm.output_throughput
     untimed = served([])
     assert untimed.stalled_steps is untimed.steady_output_throughput is None

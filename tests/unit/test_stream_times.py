@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from magicdec.bench.serving.metrics import serving_metrics
+
 from magicdec.engine.scheduler import StepCounts
 from magicdec.names import SERVER_APIS, load_object
 from magicdec.runner.request import UNKNOWN_ID, Moves, Request, SamplingParams
@@ -202,7 +202,7 @@ def test_times_of_a_stream_are_those_by_hand(name: str) -> None:
     assert request.output_ids == ([4, 5, 6, 7, 8, 9] if has_ids else [UNKNOWN_ID] * 6)
     assert request.first_token_s == ARRIVED_S + 0.5 and request.finished_s == ARRIVED_S + 1.5
     found = serving_metrics([request], StepCounts(moves={0: Moves([ARRIVED_S])}))
-    assert found.makespan_s == 1.5 and found.output_throughput == 6 / 1.5
+    assert found.duration_s == 1.5 and found.output_throughput == 6 / 1.5
     assert (found.mean_ttft_ms, found.mean_e2el_ms) == (500.0, 1500.0)
     assert found.mean_tpot_ms == pytest.approx(1000.0 / 5)
     assert found.request_tokens_per_s == pytest.approx(5 / 1.0)

@@ -33,8 +33,8 @@ from magicdec.distributed import groups
 from magicdec.engine.engine import Engine
 from magicdec.hardware import timing
 from magicdec.output.console import Silent
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 from magicdec.setup import loading
 from magicdec.setup import prepare as preparing
 from magicdec.setup.prepare import prepare
@@ -81,14 +81,14 @@ def variants(base: RunConfig) -> list[RunConfig]:
     ]
 
 
-def run_study(asked: list[RunConfig], path: Path) -> tuple[StudyPlan, list[RunRecord]]:
+def run_study(asked: list[RunConfig], path: Path) -> tuple[StudyPlan, list[PassRecord]]:
     plan = make_plan(asked, Settings(str(path)), ALONE, retries_failed=False)
     sweep = Sweep(plan, ALONE, StudyProgress(Silent(), plan))
     sweep.run()
     return plan, sweep.records
 
 
-def untimed(record: RunRecord) -> dict[str, Any]:
+def untimed(record: PassRecord) -> dict[str, Any]:
     """A record without times, without what is derived from them, and without the machine."""
     found = asdict(record)
     del found["environment"], found["config"]["output"]
@@ -111,7 +111,7 @@ METRICS = (
     "acceptance_per_position",
     "bytes_read",
     "mean_draft_tokens",
-    "mean_emitted_tokens",
+    "tokens_per_verification",
     "kv_tokens_read",
 )
 
@@ -138,7 +138,7 @@ def test_a_cell_is_the_lone_run(
     check_lone(asked, records)
 
 
-def check_lone(asked: list[RunConfig], records: list[RunRecord]) -> None:
+def check_lone(asked: list[RunConfig], records: list[PassRecord]) -> None:
     """The records of these configs are those of lone runs."""
     found = {config_key(record.config): record for record in records}
     for config in asked:
@@ -206,7 +206,7 @@ def test_cells_that_do_not_fit_are_records_that_say_so(
         (500, "prefixes"),
     ):
         assert expected in str(errors.pop(B))
-    assert errors == {2: None} and len(load_records(tmp_path / "runs.jsonl")) == 4
+    assert errors == {2: None} and len(load_passes(tmp_path / "runs.jsonl")) == 4
     assert {r.status for r in records} == {"ok", "failed"}
 
 
@@ -336,7 +336,7 @@ def test_a_study_that_is_killed_and_started_again_has_each_record_once(
     done = launch("small_sweep.py", "study.toml")
     assert done.returncode == 0, done.stderr
     assert f"{NUM_CELLS} of {NUM_CELLS} runs done" in done.stderr
-    records = load_records(path)
+    records = load_passes(path)
     assert len(records) == NUM_CELLS and {r.status for r in records} == {"ok"}
     assert len({config_key(record.config) for record in records}) == NUM_CELLS
 
@@ -359,7 +359,7 @@ def test_tasks_of_an_array_job_run_a_study_in_parts(
     (tmp_path / "runs.jsonl").write_text(first.read_text())
     done = launch("small_sweep.py", "study.toml")
     assert "8 runs, 4 of them done before" in done.stderr
-    records = load_records(tmp_path / "runs.jsonl")
+    records = load_passes(tmp_path / "runs.jsonl")
     assert len({config_key(record.config) for record in records}) == len(records) == 8
     empty = launch("small_sweep.py", "study.toml", "--part", "1/100")
     assert empty.returncode == 0 and "0 of 0 runs done" in empty.stderr
@@ -390,7 +390,7 @@ def test_ranks_share_a_study(
         num_ranks=2,
     )
     assert done.returncode == 1, "two cells need more prompts than there are"
-    records = load_records(tmp_path / "s.jsonl")
+    records = load_passes(tmp_path / "s.jsonl")
     assert Counter(r.status for r in records) == {"ok": 4, "failed": 2}
     assert {r.environment.world_size for r in records} == {2}
     before = (tmp_path / "s.jsonl").read_text()

@@ -89,7 +89,7 @@ def test_all_drafts_have_one_prefill_and_one_baseline(
         check_record(record)
         assert record.status == "ok" and record.correctness is not None, name
         assert record.correctness.identical and record.metrics is not None
-        assert len(record.metrics.net_speedup_per_batch or ()) == BATCHES
+        assert len(record.metrics.net_speedup_per_group or ()) == BATCHES
     weights = found.records[list(configs)[-1]].config["decoding"]["draft_weights"]
     assert weights == "int8"
     assert {r.workload.sha256 for r in found.records.values() if r.workload} == {

@@ -103,3 +103,23 @@ def is_asked_alike(expected: Request, found: Request) -> bool:
     """Whether both have the same prompt. A turn behind an answer that differs has another one, and
     then its answer shows nothing."""
     return expected.prompt_ids == found.prompt_ids
+
+
+def combined(checks: Sequence[Checked]) -> Checked:
+    """The check of several groups of the same requests together: that of the group that is worst,
+    with the steps and tokens of all, and the forwards of the one in which they were compared."""
+    counts = [checked.num_differing for checked in checks]
+    known = [count for count in counts if count is not None]
+    worst = max(
+        (checked.correctness for checked in checks),
+        key=lambda found: (found.num_diverged or 0, found.num_excused or 0, not found.identical),
+    )
+    forwards = [c.correctness.forwards for c in checks if c.correctness.forwards is not None]
+    judged = [c.correctness.judged_again for c in checks if c.correctness.judged_again is not None]
+    correctness = replace(
+        worst,
+        num_tokens=sum(checked.correctness.num_tokens or 0 for checked in checks),
+        judged_again=JudgedAgain.sum_of(judged) if judged else None,
+        forwards=next(iter(forwards), None),
+    )
+    return Checked(sum(known) if len(known) == len(counts) else None, correctness)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from magicdec.bench.serving.record import ServingRecord
-from magicdec.records.record import MeasuredRecord, RunRecord
+from magicdec.records.pass_record import PassRecord
 
 Row = dict[str, Any]
 
@@ -22,35 +21,27 @@ def keep_rows(rows: Iterable[Row]) -> Any:
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """`kinds` are those of the records that the format can hold, and `holds` says in half a
-    sentence what it holds of them."""
+    """`holds` says in half a sentence what the format holds of records."""
 
-    kinds: tuple[str, ...]
+    # For each kind of record that it can hold: the rows of a record, from its number, its file and
+    # itself; none if it has nothing that the format can hold.
+    rows: Mapping[str, Callable[[int, str, Any], Iterable[Row]]]
     holds: str
     suffixes: tuple[str, ...]  # of the files that `write` writes
-    # The rows of a record of `kinds`, from its number, its file and itself; none if it has nothing
-    # that the format can hold.
-    rows: Callable[[int, str, Any], Iterable[Row]]
     write: Callable[[Path, Any], None]  # writes what `collect` has made of the rows; raises OSError
     collect: Callable[[Iterable[Row]], Any] = keep_rows
 
 
-def outcome(record: MeasuredRecord) -> Row:
-    """What the record says of its tokens, for the key `correctness` of a row: the status, what they
-    were compared with (None: with nothing), and the number of requests or sequences that differ.
-    A serving pass also says whether something of it was emulated."""
-    if isinstance(record, ServingRecord):
-        found = _outcome(record.status, record.reference, record.num_differing)
-        return found | {"emulated": bool(record.emulated_by)}
-    correctness = record.correctness if isinstance(record, RunRecord) else None
-    if correctness is None or correctness.reference is None:
-        return _outcome(record.status, None, None)
-    counts = (correctness.num_excused or 0) + (correctness.num_diverged or 0)
-    return _outcome(record.status, correctness.reference, counts)
-
-
-def _outcome(status: str, reference: str | None, num_differing: int | None) -> Row:
-    return {"status": status, "reference": reference, "num_differing": num_differing}
+def correctness_of(record: PassRecord) -> Row:
+    """What a pass says of its tokens, for the key `correctness` of a row: the status, the pass that
+    they were compared with (None: with nothing), the number of requests that differ, and whether
+    something of it was emulated."""
+    return {
+        "status": record.status,
+        "reference": record.reference,
+        "num_differing": record.num_differing,
+        "emulated": bool(record.emulated_by),
+    }
 
 
 def known(values: Mapping[str, Any]) -> Row:

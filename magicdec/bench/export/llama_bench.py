@@ -1,10 +1,11 @@
-"""Runs and timed forwards as llama-bench of llama.cpp writes its tests: JSON, JSON lines, or a
+"""Passes and timed forwards as llama-bench of llama.cpp writes its tests: JSON, JSON lines, or a
 Markdown table with rows such as `pp2048` and `tg128 @ d8192`.
 
 Names, units (ns, tokens/s) and statistics are those of its `tools/llama-bench` (08d0baac). Its
-tests are of one sequence, without drafts: of a run with one row in a batch, `pp` is the prefill and
-`tg` the baseline's decoding, a sample for each batch. A forward of `magicdec latency` is `tg1`, of
-which the record has the median in place of samples.
+tests are of one sequence, without drafts: of a pass without drafts that decodes one prompt after
+the other, `pp` is the prefill, which it shares with other passes, and `tg` the decoding, a sample
+for each prompt. A forward of `magicdec latency` is `tg1`, of which the record has the median in
+place of samples.
 """
 
 from __future__ import annotations
@@ -15,61 +16,57 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from magicdec.bench.export.form import ExportFormat, Row, outcome, write_array, write_lines
+from magicdec.bench.export.form import (
+    ExportFormat,
+    Row,
+    correctness_of,
+    write_array,
+    write_lines,
+)
 from magicdec.bench.latency.record import LatencyRecord
-from magicdec.names import BASELINE
 from magicdec.output.tables import Column, Table
-from magicdec.records.record import MeasuredRecord, RunRecord
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import MeasuredRecord
 
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 NS = 1e6  # in a ms
 
 
-def rows_of(number: int, source: str, record: RunRecord | LatencyRecord) -> Iterator[Row]:
-    tests = _run_tests(record) if isinstance(record, RunRecord) else _forward_tests(record)
-    head = _head(record)
-    for test in tests:
-        yield head | test | {"correctness": outcome(record)}
-
-
-def _run_tests(record: RunRecord) -> Iterator[Row]:
-    """The prefill and the baseline's decoding. Batches of equal lengths are the samples of one
-    test. A run whose tokens are wrong has none, as it has no metrics."""
-    samples = (record.samples or {}).get(BASELINE)
-    prefill = record.prefill_samples
-    if samples is None or prefill is None or record.metrics is None:
-        return
-    if record.config["workload"]["batch_size"] != 1:
+def rows_of_pass(number: int, source: str, record: PassRecord) -> Iterator[Row]:
+    """The prefill and the decoding of a pass without drafts. Prompts of equal lengths are the
+    samples of one test. A pass whose tokens are wrong has none, as it has no metrics."""
+    is_one_by_one = all(group.num_requests == 1 for group in record.groups)
+    if record.metrics is None or record.is_drafting or not is_one_by_one:
         return
     prefills: dict[int, list[float]] = defaultdict(list)
     decodings: dict[tuple[int, int], list[float]] = defaultdict(list)
-    batches = zip(
-        prefill.num_tokens,
-        prefill.prefill_ms,
-        samples.sequence_tokens,
-        samples.step_ms,
-        strict=True,
-    )
-    for prompt_len, prefill_ms, tokens, step_ms in batches:
-        prefills[prompt_len].append(prefill_ms)
-        decodings[prompt_len, sum(tokens)].append(sum(step_ms))
+    for group, (request,) in record.groups_of_requests:
+        if group.prefill_ms is None:
+            return
+        prefills[request.prompt_len].append(group.prefill_ms)
+        decodings[request.prompt_len, request.output_len - 1].append(sum(group.step_ms))
+    about = _head(record)
+    correctness = {"correctness": correctness_of(record)}
     for prompt_len, times_ms in prefills.items():
-        yield _test(prompt_len, 0, 0) | _measured(prompt_len, times_ms)
+        yield about | _test(prompt_len, 0, 0) | _measured(prompt_len, times_ms) | correctness
     for (prompt_len, gen_len), times_ms in decodings.items():
         if gen_len:
-            yield _test(0, gen_len, prompt_len) | _measured(gen_len, times_ms)
+            yield about | _test(0, gen_len, prompt_len) | _measured(gen_len, times_ms) | correctness
 
 
-def _forward_tests(record: LatencyRecord) -> Iterator[Row]:
-    """The decode steps of one row."""
+def rows_of_forwards(number: int, source: str, record: LatencyRecord) -> Iterator[Row]:
+    """The decode steps of one row, whose tokens were compared with nothing."""
+    uncompared = {"status": record.status, "reference": None, "num_differing": None}
     for row in record.rows:
         if row.phase == "decode" and row.B == 1:
-            yield _test(0, 1, row.context) | {
+            times = {
                 "median_ns": round(NS * row.ms_median),
                 "p10_ns": round(NS * row.ms_p10),
                 "p90_ns": round(NS * row.ms_p90),
                 "median_ts": 1e3 / row.ms_median,
             }
+            test = _test(0, 1, row.context) | times
+            yield _head(record) | test | {"correctness": uncompared}
 
 
 def _test(n_prompt: int, n_gen: int, n_depth: int) -> Row:
@@ -165,9 +162,9 @@ def write(path: Path, rows: list[Row]) -> None:
 
 
 LLAMA_BENCH = ExportFormat(
-    kinds=("run", "latency"),
-    holds="runs of one row in a batch with a baseline, and decode forwards of one row",
+    rows={"pass": rows_of_pass, "latency": rows_of_forwards},
+    holds="passes without drafts of one prompt after the other that share its prefill, and decode "
+    "forwards of one row",
     suffixes=(".json", ".jsonl", ".md"),
-    rows=rows_of,
     write=write,
 )

@@ -1,4 +1,4 @@
-"""Serving passes as PyTorch's benchmark database takes them: a list with an object for each metric.
+"""Passes as PyTorch's benchmark database takes them: a list with an object for each metric.
 
 The objects, metrics and keys are those that `vllm bench serve` of vLLM 0.32.0 writes with
 SAVE_TO_PYTORCH_BENCHMARK_FORMAT (`convert_to_pytorch_benchmark_format` in
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from magicdec.bench.export.form import ExportFormat, Row, write_array
 from magicdec.bench.export.vllm import result_of
-from magicdec.bench.serving.record import ServingRecord
+from magicdec.records.pass_record import PassRecord
 
 BENCHMARK = "magicdec benchmark"
 METRICS = (
@@ -31,9 +31,9 @@ METRICS = (
 TOO_LONG = ("ttfts", "itls", "generated_texts", "errors")  # which vLLM leaves out
 
 
-def rows_of(number: int, source: str, record: ServingRecord) -> Iterator[Row]:
+def rows_of(number: int, source: str, record: PassRecord) -> Iterator[Row]:
     """An object for each metric that the record has; values are in ms."""
-    if record.metrics is None:
+    if record.metrics is None or record.workload is None:
         return
     result = result_of(record)
     more = {key: value for key, value in result.items() if key not in (*METRICS, *TOO_LONG)}
@@ -54,9 +54,8 @@ def rows_of(number: int, source: str, record: ServingRecord) -> Iterator[Row]:
 
 
 PYTORCH = ExportFormat(
-    kinds=("serving",),
+    rows={"pass": rows_of},
     holds="passes with metrics",
     suffixes=(".json",),
-    rows=rows_of,
     write=write_array,
 )

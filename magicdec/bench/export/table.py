@@ -7,10 +7,9 @@ from magicdec.bench.report.frame import SUFFIXES, columns_of, flat_rows, write_c
 from magicdec.names import RECORDS
 
 TABLE = ExportFormat(
-    kinds=tuple(RECORDS),
+    rows=dict.fromkeys(RECORDS, flat_rows),
     holds="every pass",
     suffixes=SUFFIXES,
-    rows=flat_rows,
     write=write_columns,
     collect=columns_of,
 )

@@ -1,4 +1,4 @@
-"""Serving passes as `vllm bench serve --save-result --save-detailed --append-result` writes them:
+"""Passes as `vllm bench serve --save-result --save-detailed --append-result` writes them:
 an object for each pass, one a line.
 
 Names and units are those of vLLM 0.32.0 (`vllm/benchmarks/serve.py`): times that end in `_ms` are
@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Iterator
 from datetime import datetime
 
-from magicdec.bench.export.form import ExportFormat, Row, known, outcome, write_lines
-from magicdec.bench.serving.metrics import ServingMetrics
-from magicdec.bench.serving.record import RequestRecord, ServingRecord
+from magicdec.bench.export.form import ExportFormat, Row, correctness_of, known, write_lines
+from magicdec.records.metrics import PassMetrics
+from magicdec.records.pass_record import PassRecord, RequestRecord
 from magicdec.systems.modes import Pass, Ranks
 from magicdec.workload.request_shapes import BURST, TRACE, parse_arrival
 
@@ -30,9 +30,10 @@ ACCEPTANCE = {  # theirs: ours
 NAMES = ("ttft", "tpot", "itl", "e2el")
 
 
-def result_of(record: ServingRecord) -> Row:
+def result_of(record: PassRecord) -> Row:
     """The object of a pass that has metrics."""
     assert record.metrics is not None, "a pass without metrics has no object"
+    assert record.workload is not None, "it has metrics"
     setup = {
         "date": datetime.fromisoformat(record.environment.time_utc).strftime("%Y%m%d-%H%M%S"),
         **_program(record),
@@ -42,21 +43,21 @@ def result_of(record: ServingRecord) -> Row:
         "num_prompts": len(record.requests),
         **_traffic(record),
     }
-    own = {"correctness": outcome(record), "random_weights": record.workload.is_random}
+    own = {"correctness": correctness_of(record), "random_weights": record.workload.is_random}
     acceptance = _acceptance(record.metrics)
     return setup | _served(record) | acceptance | _latencies(record) | own
 
 
-def _program(record: ServingRecord) -> Row:
+def _program(record: PassRecord) -> Row:
     is_other = Pass.named(record.name).ranks is Ranks.NONE
     name = COMPLETIONS if is_other else BACKEND
     return {"endpoint_type": name, "backend": name}
 
 
-def _traffic(record: ServingRecord) -> Row:
+def _traffic(record: PassRecord) -> Row:
     """The mean arrivals a second, and the requests in flight of a closed loop. vLLM's burstiness is
     the shape of gamma distributed distances, of which a Poisson process has 1."""
-    text = str(record.config["workload"]["arrival"])
+    text = record.arrival
     if record.concurrency is not None:
         return {"request_rate": "inf", "max_concurrency": record.concurrency}
     if text == BURST:
@@ -68,14 +69,14 @@ def _traffic(record: ServingRecord) -> Row:
     return rate | ({"burstiness": 1.0} if arrival.process == POISSON else {})
 
 
-def _served(record: ServingRecord) -> Row:
+def _served(record: PassRecord) -> Row:
     metrics = record.metrics
     assert metrics is not None, "as in result_of"
     requests = record.requests
     prompt_tokens = sum(each.prompt_len for each in requests)
     output_tokens = sum(each.output_len for each in requests)
     return {
-        "duration": metrics.makespan_s,
+        "duration": metrics.duration_s,
         "completed": len(requests),
         "failed": 0,  # a pass in which a request fails has no metrics
         "total_input_tokens": prompt_tokens,
@@ -83,16 +84,28 @@ def _served(record: ServingRecord) -> Row:
         "request_throughput": metrics.request_throughput,
         "request_goodput": metrics.request_goodput,
         "output_throughput": metrics.output_throughput,
-        "total_token_throughput": (prompt_tokens + output_tokens) / metrics.makespan_s,
+        "total_token_throughput": (prompt_tokens + output_tokens) / metrics.duration_s,
         "input_lens": [each.prompt_len for each in requests],
         "output_lens": [each.output_len for each in requests],
         "ttfts": [_ttft_ms(each) / 1e3 for each in requests],
         "latencies": [_e2el_ms(each) / 1e3 for each in requests],
-        "start_times": [each.arrival_ms / 1e3 for each in requests],
+        "start_times": _start_times(record),
     }
 
 
-def _acceptance(metrics: ServingMetrics) -> Row:
+def _start_times(record: PassRecord) -> list[float]:
+    """When each request arrived, in s; a group begins when the last request of the one before it
+    has ended."""
+    found = list[float]()
+    begin_ms = 0.0
+    for _, requests in record.groups_of_requests:
+        first_ms = min(each.arrival_ms for each in requests)
+        found += [(begin_ms + each.arrival_ms - first_ms) / 1e3 for each in requests]
+        begin_ms += max(each.finished_ms for each in requests) - first_ms
+    return found
+
+
+def _acceptance(metrics: PassMetrics) -> Row:
     """Acceptance by vLLM's definitions. Its rate is in per cent. Its rate of a position is the
     share of all verifications that accepted the draft there, also of those that drafted fewer
     tokens, where `acceptance_per_position` of a record multiplies the rates of those that judged
@@ -111,17 +124,13 @@ def _acceptance(metrics: ServingMetrics) -> Row:
     }
 
 
-def _latencies(record: ServingRecord) -> Row:
+def _latencies(record: PassRecord) -> Row:
     """Mean, median, standard deviation and percentiles. A record has no single inter-token
     latencies, and so no deviation of them."""
     requests = record.requests
     times_ms = {
         "ttft": [_ttft_ms(each) for each in requests],
-        "tpot": [
-            (each.finished_ms - each.first_token_ms) / (each.output_len - 1)
-            for each in requests
-            if each.output_len > 1
-        ],
+        "tpot": [tpot for each in requests if (tpot := each.tpot_ms) is not None],
         "e2el": [_e2el_ms(each) for each in requests],
     }
     found = Row()
@@ -129,7 +138,8 @@ def _latencies(record: ServingRecord) -> Row:
         for theirs, ours in STATISTICS.items():
             found[f"{theirs}_{name}_ms"] = getattr(record.metrics, f"{ours}_{name}_ms")
         values = times_ms.get(name)
-        found[f"std_{name}_ms"] = statistics.pstdev(values) if values else None
+        is_known = getattr(record.metrics, f"mean_{name}_ms") is not None
+        found[f"std_{name}_ms"] = statistics.pstdev(values) if values and is_known else None
     return known(found)
 
 
@@ -141,15 +151,14 @@ def _e2el_ms(request: RequestRecord) -> float:
     return request.finished_ms - request.arrival_ms
 
 
-def rows_of(number: int, source: str, record: ServingRecord) -> Iterator[Row]:
+def rows_of(number: int, source: str, record: PassRecord) -> Iterator[Row]:
     if record.metrics is not None:
         yield result_of(record)
 
 
 VLLM = ExportFormat(
-    kinds=("serving",),
+    rows={"pass": rows_of},
     holds="passes with metrics",
     suffixes=(".json", ".jsonl"),
-    rows=rows_of,
     write=write_lines,
 )

@@ -1,6 +1,6 @@
-"""The cases of the gate: the runs whose drafts are compared with those of a baseline.
+"""The cases of the gate: the passes whose drafts are compared with those of a baseline.
 
-A file of baselines holds its own cases, because a record holds the configuration of its run. The
+A file of baselines holds its own cases, because a record holds the configuration of its pass. The
 standard cases make such a file for a model and a text. Must not know how records are judged.
 """
 
@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from magicdec.bench.serving.recomputing import unfounded_metric as unfounded_in_pass
-from magicdec.bench.serving.record import LATER_FLAGS, ServingRecord
 from magicdec.config.capabilities import check_standalone, policy_called
-from magicdec.config.run_config import RunConfig
+from magicdec.config.run_config import RunConfig, join_draft
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     MODEL_PREFIX,
@@ -39,14 +37,22 @@ from magicdec.names import (
     LOW_BIT,
     NGRAM_AND,
 )
-from magicdec.records.comparison.conditions import describe, flags_of, kind_of
-from magicdec.records.recomputing import unfounded_metric as unfounded_in_run
-from magicdec.records.record import DraftingRecord, Record, RunRecord
+from magicdec.records.comparison.conditions import (
+    LOAD,
+    describe,
+    flags_of,
+    flags_of_mode,
+    is_judged,
+    kind_of,
+)
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.recomputing import unfounded_metric
 from magicdec.systems.declaration import Drafts, Ranks
 from magicdec.systems.modes import MODES, WITH_DRAFT, Pass
 from magicdec.systems.options import ServeOptions, with_values
 from magicdec.workload.request_shapes import BURST
 
+DRAFTING_MODE = "static+draft"  # of the cases in whole batches
 LEAST_PROMPTS = 4  # fewer show no loss (docs/results.md)
 RANKS_PER_CORE = 2  # more of them would wait for each other for most of the time
 GAMMA = 4
@@ -100,19 +106,19 @@ class Subject:
         """The packaged EAGLE-3 head, of the packaged target alone."""
         return "demo-eagle" if self.model == "demo" and self.draft != NONE else None
 
-    def config(
+    def case(
         self,
         drafter: str,
         kv: KVSection,
         gamma: int | str,
         temperature: float = 0.0,
         **ways: Any,
-    ) -> RunConfig:
+    ) -> Case:
         """The case of a drafter and a policy; `ways` are further settings of decoding."""
         decoding = DecodingSection("speculative", drafter, gamma, ignore_eos=True, **ways)
         of_drafter = {"model": self.standalone, EAGLE: self.head}
         draft = of_drafter.get(decoding.model_drafter or "")
-        return RunConfig(
+        config = RunConfig(
             model=ModelSection(self.model, self.dtype),
             draft=None if draft is None else DraftSection(draft),
             kv=kv,
@@ -127,6 +133,7 @@ class Subject:
                 warmup_batches=0,
             ),
         )
+        return Case(config)
 
     def short(self, num_prompts: int) -> Subject:
         """Few and short prompts, for cases that share their prefill with no others."""
@@ -149,10 +156,10 @@ def standard_cases(subject: Subject) -> list[Case]:
     of_default = [*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full]
     standalone = () if subject.standalone is None else _standalone(subject)
     return [
-        *(subject.config("self", kv, gamma) for gamma in GAMMAS for kv in of_default),
-        *(subject.config("self", kv, GAMMA) for kv in of_others),
-        subject.config("ngram", full, GAMMA),
-        *(subject.config("model", kv, GAMMA) for kv in standalone),
+        *(subject.case("self", kv, gamma) for gamma in GAMMAS for kv in of_default),
+        *(subject.case("self", kv, GAMMA) for kv in of_others),
+        subject.case("ngram", full, GAMMA),
+        *(subject.case("model", kv, GAMMA) for kv in standalone),
         *_of_head(subject),
         *_other_ways(subject),
         *_on_ranks(subject),
@@ -160,17 +167,17 @@ def standard_cases(subject: Subject) -> list[Case]:
     ]
 
 
-def _of_head(subject: Subject) -> Iterator[RunConfig]:
+def _of_head(subject: Subject) -> Iterator[Case]:
     """An EAGLE-3 head under both policies that it can have, and beside lookups."""
     if subject.head is None:
         return
     full = KVSection(FULL_KV_POLICY)
     for kv in (*_budgets(subject, DEFAULT_KV_POLICY, (DRAFT_BUDGET,)), full):
-        yield subject.config(EAGLE, kv, GAMMA)
-    yield subject.config(f"{NGRAM_AND}{EAGLE}", full, GAMMA)
+        yield subject.case(EAGLE, kv, GAMMA)
+    yield subject.case(f"{NGRAM_AND}{EAGLE}", full, GAMMA)
 
 
-def _other_ways(subject: Subject) -> Iterator[RunConfig]:
+def _other_ways(subject: Subject) -> Iterator[Case]:
     """Mixtures with lookups, low-bit drafts, chains that stop or whose length is
     chosen, choices that are made anew, and sampling."""
     full = KVSection(FULL_KV_POLICY)
@@ -178,26 +185,26 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
     if subject.prefix_len <= DRAFT_BUDGET:
         kv = full
     few = subject.short(FEW_PROMPTS)
-    yield subject.config("ngram", full, LOOKUP_GAMMA)
-    yield subject.config("ngram+self", kv, GAMMA)
-    yield subject.config("ngram+self", kv, "auto", step_cost=STEP_COST)
-    yield subject.config("self", kv, "auto", step_cost=STEP_COST)
-    yield from (subject.config("self", kv, GAMMA, draft_weights=bits) for bits in LOW_BIT)
+    yield subject.case("ngram", full, LOOKUP_GAMMA)
+    yield subject.case("ngram+self", kv, GAMMA)
+    yield subject.case("ngram+self", kv, "auto", step_cost=STEP_COST)
+    yield subject.case("self", kv, "auto", step_cost=STEP_COST)
+    yield from (subject.case("self", kv, GAMMA, draft_weights=bits) for bits in LOW_BIT)
     for policy in KV_POLICIES:
         if "reselect_every" in policy_called(policy).settings and kv.policy != FULL_KV_POLICY:
             anew = KVSection(policy, DRAFT_BUDGET, reselect_every=RESELECT_EVERY)
-            yield subject.config("self", anew, GAMMA)
+            yield subject.case("self", anew, GAMMA)
     if subject.standalone is not None:
-        yield subject.config("ngram+model", full, GAMMA)
-        yield subject.config("model", full, GAMMA, pa=PA)
-        yield subject.config("model", full, GAMMA, draft_weights=LOW_BIT[0])
-        yield few.config("model", full, GAMMA, TEMPERATURE)
-    yield subject.config("self", kv, GAMMA, pa=PA)
-    yield few.config("self", kv, GAMMA, TEMPERATURE)
-    yield few.config("ngram+self", kv, GAMMA, TEMPERATURE)
+        yield subject.case("ngram+model", full, GAMMA)
+        yield subject.case("model", full, GAMMA, pa=PA)
+        yield subject.case("model", full, GAMMA, draft_weights=LOW_BIT[0])
+        yield few.case("model", full, GAMMA, TEMPERATURE)
+    yield subject.case("self", kv, GAMMA, pa=PA)
+    yield few.case("self", kv, GAMMA, TEMPERATURE)
+    yield few.case("ngram+self", kv, GAMMA, TEMPERATURE)
 
 
-def _on_ranks(subject: Subject) -> Iterator[RunConfig]:
+def _on_ranks(subject: Subject) -> Iterator[Case]:
     """Ranks of one host that share the target, on the CPU: self-speculation, under policies that
     choose for each of a rank's heads as well, and a draft model on the last rank alone."""
     if subject.nproc == 1:
@@ -206,18 +213,19 @@ def _on_ranks(subject: Subject) -> Iterator[RunConfig]:
     parallel = ParallelSection(device="cpu", nproc=subject.nproc)
     for policy in (policy for policy in KV_POLICIES if policy != FULL_KV_POLICY):
         for kv in _budgets(subject, policy, (DRAFT_BUDGET,)):
-            yield replace(few.config("self", kv, GAMMA), parallel=parallel)
+            config = few.case("self", kv, GAMMA).config
+            yield Case(replace(config, parallel=parallel))
     last = (subject.nproc - 1,)
     if subject.standalone is not None:
-        config = few.config("model", KVSection(FULL_KV_POLICY), GAMMA)
+        config = few.case("model", KVSection(FULL_KV_POLICY), GAMMA).config
         draft = DraftSection(subject.standalone, last)
-        yield replace(config, draft=draft, parallel=parallel)
+        yield Case(replace(config, draft=draft, parallel=parallel))
 
 
-def _of_systems(subject: Subject) -> Iterator[ServedCase]:
+def _of_systems(subject: Subject) -> Iterator[Case]:
     """The systems that draft, with a draft model where there is one, else with lookups; and
     self-speculation in flight, whose requests take rows that others have left."""
-    draft = NGRAM if subject.standalone is None else f"{MODEL_PREFIX}{subject.standalone}"
+    drafter = NGRAM if subject.standalone is None else "model"
     full = KVSection(FULL_KV_POLICY)
     kv = KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
     modes = [
@@ -231,29 +239,26 @@ def _of_systems(subject: Subject) -> Iterator[ServedCase]:
             yield _served(subject, serving_pass, SELF, of_self)
     for serving_pass in modes:
         # What is looked up follows from what is committed in time.
-        if draft != NGRAM or not serving_pass.declared.is_judged_by_time:
-            yield _served(subject, serving_pass, draft, full)
+        if drafter != NGRAM or not serving_pass.declared.is_judged_by_time:
+            yield _served(subject, serving_pass, drafter, full)
 
 
-def _served(subject: Subject, serving_pass: Pass, draft: str, kv: KVSection) -> ServedCase:
+def _served(subject: Subject, serving_pass: Pass, drafter: str, kv: KVSection) -> Case:
     """On one rank where the mode has no stages. Few and short prompts, more than there are rows."""
-    drafter = "model" if draft.startswith(MODEL_PREFIX) else draft
     ranks = subject.nproc if serving_pass.ranks is Ranks.STAGES else 1
-    config = subject.config(drafter, kv, GAMMA)
+    config = subject.case(drafter, kv, GAMMA).config
     parallel = ParallelSection(device="cpu", nproc=ranks)
-    workload = WorkloadSection(subject.dataset)
-    case = ServedCase(
-        replace(config, parallel=parallel, workload=workload),
-        serving_pass.name,
-        draft,
-        num_requests=SERVED_REQUESTS,
+    workload = WorkloadSection(
+        subject.dataset,
         prefix_len=min(subject.prefix_len, SERVED_PREFIX),
         gen_len=subject.gen_len or SERVED_TOKENS,
-        settings=tuple(SERVED_SETTINGS.items()),
     )
+    config = replace(config, parallel=parallel, workload=workload)
+    case = Case(config, serving_pass.name, Load(SERVED_REQUESTS, tuple(SERVED_SETTINGS.items())))
     settled = options_of([case]).settings_of(serving_pass).describe()
     names = serving_pass.system.drafts_follow
-    return replace(case, settings=tuple((name, settled[name]) for name in names))
+    settings = tuple((name, settled[name]) for name in names)
+    return replace(case, load=Load(SERVED_REQUESTS, settings))
 
 
 def _budgets(subject: Subject, policy: str, budgets: Sequence[int]) -> Iterator[KVSection]:
@@ -273,166 +278,158 @@ def _standalone(subject: Subject) -> Iterator[KVSection]:
 
 
 @dataclass(frozen=True)
-class ServedCase:
-    """Requests that a mode of `magicdec serve` serves with a draft, all of which arrive at once."""
+class Load:
+    """Requests that all arrive at once and take rows that others have left. `settings` are those
+    of the system of the mode on which its drafts depend, with their names."""
+
+    num_requests: int
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mode that drafts, and what it decodes: prompts of `config.workload`, of which a load has as
+    many as it says. Without a load they are whole batches, and cases with the same prompts share
+    their prefill and the pass that they are compared with."""
 
     config: RunConfig
-    mode: str
-    draft: str  # as `--draft` names it
-    num_requests: int
-    prefix_len: int
-    gen_len: int
-    settings: tuple[tuple[str, Any], ...]  # of its system, on which its drafts depend
+    mode: str = DRAFTING_MODE
+    load: Load | None = None
+
+    @property
+    def shares_prefill(self) -> bool:
+        return self.load is None
 
     @property
     def serving_pass(self) -> Pass:
         return Pass.named(self.mode)
 
-    def joins(self, others: Sequence[ServedCase]) -> bool:
+    def joins(self, others: Sequence[Case]) -> bool:
         """Whether one command can serve in its mode and in those of others."""
+        if self.load is None or any(other.load is None for other in others):
+            return False
         first = others[0]
-        is_alike = replace(self, mode=first.mode, settings=first.settings) == first
+        is_alike = self.config == first.config and self.num_prompts == first.num_prompts
         system = self.serving_pass.system
         beside = [other for other in others if other.serving_pass.system is system]
-        return is_alike and all(other.settings == self.settings for other in beside)
+        return is_alike and all(other.load == self.load for other in beside)
+
+    @property
+    def num_ranks(self) -> int:
+        nproc = self.config.parallel.nproc
+        return 1 if nproc is None else nproc  # 0 is refused by its name
+
+    @property
+    def num_prompts(self) -> int:
+        return self.config.workload.num_prompts if self.load is None else self.load.num_requests
+
+    @property
+    def draft(self) -> str:
+        """As `--draft` names it."""
+        draft = self.config.draft
+        drafter = self.config.decoding.drafter or NONE
+        return join_draft(drafter, None if draft is None else draft.model)
+
+    @property
+    def name(self) -> str:
+        """As `describe` names its record."""
+        sections = asdict(self.config)
+        if self.shares_prefill:
+            return flags_of(sections)
+        return flags_of_mode(self.mode, sections, num_ranks=self.num_ranks)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be, with any model."""
+        if self.load is not None:
+            options_of([self]).check(self.config, self.num_ranks)
+        elif self.num_ranks != 1:
+            self.config.check(self.num_ranks)
+        w = self.config.workload
+        counted = f"{self.num_prompts} requests"
+        if self.shares_prefill:
+            batches = f"--B {w.batch_size} x --num_batches {w.num_batches}"
+            counted = f"{batches} are {self.num_prompts} prompts"
+        if self.num_prompts < LEAST_PROMPTS:
+            raise ValueError(f"{counted}; a gate needs at least {LEAST_PROMPTS}, better 8")
+
+    def with_threads(self, threads: int) -> Case:
+        parallel = replace(self.config.parallel, threads=threads)
+        return replace(self, config=replace(self.config, parallel=parallel))
 
     @classmethod
-    def of_record(cls, record: ServingRecord) -> ServedCase:
-        """The case that repeats the pass of a record. Raises ValueError, naming it, if its config
-        is not one of a pass."""
-        config = recorded_config(record, record.config_as_run())
+    def of_record(cls, record: PassRecord) -> Case:
+        """What repeats the pass of a record, here, on as many ranks. What `auto` chose then is left
+        to `auto` again. Raises ValueError, naming it, if its config is not one of a pass."""
+        if record.error is not None:
+            raise ValueError(f"{describe(record)}: it has failed; leave it out of the baselines")
         try:
+            config = config_of_record(record)
+            if record.shares_prefill:
+                return cls(config, record.mode)
             flags = record.config["workload"]
-            numbers = {name: int(flags[name]) for name in ("num_requests", "prefix_len", "gen_len")}
-            serving_pass = Pass.named(record.name)
-            settings = [
-                (name, (LATER_FLAGS | flags)[name]) for name in serving_pass.system.drafts_follow
-            ]
-            workload = WorkloadSection(dataset=flags["dataset"], seed=flags["seed"])
-            ranks = record.environment.world_size
-            return cls(
-                replace(
-                    config,
-                    workload=workload,
-                    parallel=ParallelSection(device=config.parallel.device, nproc=ranks),
-                    draft=config.draft and replace(config.draft, rank_group=None),
-                ),
-                serving_pass.name,
-                flags["draft"],
-                settings=tuple(settings),
-                **numbers,
-            )
-        except (TypeError, KeyError, ValueError) as error:
+            known = LOAD | flags
+            names = Pass.named(record.mode).system.drafts_follow
+            settings = tuple((name, known[name]) for name in names)
+            return cls(config, record.mode, Load(int(flags["num_requests"]), settings))
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"{describe(record)}: its config is not one of a pass: {error}"
             ) from None
 
 
-def options_of(cases: Sequence[ServedCase]) -> ServeOptions:
-    """The settled options of a command that serves in the modes of these cases, which are alike."""
+def options_of(cases: Sequence[Case]) -> ServeOptions:
+    """The settled options of a command that serves the load of these cases, which `joins` found
+    alike, in their modes."""
     first = cases[0]
-    passes = [case.serving_pass for case in cases]
+    w = first.config.workload
     options = ServeOptions(
-        num_requests=first.num_requests,
-        prefix_len=str(first.prefix_len),
-        gen_len=str(first.gen_len),
+        num_requests=first.num_prompts,
+        prefix_len=str(w.prefix_len),
+        gen_len=str(w.gen_len),
         modes=tuple(case.mode for case in cases),
         arrival=BURST,
         draft=first.draft,
     )
     settings = {
-        system.name: with_values(system.settings(), dict(case.settings))
-        for case, system in ((case, case.serving_pass.system) for case in cases)
+        case.serving_pass.system.name: with_values(
+            case.serving_pass.system.settings(), dict(case.load.settings)
+        )
+        for case in cases
+        if case.load is not None
     }
-    return options.settle(passes, first.config.workload.seed, settings)
+    passes = [case.serving_pass for case in cases]
+    return options.settle(passes, w.seed, settings)
 
 
-Case = RunConfig | ServedCase
-Baseline = RunRecord | ServingRecord
-
-
-def baselines_in(records: Iterable[Record]) -> list[Baseline]:
-    """Those of runs, and those of served modes that the gate has made."""
-    return [
-        record
-        for record in records
-        if isinstance(record, RunRecord)
-        or (isinstance(record, ServingRecord) and record.seal is not None)
-    ]
-
-
-def unfounded(record: Baseline) -> str | None:
-    """A sentence if a metric of the record does not follow from its samples, or from its
-    requests."""
-    try:
-        if isinstance(record, ServingRecord):
-            name = unfounded_in_pass(record)
-            source = "requests"
-        else:
-            name = unfounded_in_run(record)
-            source = "samples"
-    except ValueError as error:
-        return str(error)
-    return None if name is None else f"its {name} does not follow from its {source}"
-
-
-def config_of(case: Case) -> RunConfig:
-    return case.config if isinstance(case, ServedCase) else case
-
-
-def num_ranks(case: Case) -> int:
-    nproc = config_of(case).parallel.nproc
-    return 1 if nproc is None else nproc  # 0 is refused by its name
-
-
-def name_of(case: Case) -> str:
-    """A case that may have no record yet, as `describe` names one that has."""
-    if isinstance(case, RunConfig):
-        return flags_of(asdict(case))
-    ranks = num_ranks(case)
-    flags = flags_of(asdict(case.config) | {"parallel": None})
-    return " ".join([f"--modes {case.mode}", flags, *[f"--nproc {ranks}"] * (ranks > 1)])
-
-
-def margin_of(case: Case) -> float | None:
-    """0 where every draft is accepted, because the draft is the target with the same cache; None,
-    the default, elsewhere. In bfloat16 rounding may refuse a draft."""
-    config = config_of(case)
-    decoding = config.decoding
-    is_target = decoding.drafter == "self" and config.kv.policy == FULL_KV_POLICY
-    is_target &= decoding.draft_weights is None and config.sampling.temperature == 0
-    return 0.0 if is_target and config.model.dtype == "float32" else None
-
-
-def case_of(record: DraftingRecord) -> Case:
-    """What repeats the run or the pass of a record, here, on as many ranks. Raises ValueError as
-    `recorded_config` does."""
-    if isinstance(record, ServingRecord):
-        return ServedCase.of_record(record)
-    config = recorded_config(record)
-    ranks = record.environment.world_size
-    parallel = ParallelSection(device=config.parallel.device)
-    if ranks != 1:
-        parallel = replace(config.parallel, threads=None, nproc=ranks)
-    return replace(config, parallel=parallel)
-
-
-def recorded_config(record: DraftingRecord, saved: dict[str, Any] | None = None) -> RunConfig:
-    """The configuration of the run of a record, or that of a pass in the sections of a run,
-    `saved`. What `auto` chose then is left to `auto` again. Raises ValueError, naming the case,
-    if its config is not one of a run."""
+def config_of_record(record: PassRecord) -> RunConfig:
+    """The sections of a pass. Ranks that serve are placed by their mode."""
     kinds = {item.name: type(getattr(RunConfig(), item.name)) for item in fields(RunConfig)}
     kinds["draft"] = DraftSection
-    config = record.config if saved is None else {**saved, "workload": None}
-    try:
-        sections: dict[str, Any] = {
-            name: kind(**_values_of_user(kind, config[name]))
-            for name, kind in kinds.items()
-            if name != "output" and config.get(name) is not None
-        }
-        return RunConfig(**sections)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{describe(record)}: its config is not one of a run: {error}") from None
+    sections: dict[str, Any] = {
+        name: kind(**_values_of_user(kind, record.config[name]))
+        for name, kind in kinds.items()
+        if name not in ("output", "workload") and record.config.get(name) is not None
+    }
+    flags = record.config["workload"]
+    if record.shares_prefill:
+        workload = WorkloadSection(**_values_of_user(WorkloadSection, flags))
+    else:
+        workload = WorkloadSection(
+            dataset=flags["dataset"],
+            prefix_len=int(flags["prefix_len"]),
+            gen_len=int(flags["gen_len"]),
+            seed=flags["seed"],
+        )
+    config = RunConfig(**sections, workload=workload)
+    ranks = record.environment.world_size
+    parallel = ParallelSection(device=config.parallel.device)
+    draft = config.draft
+    if not record.shares_prefill:
+        parallel = replace(parallel, nproc=ranks)
+        draft = draft and replace(draft, rank_group=None)
+    elif ranks != 1:
+        parallel = replace(config.parallel, threads=None, nproc=ranks)
+    return replace(config, parallel=parallel, draft=draft)
 
 
 def _values_of_user(kind: type, saved: dict[str, Any]) -> dict[str, Any]:
@@ -443,6 +440,30 @@ def _values_of_user(kind: type, saved: dict[str, Any]) -> dict[str, Any]:
         for name in names
         if not str(saved.get(f"{name}_reason")).startswith("auto")
     }
+
+
+def baselines_in(records: Iterable[PassRecord]) -> list[PassRecord]:
+    """Those that comparisons judge."""
+    return [record for record in records if is_judged(record)]
+
+
+def unfounded(record: PassRecord) -> str | None:
+    """A sentence if a metric of the record does not follow from its requests."""
+    try:
+        name = unfounded_metric(record)
+    except ValueError as error:
+        return str(error)
+    return None if name is None else f"its {name} does not follow from its requests"
+
+
+def margin_of(case: Case) -> float | None:
+    """0 where every draft is accepted, because the draft is the target with the same cache; None,
+    the default, elsewhere. In bfloat16 rounding may refuse a draft."""
+    config = case.config
+    decoding = config.decoding
+    is_target = decoding.drafter == "self" and config.kv.policy == FULL_KV_POLICY
+    is_target &= decoding.draft_weights is None and config.sampling.temperature == 0
+    return 0.0 if is_target and config.model.dtype == "float32" else None
 
 
 @dataclass(frozen=True)
@@ -457,15 +478,7 @@ class Places:
     def moved(self, case: Case) -> Case:
         """The case with its files at these places. Raises ValueError for a draft that is no
         model."""
-        if isinstance(case, RunConfig):
-            return self._moved(case)
-        config = self._moved(case.config)
-        draft = case.draft
-        if self.draft is not None and config.draft is not None:
-            draft = self.draft
-        return replace(case, config=config, draft=draft)
-
-    def _moved(self, config: RunConfig) -> RunConfig:
+        config = case.config
         if self.model is not None:
             config = replace(config, model=replace(config.model, model=self.model))
         if self.draft is not None and not self.draft.startswith(MODEL_PREFIX):
@@ -475,41 +488,30 @@ class Places:
             config = replace(config, draft=replace(config.draft, model=name))
         if self.dataset is not None:
             config = replace(config, workload=replace(config.workload, dataset=self.dataset))
-        return config
+        return replace(case, config=config)
 
 
 def check_case(case: Case, num_cores: int) -> None:
     """Raises ValueError for a case of too few prompts to show anything, and for one of more ranks
     than a machine with so many cores can run, or than its other settings allow."""
-    ranks = num_ranks(case)
+    ranks = case.num_ranks
     most = RANKS_PER_CORE * num_cores
     if ranks > most:
         raise ValueError(
-            f"{name_of(case)}: {ranks} ranks are too many for {num_cores} cores, which run at "
+            f"{case.name}: {ranks} ranks are too many for {num_cores} cores, which run at "
             f"most {most}; run it on a larger machine, or save a baseline file of fewer ranks: "
             "`magicdec gate save --nproc`"
         )
     try:
-        if isinstance(case, ServedCase):
-            options_of([case]).check(case.config, ranks)
-            count = case.num_requests
-            counted = f"{count} requests"
-        else:
-            if ranks != 1:
-                case.check(ranks)
-            w = case.workload
-            count = w.num_prompts
-            counted = f"--B {w.batch_size} x --num_batches {w.num_batches} are {count} prompts"
-        if count < LEAST_PROMPTS:
-            raise ValueError(f"{counted}; a gate needs at least {LEAST_PROMPTS}, better 8")
+        case.check()
     except ValueError as error:
-        raise ValueError(f"{name_of(case)}: {error}") from None
+        raise ValueError(f"{case.name}: {error}") from None
 
 
-def quick(baselines: Sequence[Baseline]) -> list[Baseline]:
+def quick(baselines: Sequence[PassRecord]) -> list[PassRecord]:
     """One baseline for each drafter and policy, and for each other way to draft, the middle one of
     its baselines in the file."""
-    kinds: dict[str, list[Baseline]] = {}
+    kinds: dict[str, list[PassRecord]] = {}
     for baseline in baselines:
         kinds.setdefault(kind_of(baseline), []).append(baseline)
     return [of_kind[len(of_kind) // 2] for of_kind in kinds.values()]

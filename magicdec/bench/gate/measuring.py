@@ -19,20 +19,19 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from magicdec.bench.gate.cases import Case, ServedCase, config_of, num_ranks, options_of
-from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.gate.cases import Case, options_of
 from magicdec.distributed.groups import Launch, set_launch
 from magicdec.distributed.loopback import LOOPBACK, listen, serve_store
 from magicdec.distributed.ranks import end_with_parent, interrupting_no_child
 from magicdec.output.console import make_progress
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 
 if TYPE_CHECKING:
     from magicdec.setup.prepare import Prepared
     from magicdec.setup.session import Sessions
 
 Numbered = tuple[int, Case]
-Result = RunRecord | ServingRecord | str
+Result = PassRecord | str
 """The record of a case, or why it has none."""
 NO_RESULT = "no result came back: its process has skipped it, or ended before it"
 APART = "not run: the ranks of its group may differ since the failure of an earlier case"
@@ -125,8 +124,8 @@ def measure(
     # What stages serve has process groups of its own, and so processes of its own.
     by_ranks: dict[tuple[int, bool], list[Numbered]] = {}
     for case in enumerate(cases):
-        ranks = num_ranks(case[1])
-        has_stages = ranks > 1 and isinstance(case[1], ServedCase)
+        ranks = case[1].num_ranks
+        has_stages = ranks > 1 and not case[1].shares_prefill
         by_ranks.setdefault((ranks, has_stages), []).append(case)
     parts = [
         shares_of(alike, groups_of(ranks, num_processes))
@@ -165,7 +164,7 @@ def _measure_shares(
 
 def _start_ranks(share: Sequence[Numbered]) -> list[Worker]:
     """Start the processes that run these cases, one for each of their ranks."""
-    size = num_ranks(share[0][1])
+    size = share[0][1].num_ranks
     left = [number for number, _ in share]
     if size == 1:
         return [Worker.start(Start(share), left)]
@@ -187,8 +186,7 @@ def shares_of(cases: Sequence[Numbered], num_processes: int) -> list[list[Number
     shares = [list[Numbered]() for _ in range(num_processes)]
     costs = [0] * num_processes
     for alike in sorted(with_prompts.values(), key=len):
-        num_prompts, prefix_len, _ = workload_of(alike[0][1])
-        prefills = [num_prompts * prefix_len] * num_processes
+        prefills = [prompt_tokens_of(alike[0][1])] * num_processes
         for case in sorted(alike, key=cost_of, reverse=True):
             after = [cost + prefill for cost, prefill in zip(costs, prefills, strict=True)]
             chosen = after.index(min(after))
@@ -200,8 +198,8 @@ def shares_of(cases: Sequence[Numbered], num_processes: int) -> list[list[Number
 
 def prompts_of(case: Case) -> str:
     """What two cases have in common that share a prefill."""
-    config = config_of(case)
-    return repr((config.model, config.sampling, config.workload, workload_of(case)))
+    config = case.config
+    return repr((config.model, config.sampling, config.workload, case.load))
 
 
 def costs_of(share: Sequence[Numbered]) -> Iterator[tuple[int, int]]:
@@ -209,25 +207,20 @@ def costs_of(share: Sequence[Numbered]) -> Iterator[tuple[int, int]]:
     the cost of the first case that has them."""
     prefilled = set[str]()
     for case in share:
-        num_prompts, prefix_len, _ = workload_of(case[1])
-        prefill = 0 if prompts_of(case[1]) in prefilled else num_prompts * prefix_len
+        prefill = 0 if prompts_of(case[1]) in prefilled else prompt_tokens_of(case[1])
         prefilled.add(prompts_of(case[1]))
         yield case[0], cost_of(case) + prefill
 
 
-def workload_of(case: Case) -> tuple[int, int, int]:
-    """Its prompts, and the tokens of a prompt and of an output."""
-    if isinstance(case, ServedCase):
-        return case.num_requests, case.prefix_len, case.gen_len
-    w = case.workload
-    return w.num_prompts, w.prefix_len, w.num_new_tokens
+def prompt_tokens_of(case: Case) -> int:
+    return case.num_prompts * case.config.workload.prefix_len
 
 
 def cost_of(case: Numbered) -> int:
     """Of its decoding, in prefilled tokens."""
-    num_prompts, _, gen_len = workload_of(case[1])
-    drafts = 1 if config_of(case[1]).draft is None else WITH_MODEL
-    return num_prompts * gen_len * DECODED * drafts
+    config = case[1].config
+    drafts = 1 if config.draft is None else WITH_MODEL
+    return case[1].num_prompts * config.workload.num_new_tokens * DECODED * drafts
 
 
 def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:
@@ -273,13 +266,13 @@ def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[
 
     cache = SetupCache()
     groups: dict[object, list[tuple[int, Prepared]]] = {}
-    served = [(n, case) for n, case in cases if isinstance(case, ServedCase)]
-    for number, config in cases:
-        if isinstance(config, ServedCase):
+    arriving = [(number, case) for number, case in cases if not case.shares_prefill]
+    for number, case in cases:
+        if not case.shares_prefill:
             continue
         try:
-            config.check(launch.world_size)
-            prepared = prepare(config, launch, cache)
+            case.config.check(launch.world_size)
+            prepared = prepare(case.config, launch, cache)
         except ValueError as error:  # the same on all ranks
             yield from [(number, str(error))] * (launch.rank == 0)
         except Exception as error:  # such as a value of another type, in a file that was edited
@@ -294,19 +287,17 @@ def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[
             yield number, result
         if launch.world_size > 1 and isinstance(result, str):
             stop_watching()
-            yield from ((each, APART) for each in (*left, *(number for number, _ in served)))
+            yield from ((each, APART) for each in (*left, *(number for number, _ in arriving)))
             return
     if groups:
         close_groups()
-    yield from serve_cases(served, launch)
+    yield from serve_cases(arriving, launch)
 
 
-def serve_cases(
-    cases: Sequence[tuple[int, ServedCase]], launch: Launch
-) -> Iterator[tuple[int, Result]]:
-    """As `run_cases`, for requests that a mode serves. Modes that serve the same requests are
-    measured one after the other, as by one command."""
-    alike = list[list[tuple[int, ServedCase]]]()
+def serve_cases(cases: Sequence[Numbered], launch: Launch) -> Iterator[tuple[int, Result]]:
+    """As `run_cases`, for requests that arrive. Modes that serve the same requests are measured one
+    after the other, as by one command."""
+    alike = list[list[Numbered]]()
     for number, case in cases:
         group = next((g for g in alike if case.joins([other for _, other in g])), None)
         if group is None:
@@ -324,13 +315,11 @@ def serve_cases(
                 return
 
 
-def _serve_modes(
-    cases: Sequence[tuple[int, ServedCase]], launch: Launch
-) -> list[tuple[int, Result]]:
+def _serve_modes(cases: Sequence[Numbered], launch: Launch) -> list[tuple[int, Result]]:
     from magicdec.bench.measure import measure_modes
     from magicdec.bench.serving.prepare import prepare
 
-    records = list[ServingRecord]()
+    records = list[PassRecord]()
     error = ""
     try:
         served = [case for _, case in cases]
@@ -366,10 +355,3 @@ def _run_group(
         except Exception as error:  # so that it costs this case only
             yield number, f"{type(error).__name__}: {error}"
             shared = None
-
-
-def with_threads(case: Case, threads: int) -> Case:
-    if isinstance(case, ServedCase):
-        parallel = replace(case.config.parallel, threads=threads)
-        return replace(case, config=replace(case.config, parallel=parallel))
-    return replace(case, parallel=replace(case.parallel, threads=threads))

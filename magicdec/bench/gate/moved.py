@@ -7,57 +7,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from magicdec.bench.gate.cases import Baseline, Case, ServedCase
-from magicdec.bench.gate.measuring import Result
-from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.gate.cases import Case
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.records.comparison.conditions import describe
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.setup.prepare import ResolvedRun, SetupCache, complete, describe_model, find
 
 
-def with_names_here(cases: Sequence[Case], baselines: Sequence[Baseline]) -> list[Baseline]:
+def with_names_here(cases: Sequence[Case], baselines: Sequence[PassRecord]) -> list[PassRecord]:
     """The baselines, whose models have the names that they have here. `cases` are theirs
     with the places of here. Raises ValueError, naming the flag, for a model or prompts whose hash
     is not that of the baseline."""
     cache = SetupCache()
-    here = list[Baseline]()
-    for config, baseline in zip(cases, baselines, strict=True):
-        if isinstance(config, ServedCase) or isinstance(baseline, ServingRecord):
-            here.append(baseline)  # `with_names_of` compares when it has been served
-            continue
+    here = list[PassRecord]()
+    for case, baseline in zip(cases, baselines, strict=True):
         theirs = baseline.workload
-        if theirs is None:  # of a run that failed, which the comparison says
-            here.append(baseline)
-            continue
+        assert theirs is not None, "only a pass that failed has none, and it has no case"
         # Cases differ in how and on which ranks they draft, from which neither hash follows.
-        found = find(on_one_rank(config), Launch(), cache)
-        _refuse(_other_model(config, found, theirs), baseline)  # before it is asked for the prompts
-        run = complete(found, cache, lambda launch, check: "")
-        ours = run.describe_workload()
-        if ours.sha256 != theirs.sha256:
-            _refuse(f"--dataset {config.workload.dataset}: its prompts are not those", baseline)
-        draft = None
-        if ours.draft is not None and theirs.draft is not None:
-            draft = replace(theirs.draft, model=ours.draft.model)
-        named = replace(theirs, model=ours.model, draft=draft)
+        found = find(on_one_rank(case.config), Launch(), cache)
+        _refuse(
+            _other_model(case.config, found, theirs), baseline
+        )  # before it is asked for prompts
+        if case.shares_prefill:  # those of requests are made with their lengths, and compared then
+            run = complete(found, cache, lambda launch, check: "")
+            if run.workload.sha256 != theirs.sha256:
+                other = f"--dataset {case.config.workload.dataset}: its prompts are not those"
+                _refuse(other, baseline)
+        draft = theirs.draft
+        if found.draft_source is not None and draft is not None:
+            draft = replace(draft, model=found.draft_source.name)
+        named = replace(theirs, model=found.source.name, draft=draft)
         here.append(replace(baseline, workload=named))
     return here
-
-
-def with_names_of(baseline: Baseline, result: Result) -> Baseline:
-    """The baseline of requests that a mode served, whose models have the names that they have in
-    the result. That they are the same models the comparison finds out by their hashes."""
-    if not isinstance(baseline, ServingRecord) or not isinstance(result, ServingRecord):
-        return baseline
-    ours = result.workload
-    theirs = baseline.workload
-    draft = theirs.draft
-    if ours.draft is not None and draft is not None:
-        draft = replace(draft, model=ours.draft.model)
-    return replace(baseline, workload=replace(theirs, model=ours.model, draft=draft))
 
 
 def on_one_rank(config: RunConfig) -> RunConfig:
@@ -78,7 +62,7 @@ def _other_model(config: RunConfig, found: ResolvedRun, theirs: WorkloadRecord) 
     return None
 
 
-def _refuse(other: str | None, baseline: Baseline) -> None:
+def _refuse(other: str | None, baseline: PassRecord) -> None:
     """Raises ValueError if something is not that of the baseline."""
     if other is not None:
         raise ValueError(

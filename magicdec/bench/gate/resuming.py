@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from magicdec.bench.gate.cases import Baseline, Case, config_of
+from magicdec.bench.gate.cases import Case
 from magicdec.bench.gate.files import read_baselines
 from magicdec.kernels.build import compiler_version, library_folder, used_instructions
 from magicdec.kernels.cpu import cpu_field
 from magicdec.output.writing import write_text
+from magicdec.records.pass_record import PassRecord
 
 PACKAGE = Path(__file__).parents[2]
 SOURCES = (".py", ".cpp", ".h")
@@ -44,7 +45,7 @@ class FinishedCases:
                 shutil.rmtree(other, ignore_errors=True)
         return cls(folders / key_of(cases))
 
-    def read(self) -> dict[int, Baseline]:
+    def read(self) -> dict[int, PassRecord]:
         """Those of earlier, by the number of their case."""
         found = {}
         for path in self.folder.glob("*.jsonl"):
@@ -52,7 +53,7 @@ class FinishedCases:
                 (found[int(path.stem)],) = read_baselines(path)
         return found
 
-    def keep(self, number: int, record: Baseline) -> None:
+    def keep(self, number: int, record: PassRecord) -> None:
         self.folder.mkdir(exist_ok=True)
         write_text("the finished cases", self.folder / f"{number}.jsonl", record.to_json() + "\n")
 
@@ -75,7 +76,7 @@ def key_of(cases: Sequence[Case]) -> str:
 
 def files_of(case: Case) -> Iterator[Path]:
     """Those of its models and of its text, where these are no packaged ones."""
-    config = config_of(case)
+    config = case.config
     draft = None if config.draft is None else config.draft.model
     for name in (config.model.model, draft, config.workload.dataset):
         path = Path(name or "no file")

@@ -13,10 +13,10 @@ from magicdec.config.sections import KVSection
 from magicdec.model.config import ExpertsConfig
 from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import RULE, Column, Shown, Table
+from magicdec.records.computing import percentile
 from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
 from magicdec.records.metric_tables import fixed
-from magicdec.records.metrics import percentile
 from magicdec.records.record import MeasuredRecord
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ settings and metrics as columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
 from itertools import groupby, islice
@@ -14,16 +14,16 @@ from typing import Any
 
 import pandas as pd
 
-from magicdec.bench.report.listing import TAKEN, command_of, is_baseline, settings
-from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.report.listing import command_of, settings
 from magicdec.hardware.other_load import is_busy
 from magicdec.names import BASELINE
 from magicdec.output.tables import write_csv_columns
+from magicdec.records.describe import method
 from magicdec.records.environment import Environment
 from magicdec.records.fields import RecordPart
-from magicdec.records.performance import SUFFIX, Metrics
-from magicdec.records.record import MeasuredRecord, Record, RunRecord
-from magicdec.records.table import method
+from magicdec.records.metrics import SUFFIX, PassMetrics
+from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
+from magicdec.records.record import Record
 
 FrameRow = dict[str, Any]
 ROWS_AT_ONCE = 1000  # that are held before they become columns
@@ -31,8 +31,6 @@ SUFFIXES = (".csv", ".parquet")  # of the files that `write_columns` writes
 ENVIRONMENT = "environment."  # begins the names of its columns
 ALWAYS = ("environment", "error")
 OF_GROUPS = ("acceptance_by_category",)  # metrics that are parts by the names of groups
-OF_PASSES = ("metrics", "baseline_metrics", "prefill_samples")  # parts of the record of a run
-
 
 Columns = dict[str, list[Any]]
 
@@ -63,24 +61,25 @@ def frame_of(rows: Iterable[FrameRow]) -> pd.DataFrame:
 def flat_rows(
     number: int, source: str, record: Record, has_settings: bool = True
 ) -> Iterator[FrameRow]:
-    """The rows of one record: of a run the baseline, if it has metrics, then the requested
-    strategy; of other kinds one pass, or each forward or prediction. Samples and single requests
-    are left out. Metrics have their fields' names, and ends of intervals `_low` and `_high` after
-    them. Without settings, the environment is the only part. `number` is the record's."""
+    """The rows of one record: one of a pass, or one for each forward or prediction. Single requests
+    and groups are left out. Metrics have their fields' names, and ends of intervals `_low` and
+    `_high` after them. Without settings, the environment is the only part. `number` is the
+    record's."""
+    values = vars(record)
+    environment = values.get("environment")
     head: FrameRow = {
         "kind": record.kind,
         "record": number,
         "file": source,
         "status": record.status,
+        "error": None,
+        "command": None if environment is None else command_of(environment),
     }
-    head |= {"error": None, "command": None}
-    if isinstance(record, MeasuredRecord):
-        head["command"] = command_of(record.environment)
-    for section, values in record.config.items() if has_settings else ():
-        if isinstance(values, dict):
-            head.update(_prefixed(f"{section}.", values))
-    for name, value in vars(record).items():
-        if name in OF_PASSES or not (has_settings or name in ALWAYS):
+    for section, settings_of in record.config.items() if has_settings else ():
+        if isinstance(settings_of, dict):
+            head.update(_prefixed(f"{section}.", settings_of))
+    for name, value in values.items():
+        if name == "metrics" or not (has_settings or name in ALWAYS):
             continue
         if isinstance(value, RecordPart):
             of_part = _prefixed(f"{name}.", vars(value))
@@ -89,17 +88,11 @@ def flat_rows(
                 continue
             for key, inner in of_part:
                 head.setdefault(key, inner)  # the config has more of a draft
-        elif name in ("error", "threads", "reference", "num_differing"):
+        elif name in ("error", "reference", "num_differing"):
             head[name] = value
-    if isinstance(record, RunRecord):
-        strategy = str(record.config["decoding"]["strategy"])
-        for name, metrics in {BASELINE: record.baseline_metrics, strategy: record.metrics}.items():
-            if metrics is not None or name == strategy:
-                yield {**head, "pass": name, **metric_row(metrics, Metrics)}
-        return
-    values = vars(record)
     for part in values.get("rows") or values.get("cells") or [values["metrics"]]:
-        yield head | {"pass": values.get("name")} | metric_row(part, type(part))
+        kind = PassMetrics if part is None else type(part)
+        yield head | {"pass": values.get("name")} | metric_row(part, kind)
 
 
 # The instructions that decide how fast the CPU kernels are, the fastest first.
@@ -116,71 +109,85 @@ def machine_of(environment: Environment) -> str:
     return f"{name}, {(known or [environment.cpu_capability])[0]}"
 
 
-def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
-    """The flat rows of a record with the settings of a run that figures are about, and whether
-    another load took cores. `number` counts the report's records from 1. A serving pass has its
-    record in the column `object`."""
-    assert isinstance(record, MeasuredRecord), "predictions have rows of other reports"
+def report_row(
+    number: int, source: str, record: PassRecord, reference: PassRecord | None
+) -> FrameRow:
+    """The flat row of a pass with what figures are about. `number` counts the commands of the
+    report from 1, as `run`; `reference` is the pass that this one was compared with. Labels:
+    `method` says how it drafts, `series` what shares a look in figures of every pass, and `about`
+    what its command served. The record is in the column `object`."""
+    (row,) = flat_rows(number, source, record, has_settings=False)
     environment = record.environment
-    if isinstance(record, RunRecord):
-        rows = flat_rows(number, source, record, has_settings=False)  # `_about_run` has them
-    else:
-        rows = flat_rows(number, source, record)
-    for row in rows:
-        more = (
-            _about_run(record, row["pass"])
-            if isinstance(record, RunRecord)
-            else _about_service(record, row)
-        )
-        row["run"] = number
-        row["machine"] = machine_of(environment)
-        row["ranks x threads"] = f"{environment.world_size} x {environment.threads}"
-        row["is_busy"] = is_busy(row.get(f"{ENVIRONMENT}{TAKEN}"))
-        row.update(more)
-        yield row
-
-
-def _about_run(record: RunRecord, name: str) -> FrameRow:
-    """The settings of a run and its methods. `is_run` marks the requested strategy."""
+    metrics = record.metrics
     values = settings(record)
-    baseline = record.baseline_metrics
-    drafts = (values["drafter"], values["kv_policy"])
-    is_run = name == record.config["decoding"]["strategy"]
-    return values | {
-        "by_category": record.metrics.acceptance_by_category
-        if is_run and record.metrics is not None
-        else None,
-        "autoregressive_step_ms": None if baseline is None else baseline.mean_step_ms,
-        "is_run": is_run,
-        "has_result": (record.metrics if is_run else baseline) is not None,
-        "method": method(record) if is_run else BASELINE,
-        "series": BASELINE
-        if not is_run or is_baseline(record)
-        else ", ".join(str(part) for part in drafts if part is not None),
-    }
-
-
-def _about_service(record: Record, row: FrameRow) -> FrameRow:
-    gpu = row[f"{ENVIRONMENT}gpu"]
-    cpu = row[f"{ENVIRONMENT}cpu"]
-    mode = row["pass"]
-    arrival = row.get("workload.arrival")
-    concurrency = None
-    if isinstance(record, ServingRecord):
-        mode = record.way
-        arrival = record.arrival
-        concurrency = record.concurrency
+    drafts = ", ".join(str(values[key]) for key in OF_SERIES if values[key] is not None)
+    series = drafts if record.is_drafting else BASELINE
+    is_served = bool(record.groups) and not record.shares_prefill
     return {
-        "model": row["model.model"],
-        "dtype": row["model.dtype"],
-        "device": gpu or cpu or row["parallel.device"],
-        "arrival": arrival,
-        "concurrency": concurrency,
-        "mode": mode,
-        "series": f"{record.kind}: {mode}",
-        "has_result": record.status not in ("diverged", "failed"),
+        **row,
+        **values,
+        "run": number,
+        "machine": machine_of(environment),
+        "ranks x threads": f"{environment.world_size} x {environment.threads}",
+        "is_busy": is_busy(environment.cores_taken),
+        "has_result": metrics is not None,
+        "is_served": is_served,
+        "mode": record.mode,
+        "arrival": record.arrival,
+        "concurrency": record.concurrency,
+        "by_category": None if metrics is None else metrics.acceptance_by_category,
+        "request_step_ms": request_step_ms(record),
+        "autoregressive_step_ms": autoregressive_step_ms(record, reference),
+        "method": method(record),
+        "series": f"served: {record.mode}" if is_served else series,
+        "about": f"{number}: {load_words(record)}",
         "object": record,
     }
+
+
+OF_SERIES = ("drafter", "kv_policy")
+
+
+def load_words(record: PassRecord) -> str:
+    """What the command of a pass served, such as `demo, 8 requests, burst, ngram, 3,3`."""
+    load: Mapping[str, Any] = record.config["workload"]
+    words = (
+        record.config["model"]["model"],
+        f"{load.get('num_requests', len(record.requests))} requests",
+        record.arrival,
+        load.get("draft"),
+        load.get("layer_split"),
+    )
+    return ", ".join(word for word in words if isinstance(word, str))
+
+
+def autoregressive_step_ms(record: PassRecord, reference: PassRecord | None) -> float | None:
+    """The mean step of the reference, where its steps are those of the same rows without drafts."""
+    if reference is None or reference.metrics is None or not record.shares_prefill:
+        return None
+    return reference.metrics.mean_step_ms
+
+
+def request_step_ms(record: PassRecord) -> float | None:
+    """The time that a token after the first takes a request in decode steps; mean over requests.
+    It is TPOT, without the prefill of others and what comes before the first step where passes
+    share a prefill. None without TPOT."""
+    if record.metrics is None or record.metrics.mean_tpot_ms is None:
+        return None
+    times_ms = [
+        (request.finished_ms - decoding_from_ms(group, request)) / (request.output_len - 1)
+        for group, requests in record.groups_of_requests
+        for request in requests
+        if request.output_len > 1
+    ]
+    return sum(times_ms) / len(times_ms)
+
+
+def decoding_from_ms(group: GroupRecord, request: RequestRecord) -> float:
+    """When a request begins to decode."""
+    if group.prefill_ms is None:
+        return request.first_token_ms
+    return group.prefill_ms + (group.begin_ms or 0.0) + (group.calibration_ms or 0.0)
 
 
 def _prefixed(prefix: str, values: FrameRow) -> Iterable[tuple[str, Any]]:

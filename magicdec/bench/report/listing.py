@@ -1,23 +1,25 @@
-"""The settings of runs by the names of their flags, the command that started a run, and many
-records as one table. Imports no torch and no pandas.
+"""The settings of passes by the names of their flags, the command that started one, and many
+passes as one table. Imports no torch and no pandas.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from magicdec.hardware.other_load import busy_share, is_busy, load_text
-from magicdec.names import BASELINE, FULL_KV_POLICY
+from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import Column, Shown, Table
 from magicdec.records.comparison.conditions import policy_of
+from magicdec.records.describe import WITHOUT_METRICS
 from magicdec.records.environment import Environment
 from magicdec.records.fields import described_fields
-from magicdec.records.performance import SUFFIX, Metrics
-from magicdec.records.record import RunRecord
+from magicdec.records.metrics import SUFFIX, PassMetrics
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.workload import format_mark
 
 SettingValue = str | int | float | bool | None
@@ -51,14 +53,16 @@ SETTINGS = (
 )
 
 
-def settings(record: RunRecord) -> dict[str, SettingValue]:
-    """The settings of a run in the order of `SETTINGS`; None where they mean nothing."""
+def settings(record: PassRecord) -> dict[str, SettingValue]:
+    """The settings of a pass in the order of `SETTINGS`; None where they mean nothing. The length
+    of prompts is that of the longest one."""
     config = record.config
     environment = record.environment
     model, workload, decoding = (config[name] for name in ("model", "workload", "decoding"))
     draft = config.get("draft") or {}
-    drafts = not is_baseline(record)
+    drafts = record.is_drafting
     policy = policy_of(config) if drafts else None
+    prompts = record.workload
     return {
         "model": model["model"],
         "dtype": model["dtype"],
@@ -73,10 +77,10 @@ def settings(record: RunRecord) -> dict[str, SettingValue]:
         "reselect_every": (policy and config["kv"].get("reselect_every")) or None,
         "gamma": decoding["gamma"] if drafts else None,
         "pa": decoding.get("pa") if drafts else None,
-        "B": workload["batch_size"],
-        "prefix_len": workload["prefix_len"],
+        "B": workload.get("batch_size"),
+        "prefix_len": workload["prefix_len"] if prompts is None else prompts.prefix_len,
         "gen_len": workload["gen_len"],
-        "dataset": record.workload and record.workload.dataset + format_mark(config),
+        "dataset": None if prompts is None else prompts.dataset + format_mark(config),
         "ranks": environment.world_size,
         "threads": environment.threads,
         "device": environment.gpu or environment.cpu or config["parallel"]["device"],
@@ -92,16 +96,12 @@ def rank(value: SettingValue) -> tuple[bool, float, str]:
     return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
 
 
-def is_baseline(record: RunRecord) -> bool:
-    return bool(record.config["decoding"]["strategy"] == BASELINE)
-
-
 LAUNCHER = "torchrun --standalone --nproc_per_node={}"
 
 
 def command_of(environment: Environment) -> str:
-    """The command that starts the run again from the root of the repository, on one host, with
-    torchrun for ranks that the run did not start itself."""
+    """The command that makes a record again from the root of the repository, on one host, with
+    torchrun for ranks that it did not start itself."""
     return _command(tuple(environment.argv) or ("?",), environment.world_size)
 
 
@@ -126,7 +126,7 @@ TEXT_COLUMNS = ("model", "draft_model", "drafter", "draft_weights", "kv_policy",
 # The metrics that a column can have, as the record describes them.
 DESCRIBED = {
     name: about
-    for name, kind, about in described_fields(Metrics)
+    for name, kind, about in described_fields(PassMetrics)
     if about.label and kind in (int, float)
 }
 METRICS = (
@@ -169,8 +169,13 @@ class Listing:
         listing, line = (self, "") if form == "csv" or self.is_chosen else self._varying()
         load = load_text([row[TAKEN] for row in self.rows], "runs")
         if form == "text":
-            table = (listing if self.is_chosen else listing._compact())._as_text()
-            return replace(table, above=[*filter(None, (load, line)), *table.above])
+            compact = listing if self.is_chosen else listing._compact()
+            table = compact._as_text()
+            is_left_out = "status" in listing.columns and "status" not in compact.columns
+            counts = Counter(row["status"] for row in self.rows)
+            texts = [f"{count} {status}" for status, count in counts.items()]
+            states = f"status: {', '.join(texts)}" if is_left_out else ""
+            return replace(table, above=[*filter(None, (load, line, states)), *table.above])
         keys = listing._with_intervals(form == "csv")
         return Table(
             [Column(_label(key), key in TEXT_COLUMNS, key) for key in keys],
@@ -185,7 +190,7 @@ class Listing:
         rows = [row | _own_dtype(row) for row in self.rows]
         values = {key: {row[key] for row in rows} for key in self.columns}
         drafting = [row for row in rows if row["draft_model"] is not None]
-        for key in OF_DRAFT:  # which only runs with a draft model have
+        for key in OF_DRAFT:  # which only passes with a draft model have
             of_drafts = {row[key] for row in drafting}
             values[key] = of_drafts if len(of_drafts) > 1 else {None}
         if not any(is_busy(row[TAKEN]) for row in rows):
@@ -199,8 +204,10 @@ class Listing:
 
     def _compact(self) -> Listing:
         """A listing with fewer columns: draft model or drafter in one, low-bit weights and budget
-        behind draft and policy."""
+        behind draft and policy, and the status only where tokens are wrong or lacking."""
         columns = self.columns
+        if not any(row["status"] in WITHOUT_METRICS for row in self.rows):
+            columns = [key for key in columns if key != "status"]
         rows = self.rows
         if {"draft_model", "drafter"} <= {*columns}:
             columns = [key for key in columns if key != "drafter"]
@@ -236,7 +243,7 @@ class Listing:
         for key in self.columns:
             keys.append(key)
             low, high = (f"{key}{end}" for end in ENDS)
-            if has_ends and hasattr(Metrics, f"{key}{SUFFIX}"):
+            if has_ends and hasattr(PassMetrics, f"{key}{SUFFIX}"):
                 keys += [low, high]
             elif any(row.get(low) is not None for row in self.rows):
                 keys.append(f"{key}{SUFFIX}")
@@ -248,12 +255,12 @@ def _own_dtype(row: ListingRow) -> ListingRow:
 
 
 def list_records(
-    records: Iterable[RunRecord],
+    records: Iterable[PassRecord],
     columns: Sequence[str] = (),
     sort_by: Sequence[str] = (),
     is_reversed: bool = False,
 ) -> Listing:
-    """A row for each record; the runs of a study are in the order of its settings. `columns`
+    """A row for each pass; those of a study are in the order of its settings. `columns`
     replace the usual ones. `sort_by` has the most important column first; rows without a value come
     last."""
     metrics = tuple(dict.fromkeys((*METRICS, *filter(DESCRIBED.get, (*columns, *sort_by)))))
@@ -275,22 +282,22 @@ def list_records(
     return Listing(columns or usual, rows, bool(columns))
 
 
-def _intervals(metrics: Metrics | None, names: Iterable[str]) -> ListingRow:
+def _intervals(metrics: PassMetrics | None, names: Iterable[str]) -> ListingRow:
     row: ListingRow = {}
     for name in names:
-        if hasattr(Metrics, f"{name}{SUFFIX}"):
+        if hasattr(PassMetrics, f"{name}{SUFFIX}"):
             low, high = getattr(metrics, f"{name}{SUFFIX}", None) or (None, None)
             row |= dict(zip((f"{name}{end}" for end in ENDS), (low, high), strict=True))
     return row
 
 
-def _study_of(record: RunRecord) -> str:
+def _study_of(record: PassRecord) -> str:
     command = " ".join(record.environment.argv)
     return command if command.startswith("magicdec sweep ") else ""
 
 
 def _by_study(rows: Sequence[ListingRow], studies: Sequence[str]) -> list[ListingRow]:
-    """The rows with a study's runs, measured in random order, together: numbers by size, names as
+    """The rows with a study's passes, measured in random order, together: numbers by size, names as
     in the command."""
     first = {study: number for number, study in reversed([*enumerate(studies)])}
 

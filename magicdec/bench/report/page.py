@@ -11,6 +11,8 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,7 @@ from magicdec.bench.report.figures.passes import (
     draw_speedup,
 )
 from magicdec.bench.report.figures.served import draw_served, tables_of
-from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, columns_of, report_rows
+from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, columns_of, report_row
 from magicdec.bench.report.listing import DESCRIBED, LABELS, TAKEN
 from magicdec.bench.report.tables import (
     MISSING,
@@ -42,16 +44,14 @@ from magicdec.bench.report.tables import (
     extent,
     frame_csv,
     metric_cell,
-    runs_table,
+    passes_table,
 )
-from magicdec.bench.serving.recomputing import unfounded_metric as unfounded_in_pass
-from magicdec.bench.serving.record import ServingRecord
 from magicdec.hardware.other_load import load_text
 from magicdec.names import BASELINE
 from magicdec.output.console import printable
 from magicdec.output.figures import styled
-from magicdec.records.recomputing import unfounded_metric as unfounded_in_run
-from magicdec.records.record import Record, RunRecord
+from magicdec.records.pass_record import PassRecord, commands_of, reference_of
+from magicdec.records.recomputing import unfounded_metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,48 +97,68 @@ class Report:
     tables: list[PageTable]  # of all sections together
     commands: list[str]  # of the records
     revisions: list[str]  # the commits that they were made with
-    num_records: int
+    num_runs: int  # of commands
     left_out: list[str]  # records, each with the reason
 
 
-def rows_of(records: Iterable[tuple[Path, Record]], left_out: list[str]) -> Iterator[FrameRow]:
-    """The rows of records, which are numbered from 1. A record that contradicts itself is named in
-    `left_out` instead. Raises ValueError if there is no other."""
+def rows_of(records: Iterable[tuple[Path, PassRecord]], left_out: list[str]) -> Iterator[FrameRow]:
+    """The rows of passes, whose commands are numbered from 1. A record that contradicts itself is
+    named in `left_out` instead. Raises ValueError if there is no other."""
     number = 0
-    for path, record in records:
-        assert isinstance(record, RunRecord | ServingRecord), "no other kind is on a page"
-        try:
-            reason = contradiction_in(record)
-            rows = list(report_rows(number + 1, str(path), record))
-        # A config has no schema, and samples may not fit each other.
-        except (
-            ArithmeticError,
-            AssertionError,
-            AttributeError,
-            IndexError,
-            KeyError,
-            MemoryError,
-            TypeError,
-            ValueError,
-        ) as error:
-            what = f"{type(error).__name__}: {error}"[:MOST_REASON]
-            reason = f"its config or its samples are not those of a record ({what})"
-        if reason:
-            place = f"{path}, the {record.kind} of {record.environment.time_utc}"
-            left_out.append(" ".join(printable(f"{place}: {reason}").split()))
-            continue
-        number += 1
-        yield from rows
+    for path, of_file in groupby(records, key=itemgetter(0)):
+        for command in commands_of(record for _, record in of_file):
+            rows = list(rows_of_command(number + 1, path, command, left_out))
+            number += bool(rows)
+            yield from rows
     if number == 0:
         raise ValueError("; ".join(left_out[:1]))
 
 
-def contradiction_in(record: RunRecord | ServingRecord) -> str:
+def rows_of_command(
+    number: int, path: Path, command: Sequence[PassRecord], left_out: list[str]
+) -> Iterator[FrameRow]:
+    """The rows of the passes of a command, but for those that are named in `left_out` because they,
+    or the passes that they were compared with, contradict themselves."""
+    reasons = {record.name: contradiction_in(record, command) for record in command}
+    for record in command:
+        reason = reasons[record.name]
+        reference = reference_of(record, command)
+        if not reason and reference is not None and reasons[reference.name]:
+            reason = f"it was compared with {reference.name}, which is left out"
+        if not reason:
+            try:
+                yield report_row(number, str(path), record, reference)
+            except UNREADABLE as error:
+                reason = unreadable(error)
+        if reason:
+            place = f"{path}, the pass {record.name} of {record.environment.time_utc}"
+            left_out.append(" ".join(printable(f"{place}: {reason}").split()))
+
+
+# A config has no schema, and requests and groups may not fit each other.
+UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+
+
+def unreadable(error: Exception) -> str:
+    what = f"{type(error).__name__}: {error}"[:MOST_REASON]
+    return f"its config or its requests are not those of a record ({what})"
+
+
+def contradiction_in(record: PassRecord, command: Sequence[PassRecord]) -> str:
     """What in a record says that somebody has edited it; empty if nothing does."""
-    if isinstance(record, RunRecord):
-        name = unfounded_in_run(record)
-        return f"its {name} does not follow from its samples" if name else ""
-    name = unfounded_in_pass(record)
+    try:
+        name = unfounded_metric(record, command)
+    except UNREADABLE as error:
+        return unreadable(error)
     return f"its {name} does not follow from its requests" if name else ""
 
 
@@ -149,38 +169,30 @@ def make_report(
     left_out: list[str],
 ) -> Report:
     """The report of `rows`, which names the records that they lack."""
-    frame = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
-    runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
-    served = frame[frame["kind"] == "serving"]
-    sections = []
-    if not runs.empty:
-        outcomes = draw_runs(frame)
-        lines = [*summary(runs), *stalls_line(frame[frame["kind"] == "run"])]
-        tables = [runs_table(runs), categories_table(runs)]
-        sections.append(PageSection("Runs", lines, outcomes, tables))
+    passes = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
+    lines = [*summary(passes), *stalls_line(passes)]
+    tables = [passes_table(passes), categories_table(passes)]
+    sections = [PageSection("Passes", lines, draw_passes(for_figures(passes)), tables)]
+    served = passes[passes["run"].isin(passes.loc[passes["is_served"].astype(bool), "run"])]
     if not served.empty:
-        lines = [f"{len(served):,} passes: {', '.join(served['mode'].unique())}."]
-        lines += load_line(served, "passes")
-        tables = tables_of(served)
+        lines = [f"{len(served):,} passes served requests: {', '.join(served['mode'].unique())}."]
+        outcomes = draw_served(for_figures(served))
         sections.append(
-            PageSection("Requests that were served", lines, draw_served(served), tables)
+            PageSection("Requests that were served", lines, outcomes, tables_of(served))
         )
-    about = [name for name in frame if name.startswith(ENVIRONMENT) or name in ABOUT]
-    of_records = pd.concat([runs[about], served[about]])
-    tables = [environments_table(of_records), commands_table(of_records)]
-    machines = machines_table(pd.concat([runs, served]))
+    about = [name for name in passes if name.startswith(ENVIRONMENT) or name in ABOUT]
+    tables = [environments_table(passes[about]), commands_table(passes[about])]
+    machines = machines_table(passes)
     if len(machines.rows) > 1:
         tables.insert(0, machines)
-    commands = list(of_records["command"].unique())
-    revisions = sorted(of_records["environment.revision"].dropna().unique())
     return Report(
         shlex.join(command),
         has_figure_files,
         sections,
         tables,
-        commands,
-        revisions,
-        num_records=int(frame["run"].max()),
+        commands=list(passes["command"].unique()),
+        revisions=sorted(passes["environment.revision"].dropna().unique()),
+        num_runs=int(passes["run"].max()),
         left_out=left_out,
     )
 
@@ -191,7 +203,7 @@ MACHINE = ("machine", "ranks x threads", "model", "dtype")
 def machines_table(every: pd.DataFrame) -> PageTable:
     """A row for each machine, ranks and model, with its best run: of a quiet host where there is
     one, the run whose interval of the net speedup begins highest."""
-    labels = [*MACHINE, "records", "read, GB/s", f"largest {DESCRIBED[NET].label}", "way"]
+    labels = [*MACHINE, "passes", "read, GB/s", f"largest {DESCRIBED[NET].label}", "way"]
     labels += ["B", LABELS["prefix_len"], "run"]
     rows = []
     for names, of in every.groupby(list(MACHINE), sort=True):
@@ -206,21 +218,23 @@ def machines_table(every: pd.DataFrame) -> PageTable:
     return PageTable(labels, rows, "Machines and models", name="machines")
 
 
-def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
-    # Of all columns those that figures need, because they are copied for each of them.
-    frame = frame[[name for name in frame if "." not in name or name == READ]]
-    frame = frame[frame["has_result"].astype(bool)]
-    passes = frame[frame["kind"] == "run"]
-    runs = passes[passes["is_run"].astype(bool)]
+def for_figures(passes: pd.DataFrame) -> pd.DataFrame:
+    """The passes with a result, and of all columns those that figures need, because they are copied
+    for each of them."""
+    columns = [name for name in passes if "." not in name or name == READ]
+    return passes.loc[passes["has_result"].astype(bool), columns]
+
+
+def draw_passes(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
     with styled():
         return [
-            draw_speedup(runs),
-            draw_pareto(frame),
-            draw_by_acceptance(runs),
-            draw_by_budget(runs),
-            *draw_by_context(runs),
-            draw_by_position(runs),
-            draw_phases(runs),
+            draw_speedup(passes),
+            draw_pareto(passes),
+            draw_by_acceptance(passes),
+            draw_by_budget(passes),
+            *draw_by_context(passes),
+            draw_by_position(passes),
+            draw_phases(passes),
             draw_roofline(passes),
         ]
 
@@ -300,9 +314,10 @@ def stalls_line(passes: pd.DataFrame) -> list[str]:
         return []
     ms, median = (stalled[f"longest_stall_{name}ms"].astype(float) for name in ("", "median_"))
     worst = (ms - median).idxmax()
+    num_steps = passes["num_decode_steps"].dropna().sum()
     return [
-        f"{stalled['stalled_steps'].sum():,} of {passes['num_steps'].dropna().sum():,} decode "
-        f"steps stalled, which count as the median of their kind in the speedup of decode steps. "
+        f"{stalled['stalled_steps'].sum():,} of {num_steps:,} decode steps stalled, which count as "
+        "the median of their kind in the speedup of decode steps. "
         f"The longest took {ms[worst]:.3g} ms where the median is {median[worst]:.2g}: run "
         f"{stalled.loc[worst, 'run']}, {stalled.loc[worst, 'pass']}."
     ]
@@ -314,15 +329,19 @@ def load_line(rows: pd.DataFrame, what: str) -> list[str]:
     return [f"{text}."] if text else []
 
 
-def summary(runs: pd.DataFrame) -> list[str]:
-    """The lines on top of a page. Speedups are those of runs on a quiet host, if there are any."""
-    states = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
-    models = sorted(map(str, runs["model"].unique()))
-    lines = [f"{len(runs):,} runs ({states}) of {', '.join(models)}.", *load_line(runs, "runs")]
+def summary(passes: pd.DataFrame) -> list[str]:
+    """The lines on top of a page. Speedups are those of a quiet host, if there are any."""
+    states = ", ".join(f"{n} {status}" for status, n in passes["status"].value_counts().items())
+    models = sorted(map(str, passes["model"].unique()))
+    num_runs = passes["run"].nunique()
+    lines = [
+        f"{num_runs:,} runs with {len(passes):,} passes ({states}) of {', '.join(models)}.",
+        *load_line(passes, "passes"),
+    ]
     kinds = {"net_speedup": "all the time after prefill (net)", "speedup": "decode steps"}
-    of_quiet = ", in the runs on a quiet host" if len(quiet(runs)) < len(runs) else ""
+    of_quiet = ", in the passes on a quiet host" if len(quiet(passes)) < len(passes) else ""
     for name, of in kinds.items():
-        known = quiet(runs[runs[name].notna()])
+        known = quiet(passes[passes[name].notna()])
         if known.empty:
             continue
         values = known[name].astype(float)

@@ -1,4 +1,4 @@
-"""The tables of a report: runs, serving passes, environments and commands."""
+"""The tables of a report: passes, categories, environments and commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from magicdec.output.tables import Shown, Table, write_csv_columns
 from magicdec.records.acceptance import GroupAcceptance
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.metric_tables import cell
-from magicdec.records.performance import SUFFIX, Metrics
+from magicdec.records.metrics import SUFFIX, PassMetrics
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_METRICS = (
@@ -33,7 +33,7 @@ SHOWN_METRICS = (
 PLACE = ("B", "prefix_len")  # what says, beside the way to decode, of what a row is
 # Metrics that are one number.
 METRICS = tuple(
-    f.name for f in fields(Metrics) if "list" not in str(f.type) and "dict" not in str(f.type)
+    f.name for f in fields(PassMetrics) if "list" not in str(f.type) and "dict" not in str(f.type)
 )
 OF_CATEGORY = [each for each in described_fields(GroupAcceptance) if each[2].label]
 PER_RUN = (
@@ -98,66 +98,75 @@ def frame_csv(frame: pd.DataFrame) -> str:
     return text.getvalue()
 
 
-def runs_table(runs: pd.DataFrame) -> PageTable:
-    """A row for each run: its way to decode and its place, its results, then the other settings.
-    Settings that all runs share are in the note."""
-    counts = runs[list(SETTINGS[:-1])].nunique(dropna=False)
-    same = [key for key in SETTINGS[:-1] if counts[key] == 1 and len(runs) > 1]
-    of_draft = runs.loc[runs["draft_model"].notna(), list(OF_DRAFT)].nunique(dropna=False)
-    keys = [key for key in SETTINGS[:-1] if key not in same and runs[key].notna().any()]
+def passes_table(passes: pd.DataFrame) -> PageTable:
+    """A row for each pass: its way to decode and its place, its results, then the other settings.
+    Settings that all passes share are in the note."""
+    counts = passes[list(SETTINGS[:-1])].nunique(dropna=False)
+    same = [key for key in SETTINGS[:-1] if counts[key] == 1 and len(passes) > 1]
+    of_draft = passes.loc[passes["draft_model"].notna(), list(OF_DRAFT)].nunique(dropna=False)
+    keys = [key for key in SETTINGS[:-1] if key not in same and passes[key].notna().any()]
     keys = [key for key in keys if of_draft.get(key, 2) > 1]
     place = [key for key in PLACE if key in keys]
     keys = [key for key in keys if key not in place]
-    first = runs.iloc[0]
+    first = passes.iloc[0]
     said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
     metrics = [
-        m for m in described_fields(Metrics) if m[0] in SHOWN_METRICS and runs[m[0]].notna().any()
+        m
+        for m in described_fields(PassMetrics)
+        if m[0] in SHOWN_METRICS and passes[m[0]].notna().any()
     ]
     metrics.sort(key=lambda metric: SHOWN_METRICS.index(metric[0]))
-    taken = [f"{ENVIRONMENT}{TAKEN}"] if runs["is_busy"].any() else []
-    errors = ["error"] if runs["error"].notna().any() else []
+    taken = [f"{ENVIRONMENT}{TAKEN}"] if passes["is_busy"].any() else []
+    errors = ["error"] if passes["error"].notna().any() else []
     rows = [
         [
-            *(run[key] for key in ("run", "method", *place)),
-            *(Shown(busy_share(run[key]), run[key]) for key in taken),
-            *(metric_cell(run, name, described) for name, _, described in metrics),
-            *(run[key] for key in ("status", *errors, *keys)),
+            *(row[key] for key in ("run", "pass", "method", *place)),
+            *(Shown(busy_share(row[key]), row[key]) for key in taken),
+            *(metric_cell(row, name, described) for name, _, described in metrics),
+            *(row[key] for key in ("status", *errors, *keys)),
         ]
-        for run in runs[:MOST_ROWS].to_dict("records")
+        for row in passes[:MOST_ROWS].to_dict("records")
     ]
     columns = [
         "run",
+        "pass",
         "way",
         *(LABELS.get(key, key) for key in place),
         *(LABELS[TAKEN] for _ in taken),
     ]
     columns += [described.label for _, _, described in metrics]
     columns += ["status", *errors, *(LABELS.get(key, key) for key in keys)]
-    ends = [name for name in runs if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
+    ends = [name for name in passes if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
     shown = [name for name in ends if name.startswith(SHOWN_METRICS)]
-    notes = ["In brackets: 95 % intervals"] if runs[shown].notna().any(axis=None) else []
+    notes = ["In brackets: 95 % intervals"] if passes[shown].notna().any(axis=None) else []
     notes += ["Busy: the share of the cores that another load took"] if taken else []
-    notes += [f"In every run: {', '.join(said)}"] if said else []
+    notes += [f"In every pass: {', '.join(said)}"] if said else []
     last = ["environment.time_utc", "environment.revision", f"{ENVIRONMENT}{TAKEN}"]
-    frame = runs[["run", *SETTINGS, *METRICS, *ends, *last, "command", "error", "file"]]
+    frame = passes[["run", "pass", *SETTINGS, *METRICS, *ends, *last, "command", "error", "file"]]
     frame = frame.rename(columns=lambda name: name.removeprefix(ENVIRONMENT))
-    note = _note(notes, len(runs))
-    return PageTable(columns, rows, "Runs", name="runs", note=note, frame=frame)
+    note = _note(notes, len(passes))
+    return PageTable(columns, rows, "Passes", name="passes", note=note, frame=frame)
 
 
-def categories_table(runs: pd.DataFrame) -> PageTable:
-    """A row for each category of the prompts of each run that has some."""
+def categories_table(passes: pd.DataFrame) -> PageTable:
+    """A row for each category of the prompts of each pass that has some."""
     found = [
-        ({"run": run["run"], "method": run["method"], "category": category}, part)
-        for run in runs.to_dict("records")
-        for category, part in (run["by_category"] or {}).items()
+        ({key: row[key] for key in ("run", "pass", "method")} | {"category": category}, part)
+        for row in passes.to_dict("records")
+        for category, part in (row["by_category"] or {}).items()
     ]
     rows = [
         [*about.values(), *(cell(part, key, described) for key, _, described in OF_CATEGORY)]
         for about, part in found[:MOST_ROWS]
     ]
     frame = frame_of(about | metric_row(part, GroupAcceptance) for about, part in found)
-    columns = ["run", "method", "category", *(described.label for _, _, described in OF_CATEGORY)]
+    columns = [
+        "run",
+        "pass",
+        "way",
+        "category",
+        *(described.label for _, _, described in OF_CATEGORY),
+    ]
     note = _note(["In brackets: 95 % intervals over the prompts of the category"], len(found))
     title = "Acceptance by category"
     return PageTable(columns, rows, title, name="categories", note=note, frame=frame)
@@ -198,7 +207,7 @@ def _listed(value: object) -> object:
 def commands_table(every: pd.DataFrame) -> PageTable:
     """The exact command of every run, with commit and start. The page has each command once, and
     files without folders."""
-    frame = every.rename(columns=COMMANDS)[list(COMMANDS.values())]
+    frame = every.drop_duplicates("run").rename(columns=COMMANDS)[list(COMMANDS.values())]
     rows = list[Sequence[object]]()
     anchors = list[list[int]]()
     for names, of in frame.groupby(["command", "commit", "file"], dropna=False, sort=False):
@@ -240,7 +249,7 @@ def metric_cell(run: FrameRow, name: str, described: Recorded) -> Shown:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Sorted numbers in short, such as `1-3, 7`."""
-    ordered = pd.Series(sorted(numbers))
+    ordered = pd.Series(sorted(set(numbers)))
     groups = ordered.groupby(ordered - ordered.index)
     return ", ".join(f"{of.min()}-{of.max()}" if len(of) > 1 else f"{of.min()}" for _, of in groups)
 

@@ -15,8 +15,8 @@ from typing import Any
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.output.files import MOST_LINE_BYTES, open_regular
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.record import RunRecord
 from magicdec.setup.model_plan import max_tokens
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
 from magicdec.systems.shared_prefill import prefill_key
@@ -91,12 +91,13 @@ def name_of(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def results_in(path: Path) -> list[RunRecord]:
-    """The records of a results file, in its order; empty without a file or a whole first line.
-    Raises ValueError for a file of something else."""
+def results_in(path: Path) -> list[PassRecord]:
+    """The passes of a results file that runs were asked for, in its order, without those that
+    others are compared with; empty without a file or a whole first line. Raises ValueError for a
+    file of something else."""
     if not path.is_file():
         return []
     with open_regular(path) as file:
         if not file.readline(MOST_LINE_BYTES).endswith(b"\n"):
             return []
-    return list(read_records(path, RunRecord))
+    return [each for each in read_records(path, PassRecord) if not each.is_reference]

@@ -17,7 +17,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.names import BASELINE
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 from magicdec.setup.memory_check import needed
 from magicdec.setup.prepare import Prepared, SetupCache, check_agreement, complete, find
 from magicdec.setup.session import Sessions
@@ -34,13 +34,19 @@ LEAST_BATCHES = 3
 
 @dataclass
 class Found:
-    """The records of the drafts by name, and in words what is missing. `error` ended a pass."""
+    """The passes of the drafts by name, that without a draft first, and in words what is missing.
+    `error` ended a pass."""
 
-    records: dict[str, RunRecord] = field(default_factory=dict)
+    passes: dict[str, list[PassRecord]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     is_interrupted: bool = False
     is_broken: bool = False  # a pass has not come to its end
     error: Exception | None = None
+
+    @property
+    def records(self) -> dict[str, PassRecord]:
+        """Those of the drafts by name."""
+        return {name: passes[-1] for name, passes in self.passes.items()}
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,12 @@ class DraftTrials:
         session = self.sessions.begin(prepared)
         shared = self._shared(prepared)
         record = execute_in(session, prepared, self.pace, shared).record
-        assert record.samples is not None and record.prefill_samples is not None
-        prefill = record.prefill_samples
-        (steps_ms,) = record.samples[BASELINE].step_ms
+        (group,) = record.groups
+        assert group.prefill_ms is not None, "a run prefills its prompts alone"
+        num_tokens = sum(request.prompt_len for request in record.requests)
         rates = BaselineTimes(
-            prefill.prefill_ms[0] / 1e3 / prefill.num_tokens[0],
-            median(steps_ms or [0.0]) / 1e3,
+            group.prefill_ms / 1e3 / num_tokens,
+            median(group.step_ms or [0.0]) / 1e3,
         )
         return session.groups.target.all_gather_values(rates, BaselineTimes)[0]
 
@@ -106,14 +112,14 @@ class DraftTrials:
             shared = self._shared(next(iter(group.values())))
             runner = TimedRunner(group, self.sessions, shared, self.pace)
             runner.measure()
-            found.records |= runner.records()
+            found.passes |= runner.records()
             found.is_interrupted |= runner.is_interrupted
             found.is_broken |= runner.is_broken
             found.error = runner.error
             asked = group_batches(group)
             if 0 < runner.num_batches < asked:
                 found.left_out.append(f"{asked - runner.num_batches} of {asked} batches")
-        found.left_out += [name for name in prepared if name not in found.records]
+        found.left_out += [name for name in prepared if name not in found.passes]
         return found
 
     def _shared(self, prepared: Prepared) -> SharedPrefill:

@@ -20,7 +20,8 @@ from magicdec.bench.study.cells import StudyCell, config_key, make_cells, result
 from magicdec.bench.study.study import Settings
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch, exchange_texts
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import Status
 from magicdec.setup.memory_check import needed
 from magicdec.setup.prepare import check_agreement
 from magicdec.systems.shared_prefill import CacheDemand
@@ -102,7 +103,7 @@ def grouped(cells: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
 
 
 def left(
-    order: Sequence[StudyCell], records: Sequence[RunRecord], retries_failed: bool
+    order: Sequence[StudyCell], records: Sequence[PassRecord], retries_failed: bool
 ) -> list[int]:
     """The numbers of runs that have not ended; of equal ones, the first count as done."""
     done = Counter(config_key(r.config) for r in records if is_done(r, retries_failed))
@@ -114,9 +115,9 @@ def left(
     return numbers
 
 
-def is_done(record: RunRecord, retries_failed: bool) -> bool:
+def is_done(record: PassRecord, retries_failed: bool) -> bool:
     """Whether the run has ended. A failure is an end, unless it is to be tried again."""
-    return not (retries_failed and record.status == "failed")
+    return not (retries_failed and record.status == Status.FAILED)
 
 
 def make_rooms(cells: Sequence[StudyCell]) -> dict[str, CacheDemand]:

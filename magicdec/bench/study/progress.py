@@ -16,8 +16,8 @@ from magicdec.bench.study.plan import StudyPlan
 from magicdec.bench.study.timed_runner import OutOfTime
 from magicdec.distributed.groups import Launch
 from magicdec.output.console import LINE_EVERY_S, Advance, Progress
-from magicdec.records.record import RunRecord
-from magicdec.records.table import method_of
+from magicdec.records.describe import method_of
+from magicdec.records.pass_record import PassRecord
 
 
 class Estimate:
@@ -72,7 +72,7 @@ class StudyProgress(Labelled):
         self.label = f"{count}{self.left}; "
         self.rest = f"; {what}"
 
-    def end(self, record: RunRecord) -> None:
+    def end(self, record: PassRecord) -> None:
         self.left.end()
         say(f"{self.name}: {shown(record)}{self.left}")
 
@@ -146,7 +146,7 @@ def describe(config: dict[str, Any]) -> str:
     )
 
 
-def shown(record: RunRecord) -> str:
+def shown(record: PassRecord) -> str:
     if record.metrics is None:
         return record.status if record.error is None else f"{record.status}: {record.error}"
     metrics = record.metrics

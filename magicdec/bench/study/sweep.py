@@ -18,7 +18,8 @@ from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.console import make_progress
-from magicdec.records.record import RunRecord, append_record
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import append_together
 from magicdec.setup.session import RankSession, Sessions
 from magicdec.systems.shared_prefill import SharedPrefill
 
@@ -31,7 +32,7 @@ class Sweep:
         self.is_leader = launch.rank == 0
         self.sessions = Sessions()
         self.shared: SharedPrefill | None = None
-        self.records: list[RunRecord] = []
+        self.records: list[PassRecord] = []  # those that the study asks for
 
     def run(self) -> None:
         """Runs what is left. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
@@ -40,35 +41,36 @@ class Sweep:
             cell = self.plan.order[number]
             self.progress.begin(number, cell)
             if cell.prepared is None:
-                record = self.failed(cell, cell.refusal)
+                records = [self.failed(cell, cell.refusal)]
             else:
-                record = self.run_cell(cell, self.sessions.begin(cell.prepared))
+                records = self.run_cell(cell, self.sessions.begin(cell.prepared))
             if self.is_leader:
-                append_record(self.plan.results, record)
-                self.progress.end(record)
-            self.records.append(record)
+                append_together(self.plan.results, records)
+                self.progress.end(records[-1])
+            self.records.append(records[-1])
         close_groups()
 
-    def run_cell(self, cell: StudyCell, session: RankSession) -> RunRecord:
-        """The record of a cell. With one rank, a failure is a record; with several, whose states
-        may differ after it, the exception ends the study."""
+    def run_cell(self, cell: StudyCell, session: RankSession) -> list[PassRecord]:
+        """The records of the passes of a cell, the last of which is asked for. With one rank, a
+        failure is a record; with several, whose states may differ after it, the exception ends the
+        study."""
         assert cell.prepared is not None
         shared = self.shared = self.shared or SharedPrefill(session.device, self.progress)
         shared.models.drop_others(cell.resolved.source, cell.resolved.draft_source)
         try:
             return execute_in(
                 session, cell.prepared, self.progress, shared, self.plan.rooms[cell.key]
-            ).record
+            ).records
         except Exception as error:
             self.shared = None
             record = self.failed(cell, f"{type(error).__name__}: {error}")
             if self.launch.world_size > 1:
                 if self.is_leader:
-                    append_record(self.plan.results, record)
+                    append_together(self.plan.results, [record])
                 raise
-            return record
+            return [record]
 
-    def failed(self, cell: StudyCell, error: str) -> RunRecord:
+    def failed(self, cell: StudyCell, error: str) -> PassRecord:
         config = cell.resolved.config
         now = datetime.datetime.now(datetime.UTC)
         environment = describe_environment(self.launch, config.parallel.device, now)

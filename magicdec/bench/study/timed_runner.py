@@ -12,12 +12,11 @@ from typing import Protocol
 from magicdec.bench.check.check import differences
 from magicdec.bench.check.output import PassOutput
 from magicdec.bench.groups import PromptBatches
-from magicdec.bench.measure import check_run, passes_of
-from magicdec.bench.records_of import MeasuredRun, run_record
+from magicdec.bench.measure import check_run, passes_of, records_of_run
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
 from magicdec.names import BASELINE
 from magicdec.output.console import Progress
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryWatch
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, Sessions
@@ -173,16 +172,17 @@ class TimedRunner(Runner):
         """Whether the first rank has time for an action of `seconds`."""
         return self.group.all_gather_values(self.pace.has_time(seconds), bool)[0]
 
-    def records(self) -> dict[str, RunRecord]:
-        records = {self.names[each]: self.record(each) for each in self.drafting}
-        return {name: record for name, record in records.items() if record is not None}
+    def records(self) -> dict[str, list[PassRecord]]:
+        """The passes of each draft, that without a draft first."""
+        found = {self.names[each]: self.passes_of(each) for each in self.drafting}
+        return {name: passes for name, passes in found.items() if passes}
 
-    def record(self, planned: PlannedPass) -> RunRecord | None:
+    def passes_of(self, planned: PlannedPass) -> list[PassRecord]:
         """None without a batch, and if tokens differ and an unfinished pass prevents judging
         that."""
         num_batches = self.num_done(planned)
         if not num_batches:
-            return None
+            return []
         passes = [
             first_groups(self.measured[each], num_batches) for each in (self.baseline, planned)
         ]
@@ -190,14 +190,15 @@ class TimedRunner(Runner):
         if not self.is_broken:
             taken = replace(passes[-1].memory, process=None)
         if self.is_broken and differences(passes[0].requests, passes[-1].requests):
-            return None
+            return []
         session = self.sessions[planned.system]
         environment = self.gpu.add_to(session.describe_environment(self.bandwidth))
-        return run_record(
+        return records_of_run(
             planned.system.run.first_batches(num_batches),
-            MeasuredRun.of(passes, taken),
-            check_run(passes, self.pace, is_whole=not self.is_broken).correctness,
+            passes,
+            check_run(passes, self.pace, is_whole=not self.is_broken),
             self.load.add_to(environment),
+            taken,
         )
 
 

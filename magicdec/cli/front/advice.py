@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from magicdec.config.sections import NONE, SELF
 from magicdec.hardware.other_load import busy_share, is_busy
+from magicdec.records.describe import method
 from magicdec.records.intervals import LEVEL, ratio_interval
-from magicdec.records.record import RunRecord
-from magicdec.records.table import method
+from magicdec.records.pass_record import PassRecord
 
 if TYPE_CHECKING:
     from magicdec.cli.front.advise import AdviceSection
@@ -120,11 +120,11 @@ def _how_sure(found: Finding) -> str:
     return f"sure of this place but not of other contexts, {expectation}"
 
 
-def net_speedup(record: RunRecord) -> float:
+def net_speedup(record: PassRecord) -> float:
     return (record.metrics.net_speedup if record.metrics else None) or 0.0
 
 
-def describe_runs(records: Mapping[str, RunRecord]) -> list[str]:
+def describe_runs(records: Mapping[str, PassRecord]) -> list[str]:
     """A line for each run, the best first, with intervals that hold for all of them together."""
     level = joint_level(len(records))
     drafts = {each.draft: each for each in measured_drafts(records)}
@@ -138,7 +138,7 @@ def describe_runs(records: Mapping[str, RunRecord]) -> list[str]:
         if metrics is not None and metrics.decode_tokens_per_s is not None:
             parts.append(f"{metrics.decode_tokens_per_s:.1f} tokens/s")
         if metrics is not None and metrics.speedup is not None:
-            interval = ratio_interval(metrics.speedup_per_batch or (), level)
+            interval = ratio_interval(metrics.speedup_per_group or (), level)
             parts.append(f"speedup {with_interval(metrics.speedup, interval)}")
         if flags in drafts:
             parts.append(f"net {drafts[flags]}")
@@ -149,13 +149,13 @@ def describe_runs(records: Mapping[str, RunRecord]) -> list[str]:
     return lines
 
 
-def measured_drafts(records: Mapping[str, RunRecord]) -> list[MeasuredDraft]:
+def measured_drafts(records: Mapping[str, PassRecord]) -> list[MeasuredDraft]:
     """The drafts whose runs have a net speedup."""
     level = joint_level(len(records))
     found = []
     for flags, record in records.items():
         if net_speedup(record) and record.metrics is not None:
-            ratios = record.metrics.net_speedup_per_batch or ()
+            ratios = record.metrics.net_speedup_per_group or ()
             interval = ratio_interval(ratios, level)
             found.append(MeasuredDraft(flags, net_speedup(record), interval, None, ratios))
     return found
@@ -181,7 +181,7 @@ def is_surely_faster(one: MeasuredDraft, other: MeasuredDraft, level: float) -> 
 
 
 def find_advice(
-    args: AdviceSection, records: Mapping[str, RunRecord], plan: SpeculationPlan | None
+    args: AdviceSection, records: Mapping[str, PassRecord], plan: SpeculationPlan | None
 ) -> str:
     """The sentence, and in a line of its own the command. Raises ValueError if no run has a
     speedup."""
@@ -221,7 +221,7 @@ def expectation_of(plan: SpeculationPlan, args: AdviceSection) -> str:
 
 
 def make_plan(
-    args: AdviceSection, records: Mapping[str, RunRecord], file: Path
+    args: AdviceSection, records: Mapping[str, PassRecord], file: Path
 ) -> SpeculationPlan | None:
     """The plan for the fastest self-speculation's policy and weights, with the acceptance of the
     file's runs; None without one that has an acceptance."""

@@ -55,7 +55,8 @@ from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, NGRAM_AND
 from magicdec.output.console import make_progress
 from magicdec.output.writing import check_record_file, check_writable
-from magicdec.records.record import RunRecord, append_records
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import append_records
 
 if TYPE_CHECKING:
     from magicdec.bench.study.drafts import BaselineTimes, Found
@@ -346,8 +347,9 @@ class Advice:
             return
         if not records and args.time is not None:
             raise ValueError(f"--time {args.time:.0f}s is too short for a pass; give more")
-        append_records("--out", args.out, records.values())
-        self.kept = f"{len(records)} records are in {args.out}"
+        passes = [record for of_draft in found.passes.values() for record in of_draft]
+        append_records("--out", args.out, passes)
+        self.kept = f"{len(passes)} records are in {args.out}"
         for what in found.left_out:
             self.leave_out(what)
         for line in describe_runs(records):
@@ -457,7 +459,7 @@ def probed_ranks(path: Path, default: int) -> int:
     return int(load_machine(path).description.get("world_size", default))
 
 
-def warn_of_other_machine(args: AdviceSection, records: Mapping[str, RunRecord]) -> None:
+def warn_of_other_machine(args: AdviceSection, records: Mapping[str, PassRecord]) -> None:
     """Warns if the machine file is of another machine or other threads than the runs."""
     probed = load_machine(args.machine).description
     here = vars(next(iter(records.values())).environment)

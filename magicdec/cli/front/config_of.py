@@ -21,11 +21,12 @@ from magicdec.config.sections import NONE, WrittenSection
 from magicdec.config.setting import Declared, same, setting
 from magicdec.config.toml_file import to_toml
 from magicdec.output.writing import write_text
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.record import MeasuredRecord, Record, RunRecord
+from magicdec.records.record import MeasuredRecord, Record
 
 # The commands that make records of which there are files.
-COMMANDS = {"run": "run", "plan": "plan", "simulation": "simulate"}
+COMMANDS = {"pass": "run", "plan": "plan", "simulation": "simulate"}
 # Sections that name files, which belong to one run.
 OF_FILES = ("file", "output")
 # What another flag of the file says: `--draft`.
@@ -35,7 +36,7 @@ SAID_OTHERWISE = ("draft.model", "decoding.drafter", "drafts.draft")
 @dataclass(frozen=True)
 class RecordSection:
     records: Path = setting(..., "File of records, as JSON lines.", "records")
-    kind: str = same(RecordTableSection, "kind", "run")
+    kind: str = same(RecordTableSection, "kind", "pass")
     record: int = setting(-1, "Which record: 1 is the first one, -1 the last one.")
     out: Path | None = same(WrittenSection, "out")
 
@@ -73,9 +74,9 @@ def flags_of(record: Record) -> dict[str, Any]:
         if flags is None:
             raise ValueError("the record is older than its flags; predict it again")
         return flags
-    if not isinstance(record, RunRecord):
+    if not isinstance(record, PassRecord) or not record.shares_prefill:
         again = command_of(record.environment)
-        raise ValueError(f"--kind {record.kind}: the command itself makes it again: {again}")
+        raise ValueError(f"the command itself makes the record again: {again}")
     draft = draft_of(config)
     run_config = with_recorded(RunConfig().with_draft(draft), config)
     flags = {"draft": draft}

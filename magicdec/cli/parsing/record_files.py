@@ -13,6 +13,8 @@ from typing import Any
 from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.setting import setting
 from magicdec.names import RECORDS
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.pass_record import commands_of as passes_by_command
 from magicdec.records.reading import read_records
 from magicdec.records.record import MeasuredRecord, Record
 
@@ -50,7 +52,7 @@ def read_every_kind(
 # What makes the tables of the records of one command, by the key `kind`; it is imported when it is
 # needed. Runs are listed together (`bench/report/listing.py`).
 TABLES = {
-    "serving": "magicdec.bench.serving.showing:tables",
+    "pass": "magicdec.bench.showing:tables",
     "latency": "magicdec.bench.latency.record:tables",
     "plan": "magicdec.predict.plan:tables",
     "simulation": "magicdec.predict.simulator.run:tables",
@@ -59,9 +61,10 @@ TABLES = {
 
 def commands_of(records: Iterable[Record]) -> Iterator[list[Any]]:
     """The records of each command: neighbours of one kind with one command line and start or, of
-    simulations, equal options and work."""
+    simulations, equal options and work. The name of a pass that comes again begins another."""
     for _, group in groupby(records, _command_of):
-        yield list(group)
+        found: list[Any] = list(group)
+        yield from passes_by_command(found) if isinstance(found[0], PassRecord) else [found]
 
 
 def _command_of(record: Record) -> tuple[object, ...]:

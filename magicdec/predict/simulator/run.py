@@ -29,9 +29,9 @@ from magicdec.predict.simulator.simulation import (
     TextModels,
 )
 from magicdec.records.acceptance import Verifications, acceptance_metrics
+from magicdec.records.computing import mean, percentile
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metric_tables import fixed, metric_columns
-from magicdec.records.metrics import mean, percentile
 from magicdec.records.record import Record
 from magicdec.systems.mdi_llm.declaration import RING
 from magicdec.systems.pipeinfer.options import MODES as SCHEDULED

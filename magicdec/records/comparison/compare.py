@@ -33,11 +33,18 @@ from magicdec.records.comparison.conditions import (
     measured_thing,
     placement,
 )
-from magicdec.records.comparison.exact import RENEW, find_change, find_other_verdict, why_not_exact
+from magicdec.records.comparison.exact import (
+    RENEW,
+    are_judged_by_time,
+    find_change,
+    find_other_verdict,
+    why_not_exact,
+)
+from magicdec.records.describe import verdict_of
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
-from magicdec.records.record import DraftingRecord, RunRecord
-from magicdec.records.table import verdict_of
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import Status
 
 
 @dataclass(frozen=True)
@@ -163,11 +170,11 @@ def rate_variances(drafted: DraftedPass) -> Array:
     return scatter * counts.verifications / np.maximum(counts.drafted, 1) ** 2
 
 
-def drafted_of(record: DraftingRecord, name: str) -> DraftedPass:
+def drafted_of(record: PassRecord, name: str) -> DraftedPass:
     """What a record says of drafts; `name` stands for it in the error. Raises ValueError if it says
     nothing."""
     try:
-        return record.drafted_pass()
+        return DraftedPass.of(record)
     except ValueError as error:
         raise ValueError(f"the {name} {error}") from None
 
@@ -215,7 +222,7 @@ class Rule:
         below=1,
     )
 
-    def margin_of(self, baseline: DraftingRecord) -> float:
+    def margin_of(self, baseline: PassRecord) -> float:
         margin = baseline.margin if self.margin is None else self.margin
         return DEFAULT_MARGIN if margin is None else margin
 
@@ -250,8 +257,8 @@ class Match:
 
     name: str
     pair: PairedCounts
-    new: DraftingRecord
-    old: DraftingRecord
+    new: PassRecord
+    old: PassRecord
     after: DraftedPass
     before: DraftedPass
 
@@ -269,7 +276,7 @@ class Match:
 
 
 def compare(
-    new: Sequence[DraftingRecord], baselines: Sequence[DraftingRecord], rule: Rule = Rule()
+    new: Sequence[PassRecord], baselines: Sequence[PassRecord], rule: Rule = Rule()
 ) -> list[Comparison]:
     """What was found out about each new record, in order. A record is compared with every baseline
     of the same thing under the same conditions, and the worst counts: none of them may hide a
@@ -287,13 +294,13 @@ def compare(
     return comparisons
 
 
-def match(record: DraftingRecord, baselines: Sequence[DraftingRecord]) -> list[Match] | Comparison:
+def match(record: PassRecord, baselines: Sequence[PassRecord]) -> list[Match] | Comparison:
     """The baselines of the same thing under the same conditions, or why there is none."""
     name = describe(record)
-    if record.status == "ok_with_ties":
+    if record.status == Status.VERIFIED_WITH_TIES:
         name += f" [{record.status}]"
     if not record.passed:
-        return Comparison(name, REGRESSION, f"the new run {problem_of(record)}")
+        return Comparison(name, REGRESSION, f"the new pass: {verdict_of(record)}")
     try:
         alike = alike_baselines(record, baselines)
         if not any(has_drafted(each) for each in (record, *alike)):
@@ -305,25 +312,19 @@ def match(record: DraftingRecord, baselines: Sequence[DraftingRecord]) -> list[M
         return Comparison(name, INCOMPARABLE, f"not comparable: {error}")
 
 
-def problem_of(record: DraftingRecord) -> str:
-    return verdict_of(record) if isinstance(record, RunRecord) else record.status
-
-
-def match_of(name: str, new: DraftingRecord, old: DraftingRecord) -> Match:
+def match_of(name: str, new: PassRecord, old: PassRecord) -> Match:
     before = drafted_of(old, "baseline")
     after = drafted_of(new, "new record")
     return Match(name, pair_of(after, before), new, old, after, before)
 
 
-def has_drafted(record: DraftingRecord) -> bool:
+def has_drafted(record: PassRecord) -> bool:
     """Whether it has drafted, or had no drafter that could have done so."""
     rate = None if record.metrics is None else record.metrics.draft_acceptance_rate
-    return rate is not None or record.config_as_run()["decoding"]["drafter"] is None
+    return rate is not None or not record.is_drafting
 
 
-def alike_baselines(
-    record: DraftingRecord, baselines: Sequence[DraftingRecord]
-) -> list[DraftingRecord]:
+def alike_baselines(record: PassRecord, baselines: Sequence[PassRecord]) -> list[PassRecord]:
     """Raises ValueError, naming the first cause, if there is none."""
     if record.is_uncompared:
         raise ValueError("its tokens were compared with nothing")
@@ -332,7 +333,7 @@ def alike_baselines(
         raise ValueError("the baseline has no such record")
     passed = [b for b in same if b.passed]
     if not passed:
-        raise ValueError(f"the baseline's run {same[0].status}")
+        raise ValueError(f"the baseline's status is {same[0].status}")
     alike = [b for b in passed if first_difference(record, b) is None]
     if not alike:
         raise ValueError(first_difference(record, passed[0]))
@@ -348,12 +349,12 @@ def level_for(matches: Sequence[Match]) -> float:
     return 1 - FALSE_ALARMS / max(1, num_tests)
 
 
-def other_reads(new: DraftingRecord, old: DraftingRecord) -> str | None:
+def other_reads(new: PassRecord, old: PassRecord) -> str | None:
     """What a draft forward reads, if it is no longer what it was: then it is not the same policy or
     budget, whatever the records say."""
     assert new.metrics is not None and old.metrics is not None
-    after = getattr(new.metrics, "kv_tokens_read", None)  # only runs count it
-    before = getattr(old.metrics, "kv_tokens_read", None)
+    after = new.metrics.kv_tokens_read
+    before = old.metrics.kv_tokens_read
     if after is None or before is None or abs(after - before) <= READS_TOLERANCE * before:
         return None
     return f"regression: a draft forward reads {after:.1f} tokens of a row's KV, was {before:.1f}"
@@ -371,7 +372,7 @@ def judge(m: Match, rule: Rule, level: float) -> Comparison:
 def judge_exactly(m: Match) -> Comparison:
     """The verdict where unchanged code repeats every step."""
     rates = m.pair.rates()
-    if m.new.are_judged_by_time:
+    if are_judged_by_time(m.new) or are_judged_by_time(m.old):
         change, num_places = find_other_verdict(m.after, m.before)
         if num_places == 0:
             return Comparison(m.name, INCOMPARABLE, "no draft was judged in both", rates)
@@ -435,14 +436,12 @@ def decide(rates: tuple[float, float], change: Change, margin: float) -> tuple[s
     return verdict, f"beyond the margin of {100 * margin:g} % and the noise"
 
 
-def case_failed(baseline: DraftingRecord, error: str) -> Comparison:
+def case_failed(baseline: PassRecord, error: str) -> Comparison:
     """The case of a baseline that left no record."""
     return Comparison(describe(baseline), REGRESSION, f"the case failed: {error}")
 
 
-def uncovered(
-    new: Sequence[DraftingRecord], baselines: Sequence[DraftingRecord]
-) -> list[DraftingRecord]:
+def uncovered(new: Sequence[PassRecord], baselines: Sequence[PassRecord]) -> list[PassRecord]:
     """The baselines with which no new record can be compared."""
     matches = [match(record, baselines) for record in new]
     covered = {id(m.old) for each in matches if not isinstance(each, Comparison) for m in each}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from magicdec.config.capabilities import policy_called
 from magicdec.config.run_config import join_draft
@@ -16,7 +16,8 @@ from magicdec.config.sections import NONE, KVSection, SamplingSection, model_dra
 from magicdec.config.setting import declared
 from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.output.console import printable
-from magicdec.records.record import DraftingRecord, is_greedy
+from magicdec.records.pass_record import PassRecord, is_greedy
+from magicdec.records.record import Record
 from magicdec.records.workload import prompt_format
 
 Key = tuple[tuple[str, Any], ...]
@@ -32,6 +33,27 @@ SHORT_NAMES = {
 # What the text of the prompts follows from: conditions only where their tokens are others.
 OF_TEXT = ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "tokenizer")
 FORMAT = "prompt_format"  # also such a condition, of the config
+# The flags of `magicdec serve` on which drafts depend, with what records without them did. Where
+# passes share a prefill, no request waits for another.
+LOAD = {
+    "num_requests": None,
+    "arrival": None,
+    "concurrency": None,
+    "turns": 1,
+    "batch_size": None,
+    "n_samples": None,
+    "lanes": None,
+    "max_in_flight": None,
+    "pa": None,
+    "pr": None,
+    "pd": None,
+    "prefill_tokens": None,
+    "block_tokens": None,
+    "cache_tokens": None,
+    "prefix_cache": False,
+    "window_ms": None,
+    "emulate_acceptance": None,
+}
 
 
 def policy_of(config: Mapping[str, Any]) -> str | None:
@@ -44,12 +66,12 @@ def policy_of(config: Mapping[str, Any]) -> str | None:
     return None if drafter is not None and model_drafter_of(drafter) is None else policy
 
 
-def measured_thing(record: DraftingRecord) -> Key:
+def measured_thing(record: PassRecord) -> Key:
     """What a record measures: two records of the same thing are meant to be compared. A setting
     that its policy does not read is None."""
-    config = record.config_as_run()
+    config = record.config
     decoding = config["decoding"]
-    kv = config["kv"] or {}
+    kv = config.get("kv") or {}
     draft = None if record.workload is None else record.workload.draft
     policy = policy_of(config)
     # A policy that this version does not know reads all, so that it is never taken for another.
@@ -58,7 +80,7 @@ def measured_thing(record: DraftingRecord) -> Key:
         settings = ()
     return (
         ("mode", record.mode),
-        *record.serving_flags().items(),
+        *load_of(record).items(),
         ("strategy", decoding["strategy"]),
         ("drafter", decoding["drafter"]),
         ("draft", None if draft is None else draft.model),
@@ -69,7 +91,25 @@ def measured_thing(record: DraftingRecord) -> Key:
     )
 
 
-def first_difference(new: DraftingRecord, old: DraftingRecord) -> str | None:
+def load_of(record: PassRecord) -> dict[str, Any]:
+    """The flags of the load on which the drafts of a pass depend; none of one that shares its
+    prefill."""
+    if record.shares_prefill:
+        return {}
+    flags = record.config["workload"]
+    return {name: flags.get(name, default) for name, default in LOAD.items()}
+
+
+def is_judged(record: Record) -> TypeGuard[PassRecord]:
+    """Whether comparisons give a verdict on a record: on what the gate has made, on the drafts of
+    passes that share a prefill, and on any failure. What else was measured they show."""
+    if not isinstance(record, PassRecord):
+        return False
+    has_failed = record.error is not None
+    return record.is_logged or has_failed or (record.shares_prefill and record.is_drafting)
+
+
+def first_difference(new: PassRecord, old: PassRecord) -> str | None:
     """The first condition in which two records of the same thing differ, such as `prefix_len 1024,
     was 4096`; None if all agree. Neither record failed."""
     ours = new.workload
@@ -89,9 +129,9 @@ def first_difference(new: DraftingRecord, old: DraftingRecord) -> str | None:
     return None
 
 
-def conditions(record: DraftingRecord) -> dict[str, Any]:
+def conditions(record: PassRecord) -> dict[str, Any]:
     """Each setting that must agree, by the name that the gate prints."""
-    config = record.config_as_run()
+    config = record.config
     workload = record.workload
     cost = config["decoding"].get("step_cost")
     emulated = config["decoding"].get("emulate_acceptance")
@@ -112,7 +152,7 @@ def conditions(record: DraftingRecord) -> dict[str, Any]:
 def weight_dtypes(config: dict[str, Any]) -> str:
     """The dtypes of the target's matrices and of the draft's."""
     target = config["model"]["target_dtype"]
-    draft = config["draft"]
+    draft = config.get("draft")
     own = config["decoding"].get("draft_weights")
     drafts = draft["draft_dtype"] if draft is not None else own or target
     return str(target) if drafts == target else f"{target}, draft {drafts}"
@@ -124,22 +164,31 @@ def sampling(config: Mapping[str, Any]) -> dict[str, Any] | str:
     return "greedy" if is_greedy(config) else config.get("sampling") or {}
 
 
-def placement(record: DraftingRecord) -> str:
+def placement(record: PassRecord) -> str:
     """On which ranks the target and a draft model are, as the flags of `magicdec run`, in words."""
     return " ".join(_flags_of_ranks(record.config, record.environment.world_size)) or "one rank"
 
 
-def describe(record: DraftingRecord) -> str:
+def describe(record: PassRecord) -> str:
     """What a record measures, as `flags_of` has it, in a form that can be printed."""
     draft = None if record.workload is None else record.workload.draft
     name = None if draft is None else draft.model
     num_ranks = record.environment.world_size
-    config = record.config_as_run()
-    if record.mode is None:
+    config = record.config
+    if record.shares_prefill:
         return printable(flags_of(config, name, num_ranks))
-    flags = flags_of(config | {"parallel": None, "draft": config["draft"] and {}}, name)
+    return printable(flags_of_mode(record.name, config, name, num_ranks))
+
+
+def flags_of_mode(
+    mode: str, config: Mapping[str, Any], draft: str | None = None, num_ranks: int = 1
+) -> str:
+    """What is served in a mode, as the flags of `magicdec serve`, which place stages and drafts
+    themselves."""
+    of_draft = draft or (config.get("draft") or {}).get("model")
+    flags = flags_of({**config, "parallel": None, "draft": None}, of_draft)
     ranks = [f"--nproc {num_ranks}"] * (num_ranks > 1)
-    return printable(" ".join([f"--modes {record.mode}", flags, *ranks]))
+    return " ".join([f"--modes {mode}", flags, *ranks])
 
 
 def flags_of(
@@ -149,7 +198,7 @@ def flags_of(
     sections of a config, without settings of the policy that have their default. `draft` is the
     name of the draft model and `num_ranks` the number of ranks, by default those of the config."""
     decoding = config["decoding"]
-    kv = config["kv"]
+    kv = config.get("kv") or {}
     if decoding["strategy"] == BASELINE:
         return f"--draft {NONE}"
     of_config = config.get("draft")
@@ -209,18 +258,18 @@ def _flags_of_policy(policy: str | None, kv: Mapping[str, Any]) -> list[str]:
     return [f"{settings[name].flag} {v}" for name, v in {"policy": policy, **given}.items()]
 
 
-def method_of(record: DraftingRecord) -> str:
+def method_of(record: PassRecord) -> str:
     """The drafter and the policy of a record, without their parameters."""
     thing = dict(measured_thing(record))
     return " ".join(str(thing[key]) for key in ("drafter", "draft", "policy") if thing[key])
 
 
-def kind_of(record: DraftingRecord) -> str:
+def kind_of(record: PassRecord) -> str:
     """The method of a record where it drafts chains of one length with its own weights for greedy
     requests on one rank; else in which other way it drafts, without parameters, whatever the
     method. Sampling is one way, since its prompts are prefilled by themselves. So are several
     ranks, and a draft model on some of them."""
-    if record.mode is not None:
+    if not record.shares_prefill:
         return f"mode {record.mode}"
     decoding = record.config["decoding"]
     kv = record.config["kv"]

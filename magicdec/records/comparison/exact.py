@@ -1,4 +1,4 @@
-"""The exact comparison of two runs: what each prompt has drafted, read, accepted and emitted in
+"""The exact comparison of two passes: what each prompt has drafted, read, accepted and emitted in
 each step. Owns where it applies, and which difference is named first. Imports no torch.
 
 In float32, on kernels that sum in a fixed order, unchanged code on one machine repeats every step,
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from magicdec.names import FULL_KV_POLICY
 from magicdec.records.comparison.conditions import placement
 from magicdec.records.drafted import DraftedPass, StepLog
-from magicdec.records.record import DraftingRecord
+from magicdec.records.pass_record import PassRecord
 
+BURST = "burst"  # the arrival of requests that all arrive at once
 RENEW = "renew it with `magicdec gate save`"
 # What of an environment the last bits depend on, with the words that name it.
 OF_BITS = {
@@ -28,7 +30,7 @@ OF_BITS = {
 
 @dataclass(frozen=True)
 class ExactChange:
-    """The differences between two runs of the same prompts."""
+    """The differences between two passes over the same prompts."""
 
     first: str  # such as `prompt 5, step 3: accepted 0 of 4, was 3`
     num_prompts: int  # those that differ
@@ -38,39 +40,65 @@ class ExactChange:
         return self.first + more
 
 
-def why_not_exact(new: DraftingRecord, old: DraftingRecord) -> str | None:
+def why_not_exact(new: PassRecord, old: PassRecord) -> str | None:
     """Why two records of the same thing under the same conditions may differ although the code is
     the same; None if they may not."""
-    config = new.config_as_run()
+    config = new.config
     if config["model"]["dtype"] != "float32":
         return f"{config['model']['dtype']} rounds"
     if any(each.config["parallel"]["device"] != "cpu" for each in (new, old)):
         return "a GPU sums in any order"
-    sections = [each.config_as_run()[name] for each in (new, old) for name in ("model", "draft")]
+    sections = [each.config.get(name) for each in (new, old) for name in ("model", "draft")]
     if any(each is not None and each.get("native_steps") != "on" for each in sections):
         return "not all layers are those of --native_steps, which sum in a fixed order"
     decoding = config["decoding"]
     if decoding["gamma"] == "auto" and decoding.get("step_cost") is None:
         return "the draft length follows from measured times"
-    if (why := new.why_other_drafts or old.why_other_drafts) is not None:
+    if (why := why_other_drafts(new, old)) is not None:
         return why
     if not old.is_logged:
         return f"the baseline holds no log of what was drafted and read; {RENEW}"
     if not new.is_logged:
-        return "the new record holds no log of what was drafted and read, as that of a gate's run"
+        return "the new record holds no log of what was drafted and read, as one of the gate does"
     ours, theirs = ([*ranks_of(each)] for each in (new, old))
     if ours != theirs:
         return next(f"{a}, was {b}" for a, b in zip(ours, theirs, strict=True) if a != b)
     return other_machine(new, old)
 
 
-def ranks_of(record: DraftingRecord) -> Iterator[str]:
+def why_other_drafts(new: PassRecord, old: PassRecord) -> str | None:
+    """Why unchanged code may draft other tokens in either of two passes of the same thing; None if
+    only rounding decides."""
+    if are_judged_by_time(new) or are_judged_by_time(old):
+        if not drafts_by_text(new):
+            return "which drafts are made and judged follows from measured times"
+        if not all(each.has_positions for record in (new, old) for each in record.requests):
+            return "a record does not say where its drafts were; renew it"
+    if not new.shares_prefill and new.config["workload"].get("arrival") != BURST:
+        return "requests join at measured times"
+    return None
+
+
+def are_judged_by_time(record: PassRecord) -> bool:
+    """Whether times decide which drafts are judged, so that only drafts at the same place of the
+    same text can be compared: where they run ahead of the newest token, and say where they are."""
+    return any(request.per_step_position is not None for request in record.requests)
+
+
+def drafts_by_text(record: PassRecord) -> bool:
+    """Whether a draft follows from the text before it alone, committed or not: a model that reads
+    all of it does so, and lookups know only what is committed."""
+    kv = record.config.get("kv") or {}
+    return (record.config["decoding"]["drafter"], kv.get("policy")) == ("model", FULL_KV_POLICY)
+
+
+def ranks_of(record: PassRecord) -> Iterator[str]:
     """What the order of sums between ranks follows from, in words."""
     yield placement(record)
     yield f"--collectives {record.config['parallel']['collectives']}"
 
 
-def other_machine(new: DraftingRecord, old: DraftingRecord) -> str | None:
+def other_machine(new: PassRecord, old: PassRecord) -> str | None:
     """The first thing of the machine and its software from which other bits may follow."""
     for name, words in OF_BITS.items():
         ours = getattr(new.environment, name)

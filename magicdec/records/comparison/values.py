@@ -1,4 +1,4 @@
-"""What two files of records that are no runs both hold: predictions, which are the same each time
+"""What two files hold of records without a verdict: predictions, which are the same each time
 unless the code has changed, and what was measured of requests and of single forwards, whose times
 are shown beside each other without a verdict. Must not know which values there are. Imports no
 torch.
@@ -14,7 +14,9 @@ from typing import Any
 
 from magicdec.output.tables import Column, Shown, Table
 from magicdec.records.comparison.compare import MISSING, REGRESSION, SAME, Comparison
-from magicdec.records.record import MeasuredRecord, Record, RunRecord
+from magicdec.records.comparison.conditions import is_judged
+from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import MeasuredRecord, Record
 
 # The parts of records that hold what came out.
 PARTS = ("status", "metrics", "details", "rows", "cells", "break_even_prefix_len")
@@ -40,11 +42,12 @@ class RecordedValues:
 
 
 def values_of(records: Iterable[Record]) -> dict[str, RecordedValues]:
-    """The values of all records but those of runs, by what they are of: predictions of the same
-    inputs, or measurements of the same model and workload with as many ranks."""
+    """The values of all records that are not judged, nor are in the prefill of what is, by what
+    they are of: predictions of the same inputs, or measurements of the same model and workload with
+    as many ranks."""
     found: dict[str, RecordedValues] = {}
     for record in records:
-        if isinstance(record, RunRecord):
+        if is_judged(record) or (isinstance(record, PassRecord) and record.shares_prefill):
             continue
         model = record.config.get("model", {})
         fields = asdict(record)

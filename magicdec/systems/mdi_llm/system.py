@@ -17,7 +17,7 @@ from magicdec.distributed.layout import read_split
 from magicdec.distributed.start import make_stage_groups
 from magicdec.engine.arrivals import Arrivals
 from magicdec.output.console import Progress
-from magicdec.records.metrics import percentile
+from magicdec.records.computing import percentile
 from magicdec.runner.observers.draft_log import DraftLog
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import BatchLimits

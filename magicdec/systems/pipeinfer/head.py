@@ -307,6 +307,7 @@ class Head:
         self._committed_s[commit.request] = now_s
         tokens = list(commit.tokens)
         num_cancelled = commit.num_cancelled
+        runs_ahead = self.scheduler.options.mode == "async"  # else drafts follow the newest token
         for run in commit.judged or (None,):
             drafted = None if run is None else [run.num_drafted]
             accepted = None if run is None else [run.num_accepted]
@@ -317,7 +318,7 @@ class Head:
                 accepted,
                 drafted,
                 num_cancelled=[num_cancelled],
-                draft_positions=None if run is None else [run.position],
+                draft_positions=[run.position] if run is not None and runs_ahead else None,
             )
             self.observe([request.request_id], output, seconds)
             tokens = []

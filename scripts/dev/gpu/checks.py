@@ -18,7 +18,7 @@ from gpu.latency import run_recorded
 from gpu.results import Incomplete
 from gpu.scale import Suite, obstacle_of
 from magicdec.model.checkpoint.source import find_model
-from magicdec.records.reading import load_records
+from magicdec.records.reading import load_passes
 
 ROOT = Path(__file__).parents[3]
 OUTCOME = re.compile(r"(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b.*%\]$")  # of a test, as pytest -v
@@ -93,5 +93,5 @@ def run_selfspec(suite: Suite, dtype: str, backend: str) -> dict[str, Any]:
             "--out": path,
         }
         refusal = run_recorded("selfspec", words_of(settings), suite)
-        record = load_records(path)[-1]
+        record = load_passes(path)[-1]
     return asdict(record) | refusal

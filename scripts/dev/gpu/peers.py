@@ -21,7 +21,7 @@ from gpu.scale import Suite
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.presets.presets import PRESETS
-from magicdec.records.metrics import percentile
+from magicdec.records.computing import percentile
 
 TINY_MODEL = ModelConfig("tiny", 97, 2, 64, 96, 4, 2, 16, 1024)
 CHUNK = 1024  # prefill tokens per row and forward

@@ -15,7 +15,7 @@ from magicdec.distributed.groups import Group, read_launch
 from magicdec.hardware.environment import probe_machine
 from magicdec.hardware.timing import read_bandwidth
 from magicdec.predict.probe import gemm_rates
-from magicdec.records.metrics import percentile
+from magicdec.records.computing import percentile
 from peers import timed_dtypes
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from magicdec.records.metrics import percentile
+from magicdec.records.computing import percentile
 from peers import PEERS
 from peers.process import PeerStart, ServingWorker
 from peers.runs import DEMO, save_model

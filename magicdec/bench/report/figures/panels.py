@@ -33,6 +33,7 @@ SELF_EVIDENT = (
     "about",
     "metric",
     "kind_of_draft",
+    "mode",
 )
 MOST_TICKS = 12  # that have room beside each other
 WIDTH = 7.4  # inches: the text width of a printed page
@@ -67,8 +68,8 @@ Series = list[tuple[str, pd.DataFrame, SeriesStyle]]
 """Each series that is drawn in a panel, with its rows and its look."""
 
 
-def itself(runs: pd.DataFrame) -> pd.DataFrame:
-    return runs
+def itself(passes: pd.DataFrame) -> pd.DataFrame:
+    return passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +95,13 @@ class Form:
     most_series: int = MOST_SERIES
     axes: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, runs: pd.DataFrame) -> Drawn | LeftOut:
-        if runs.empty:
+    def of(self, passes: pd.DataFrame) -> Drawn | LeftOut:
+        if passes.empty:
             return LeftOut(self.name, self.title, self.reason)
-        groups = list(grouped(runs, self.held))
-        places = values_of(runs, self.places)
+        groups = list(grouped(passes, self.held))
+        places = values_of(passes, self.places)
         groups.sort(key=lambda rows: (-len({places[row] for row in rows}), -len(rows)))
-        shown = [runs.iloc[rows] for rows in groups[: self.most_panels]]
+        shown = [passes.iloc[rows] for rows in groups[: self.most_panels]]
         panels = [(dict(of.iloc[0][[*self.held]]), of) for of in shown]
         panels.sort(key=lambda panel: [rank(value) for value in panel[0].values()])
         tables = [self.show(of) for _, of in panels]
@@ -181,11 +182,11 @@ def has_intervals(table: pd.DataFrame, looks: Mapping[str, SeriesStyle]) -> bool
 ABOUT = ("model", "draft_model", "prefix_len", "gamma")  # what every picture says
 
 
-def about(runs: pd.DataFrame) -> str:
+def about(passes: pd.DataFrame) -> str:
     parts = [
-        said(key, several([value for value in runs[key].unique() if value is not None]))
+        said(key, several([value for value in passes[key].unique() if value is not None]))
         for key in ABOUT
-        if key in runs and runs[key].notna().any()
+        if key in passes and passes[key].notna().any()
     ]
     return ", ".join(parts)
 
@@ -239,16 +240,16 @@ def shown_of(shown: int, total: int, what: str) -> str:
     return f"Shown are {shown} of {total} {what}" if shown < total else ""
 
 
-def quiet(runs: pd.DataFrame) -> pd.DataFrame:
+def quiet(passes: pd.DataFrame) -> pd.DataFrame:
     """The runs during which no other load took cores, or all if there is no such run."""
-    is_quiet = ~runs["is_busy"].astype(bool)
-    return runs[is_quiet] if is_quiet.any() else runs
+    is_quiet = ~passes["is_busy"].astype(bool)
+    return passes[is_quiet] if is_quiet.any() else passes
 
 
 def busy_of(shown: pd.DataFrame) -> str:
-    """A sentence about the drawn records during which another load took cores, if any."""
+    """A sentence about the drawn runs during which another load took cores, if any."""
     busy = shown[shown["is_busy"].astype(bool)]["run"].nunique()
-    of = f"{busy} of the {shown['run'].nunique()} records shown here"
+    of = f"{busy} of the {shown['run'].nunique()} runs shown here"
     return f"Another load took cores while {of} were measured" if busy else ""
 
 
@@ -327,15 +328,15 @@ def draw_curves(
     return handles
 
 
-def summarize(runs: pd.DataFrame, metric: str) -> FrameRow:
+def summarize(passes: pd.DataFrame, metric: str) -> FrameRow:
     """The median and range of repeated runs, or one run with its interval, if any."""
-    values = runs[metric].astype(float)
+    values = passes[metric].astype(float)
     ends = [f"{metric}_interval_low", f"{metric}_interval_high"]
     low = values.min()
     high = values.max()
-    if len(runs) == 1 and runs[ends].notna().all(axis=None):
-        low, high = runs.iloc[0][ends]
-    return {metric: values.median(), "low": low, "high": high, "runs": len(runs)}
+    if len(passes) == 1 and passes[ends].notna().all(axis=None):
+        low, high = passes.iloc[0][ends]
+    return {metric: values.median(), "low": low, "high": high, "runs": len(passes)}
 
 
 def plain_ticks(axis: Any, values: Sequence[Any] | None = None) -> None:

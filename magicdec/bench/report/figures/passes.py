@@ -1,5 +1,5 @@
-"""Figures over the passes of many runs: speedup, tokens/s, acceptance, phases of decode steps and
-bandwidth.
+"""Figures over all passes that have the numbers: speedup, tokens/s, acceptance, phases of decode
+steps and bandwidth.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ MOST_CELLS = 5  # of a row or a column of a map, with text inside
 DARK = 2.5  # from this speedup on, or from 1 / DARK, text is white
 
 
-def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
+def draw_speedup(passes: pd.DataFrame) -> Drawn | LeftOut:
+    known = passes[(passes[KINDS].fillna(0) != 0).all(axis=1)]
     form = Form(
         name="speedup_map",
         title="Net speedup over batch size and prefix length",
@@ -81,10 +82,9 @@ def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
             "it shows, is wider than the difference from 1 that the colour would claim, or where "
             "another load took cores during each run of its place",
         ),
-        axes={"height": max(3.2, 1.4 + 0.6 * min(MOST_CELLS, runs["prefix_len"].nunique()))},
+        axes={"height": max(3.2, 1.4 + 0.6 * min(MOST_CELLS, known["prefix_len"].nunique()))},
     )
-    kinds = runs[(runs[KINDS].fillna(0) != 0).all(axis=1)]
-    return form.of(kinds[[count > 1 for count in num_different(kinds, HELD, PLACE)]])
+    return form.of(known[[count > 1 for count in num_different(known, HELD, PLACE)]])
 
 
 SPEEDUP_ENDS = ("speedup_interval_low", "speedup_interval_high")
@@ -104,24 +104,24 @@ COLOURED = (HOLDS, UNKNOWN)
 INSET = 0.05  # of a mark, within its cell
 
 
-def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
+def best_by_place(passes: pd.DataFrame) -> pd.DataFrame:
     """The run with the best net speedup at each place of the map, and the number of runs there."""
     columns = [*PLACE, "run", "gamma", "budget", *KINDS, *NET_ENDS, "is_busy"]
-    best = best_last(runs, NET)[columns].groupby(PLACE).tail(1).sort_values(PLACE)
-    counts = runs.groupby(PLACE).size().to_numpy()
+    best = best_last(passes, NET)[columns].groupby(PLACE).tail(1).sort_values(PLACE)
+    counts = passes.groupby(PLACE).size().to_numpy()
     ends = best[["is_busy", NET, *NET_ENDS]].itertuples(index=False)
     return best.assign(runs=counts, **{CLAIM: [claim_of(*each) for each in ends]})
 
 
-def best_last(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
+def best_last(passes: pd.DataFrame, metric: str) -> pd.DataFrame:
     """The runs by what can be said of a speedup, the best one last. Those of a quiet host are
     better than others, and the lower ends of intervals decide, if any: the highest of many noisy
     speedups is often the most disturbed."""
-    values = runs[metric].astype(float)
-    lows = runs[f"{metric}_interval_low"].astype(float)
-    order = {"is_quiet": ~runs["is_busy"].astype(bool), "has": lows.notna()}
+    values = passes[metric].astype(float)
+    lows = passes[f"{metric}_interval_low"].astype(float)
+    order = {"is_quiet": ~passes["is_busy"].astype(bool), "has": lows.notna()}
     ranked = pd.DataFrame(order | {"low": lows.fillna(values)})
-    return runs.loc[ranked.sort_values([*ranked], kind="stable").index]
+    return passes.loc[ranked.sort_values([*ranked], kind="stable").index]
 
 
 def claim_of(is_busy: bool, speedup: float, low: float | None, high: float | None) -> str:
@@ -201,7 +201,7 @@ def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
 
 
 PROMPTS = [*WEIGHTS, "dtype", "dataset", "temperature", "prefix_len"]
-TPOT = "mean_tpot_ms"
+TPOT = "request_step_ms"
 X = "request_tokens_per_s"
 Y = "decode_tokens_per_s"
 READ = f"{ENVIRONMENT}read_bandwidth_bytes_per_s"
@@ -262,18 +262,17 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
             "Each mark is one pass; up and to the right is better. A pass is on a front if no "
             "other one of its kind has both more tokens/s and a faster request; where some were "
             "measured on a quiet host, it is of these. Numbers are the batch sizes on the fronts. "
-            "The autoregressive marks are the baselines in the same "
-            "runs",
-            "One request decodes at 1 / TPOT. All rows together count decode steps in a run; where "
-            "requests were served, they count the whole time from the first arrival to the last "
-            "token",
+            "The autoregressive marks are the baselines in the same runs",
+            "One request decodes at 1 / TPOT, which counts from the first decode step where passes "
+            "share a prefill. All rows together count decode steps there; where requests were "
+            "served, they count the whole time from the first arrival to the last token",
         ),
         intervals="Upright lines are 95 % intervals over batches",
         axes={"height": 3.1},
         most_series=2 * MOST_SERIES,
     )
-    served = passes.get("output_throughput", pd.Series(dtype=object))
-    measured = passes.assign(**{Y: passes[Y].combine_first(served)})
+    is_served = passes["is_served"].astype(bool)
+    measured = passes.assign(**{Y: passes[Y].where(~is_served, passes["output_throughput"])})
     return form.of(measured[measured[TPOT].notna() & measured[Y].notna()])
 
 
@@ -336,7 +335,7 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
     return form.of(passes[is_known])
 
 
-def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
+def draw_by_budget(passes: pd.DataFrame) -> Drawn | LeftOut:
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         return frame_of(
@@ -362,27 +361,29 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
         what="combinations of settings; the table of runs has all",
         axes={"sharey": True},
     )
-    drafting = runs[runs["draft_acceptance_rate"].notna() & runs["budget"].notna()]
+    drafting = passes[passes["draft_acceptance_rate"].notna() & passes["budget"].notna()]
     num_budgets = num_different(drafting, form.held, ["budget"])
     return form.of(drafting[[count > 1 for count in num_budgets]])
 
 
-def draw_by_context(runs: pd.DataFrame) -> list[Drawn | LeftOut]:
+def draw_by_context(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
     """Which drafter wins at which context: emitted tokens with what would pay, and speedup. Each
     model has figures of its own, in which columns are kinds of drafts, and rows batch sizes where
     each has been measured with every kind."""
     held = ["model", "target_dtype", "dtype", "dataset", "gen_len", "temperature", *MACHINE]
     held += ["B", "kind_of_draft"]
-    pays_from = runs["mean_emitted_tokens"].astype(float) / runs["speedup"].astype(float)
-    named = runs.assign(
-        series=names_of_drafts(runs),
+    emitted = passes["tokens_per_verification"].astype(float)
+    speedups = passes["speedup"].astype(float)
+    pays_from = emitted / speedups
+    named = passes.assign(
+        series=names_of_drafts(passes),
         pays_from=pays_from,
-        kind_of_draft=[kind_of_draft(drafter) for drafter in runs["drafter"]],
+        kind_of_draft=[kind_of_draft(drafter) for drafter in passes["drafter"]],
     )
     figures: list[Drawn | LeftOut] = []
     for metric, name, title, label, caption, also in (
         (
-            "mean_emitted_tokens",
+            "tokens_per_verification",
             "length_by_context",
             "Emitted tokens of a step against context",
             "emitted tokens of a step",
@@ -441,13 +442,13 @@ def file_name(of_model: pd.DataFrame) -> str:
     return re.sub("[^a-z0-9]+", "_", str(of_model["model"].iloc[0]).lower()).strip("_")
 
 
-def names_of_drafts(runs: pd.DataFrame) -> list[str]:
+def names_of_drafts(passes: pd.DataFrame) -> list[str]:
     """The ways to draft in words, with gamma and the draft model where these differ."""
-    drafting = runs[runs["drafter"].notna()]
+    drafting = passes[passes["drafter"].notna()]
     has_models = drafting["draft_model"].nunique() > 1
     has_gammas = drafting["gamma"].nunique() > 1
     names = []
-    for method, model in values_of(runs, ["method", "draft_model"]):
+    for method, model in values_of(passes, ["method", "draft_model"]):
         name = str(method) if has_gammas else re.sub(", gamma [^,]+", "", str(method))
         name = name.replace("self-speculation", "self")
         names.append(f"{name}, {model}" if model and has_models else name)
@@ -473,7 +474,7 @@ def draw_along_contexts(
     return handles
 
 
-def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
+def draw_by_acceptance(passes: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="speedup_by_acceptance",
         title="Speedup against the acceptance rate of the same runs",
@@ -481,7 +482,7 @@ def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
         held=[*WEIGHTS[:2], "dtype", "dataset", "prefix_len", "gen_len", *MACHINE],
         places=["series", "B", "budget", "gamma"],
         draw=draw_against_acceptance,
-        show=lambda of: of[["series", "run", *ALONG[3:7], *BOTH]],
+        show=lambda of: of[["series", "run", "budget", "gamma", "pa", "B", *BOTH]],
         labels=("acceptance rate", "speedup of decode steps (x)"),
         axes={"height": 3.1},
         caption=(
@@ -490,7 +491,7 @@ def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
         ),
         intervals="Upright lines are 95 % intervals of the speedup over batches",
     )
-    return form.of(runs[runs[["draft_acceptance_rate", "speedup"]].notna().all(axis=1)])
+    return form.of(passes[passes[["draft_acceptance_rate", "speedup"]].notna().all(axis=1)])
 
 
 BOTH = ("draft_acceptance_rate", "speedup", *SPEEDUP_ENDS)
@@ -504,7 +505,7 @@ def draw_against_acceptance(ax: Axes, _: pd.DataFrame, series: Series) -> dict[s
     return handles
 
 
-def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
+def draw_by_position(passes: pd.DataFrame) -> Drawn | LeftOut:
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         """The run with the most positions for each way to draft. Positions do not depend on
@@ -529,14 +530,14 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
         ),
         intervals="Bars are 95 % intervals over prompts",
     )
-    lengths = runs["acceptance_per_position"].map(lambda shares: len(shares or ()))
-    return form.of(by_draft(runs.assign(length=lengths)[lengths > 1]))
+    lengths = passes["acceptance_per_position"].map(lambda shares: len(shares or ()))
+    return form.of(by_draft(passes.assign(length=lengths)[lengths > 1]))
 
 
-def by_draft(runs: pd.DataFrame) -> pd.DataFrame:
+def by_draft(passes: pd.DataFrame) -> pd.DataFrame:
     """The runs with drafter, policy and budget, without gamma, as their series."""
-    names = runs["method"].str.split(", gamma ").str[0]
-    return runs.assign(series=names.astype(object))
+    names = passes["method"].str.split(", gamma ").str[0]
+    return passes.assign(series=names.astype(object))
 
 
 def curve_of(run: dict[str, Any]) -> pd.DataFrame:
@@ -560,7 +561,17 @@ def curve_of(run: dict[str, Any]) -> pd.DataFrame:
     )
 
 
-ALONG = ["drafter", "draft_weights", "kv_policy", "budget", "gamma", "pa", "B", "prefix_len"]
+ALONG = [
+    "mode",
+    "drafter",
+    "draft_weights",
+    "kv_policy",
+    "budget",
+    "gamma",
+    "pa",
+    "B",
+    "prefix_len",
+]
 # (colour, hatch) by phase
 PHASES = {
     "draft": (COLOURS[4], ""),
@@ -569,11 +580,11 @@ PHASES = {
     "other": (COLOURS[7], "xxx"),
 }
 SHORT = {"gamma": "g", "budget": "K", "prefix_len": "prefix"}
-TEXTS = {"mean_emitted_tokens": "{:.1f} tokens", "speedup": "{:.2f}x"}  # at the end of a bar
+TEXTS = {"tokens_per_verification": "{:.1f} tokens", "speedup": "{:.2f}x"}  # at the end of a bar
 MOST_BARS = 24
 
 
-def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
+def draw_phases(passes: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="step_phases",
         title="Phases of a decode step",
@@ -594,19 +605,21 @@ def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
             "the middle one",
         ),
     )
-    has_phases = runs["drafter"].notna() & runs["mean_step_ms"].notna() & runs["other_ms"].notna()
-    return form.of(runs[has_phases])
+    has_phases = (
+        passes["drafter"].notna() & passes["mean_step_ms"].notna() & passes["other_ms"].notna()
+    )
+    return form.of(passes[has_phases])
 
 
-def phases_of(runs: pd.DataFrame) -> pd.DataFrame:
+def phases_of(passes: pd.DataFrame) -> pd.DataFrame:
     """The middle run of each setting, with the time of each phase in the mean step: a phase that
     only some steps have counts in part."""
-    share = pd.Series([drafting_share(m) for m in runs.itertuples()], runs.index)
+    share = pd.Series([drafting_share(m) for m in passes.itertuples()], passes.index)
     weights = {"draft": share, "verify": share, "decode": 1 - share, "other": 1}
     for phase, weight in weights.items():
-        values = weight * runs[f"{phase}_ms"].astype(float).fillna(0.0)
-        runs = runs.assign(**{f"{phase}_ms": values.where(values != 0)})
-    ordered = runs.sort_values("mean_step_ms", key=lambda ms: ms.astype(float), kind="stable")
+        values = weight * passes[f"{phase}_ms"].astype(float).fillna(0.0)
+        passes = passes.assign(**{f"{phase}_ms": values.where(values != 0)})
+    ordered = passes.sort_values("mean_step_ms", key=lambda ms: ms.astype(float), kind="stable")
     groups = ordered.groupby(ALONG, dropna=False)
     middles = ordered[groups.cumcount() == groups["run"].transform("size") // 2]
     order = [[*map(rank, row)] for row in middles[ALONG[::-1]].to_numpy().tolist()]

@@ -1,5 +1,5 @@
-"""Figures of served requests: batchings in flight, and modes and stages of rings and of pipelined
-speculation. Each command is a panel or a series.
+"""Figures of the passes of open and closed loops: batchings in flight, and modes and stages of
+rings and of pipelined speculation. Each command is a panel or a series.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from magicdec.bench.report.figures.panels import (
 from magicdec.bench.report.frame import ENVIRONMENT, frame_of
 from magicdec.bench.report.listing import TAKEN
 from magicdec.bench.report.tables import PageTable
-from magicdec.bench.serving import showing as serving
+from magicdec.bench.showing import tables
 from magicdec.hardware.other_load import load_text
 from magicdec.names import load_object
 from magicdec.output.figures import styled
 from magicdec.output.tables import Table
+from magicdec.records.pass_record import PassRecord
 from magicdec.systems.details import Details
 from magicdec.systems.modes import SYSTEMS
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OF_USER = "user_tokens_per_s"
-ABOUT = ["workload.num_requests", "workload.draft", "workload.layer_split"]
 # The metrics that compare modes, with their units.
 SPEEDS = {
     "request_tokens_per_s": "speed of a request, tokens/s",
@@ -44,7 +44,7 @@ SPEEDS = {
 
 
 def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
-    passes = by_command(passes[passes["has_result"].astype(bool)])
+    passes = passes[passes["is_served"].astype(bool)]
     is_open = passes["concurrency"].isna()
     opened = passes[is_open]
     with styled():
@@ -55,19 +55,6 @@ def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
             draw_modes(opened),
             *(draw_stages(passes, kind) for kind in staged_kinds()),
         ]
-
-
-def by_command(passes: pd.DataFrame) -> pd.DataFrame:
-    """The passes with their command, in words, in a column `about`."""
-    groups = passes.groupby(["file", "environment.time_utc", "command"], sort=False)
-    numbers = groups.ngroup() + 1
-    abouts = dict[int, str]()
-    for number, of in passes.groupby(numbers):
-        first = of.iloc[0]
-        requests, *drafts = first.reindex(ABOUT)
-        parts = (first["model"], f"{requests} requests", first["arrival"], *drafts)
-        abouts[number] = f"{number}: {', '.join(p for p in parts if isinstance(p, str))}"
-    return passes.assign(about=numbers.map(abouts))
 
 
 def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
@@ -269,7 +256,7 @@ def draw_stages(passes: pd.DataFrame, kind: type[Details]) -> Drawn | LeftOut:
     return form.of(stages)
 
 
-def stages_of(record: Any, kind: type[Details]) -> list[dict[str, Any]]:
+def stages_of(record: PassRecord, kind: type[Details]) -> list[dict[str, Any]]:
     """A row for each stage of a pass: its name and shares of the time; empty without stages."""
     if type(record.details) is not kind:
         return []
@@ -301,11 +288,11 @@ def tables_of(passes: pd.DataFrame) -> list[PageTable]:
         PageTable(
             table.columns,
             [row for row in table.rows if row],  # a line between rows has no place in their order
-            f"Command {number}: {table.title}",
+            f"Run {number}: {table.title}",
             name=f"serving_{number}_{place}",
             lines=[*load_of(of), *lines_above(table), *table.below],
         )
-        for number, (_, of) in enumerate(by_command(passes).groupby("about", sort=False), 1)
-        for place, table in enumerate(serving.tables(list(of["object"])), 1)
+        for number, of in passes.groupby("run", sort=False)
+        for place, table in enumerate(tables(list(of["object"])), 1)
         if table.rows
     ]
