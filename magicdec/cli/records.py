@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from magicdec.bench.report.listing import COLUMNS, NARROW, list_records
 from magicdec.cli.flags import LoneCommand
@@ -170,7 +170,8 @@ def write_page(values: ParsedValues) -> int:
     from magicdec.bench.report.page import PAGE, make_report, rows_of, write_report
 
     left_out: list[str] = []
-    rows = rows_of(read_every_kind(args, ON_PAGES), left_out)
+    passes = cast(Iterator[tuple[Path, PassRecord]], read_every_kind(args, ON_PAGES))
+    rows = rows_of(passes, left_out)
     command = ["magicdec", "report", *sys.argv[1:]]
     page = make_report(command, not args.no_figure_files, rows, left_out)
     write_report(args.out, page)

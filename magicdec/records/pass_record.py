@@ -431,7 +431,8 @@ class PassRecord(MeasuredRecord):
     @property
     def is_logged(self) -> bool:
         """Whether the gate has made it, so that it says of each step what was drafted."""
-        return self.seal is not None
+        has_log = any(request.draft_hashes is not None for request in self.requests)
+        return self.seal is not None or has_log
 
     @property
     def is_uncompared(self) -> bool:

@@ -156,7 +156,7 @@ def _parse_known(line: bytes, record_type: type[R]) -> R:
 
 def check_seal(record: Record, line: bytes) -> None:
     """Raises ValueError if the line of a record that the gate has measured was edited since."""
-    if getattr(record, "seal", None) is not None and not is_intact(line.decode()):
+    if getattr(record, "is_logged", False) and not is_intact(line.decode()):
         raise ValueError(
             "this record was edited since `magicdec gate` wrote it (its seal is that of another "
             "content); restore it, or measure it again with `magicdec gate save`"

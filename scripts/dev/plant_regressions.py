@@ -104,30 +104,27 @@ def compared(each: Regression, baseline: Path) -> int:
     """Run the cases, print what the gate says of those that it does not pass, and return the
     code."""
     from magicdec.bench.gate.cases import Case as GateCase
-    from magicdec.bench.gate.cases import baselines_in, case_of, num_ranks
-    from magicdec.bench.gate.measuring import measure, run_cases, with_threads
+    from magicdec.bench.gate.files import read_baselines
+    from magicdec.bench.gate.measuring import measure, run_cases
     from magicdec.records.comparison.compare import Comparison, compare, exit_code
     from magicdec.records.comparison.conditions import describe
-    from magicdec.records.reading import read_records
-    from magicdec.records.record import Record
 
-    baselines = baselines_in(read_records(baseline, Record))
-    records = {describe(record): record for record in baselines}
+    records = {describe(record): record for record in read_baselines(baseline)}
     names = {name for text in each.cases for name in names_with(text, list(records))}
-    cases = [record for name, record in records.items() if name in names]
-    if not cases:
+    baselines = [record for name, record in records.items() if name in names]
+    if not baselines:
         print("the baseline file has no case of it")
         return BROKEN
-    configs = [with_threads(case_of(case), 1) for case in cases]
+    cases = [GateCase.of_record(record).with_threads(1) for record in baselines]
     of_one = list[tuple[int, GateCase]]()
     of_several = list[int]()
-    for number, config in enumerate(configs):
-        if num_ranks(config) == 1:
-            of_one.append((number, config))
+    for number, case in enumerate(cases):
+        if case.num_ranks == 1:
+            of_one.append((number, case))
         else:
             of_several.append(number)
     found = dict(run_cases(of_one))
-    on_ranks = measure([configs[number] for number in of_several], 1, lambda result: None)
+    on_ranks = measure([cases[number] for number in of_several], 1, lambda result: None)
     found |= zip(of_several, on_ranks, strict=True)
     comparisons = list[Comparison]()
     for number in range(len(cases)):
@@ -135,7 +132,7 @@ def compared(each: Regression, baseline: Path) -> int:
         if isinstance(result, str):  # the planted code does not run: that says nothing of the gate
             print(result)
             return BROKEN
-        comparisons += compare([result], cases)
+        comparisons += compare([result], baselines)
     for comparison in comparisons:
         if exit_code([comparison]) == 1 or len(comparisons) == 1:
             print(comparison)

@@ -3,73 +3,59 @@ every drafter and policy."""
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from conftest import ROOT, served_pairs
 
-from magicdec.bench.gate.cases import Case, case_of
-from magicdec.bench.gate.files import to_compare_with
-from magicdec.bench.gate.measuring import run_cases, with_threads
-from magicdec.config.run_config import RunConfig
+from magicdec.bench.gate.cases import Case
+from magicdec.bench.gate.files import read_baselines, to_compare_with
+from magicdec.bench.gate.measuring import run_cases
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.conditions import measured_thing
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 
 COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
-BASELINES = load_records(to_compare_with(COMMITTED))
+BASELINES = [each for each in read_baselines(to_compare_with(COMMITTED)) if each.shares_prefill]
 
 
-def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> RunRecord:
+def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> PassRecord:
     key = {"drafter": drafter, "policy": policy, "budget": budget, "gamma": gamma}
     return next(r for r in BASELINES if key.items() <= dict(measured_thing(r)).items())
 
 
-def baseline_of(drafter: str, policy: str | None) -> RunRecord:
+def baseline_of(drafter: str, policy: str | None) -> PassRecord:
     return find(drafter, policy, None if policy in (None, "full") else 257)
 
 
-def of_first_batch(record: RunRecord) -> RunRecord:
+def of_first_batch(record: PassRecord) -> PassRecord:
     """What a baseline says of the prompts of its first batch."""
     section = record.config["workload"]
     workload = record.workload
-    num_batches = section["num_batches"]
     size = section["batch_size"]
-    assert record.samples is not None and workload is not None and workload.sources is not None
-
-    def cut(name: str, values: Any) -> Any:
-        if name in ("output_hashes", "answer_scores"):  # by prompt
-            return values and values[:size]
-        is_by_batch = isinstance(values, list) and len(values) == num_batches
-        return values[:1] if is_by_batch else values
-
+    assert workload is not None and workload.sources is not None
     return replace(
         record,
         config=record.config | {"workload": section | {"num_batches": 1}},
         workload=replace(workload, num_prompts=size, sources=workload.sources[:size]),
-        samples={
-            name: type(each)(**{key: cut(key, values) for key, values in vars(each).items()})
-            for name, each in record.samples.items()
-        },
+        requests=record.requests[:size],
+        groups=record.groups[:1],
     )
 
 
-def of_one_batch(config: Case) -> RunConfig:
-    assert isinstance(config, RunConfig)
-    return replace(config, workload=replace(config.workload, num_batches=1))
+def of_one_batch(case: Case) -> Case:
+    config = case.config
+    return replace(case, config=replace(config, workload=replace(config.workload, num_batches=1)))
 
 
 @pytest.fixture(scope="module")
-def again(request: pytest.FixtureRequest) -> dict[tuple[str, str | None], RunRecord | str]:
-    """The first batch of the very run that the config of each baseline describes, on one thread,
+def again(request: pytest.FixtureRequest) -> dict[tuple[str, str | None], PassRecord | str]:
+    """The first batch of the very pass that the config of each baseline describes, on one thread,
     for every pair of drafter and policy that is tested now."""
     here = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in here if hasattr(item, "callspec")]
     pairs = [(each["drafter"], each["policy"]) for each in params if "drafter" in each]
-    cases = [of_one_batch(case_of(baseline_of(*pair))) for pair in pairs]
-    configs = [with_threads(case, 1) for case in cases]
-    found = dict(run_cases(list(enumerate(configs))))
+    cases = [of_one_batch(Case.of_record(baseline_of(*pair))).with_threads(1) for pair in pairs]
+    found = dict(run_cases(list(enumerate(cases))))
     return {pair: found[number] for number, pair in enumerate(pairs)}
 
 
@@ -82,10 +68,10 @@ def again(request: pytest.FixtureRequest) -> dict[tuple[str, str | None], RunRec
     ids=str,
 )
 def test_acceptance_has_not_fallen(
-    again: dict[tuple[str, str | None], RunRecord | str], drafter: str, policy: str | None
+    again: dict[tuple[str, str | None], PassRecord | str], drafter: str, policy: str | None
 ) -> None:
     found = again[drafter, policy]
-    assert isinstance(found, RunRecord), found
+    assert isinstance(found, PassRecord), found
     baseline = of_first_batch(baseline_of(drafter, policy))
     assert found.workload is not None and baseline.workload is not None
     assert found.workload.sources == baseline.workload.sources, "the same prompts"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from magicdec.bench.gate.cases import Subject
-from magicdec.bench.gate.measuring import run_cases, with_threads
-from magicdec.config.run_config import RunConfig
+from magicdec.bench.gate.cases import Case, Subject
+from magicdec.bench.gate.measuring import run_cases
 from magicdec.config.sections import KVSection
 from magicdec.kv.hidden_states import HiddenStates
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.exact import find_change, other_machine
-from magicdec.records.record import RunRecord
+from magicdec.records.drafted import DraftedPass
+from magicdec.records.pass_record import PassRecord
 from magicdec.runner.sampling import model_tokens
 from magicdec.speculation.policies.retrieval import RetrievedBlocks
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
@@ -27,44 +27,48 @@ from magicdec.speculation.steps.steps import DecodeSteps
 
 SUBJECT = Subject(batch_size=4, num_batches=1, prefix_len=384, gen_len=16)
 BUDGET = 129
-CONFIGS: dict[str, RunConfig] = {
+CASES: dict[str, Case] = {
     **{
-        name: SUBJECT.config("self", KVSection(name, BUDGET), 4)
+        name: SUBJECT.case("self", KVSection(name, BUDGET), 4)
         for name in ("streaming_llm", "snapkv", "retrieval")
     },
-    "auto": SUBJECT.config(
-        "self", KVSection("streaming_llm", BUDGET), "auto", step_cost=(0.3, 0.1)
-    ),
-    "eagle": SUBJECT.config("eagle", KVSection("full"), 4),
+    "auto": SUBJECT.case("self", KVSection("streaming_llm", BUDGET), "auto", step_cost=(0.3, 0.1)),
+    "eagle": SUBJECT.case("eagle", KVSection("full"), 4),
 }
 Plant = Callable[[pytest.MonkeyPatch], Any]
 
 
-def run(configs: list[RunConfig]) -> list[RunRecord]:
-    found = [result for _, result in run_cases(list(enumerate(configs)))]
-    records = [result for result in found if isinstance(result, RunRecord)]
-    assert len(records) == len(configs), found
+def run(cases: list[Case]) -> list[PassRecord]:
+    found = [result for _, result in run_cases(list(enumerate(cases)))]
+    records = [result for result in found if isinstance(result, PassRecord)]
+    assert len(records) == len(cases), found
     return records
 
 
 @pytest.fixture(scope="module")
-def clean() -> dict[str, RunRecord]:
-    return dict(zip(CONFIGS, run([with_threads(c, 1) for c in CONFIGS.values()]), strict=True))
+def clean() -> dict[str, PassRecord]:
+    return dict(zip(CASES, run([case.with_threads(1) for case in CASES.values()]), strict=True))
 
 
 @pytest.mark.wide
-def test_neither_threads_nor_native_calls_change_a_step(clean: dict[str, RunRecord]) -> None:
-    chains = {name: config for name, config in CONFIGS.items() if config.decoding.gamma == 4}
-    off = {n: replace(c, model=replace(c.model, native_steps="off")) for n, c in chains.items()}
-    for configs, threads in ((CONFIGS, 2), (off, 1)):
-        again = run([with_threads(config, threads) for config in configs.values()])
-        for name, record in zip(configs, again, strict=True):
-            assert find_change(record.drafted_pass(), clean[name].drafted_pass()) is None, name
-        if configs is CONFIGS:
-            found = compare(again, list(clean.values()))
-            assert [c.verdict for c in found] == ["same"] * len(found)
-            assert all(c.rule == "exact" for c in found)
+def test_neither_threads_nor_native_calls_change_a_step(clean: dict[str, PassRecord]) -> None:
+    chains = {name: case for name, case in CASES.items() if case.config.decoding.gamma == 4}
+    off = {name: layer_by_layer(case) for name, case in chains.items()}
+    for cases, threads in ((CASES, 2), (off, 1)):
+        again = run([case.with_threads(threads) for case in cases.values()])
+        for name, record in zip(cases, again, strict=True):
+            found = find_change(DraftedPass.of(record), DraftedPass.of(clean[name]))
+            assert found is None, name
+        if cases is CASES:
+            verdicts = compare(again, list(clean.values()))
+            assert [c.verdict for c in verdicts] == ["same"] * len(verdicts)
+            assert all(c.rule == "exact" for c in verdicts)
             assert other_machine(again[0], clean["auto"]) is None
+
+
+def layer_by_layer(case: Case) -> Case:
+    model = replace(case.config.model, native_steps="off")
+    return replace(case, config=replace(case.config, model=model))
 
 
 def dead_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +148,11 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
 @pytest.mark.narrow(2)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_regression_is_named(
-    name: str, clean: dict[str, RunRecord], monkeypatch: pytest.MonkeyPatch
+    name: str, clean: dict[str, PassRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, plant, said = PLANTS[name]
     plant(monkeypatch)
-    (found,) = compare(run([with_threads(CONFIGS[case], 1)]), [clean[case]])
+    (found,) = compare(run([CASES[case].with_threads(1)]), [clean[case]])
     # The run itself finds steps that are not what their logits say.
     verdict = "regression" if plant is dead_row else "changed"
     assert exit_code([found]) == 1 and found.verdict == verdict, found

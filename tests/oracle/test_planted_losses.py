@@ -11,36 +11,35 @@ import torch
 from conftest import WITH_SMALL_READS
 from torch import Tensor
 
-from magicdec.bench.gate.cases import Subject, baselines_in
-from magicdec.bench.gate.measuring import Result, run_cases, with_threads
+from magicdec.bench.gate.cases import Case, Subject
+from magicdec.bench.gate.files import read_baselines
+from magicdec.bench.gate.measuring import Result, run_cases
 from magicdec.bench.run import run
 from magicdec.cli import gate
 from magicdec.cli.flags import LoneCommand
-from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
 from magicdec.kv.view import SinksAndWindow
 from magicdec.records.comparison.compare import compare, exit_code
-from magicdec.records.reading import read_records
-from magicdec.records.record import Record, RunRecord
+from magicdec.records.pass_record import PassRecord
 
 pytestmark = pytest.mark.wide
 
 SMALL = Subject(prefix_len=256, batch_size=8, num_batches=2, gen_len=48)
-STREAMING = [SMALL.config("self", KVSection("streaming_llm", b), 4) for b in (65, 97)]
+STREAMING = [SMALL.case("self", KVSection("streaming_llm", b), 4) for b in (65, 97)]
 NOISE = 0.05  # of the standard deviation of each matrix
-DRAFT = [SMALL.config("model", KVSection("full"), 4)]
+DRAFT = [SMALL.case("model", KVSection("full"), 4)]
 
 
-def records_of(configs: Sequence[RunConfig], threads: int = 1) -> list[RunRecord]:
-    found = list(run_cases([(i, with_threads(c, threads)) for i, c in enumerate(configs)]))
-    assert [number for number, _ in found] == list(range(len(configs)))
-    records = [record for _, record in found if isinstance(record, RunRecord)]
+def records_of(cases: Sequence[Case], threads: int = 1) -> list[PassRecord]:
+    found = list(run_cases([(i, case.with_threads(threads)) for i, case in enumerate(cases)]))
+    assert [number for number, _ in found] == list(range(len(cases)))
+    records = [record for _, record in found if isinstance(record, PassRecord)]
     assert len(records) == len(found), found
     return records
 
 
 @pytest.fixture(scope="module")
-def baselines() -> list[RunRecord]:
+def baselines() -> list[PassRecord]:
     return records_of([*STREAMING, *DRAFT])
 
 
@@ -57,7 +56,7 @@ def move(ranges: Callable[[Any, Tensor], Tensor], part: int) -> Callable[[Any, T
 
 @pytest.mark.parametrize("part", [0, 1], ids=["sinks", "window"])
 def test_a_policy_that_is_off_by_a_block_fails(
-    part: int, baselines: list[RunRecord], monkeypatch: pytest.MonkeyPatch
+    part: int, baselines: list[PassRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SinksAndWindow, "ranges", move(SinksAndWindow.ranges, part))
     found = compare(records_of(STREAMING), baselines)
@@ -65,7 +64,7 @@ def test_a_policy_that_is_off_by_a_block_fails(
 
 
 def test_a_draft_with_perturbed_weights_fails(
-    baselines: list[RunRecord], monkeypatch: pytest.MonkeyPatch
+    baselines: list[PassRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its fingerprint, which is of the small tensors, does not tell."""
     make_draft = run.make_draft
@@ -85,27 +84,32 @@ def test_a_draft_with_perturbed_weights_fails(
     assert exit_code([found]) == 1, found
 
 
-def test_unchanged_code_has_the_same_counts(baselines: list[RunRecord]) -> None:
+def test_unchanged_code_has_the_same_counts(baselines: list[PassRecord]) -> None:
     found = compare(records_of([*STREAMING, *DRAFT]), baselines)
     assert {comparison.verdict for comparison in found} == {"same"}
 
 
+def changed(case: Case, name: str, **settings: Any) -> Case:
+    """The case with other settings in a section of its config."""
+    section = replace(getattr(case.config, name), **settings)
+    return replace(case, config=replace(case.config, **{name: section}))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_unchanged_code_passes_with_other_kernels_and_threads(
-    dtype: str, baselines: list[RunRecord]
+    dtype: str, baselines: list[PassRecord]
 ) -> None:
     """The sums are rounded in other places, so some drafts are judged otherwise. Two threads wait
     for each other for long where other tests keep the cores busy: that is one run only."""
-    cases = [STREAMING[0], DRAFT[0]]
-    configs = [replace(c, model=replace(c.model, dtype=dtype)) for c in cases]
+    cases = [changed(case, "model", dtype=dtype) for case in (STREAMING[0], DRAFT[0])]
     old = [baselines[0], baselines[-1]]
-    changes = [("sdpa", 1, configs), ("auto", 2, configs[1:])]
+    changes = [("sdpa", 1, cases), ("auto", 2, cases[1:])]
     if dtype == "bfloat16":
-        old = records_of(configs)
-        changes = [("grouped", 1, configs)]
+        old = records_of(cases)
+        changes = [("grouped", 1, cases)]
     for backend, threads, some in changes:
-        changed = [replace(c, attention=replace(c.attention, backend=backend)) for c in some]
-        found = compare(records_of(changed, threads), old)
+        other = [changed(case, "attention", backend=backend) for case in some]
+        found = compare(records_of(other, threads), old)
         assert exit_code(found) == 0, (backend, threads, found)
 
 
@@ -116,8 +120,8 @@ def test_the_command_saves_cases_and_runs_them_again(
     path = tmp_path / "gate.jsonl"
     junit = tmp_path / "gate.xml"
 
-    def measure_here(configs: Sequence[RunConfig], *_: Any) -> list[Result]:
-        return [result for _, result in run_cases(list(enumerate(configs)))]
+    def measure_here(cases: Sequence[Case], *_: Any) -> list[Result]:
+        return [result for _, result in run_cases(list(enumerate(cases)))]
 
     def call(*flags: object, command: LoneCommand = gate.main) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["magicdec gate", *map(str, flags)])
@@ -130,7 +134,7 @@ def test_the_command_saves_cases_and_runs_them_again(
     monkeypatch.setattr(gate, "measure", measure_here)
     small = ("--prefix_len", 48, "--B", 4, "--num_batches", 1, "--gen_len", 16, "--nproc", 1)
     code, out = call("--baseline", path, *small, command=gate.save)
-    records = baselines_in(read_records(path, Record))
+    records = read_baselines(path)
     assert code == 0 and f"{len(records)} baselines written" in out and len(records) >= 6
     monkeypatch.setattr(gate, "measure", measure)
     code, out = call("--baseline", path, "--junit", junit)
@@ -145,6 +149,6 @@ def test_the_command_saves_cases_and_runs_them_again(
     by_margin = {record.margin == 0: record for record in records}
     path.write_text("".join(record.to_json() + "\n" for record in by_margin.values()))
     code, out = call("--baseline", path, "--margin", 0.1, command=gate.save)
-    assert code == 0 and [r.margin for r in baselines_in(read_records(path, Record))] == [
+    assert code == 0 and [r.margin for r in read_baselines(path)] == [
         0.0 if is_exact else 0.1 for is_exact in by_margin
     ]

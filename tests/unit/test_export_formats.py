@@ -6,88 +6,89 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Command
-from synthetic_records import IDENTICAL
-from synthetic_samples import pass_samples
-from test_compare import diverged, failed, make, with_ties, write
-from test_pass_records import record
-from test_pipeline_command import finished
+from synthetic_records import Batch, command_of, drafts_of
+from written_records import (
+    Line,
+    failed,
+    group,
+    line_of,
+    mismatch,
+    run_line,
+    served_pass,
+    with_ties,
+    write,
+)
 
 from magicdec.bench.export.pytorch import METRICS
-from magicdec.bench.serving.metrics import serving_metrics
-from magicdec.engine.scheduler import StepCounts
+from magicdec.bench.recording import MeasuredParts
 from magicdec.names import EXPORTS, load_named
-from magicdec.records.acceptance import Verification, Verifications
-from magicdec.records.samples import PrefillSamples
-from magicdec.runner.request import Moves
+from magicdec.records.pass_record import RequestRecord
 
 # Drafted, accepted and emitted tokens of each verification: the last one drafts a single token.
 JUDGED = [(2, 2, 3), (2, 1, 2), (2, 0, 1), (1, 1, 2)]
 
 
-def served(is_drafting: bool = False, **workload: object) -> dict[str, Any]:
+def served(is_drafting: bool = False, **load: object) -> Line:
     """A pass of two requests that arrive at 0 s, with tokens at 1, 2 and 3 s and at 2, 3.5 and 6 s,
     and of one that arrives at 1.5 s, with tokens at 6 and 10 s. It is the only one of its command,
     so that nothing is compared."""
     times_s = [[1.0, 2.0, 3.0], [2.0, 3.5, 6.0], [6.0, 10.0]]
-    requests = [finished(each) for each in times_s]
-    for number, request in enumerate(requests):
-        request.request_id = number
-    requests[2].arrived_s = 1.5
-    counts = StepCounts(num_steps=6, num_in_flight=9, moves={i: Moves([0.0]) for i in range(3)})
-    verifications = Verifications()
-    if is_drafting:
-        verifications.by_request[0] = [Verification(*each) for each in JUDGED]
-    metrics = serving_metrics(requests, counts, {}, None, verifications)
-    described = [
-        {"arrival_ms": 1e3 * request.arrived_s, "joined_ms": [0.0], "preempted_ms": [],
-         "prefilled_ms": [1e3 * times[0]], "first_token_ms": 1e3 * times[0],
-         "finished_ms": 1e3 * times[-1], "prompt_len": prompt_len, "output_len": len(times),
-         "output_hash": "0"}
-        for request, times, prompt_len in zip(requests, times_s, (4, 8, 16), strict=True)
-    ]  # fmt: skip
-    alone = {"status": "unchecked", "reference": None, "num_differing": None}
-    parts = {"metrics": asdict(metrics), "requests": described}
-    start = "2026-11-22T05:00:00+00:00"
-    return record("inflight+draft", start, **workload) | alone | parts
+    requests = [
+        RequestRecord(
+            arrival_ms=1e3 * arrived_s,
+            joined_ms=[0.0],
+            preempted_ms=[],
+            prefilled_ms=[1e3 * times[0]],
+            first_token_ms=1e3 * times[0],
+            finished_ms=1e3 * times[-1],
+            prompt_len=prompt_len,
+            output_len=len(times),
+            output_hash="0",
+            **(drafts_of(JUDGED) if is_drafting and arrived_s == 0 and prompt_len == 4 else {}),
+        )
+        for times, prompt_len, arrived_s in zip(times_s, (4, 8, 16), (0.0, 0.0, 1.5), strict=True)
+    ]
+    gaps_ms = [1e3 * (b - a) for times in times_s for a, b in pairwise(times)]
+    parts = MeasuredParts(requests, [group(3)])
+    record = served_pass("inflight+draft", parts, gaps_ms, "2026-11-22T05:00:00+00:00", **load)
+    return line_of(record) | UNVERIFIED
 
 
-def run(batch_size: int = 1, **top: Any) -> dict[str, Any]:
-    """A run of three batches: two prompts of 8 tokens and one of 4, each with two tokens after the
-    first, of which the baseline decodes one a step."""
-    base = make(**top)
-    base["config"]["workload"]["batch_size"] = batch_size
-    steps = {"num_forwards": [[1, 1]] * 3, "num_emitted": [[[1], [1]]] * 3}
-    samples = pass_samples(
-        step_ms=[[10.0, 10.0], [15.0, 25.0], [5.0, 5.0]],
-        sequence_tokens=[[2], [2], [2]],
-        sequence_ms=[[20.0], [40.0], [10.0]],
-        begin_ms=[0.0] * 3,
-        threads=[[2]] * 3,
-        **steps,
-    )
-    prefill = PrefillSamples(
-        prefill_ms=[4.0, 8.0, 2.0], ttft_ms=[[4.0], [8.0], [2.0]], num_tokens=[8, 8, 4]
-    )
-    kept = asdict(samples.to_record(is_drafting=False, is_random=False))
-    return base | {"samples": {"autoregressive": kept}, "prefill_samples": asdict(prefill)}
+UNVERIFIED = {"status": "unverified", "reference": None, "num_differing": None}
 
 
-def wrong_run() -> dict[str, Any]:
-    """The same run, whose tokens are wrong."""
-    changed = ("status", "correctness", "metrics", "baseline_metrics")
-    return run() | {key: diverged()[key] for key in changed}
+def run_lines(rows: int = 1) -> list[Line]:
+    """The passes of a run of three batches: two prompts of 8 tokens and one of 4, each with two
+    tokens after the first, of which the baseline decodes one a step."""
+    plain = [((0, 0, 1), (0, 0, 1))] * rows
+    batches = [
+        Batch(rows=plain, step_ms=step_ms, prefill_ms=prefill_ms, prompt_len=prompt_len)
+        for step_ms, prefill_ms, prompt_len in (
+            ([10.0, 10.0], 4.0, 8),
+            ([15.0, 25.0], 8.0, 8),
+            ([5.0, 5.0], 2.0, 4),
+        )
+    ]
+    drafting = [replace(batch, rows=[((4, 1, 2),)] * rows, step_ms=[9.0]) for batch in batches]
+    return [line_of(record) for record in command_of(drafting, baseline=batches)]
+
+
+def run(rows: int = 1) -> Line:
+    """Its pass without drafts."""
+    return run_lines(rows)[0]
 
 
 def forwards() -> dict[str, Any]:
     """A record of `magicdec latency`: decode steps of one row and of two, and a verification."""
-    base = make()
+    base = run_line()
     times = {"ms_median": 4.0, "ms_p10": 2.0, "ms_p90": 8.0, "bytes": 9, "roofline_fraction": 0.5}
     places = [("decode", 1, 1), ("verify", 1, 5), ("decode", 2, 1)]
     rows = [
@@ -122,7 +123,7 @@ def exports(tmp_path: Path, command: Command) -> Exports:
     return Exports(tmp_path, command)
 
 
-UNCOMPARED = {"status": "unchecked", "reference": None, "num_differing": None, "emulated": False}
+UNCOMPARED = UNVERIFIED | {"emulated": False}
 # By hand: TTFT 1, 2 and 4.5 s, TPOT 1, 2 and 4 s, ITL 1, 1, 1.5, 2.5 and 4 s, E2EL 3, 6 and 8.5 s.
 RESULT = {
     "date": "20261122-050000", "endpoint_type": "magicdec", "backend": "magicdec",
@@ -158,20 +159,21 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def test_ties_are_exported(exports: Exports) -> None:
-    """Of the sequences of a run those that rounding explains, of a pass the requests."""
-    ties = run() | {key: with_ties()[key] for key in ("status", "correctness")}
+    """The requests that rounding explains."""
+    said = {"status": "verified_with_ties", "reference": "static", "num_differing": 2}
+    said |= {"emulated": False}
+    ties = with_ties(run())
     found = json.loads(exports.text("llama-bench", [ties]))
-    said = {"status": "ok_with_ties", "reference": "autoregressive", "num_differing": 2}
     assert [row["correctness"] for row in found] == [said] * 4
-    assert " | ok_with_ties |" in exports.text("llama-bench", [ties], "md")
-    passed = served() | {"status": "ok_with_ties", "reference": "static", "num_differing": 1}
-    said = {"status": "ok_with_ties", "reference": "static", "num_differing": 1, "emulated": False}
+    assert " | verified_with_ties |" in exports.text("llama-bench", [ties], "md")
+    passed = with_ties(served()) | {"reference": "static"}
     assert json.loads(exports.text("vllm", [passed]))["correctness"] == said
     for each in json.loads(exports.text("pytorch", [passed])):
         assert each["metric"]["extra_info"]["correctness"] == said
     lines = list(csv.DictReader(io.StringIO(exports.text("table", [ties, passed], "csv"))))
-    assert [row["status"] for row in lines] == ["ok_with_ties"] * 3
-    assert lines[0]["correctness.num_excused"] == "2" and lines[2]["num_differing"] == "1"
+    assert [row["status"] for row in lines] == ["verified_with_ties"] * 2
+    assert [row["correctness.num_excused"] for row in lines] == ["2", "2"]
+    assert [row["num_differing"] for row in lines] == ["2", "2"]
 
 
 def test_two_ranks_compute_with_the_threads_of_both(exports: Exports) -> None:
@@ -194,7 +196,7 @@ def test_two_ranks_compute_with_the_threads_of_both(exports: Exports) -> None:
 def test_passes_are_lines_and_others_are_named(exports: Exports) -> None:
     right = [served(), served(arrival="poisson:250"), served(arrival="constant:500")]
     right.append(served(concurrency=4))
-    lines = exports.text("vllm", [*right, served() | run(), record("static")]).splitlines()
+    lines = exports.text("vllm", [*right, forwards(), mismatch(served())]).splitlines()
     traffic = [
         {key: value for key, value in json.loads(line).items() if key in TRAFFIC} for line in lines
     ]
@@ -202,9 +204,20 @@ def test_passes_are_lines_and_others_are_named(exports: Exports) -> None:
     closed = {"request_rate": "inf", "max_concurrency": 4}
     assert traffic == [*rates, {"request_rate": 2.0}, closed]
     assert exports.said.splitlines()[0] == (
-        "records are left out, 1 of kind run with status ok and 1 of kind serving with status "
-        "diverged: --format vllm holds passes with metrics, of kind serving"
+        "records are left out, 1 of kind latency with status ok and 1 of kind pass with status "
+        "mismatch: --format vllm holds passes with metrics, of kind pass"
     )
+
+
+def test_a_pass_of_a_run_is_such_an_object_too(exports: Exports) -> None:
+    """Three batches of one prompt each: 24, 48 and 12 ms of prefill and decoding in turn."""
+    found = json.loads(exports.text("vllm", [run()]))
+    assert (found["label"], found["request_rate"]) == ("static", "inf")
+    assert found["start_times"] == pytest.approx([0.0, 0.024, 0.072])
+    assert found["duration"] == pytest.approx(0.084)
+    assert found["ttfts"] == pytest.approx([0.004, 0.008, 0.002])
+    assert found["mean_tpot_ms"] == pytest.approx((10 + 20 + 5) / 3)
+    assert found["correctness"]["reference"] == "static"
 
 
 def test_another_program_is_named_by_its_api(exports: Exports) -> None:
@@ -262,8 +275,9 @@ def test_the_database_has_an_object_for_each_metric(exports: Exports) -> None:
 
 def test_a_run_is_the_tests_of_llama_bench(exports: Exports) -> None:
     """Two prompts of 8 tokens in 4 and 8 ms, and 2 tokens each in 20 and 40 ms. The deviation is
-    that of a sample: of 4 and 8 it is the square root of 8."""
-    found = json.loads(exports.text("llama-bench", [run()]))
+    that of a sample: of 4 and 8 it is the square root of 8. The pass with drafts is left out."""
+    found = json.loads(exports.text("llama-bench", run_lines()))
+    assert "records are left out, 1 of kind pass with status verified" in exports.said
     keys = ("n_prompt", "n_gen", "n_depth")
     assert [tuple(row[key] for key in keys) for row in found] == [
         *((8, 0, 0), (4, 0, 0), (0, 2, 8), (0, 2, 4)),
@@ -275,8 +289,8 @@ def test_a_run_is_the_tests_of_llama_bench(exports: Exports) -> None:
     assert alone["avg_ts"] == 2000.0 and alone["stddev_ts"] == alone["stddev_ns"] == 0
     assert decoding["samples_ns"] == [20_000_000, 40_000_000] and decoding["avg_ts"] == 75.0
     assert decoding["test_time"] == "2026-11-22T05:00:00Z" and decoding["n_threads"] == 2
-    compared = {"status": "ok", "reference": "autoregressive", "num_differing": 0}
-    assert decoding["correctness"] == compared and IDENTICAL.reference == "autoregressive"
+    compared = {"status": "verified", "reference": "static", "num_differing": 0}
+    assert decoding["correctness"] == compared | {"emulated": False}
 
 
 def test_a_forward_has_its_median_and_no_samples(exports: Exports) -> None:
@@ -293,19 +307,19 @@ def test_the_markdown_is_what_people_paste(exports: Exports) -> None:
     weights = run()["config"]["model"]["target_dtype"]
     head = f"| demo | {weights} | CPU | 2 |"
     assert lines[0] == "| model | weights | backend | threads | test | t/s | tokens |"
-    assert lines[2] == f"{head} pp8 | 1500.00 ± 707.11 | ok |"
-    assert lines[4] == f"{head} tg2 @ d8 | 75.00 ± 35.36 | ok |"
+    assert lines[2] == f"{head} pp8 | 1500.00 ± 707.11 | verified |"
+    assert lines[4] == f"{head} tg2 @ d8 | 75.00 ± 35.36 | verified |"
     assert lines[6] == f"{head} tg1 @ d8192 | 250.00 (median) | not compared |"
     jsonl = exports.text("llama-bench", [run()], "jsonl").splitlines()
     assert [json.loads(line)["n_depth"] for line in jsonl] == [0, 0, 8, 4]
 
 
 # For each format what it holds, and records that it does not hold.
-HELD = {
+HELD: dict[str, tuple[Callable[[], Line], list[Callable[[], Line]]]] = {
     "table": (served, []),
-    "vllm": (served, [run, forwards, failed, lambda: record("static")]),
-    "pytorch": (served, [run, forwards, lambda: record("static")]),
-    "llama-bench": (run, [served, wrong_run, failed, lambda: run(2), lambda: make()]),
+    "vllm": (served, [forwards, failed, lambda: mismatch(served())]),
+    "pytorch": (served, [forwards, failed, lambda: mismatch(served())]),
+    "llama-bench": (run, [served, lambda: mismatch(run()), failed, lambda: run(2), run_line]),
 }
 
 
@@ -321,7 +335,7 @@ def test_each_format_has_what_it_holds_and_refuses_the_rest(form: str, exports: 
         code, _, err = exports.export(form, [raw], suffix)
         assert code == 2 and err.count("\n") == 1
         assert f"no record has a row, 1 of kind {raw['kind']} with status {raw['status']}" in err
-        assert f"--format {form} holds {found.holds}, of kind {' or '.join(found.kinds)}" in err
+        assert f"--format {form} holds {found.holds}, of kind {' or '.join(found.rows)}" in err
         assert not (exports.folder / f"out.{suffix}").exists()
     code, _, err = exports.export(form, [held()], "txt")
     suffixes = " or ".join(found.suffixes)

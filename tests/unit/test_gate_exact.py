@@ -13,13 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Command
-from synthetic_records import KERNELS, logged, with_fields
-from synthetic_samples import draw_chances, draw_pass
+from synthetic_records import (
+    KERNELS,
+    draw_chances,
+    draw_pass,
+    logged,
+    parse_record,
+    parts_of,
+    with_fields,
+)
 
-from magicdec.bench.serving.record import ServingRecord
 from magicdec.cli import compare as compare_command
 from magicdec.cli.gate import PACKAGED
-from magicdec.records.acceptance import Verifications, count_by_prompt
+from magicdec.records.acceptance import Verifications
 from magicdec.records.comparison.compare import (
     PairedCounts,
     change_of,
@@ -30,55 +36,57 @@ from magicdec.records.comparison.compare import (
 )
 from magicdec.records.comparison.exact import find_other_verdict
 from magicdec.records.drafted import DraftedPass
-from magicdec.records.reading import read_records
-from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples
+from magicdec.records.pass_record import PassRecord, verifications_of
+from magicdec.records.reading import load_passes
 
 Raw = dict[str, Any]
 
 
-def changed(change: Callable[[Raw], Any]) -> RunRecord:
-    """A logged record whose samples are changed."""
+def changed(change: Callable[[Raw], Any]) -> PassRecord:
+    """A logged record whose requests and groups are changed."""
     raw = json.loads(logged().to_json())
-    samples = raw["samples"]["speculative"]
-    change(samples)
-    return with_fields(logged(), samples__speculative=samples)
+    change(raw)
+    return parse_record(raw)
 
 
-def set_at(name: str, step: int, row: int, value: Any) -> Callable[[Raw], Any]:
-    return lambda samples: samples[name][0][step].__setitem__(row, value)
+def set_at(name: str, request: int, step: int, value: Any) -> Callable[[Raw], Any]:
+    return lambda raw: raw["requests"][request][name].__setitem__(step, value)
 
 
-def lose(samples: Raw) -> None:
-    """Row 5 accepts nothing in its step 3, whatever it was."""
-    samples["num_accepted"][0][3][5] = 0
+def lose(raw: Raw) -> None:
+    """Request 5 accepts nothing in its step 3, whatever it was."""
+    set_at("per_step_accepted", 5, 3, 0)(raw)
 
 
-WAS = logged().samples["speculative"].num_accepted[0]  # type: ignore[index]
+WAS = (logged().requests[5].per_step_accepted or [])[3]
 DIFFERENCES: dict[str, tuple[Callable[[Raw], Any], str]] = {
-    "drafted": (set_at("draft_hashes", 2, 4, "ffff0004"), "prompt 4, step 2: other tokens drafted"),
+    "drafted": (set_at("draft_hashes", 4, 2, "ffff0004"), "prompt 4, step 2: other tokens drafted"),
     "positions": (
-        set_at("draft_hashes", 0, 1, "0000ffff"),
+        set_at("draft_hashes", 1, 0, "0000ffff"),
         "prompt 1, step 0: its draft forwards read other positions (260 keys, as before)",
     ),
     "keys": (
-        set_at("draft_keys", 1, 7, 261),
+        set_at("num_draft_kv_read", 7, 1, 261),
         "prompt 7, step 1: its draft forwards read 261 keys, was 260",
     ),
     "accepted": (
-        set_at("num_accepted", 3, 5, 3 - WAS[3][5] % 3),
-        f"prompt 5, step 3: accepted {3 - WAS[3][5] % 3} of 4, was {WAS[3][5]}",
+        set_at("per_step_accepted", 5, 3, 3 - WAS % 3),
+        f"prompt 5, step 3: accepted {3 - WAS % 3} of 4, was {WAS}",
     ),
     "proposed": (
-        set_at("num_drafted", 3, 5, 3),
+        set_at("per_step_drafted", 5, 3, 3),
         "prompt 5, step 3: 3 drafts proposed, was 4, accepted",
     ),
+    "emitted": (
+        set_at("per_step_emitted", 5, 3, 9),
+        "prompt 5, step 3: emitted 9, was",
+    ),
     "tokens": (
-        lambda samples: samples["output_hashes"].__setitem__(6, "0" * 15 + "f"),
+        lambda raw: raw["requests"][6].update(output_hash="0" * 15 + "f"),
         "prompt 6, emitted other tokens",
     ),
     "kernels": (
-        lambda samples: samples["draft_kv_tokens"].__setitem__(0, 258),
+        lambda raw: raw["groups"][0].update(draft_kv_tokens=258),
         "draft_kv_tokens [258], was [257]",
     ),
 }
@@ -102,9 +110,9 @@ def test_equal_steps_are_the_same_and_the_number_of_prompts_that_differ_is_said(
     (found,) = compare([logged()], [logged()])
     assert found.verdict == "same" and "every step as before [exact]" in str(found)
 
-    def two(samples: Raw) -> None:
-        for row in (2, 5):
-            samples["draft_hashes"][0][1][row] = "ffffffff"
+    def two(raw: Raw) -> None:
+        for number in (2, 5):
+            raw["requests"][number]["draft_hashes"][1] = "ffffffff"
 
     (found,) = compare([changed(two)], [logged()])
     assert "prompt 2, step 1" in str(found) and "; 2 prompts differ" in str(found)
@@ -157,9 +165,8 @@ def test_a_case_that_drafts_nothing_any_more_is_a_regression() -> None:
 
 
 def test_a_baseline_without_a_log_is_compared_by_statistics() -> None:
-    old = with_fields(
-        logged(), samples__speculative__draft_hashes=None, samples__speculative__draft_keys=None
-    )
+    none = [replace(each, draft_hashes=None, num_draft_kv_read=None) for each in logged().requests]
+    old = replace(logged(), requests=none, seal=None)
     (found,) = compare([logged()], [old])
     said = "the baseline holds no log of what was drafted and read; renew it with"
     assert found.verdict == "same" and said in str(found)
@@ -175,7 +182,7 @@ def test_an_edited_baseline_is_refused_with_its_line(tmp_path: Path, command: Co
     raw["metrics"]["draft_acceptance_rate"] = 0.1
     edits = {
         "a number": json.dumps(raw),
-        "a digit": line.replace('"260', '"261', 1).replace("260]", "261]", 1),
+        "a digit": line.replace("260]", "261]", 1),
         "no seal": line.replace(raw["seal"], "").replace('"seal": ""', '"seal": null'),
         "another order": json.dumps(dict(reversed(json.loads(line).items()))),
     }
@@ -190,19 +197,14 @@ def test_an_edited_baseline_is_refused_with_its_line(tmp_path: Path, command: Co
     assert command(compare_command, new, path).code == 0
 
 
-def pass_of(rng: np.random.Generator, chances: Any) -> PassSamples:
-    samples = draw_pass(rng, chances, 4, 63)
-    samples.output_hashes = ["0"] * len(chances)
-    return samples
+def pass_of(rng: np.random.Generator, chances: Any) -> DraftedPass:
+    requests = parts_of(draw_pass(rng, chances, 4, 63)).requests
+    return DraftedPass(verifications_of(requests), ["0"] * len(chances), None, {})
 
 
-def drafted(samples: PassSamples) -> DraftedPass:
-    return DraftedPass.of_samples(samples)
-
-
-def pair_of_passes(before: PassSamples, after: PassSamples) -> PairedCounts:
-    errors = np.sqrt(rate_variances(drafted(before)) + rate_variances(drafted(after)))
-    return PairedCounts(count_by_prompt(before), count_by_prompt(after), 0, errors)
+def pair_of_passes(before: DraftedPass, after: DraftedPass) -> PairedCounts:
+    errors = np.sqrt(rate_variances(before) + rate_variances(after))
+    return PairedCounts(before.counts, after.counts, 0, errors)
 
 
 def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:
@@ -211,7 +213,7 @@ def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:
     level = 0.99
     margin = 0.02
     chances = draw_chances(rng, 16, 0.7, 0.1)
-    rate = float(count_by_prompt(pass_of(rng, chances)).rates.mean())
+    rate = float(pass_of(rng, chances).counts.rates.mean())
 
     def change_with(share: float) -> Any:
         return change_of(
@@ -251,11 +253,9 @@ def test_the_worst_prompt_is_named_where_one_is_dead_and_not_by_chance() -> None
 
 
 def test_one_dead_prompt_of_many_is_a_regression_by_statistics_too() -> None:
-    def kill(samples: Raw) -> None:
-        for steps in samples["num_accepted"]:
-            for step in steps:
-                if len(step) == 8:
-                    step[2] = 0
+    def kill(raw: Raw) -> None:
+        accepted = raw["requests"][2]["per_step_accepted"]
+        accepted[:] = [0] * len(accepted)
 
     new = with_fields(changed(kill), environment__torch="3")
     (found,) = compare([new], [logged()])
@@ -287,7 +287,7 @@ def test_drafts_that_run_ahead_are_compared_by_their_place() -> None:
 
 def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> None:
     """Such as those of a file of an earlier version, whichever of the two records is of it."""
-    (known,) = [each for each in read_records(PACKAGED, ServingRecord) if each.name == "async"]
+    (known,) = [each for each in load_passes(PACKAGED) if each.name == "async"]
     unknown = replace(
         known, requests=[replace(each, per_step_position=None) for each in known.requests]
     )
@@ -300,7 +300,7 @@ def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> N
 
 
 def test_passes_that_stop_chains_elsewhere_are_not_compared() -> None:
-    (known,) = [each for each in read_records(PACKAGED, ServingRecord) if each.name == "sync"]
+    (known,) = [each for each in load_passes(PACKAGED) if each.name == "sync"]
     workload = known.config["workload"] | {"pa": 0.5}
     (found,) = compare([replace(known, config=known.config | {"workload": workload})], [known])
     assert exit_code([found]) != 0 and "not comparable" in str(found)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, Command
-from identities import check_metrics
-from synthetic_records import drawn, parse_record, record_of, with_fields, with_losses
-from synthetic_samples import draw_chances, draw_pass
-from test_compare import diverged, failed, with_ties
+from synthetic_records import (
+    draw_chances,
+    draw_pass,
+    drawn,
+    parse_record,
+    parts_of,
+    record_of,
+    with_fields,
+    with_losses,
+)
+from written_records import failed, line_of, mismatch, with_ties
 
+from magicdec.bench.gate.files import read_baselines
 from magicdec.cli import compare as compare_command
-from magicdec.records.acceptance import PromptCounts, count_by_prompt
+from magicdec.records.acceptance import PromptCounts
 from magicdec.records.comparison.compare import (
     Match,
     PairedCounts,
@@ -28,11 +37,15 @@ from magicdec.records.comparison.compare import (
     pair_of,
 )
 from magicdec.records.comparison.conditions import kind_of, method_of, weight_dtypes
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
+from magicdec.records.correctness import Correctness
+from magicdec.records.drafted import DraftedPass
+from magicdec.records.pass_record import PassRecord, verifications_of
+from magicdec.records.recomputing import unfounded_metric
+from magicdec.records.record import Status
 
 Gate = Callable[..., tuple[int, str]]
-BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
+COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
+BASELINES = [each for each in read_baselines(COMMITTED) if each.shares_prefill]
 CERTAIN = [b for b in BASELINES if b.metrics and b.metrics.draft_acceptance_rate == 1.0]
 OTHERS = [b for b in BASELINES if b not in CERTAIN]
 
@@ -41,7 +54,7 @@ OTHERS = [b for b in BASELINES if b not in CERTAIN]
 def gate(tmp_path: Path, command: Command) -> Gate:
     """Exit code and output of `magicdec compare`, for new and baseline records."""
 
-    def run(new: Sequence[RunRecord], old: Sequence[RunRecord], *flags: str) -> tuple[int, str]:
+    def run(new: Sequence[PassRecord], old: Sequence[PassRecord], *flags: str) -> tuple[int, str]:
         files = tmp_path / "new", tmp_path / "old"
         for path, records in zip(files, (new, old), strict=True):
             path.write_text("".join(f"{record.to_json()}\n" for record in records))
@@ -79,7 +92,7 @@ def test_a_change_within_the_margin_is_said_and_passes(gate: Gate) -> None:
 def test_a_difference_inside_the_noise_is_said_and_passes(gate: Gate) -> None:
     """Two draws of the same distribution, as after rounding has changed every output."""
     for seed in range(10):
-        new = with_fields(drawn(seed=seed + 1), samples__speculative__output_hashes=["0"] * 8)
+        new = with_outputs(drawn(seed=seed + 1), ["0"] * 8)
         code, out = gate([new], [drawn()])
         assert code == 0 and "inside the noise" in out and "; 8 outputs differ" in out, seed
 
@@ -90,10 +103,7 @@ def test_unchanged_acceptance_rarely_fails_many_rows_at_once() -> None:
     for trial in range(20):
         rows = [(drawn(seed=100 * trial + i, budget=40 + i), 40 + i) for i in range(8)]
         new = [
-            with_fields(
-                drawn(seed=100 * trial + 50 + i, budget=budget),
-                samples__speculative__output_hashes=["0"] * 8,
-            )
+            with_outputs(drawn(seed=100 * trial + 50 + i, budget=budget), ["0"] * 8)
             for i, (_, budget) in enumerate(rows)
         ]
         alarms += exit_code(compare(new, [row for row, _ in rows])) != 0
@@ -109,12 +119,16 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
     nothing = record_of(draw_pass(np.random.default_rng(0), np.full(3, 1e-9), 4, 63))
     of_one = np.array([0.9, *[1e-9] * 7])
     one_of_eight = record_of(draw_pass(np.random.default_rng(0), of_one, 4, 63))
-    unchecked = with_fields(
-        good, correctness__reference=None, correctness__identical=None, baseline_metrics=None
+    unchecked = replace(
+        good,
+        status=Status.UNVERIFIED,
+        correctness=Correctness(None, num_tokens=99),
+        num_differing=None,
+        reference=None,
     )
     bad = parse_record(failed())
-    wrong = parse_record(diverged())
-    ties = with_fields(good, status="ok_with_ties", correctness=with_ties()["correctness"])
+    wrong = parse_record(mismatch())
+    ties = parse_record(with_ties(line_of(good)))
     stale = [drawn(0.3), drawn(0.81)]
     every = ("--require_all",)
     for new, old, flags, code, said in (
@@ -141,12 +155,12 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([drawn(0.81)], stale, (), 0, ""),
         ([unchecked], [good], (), 3, "not comparable: its tokens were compared with nothing"),
         ([unchecked], [good], (), 3, "0 of 1 baselines covered"),
-        ([bad], [good], (), 1, "the new run failed: RuntimeError: [enforce fail]"),
-        ([wrong], [good], (), 1, "the new run DIVERGED"),
+        ([bad], [good], (), 1, "the new pass: FAILED: RuntimeError: [enforce fail]"),
+        ([wrong], [good], (), 1, "the new pass: MISMATCH, 1 of 8 requests differ from static"),
         ([wrong], [good], (), 1, "0 of 1 baselines covered, 1 not covered"),
         ([good], [good, bad], every, 3, "1 of 2 baselines covered"),
-        ([good], [wrong], (), 3, "not comparable: the baseline's run diverged"),
-        ([ties], [good], (), 0, "[ok_with_ties]: acceptance rate"),
+        ([good], [wrong], (), 3, "not comparable: the baseline's status is mismatch"),
+        ([ties], [good], (), 0, "[verified_with_ties]: acceptance rate"),
         ([good], [ties], (), 0, "1 same"),
         ([good], [good, with_fields(drawn(0.3), config__model__dtype="bfloat16")], (), 0, "same"),
         ([good], [], (), 3, "not comparable: the baseline has no such record"),
@@ -158,7 +172,6 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
             3,
             "not comparable: the new record has no draft_acceptance_rate",
         ),
-        ([good], [with_fields(good, samples=None)], (), 3, "the baseline has no samples"),
     ):
         found, out = gate(new, old, *flags)
         assert found == code and said in out, (code, said, out)
@@ -208,19 +221,18 @@ def test_the_weights_of_target_and_draft_are_named() -> None:
     assert weight_dtypes(config | {"draft": draft}).endswith(", draft int8")
 
 
-def hashed(record: RunRecord) -> RunRecord:
-    """A record of known outputs."""
-    assert record.workload is not None
-    hashes = ["0"] * record.workload.num_prompts
-    return with_fields(record, samples__speculative__output_hashes=hashes)
+def with_outputs(record: PassRecord, hashes: Sequence[str]) -> PassRecord:
+    """The record with other outputs."""
+    pairs = zip(record.requests, hashes, strict=True)
+    return replace(record, requests=[replace(each, output_hash=one) for each, one in pairs])
 
 
 def test_a_loss_of_5_percent_in_every_row_is_found() -> None:
-    """Recorded runs with 5 % of their acceptance lost, in samples and metrics alike, and the same
-    outputs: each row of 8 prompts is a regression."""
+    """Recorded passes with 5 % of their acceptance lost, in requests and metrics alike, and the
+    same outputs, by statistics: each row of 8 prompts is a regression."""
     chains = [b for b in OTHERS if kind_of(b) == method_of(b) and "+" not in method_of(b)]
-    old = [hashed(b) for b in chains]
-    new = [with_losses(record, 0.05, seed=i) for i, record in enumerate(old)]
+    old = [with_outputs(b, ["0"] * len(b.requests)) for b in chains]
+    new = [replace(with_losses(record, 0.05, seed=i), seal=None) for i, record in enumerate(old)]
     rows = compare(new, old)
     assert exit_code(rows) == 1 and len(rows) == len(old)
     assert all(row.change is not None and row.change.relative < -0.03 for row in rows)
@@ -289,7 +301,7 @@ def test_rows_share_the_false_alarms() -> None:
 
     def matched(accepted: int, num_different: int, dtype: str) -> Match:
         record = with_fields(drawn(), config__model__dtype=dtype)
-        drafted = record.drafted_pass()
+        drafted = DraftedPass.of(record)
         return Match("", pair([accepted] * 4, num_different), record, record, drafted, drafted)
 
     certain = [matched(4, 0, "float32"), matched(5, 0, "bfloat16")]
@@ -301,8 +313,13 @@ def test_rows_share_the_false_alarms() -> None:
 def losing_pair(rng: np.random.Generator, num_prompts: int) -> PairedCounts:
     """Two drafts of the same prompts, of which the second is right 5 % less often."""
     chances = draw_chances(rng, num_prompts, 0.7, 0.1)
-    both = [count_by_prompt(draw_pass(rng, c, 4, 63)) for c in (chances, 0.95 * chances)]
-    return PairedCounts(both[0], both[1], 0)
+    before, after = (
+        PromptCounts.of(
+            verifications_of(parts_of(draw_pass(rng, c, 4, 63)).requests).by_request, num_prompts
+        )
+        for c in (chances, 0.95 * chances)
+    )
+    return PairedCounts(before, after, 0)
 
 
 @cache
@@ -325,11 +342,11 @@ def test_the_interval_of_a_change_covers_the_truth(num_prompts: int) -> None:
 
 
 def test_prompts_that_fork_are_counted() -> None:
-    new = with_fields(drawn(), samples__speculative__output_hashes=["0" * 16] + ["x"] * 7)
-    assert pair_of(new.drafted_pass(), drawn().drafted_pass()).num_different == 7
+    new = with_outputs(drawn(), ["0" * 16] + ["x"] * 7)
+    assert pair_of(DraftedPass.of(new), DraftedPass.of(drawn())).num_different == 7
 
 
-def test_drawn_records_are_what_their_samples_give() -> None:
+def test_drawn_records_are_what_their_requests_give() -> None:
     """What the tests of this file are made of."""
     for record in (drawn(), with_losses(drawn(), 0.1)):
-        assert check_metrics(record) == []
+        assert unfounded_metric(record) is None

@@ -13,6 +13,8 @@ import pytest
 from conftest import ROOT
 from magicdec.records.table import table_of, table_rows
 
+from magicdec.bench.showing import tables
+from magicdec.output.tables import Table
 from magicdec.records.comparison.compare import DEFAULT_MARGIN
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes
@@ -146,9 +148,14 @@ def contexts() -> str:
     )
 
 
+def demo_table() -> Table:
+    """What `magicdec run` printed of it."""
+    (table,) = tables(records("readme/demo.jsonl"), is_verbose=False)
+    return table
+
+
 def demo_title() -> str:
-    (demo,) = records("readme/demo.jsonl")
-    return table_of(demo).title
+    return demo_table().title
 
 
 STREAMING = {"drafter": "self", "policy": "streaming_llm"}
@@ -185,11 +192,10 @@ def test_what_the_readme_says_was_measured(name: str) -> None:
 
 
 def test_the_printed_run_is_that_of_the_record() -> None:
-    (demo,) = records("readme/demo.jsonl")
-    table = table_of(demo)
-    rows = dict(table_rows(demo))
+    table = demo_table()
+    rows = {label: cells for label, *cells in table.body}
     lines = PRINTED.splitlines()
-    assert lines[0] == table.lead[0].text
+    assert lines[: len(table.lead)] == [line.text for line in table.lead]
     shown = [re.split(r"\s*│\s*", line)[1:-1] for line in lines if line.startswith("│")]
     assert len(shown) >= 3
     for label, *cells in shown:

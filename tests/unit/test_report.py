@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, Command
 from matplotlib.text import Text
 from synthetic_records import parse_record
-from test_compare import failed, write
+from written_records import Line, failed, line_of, write
 
 from magicdec.bench.report import page as page_module
 from magicdec.bench.report.figures.panels import (
@@ -29,21 +29,21 @@ from magicdec.bench.report.figures.panels import (
     summarize,
 )
 from magicdec.bench.report.figures.passes import drafting_share, draw_by_budget, pareto
-from magicdec.bench.report.frame import FrameRow, frame_of, report_rows
+from magicdec.bench.report.frame import FrameRow, frame_of, report_row
 from magicdec.bench.report.listing import command_of
 from magicdec.bench.report.tables import ranges
 from magicdec.cli.records import report as report_command
 from magicdec.names import BASELINE
 from magicdec.output.figures import styled
-from magicdec.records.reading import load_records
+from magicdec.records.reading import load_passes
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
-RAW = [json.loads(record.to_json()) for record in load_records(BASELINES)]
+RAW = [line_of(record) for record in load_passes(BASELINES) if record.shares_prefill]
 for raw in RAW:  # as `run` writes them, without what the gate has logged and sealed
     raw["seal"] = None
     raw["environment"]["cores_taken"] = 0.0  # as on a quiet host, which a gate does not need
-    for samples in raw["samples"].values():
-        samples["draft_hashes"] = samples["draft_keys"] = None
+    for request in raw["requests"]:
+        request["draft_hashes"] = request["num_draft_kv_read"] = None
 FIGURES = (
     "speedup_map",
     "pareto_front",
@@ -55,20 +55,19 @@ FIGURES = (
     "step_phases",
     "bandwidth",
 )
-Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def numbers_by_hand() -> Iterator[None]:
-    """Records of these tests have numbers that no samples give."""
+    """Records of these tests have numbers that no requests give."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_module, "contradiction_in", lambda record: "")
+        patch.setattr(page_module, "contradiction_in", lambda *_: "")
         yield
 
 
-def variant(number: int = 0, **changed: Any) -> Record:
-    """A committed record with other settings or metrics, under the names of this function."""
-    raw: Record = json.loads(json.dumps(RAW[number]))
+def variant(number: int = 0, **changed: Any) -> Line:
+    """A committed pass with other settings or metrics, under the names of this function."""
+    raw: Line = json.loads(json.dumps(RAW[number]))
     places = {
         "B": ("config", "workload", "batch_size"),
         "prefix_len": ("config", "workload", "prefix_len"),
@@ -88,19 +87,20 @@ def variant(number: int = 0, **changed: Any) -> Record:
         for key in parents:
             inner = inner[key]
         inner[last] = value
+    raw["workload"]["prefix_len"] = raw["config"]["workload"]["prefix_len"]
     return raw
 
 
 def row(**changed: Any) -> FrameRow:
-    """The row of the requested strategy of a run."""
-    return list(report_rows(1, "runs.jsonl", parse_record(variant(**changed))))[-1]
+    """The row of the pass of a run that drafts."""
+    return report_row(1, "runs.jsonl", parse_record(variant(**changed)), None)
 
 
 Report = Callable[..., tuple[Path, str]]
 EVIL = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
 
 
-def write_report(directory: Path, records: list[Record], *words: object) -> tuple[Path, str]:
+def write_report(directory: Path, records: list[Line], *words: object) -> tuple[Path, str]:
     """The directory of a report of records, and what was said on stderr."""
     write(directory / "runs.jsonl", records)
     out = directory / "out"
@@ -132,7 +132,7 @@ def of_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("study"), study())[0]
 
 
-def study() -> list[Record]:
+def study() -> list[Line]:
     """Two batch sizes and two prefix lengths, with two budgets at one place of the map."""
     cells = [(1, 1024, 0.8), (8, 1024, 1.1), (1, 4096, 1.3), (8, 4096, 1.9)]
     found = [
@@ -167,10 +167,10 @@ def test_every_figure_is_drawn_or_left_out_with_a_reason(
         assert line.rpartition(": ")[2] in page
 
 
-def test_a_report_of_failed_runs_says_why_they_failed(report: Report) -> None:
+def test_a_report_of_failed_passes_says_why_they_failed(report: Report) -> None:
     out, said = report([failed(), failed()])
     assert len(said.splitlines()) == len(FIGURES)
-    (first, _) = rows(out / "runs.csv")
+    (first, _) = rows(out / "passes.csv")
     assert first["status"] == "failed" and first["error"] == failed()["error"]
     assert "[enforce fail]" in (out / "index.html").read_text(encoding="utf-8")
 
@@ -229,12 +229,14 @@ def test_a_committed_report_links_to_what_is_there(study: str) -> None:
 
 def test_the_committed_report_tells_baselines_and_commands_once() -> None:
     page = (ROOT / "results" / "cpu" / "report" / "index.html").read_text(encoding="utf-8")
-    table = page[page.index('<section id="runs">') : page.index('<section id="environments">')]
-    runs = rows(ROOT / "results" / "cpu" / "report" / "runs.csv")
-    baselines = sum(run["drafter"] == "" for run in runs)
-    assert baselines and len(re.findall(f">{BASELINE}</td>", table)) == baselines
-    assert page.count('<td class="command"') == len({run["command"] for run in runs}) == 1
-    assert len(re.findall(r'id="run-\d+"', page)) == len(runs) == 74
+    table = page[page.index('<section id="passes">') : page.index('<section id="environments">')]
+    passes = rows(ROOT / "results" / "cpu" / "report" / "passes.csv")
+    baselines = sum(row["drafter"] == "" for row in passes)
+    assert baselines == 74 and len(re.findall(f">{BASELINE}</td>", table)) == baselines
+    assert page.count('<td class="command"') == len({row["command"] for row in passes}) == 1
+    assert len(passes) == 140 and {*re.findall(r'id="run-(\d+)"', page)} == {
+        row["run"] for row in passes
+    }
 
 
 def test_a_caption_says_what_bars_are_only_where_there_are_any() -> None:
@@ -286,7 +288,7 @@ def test_the_map_shows_the_best_of_each_place(of_study: Path) -> None:
     assert found["1", "1024"]["net_speedup"] == "0.7000000000000001"
 
 
-def speeds(net: float, low: float, high: float, taken: float | None) -> Record:
+def speeds(net: float, low: float, high: float, taken: float | None) -> Line:
     """A run whose steps are the faster, the less it gains net."""
     return variant(
         speedup=9 / net, net_speedup=net, net_speedup_interval=[low, high], cores_taken=taken
@@ -299,13 +301,13 @@ def test_headlines_are_of_quiet_hosts_and_say_why(report: Report) -> None:
     busy = speeds(3.0, 2.9, 3.1, 0.48)
     out, _ = report([*made, busy])
     first, said, net, steps, *_ = re.findall("<p>(.*?)</p>", (out / "index.html").read_text())
-    assert first == "3 runs (3 ok) of demo."
-    assert said.startswith("1 of 3 runs: another load took 48% of the cores meanwhile, so times")
-    assert "(net): 1.50x to 2.00x, in the runs on a quiet host" in net
+    assert first == "3 runs with 3 passes (3 verified) of demo."
+    assert said.startswith("1 of 3 passes: another load took 48% of the cores meanwhile, so times")
+    assert "(net): 1.50x to 2.00x, in the passes on a quiet host" in net
     assert "interval that begins highest is that of run 1, 1.50x [1.40, 1.60]:" in net
-    assert "decode steps: 4.50x to 6.00x, in the runs on a quiet host" in steps
+    assert "decode steps: 4.50x to 6.00x, in the passes on a quiet host" in steps
     assert column(out, "busy") == ["", "", "48%"]
-    assert [row["cores_taken"] for row in rows(out / "runs.csv")] == ["", "0.09", "0.48"]
+    assert [row["cores_taken"] for row in rows(out / "passes.csv")] == ["", "0.09", "0.48"]
     out, _ = report([busy])
     page = (out / "index.html").read_text()
     assert "<p>another load took 48% of the cores" in page and "3.00x to 3.00x. The" in page
@@ -314,9 +316,9 @@ def test_headlines_are_of_quiet_hosts_and_say_why(report: Report) -> None:
 
 
 def column(out: Path, label: str) -> list[str]:
-    """The cells of a column of the table of runs on the page."""
+    """The cells of a column of the table of passes on the page."""
     page = (out / "index.html").read_text(encoding="utf-8")
-    table = page[page.index('<section id="runs">') :]
+    table = page[page.index('<section id="passes">') :]
     table = table[: table.index("</section>")]
     labels = re.findall('<button type="button">(.*?)</button>', table)
     cells = [re.findall("<td[^>]*>(.*?)</td>", row) for row in re.findall("<tr>(.*)</tr>", table)]
@@ -325,15 +327,15 @@ def column(out: Path, label: str) -> list[str]:
 
 def test_results_stand_before_settings(of_study: Path) -> None:
     page = (of_study / "index.html").read_text(encoding="utf-8")
-    table = page[page.index('<section id="runs">') :]
+    table = page[page.index('<section id="passes">') :]
     labels = re.findall('<button type="button">(.*?)</button>', table[: table.index("</thead>")])
-    assert labels[:6] == ["run", "way", "B", "prefix", "net speedup", "speedup"]
+    assert labels[:7] == ["run", "pass", "way", "B", "prefix", "net speedup", "speedup"]
     assert labels[labels.index("status") :] == ["status", "budget"]
 
 
 def test_the_files_hold_every_run_and_its_command(everything: tuple[Path, str]) -> None:
     out, _ = everything
-    runs = rows(out / "runs.csv")
+    runs = rows(out / "passes.csv")
     commands = rows(out / "commands.csv")
     assert [r["run"] for r in runs] == [r["run"] for r in commands]
     assert len(runs) == len(RAW) + len(study()) + 2 and runs[-1]["status"] == "failed"
@@ -417,8 +419,8 @@ def test_repeated_runs_show_their_range_and_one_run_its_interval() -> None:
 
 @pytest.mark.parametrize("key", ["draft_weights", "target_dtype", "pa"])
 def test_runs_with_other_weights_are_not_repeated_runs(key: str) -> None:
-    records = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
-    every = [row for n, r in enumerate(records) for row in report_rows(n, "", r) if row["is_run"]]
+    records = [record for record in load_passes(BASELINES) if record.shares_prefill]
+    every = [report_row(n, "", record, None) for n, record in enumerate(records)]
     every = [row for row in every if row["drafter"] == "self" and row["gamma"] == 4]
     every = [row for row in every if row["draft_weights"] is None and row["pa"] is None]
     drawn = draw_by_budget(frame_of([*every, *(row | {key: "other"} for row in every)]))

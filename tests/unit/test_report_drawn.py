@@ -4,9 +4,9 @@ column can stand for another one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -17,18 +17,17 @@ from matplotlib.collections import LineCollection, PathCollection, QuadMesh
 from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.patches import Rectangle
-from test_report import RAW, row
+from synthetic_records import drawn_command, parse_record, with_fields
+from test_report import row
 from test_report_sections import CLOSED, EVERY
+from written_records import Line
 
 from magicdec.bench.report.figures import passes, served
 from magicdec.bench.report.figures.panels import Drawn
 from magicdec.bench.report.figures.served import draw_served, three_digits
-from magicdec.bench.report.frame import FrameRow, frame_of, report_rows
-from magicdec.bench.serving.metrics import ServingMetrics
-from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.report.frame import FrameRow, frame_of, report_row
 from magicdec.output.figures import styled
-from magicdec.records.performance import Metrics
-from magicdec.records.reading import parse_line
+from magicdec.records.metrics import PassMetrics
 
 READ = "environment.read_bandwidth_bytes_per_s"
 Value = Callable[[FrameRow], float]
@@ -41,13 +40,13 @@ def column(name: str) -> Value:
 # What each label of an axis, or title of a panel, names: the column, and for a value that is
 # computed its definition.
 NAMED: dict[str, tuple[Value, str]] = {
-    "one request (tokens/s)": (lambda run: 1e3 / run["mean_tpot_ms"], ""),
+    "one request (tokens/s)": (lambda run: 1e3 / run["request_step_ms"], ""),
     "all rows (tokens/s)": (column("decode_tokens_per_s"), "decode_tokens_per_s"),
     "acceptance rate": (column("draft_acceptance_rate"), "draft_acceptance_rate"),
     "speedup of decode steps (x)": (column("speedup"), "speedup"),
     "KV budget (tokens that a draft reads)": (column("budget"), ""),
     "prompt tokens": (column("prefix_len"), ""),
-    "emitted tokens of a step": (column("mean_emitted_tokens"), "mean_emitted_tokens"),
+    "emitted tokens of a step": (column("tokens_per_verification"), "tokens_per_verification"),
     "achieved (GB/s)": (lambda run: run["roofline_fraction"] * run[READ] / 1e9, ""),
     "bytes that a step must read (GB)": (
         lambda run: run["roofline_fraction"] * run[READ] * run["mean_step_ms"] / 1e12,
@@ -64,19 +63,21 @@ NAMED: dict[str, tuple[Value, str]] = {
 }
 
 
-def rows_of(number: int, raw: dict[str, Any]) -> list[FrameRow]:
-    return list(report_rows(number, "runs.jsonl", parse_line(json.dumps(raw), ServingRecord)))
+def row_of(line: Line) -> FrameRow:
+    return report_row(1, "runs.jsonl", parse_record(line), None)
 
 
-def numbered(made: FrameRow, number: int, kind: type) -> FrameRow:
+def numbered(made: FrameRow, number: int) -> FrameRow:
     """The row with another number in each metric, and each interval around its metric."""
     of_groups = ("list", "dict")
     plain = [
         field.name
-        for field in fields(kind)
+        for field in fields(PassMetrics)
         if field.name in made and not any(word in str(field.type) for word in of_groups)
     ]
-    changed = {name: 1 + at / 64 + number / 7 for at, name in enumerate(plain)}
+    changed = {
+        name: 1 + at / 64 + number / 7 for at, name in enumerate([*plain, "request_step_ms"])
+    }
     ends = {name: made[name] for name in made if name.endswith(("_interval_low", "_interval_high"))}
     for name in ends:
         metric = name.rpartition("_interval_")[0]
@@ -87,7 +88,7 @@ def numbered(made: FrameRow, number: int, kind: type) -> FrameRow:
 
 def run(number: int, **changed: Any) -> FrameRow:
     """A run of a policy, whose intervals all have ends."""
-    made = numbered(row(), number, Metrics)
+    made = numbered(row(), number)
     return made | {READ: 1e9 * (20 + number)} | changed
 
 
@@ -103,16 +104,8 @@ CONTEXTS = [
         [(policy, S) for policy in ("snapkv", "retrieval") for S in (512, 2048)]
     )
 ]
-PASSES = [
-    numbered(each, at, ServingMetrics)
-    for at, record in enumerate(EVERY[:2])
-    for each in rows_of(at, record)
-]
-LOOPS = [
-    numbered(each, at, ServingMetrics)
-    for at, record in enumerate(CLOSED)
-    for each in rows_of(at, record)
-]
+PASSES = [numbered(row_of(line), at) for at, line in enumerate(EVERY[:2])]
+LOOPS = [numbered(row_of(line), at) for at, line in enumerate(CLOSED)]
 
 
 def only(outcomes: list[Any], name: str) -> Drawn:
@@ -220,7 +213,7 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
 @pytest.mark.narrow(4)
 @pytest.mark.parametrize("name", [*MARKED, "serving_modes", "ring_stages"])
 def test_a_caption_says_how_many_records_are_of_a_busy_host(name: str) -> None:
-    every = [each for at, record in enumerate(EVERY) for each in rows_of(at, record)]
+    every = [row_of(line) | {"run": at} for at, line in enumerate(EVERY)]
     _, rows, _ = MARKED.get(name, (None, every, ""))
     shown = [each for each in rows if name != "ring_stages" or each["pass"] == "ring"]
     busy = shown[0]["run"]
@@ -232,7 +225,7 @@ def test_a_caption_says_how_many_records_are_of_a_busy_host(name: str) -> None:
         "speedup_by_acceptance": passes.draw_by_acceptance,
         "acceptance_by_budget": passes.draw_by_budget,
     }
-    make = alone.get(name, makers["mode" in rows[0]])
+    make = alone.get(name, makers[rows[0]["is_served"]])
     said = "Another load took cores while 1 of the "
     assert said in draw(lambda: make(frame_of(changed)), name).caption
     assert said not in draw(lambda: make(frame_of(rows)), name).caption
@@ -242,7 +235,7 @@ def test_a_front_goes_through_its_passes_and_says_their_batch_size() -> None:
     """Of one kind the front is that of what nothing beats; here all but the first and third."""
     speeds = {1: (2.0, 5.0), 2: (2.5, 6.0), 3: (3.0, 1.0), 4: (8.0, 2.0)}
     made = [
-        each | {"mean_tpot_ms": 1e3 / x, "decode_tokens_per_s": y, "median_step_ms": 7.0}
+        each | {"request_step_ms": 1e3 / x, "decode_tokens_per_s": y, "median_step_ms": 7.0}
         for each in RUNS
         for x, y in [speeds[each["run"]]]
     ]
@@ -273,7 +266,7 @@ def test_a_dotted_line_is_where_its_drafter_pays() -> None:
     found = {to_hex(line.get_color()): rounded(*line.get_ydata()) for line in dotted}
     for text, colour in colours_of(drawn).items():
         of = [each for each in CONTEXTS if each["kv_policy"] in text]
-        pays = (each["mean_emitted_tokens"] / each["speedup"] for each in of)
+        pays = (each["tokens_per_verification"] / each["speedup"] for each in of)
         assert found.pop(colour) == rounded(*pays)
     assert found == {}
 
@@ -359,9 +352,10 @@ def drawn_bar_label(ax: Axes) -> str:
 def test_phases_are_beside_each_other_and_make_up_the_step() -> None:
     """A quarter of the steps draft (30 + 10 ms), the others take 12 ms, and each 1 ms more. The
     step of the baseline is its mean step, which is the column below."""
-    baseline = RAW[0]["baseline_metrics"]
-    assert baseline["mean_step_ms"] != baseline["median_step_ms"]
-    assert row()["autoregressive_step_ms"] == baseline["mean_step_ms"]
+    plain, drafting = drawn_command()
+    plain = with_fields(plain, metrics__mean_step_ms=2.0)
+    assert plain.metrics is not None and plain.metrics.median_step_ms != 2.0
+    assert report_row(1, "", drafting, plain)["autoregressive_step_ms"] == 2.0
     times = {
         "draft_ms": 30.0,
         "verify_ms": 10.0,
@@ -370,7 +364,7 @@ def test_phases_are_beside_each_other_and_make_up_the_step() -> None:
         "mean_step_ms": 20.0,
         "median_step_ms": 5.0,
         "autoregressive_step_ms": 12.5,
-        "mean_emitted_tokens": 3.25,
+        "tokens_per_verification": 3.25,
         "mean_acceptance_length": 4.5,
         "speedup": 2.125,
         "net_speedup": 1.5,
@@ -428,11 +422,8 @@ def test_a_line_of_a_closed_loop_says_how_many_are_in_flight() -> None:
 
 def test_a_bar_is_that_of_its_mode_command_and_metric() -> None:
     """Two commands, of which the second has one of the modes again, and one of its own."""
-    other = [PASSES[1] | {"environment.time_utc": "later"}, PASSES[0] | {"pass": "ring"}]
-    more = [
-        numbered(each, 5 + at, ServingMetrics) | {"environment.time_utc": "later"}
-        for at, each in enumerate(other)
-    ]
+    other = [PASSES[1], PASSES[0] | {"pass": "ring"}]
+    more = [numbered(each, 5 + at) | {"about": "2: demo"} for at, each in enumerate(other)]
     rows = [*PASSES, *more]
     drawn = draw(lambda: draw_served(frame_of(rows)), "serving_modes")
     colours = colours_of(drawn)
@@ -495,8 +486,8 @@ def test_names_beside_bars_do_not_meet(name: str) -> None:
         "endpoint+draft",
     ]
     rows = [
-        numbered(PASSES[0], at, ServingMetrics) | {"pass": mode, "environment.time_utc": start}
-        for start in "ab"
+        numbered(PASSES[0], at) | {"pass": mode, "about": f"{number}: demo, 8 requests, burst"}
+        for number in (1, 2)
         for at, mode in enumerate(modes)
     ]
     runs = [
@@ -518,10 +509,13 @@ def test_names_beside_bars_do_not_meet(name: str) -> None:
                 assert not others, (ax.get_title(loc="left"), texts[at].get_text(), box, others)
 
 
-@pytest.mark.parametrize("part", ["ring", "speculation"])
-def test_a_strip_is_the_load_of_its_stage(part: str) -> None:
-    made = [each for at, record in enumerate(EVERY) for each in rows_of(at, record)]
-    drawn = draw(lambda: draw_served(frame_of(made)), f"{part}_stages")
+@pytest.mark.parametrize("kind", ["ring", "speculation"])
+def test_a_strip_is_the_load_of_its_stage(kind: str) -> None:
+    made = [row_of(line) for line in EVERY]
+    for each in made:
+        if each["pass"] == "ring":
+            each["object"] = replace(each["object"], details=in_parts(each["object"].details))
+    drawn = draw(lambda: draw_served(frame_of(made)), f"{kind}_stages")
     ax = drawn.figure.axes[0]
     labels = {
         round(float(at)): text.get_text()
@@ -532,9 +526,15 @@ def test_a_strip_is_the_load_of_its_stage(part: str) -> None:
         left, right, bottom, top = image.get_extent()
         assert (left, right, image.get_clim()) == (0, 1, (0, 1))
         found[labels[round((bottom + top) / 2)]] = np.asarray(image.get_array()).tolist()
-    if part == "ring":
+    if kind == "ring":
         assert found == {"ring, stage 0: 75%": [[1.0, 0.5]], "ring, stage 1: 25%": [[0.0, 0.5]]}
     about = drawn.table.iloc[0]["about"]
     for each in drawn.table[drawn.table["about"] == about].to_dict("records"):
         assert found[f"{each['name']}: {each['busy']:.0%}"] == [each["parts"]]
-    assert served.stages_of(PASSES[0]["object"], part) == []
+    assert served.stages_of(PASSES[0]["object"], kind) == []
+
+
+def in_parts(details: Any) -> Any:
+    """The details of the ring, with the share of each half of its time."""
+    shares = [[1.0, 0.5], [0.0, 0.5]]
+    return SimpleNamespace(kind=details.kind, busy=details.busy, occupancy=shares)

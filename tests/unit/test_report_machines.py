@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 from conftest import Command
-from test_compare import write
+from synthetic_records import parse_record
 from test_report import EVIL, RAW, rows, variant
+from written_records import Line, run_lines, write
 
 from magicdec.bench.report import page as page_module
-from magicdec.bench.report.frame import machine_of, report_rows
-from magicdec.records.reading import parse_line
-from magicdec.records.record import RunRecord
-
-Record = dict[str, Any]
+from magicdec.bench.report.frame import machine_of, report_row
 
 
-def on(machine: str, record: Record, *instructions: str, **more: Any) -> Record:
+def on(machine: str, record: Line, *instructions: str, **more: Any) -> Line:
     return record | {
         "environment": record["environment"]
         | {"cpu": machine, "gpu": None, "instructions": list(instructions)}
@@ -32,7 +29,7 @@ def test_each_machine_has_a_row_with_its_best_run(
 ) -> None:
     """The run of a quiet host whose interval begins highest, not the largest of many noisy
     numbers."""
-    monkeypatch.setattr(page_module, "contradiction_in", lambda record: "")
+    monkeypatch.setattr(page_module, "contradiction_in", lambda *_: "")
     amx = ("AVX512BF16", "AMX_BF16")
     noisy = variant(net_speedup=9.0, net_speedup_interval=[0.5, 20.0])
     best = variant(B=3, net_speedup=2.0, net_speedup_interval=[1.8, 2.2])
@@ -47,7 +44,7 @@ def test_each_machine_has_a_row_with_its_best_run(
     code, _, _ = command("report", write(tmp_path / "a.jsonl", records), "--out", out)
     assert code == 0
     found = [
-        tuple(row[key] for key in ("machine", "ranks x threads", "records", "B", "run"))
+        tuple(row[key] for key in ("machine", "ranks x threads", "passes", "B", "run"))
         for row in rows(out / "machines.csv")
     ]
     assert found == [
@@ -61,8 +58,8 @@ def test_each_machine_has_a_row_with_its_best_run(
     assert '<section id="machines">' not in (out / "index.html").read_text(encoding="utf-8")
 
 
-def changed(record: Record, *path: str, value: Any) -> Record:
-    copy: Record = json.loads(json.dumps(record))
+def changed(record: Line, *path: str, value: Any) -> Line:
+    copy: Line = json.loads(json.dumps(record))
     place = copy
     for key in path[:-1]:
         place = place[key]
@@ -70,15 +67,19 @@ def changed(record: Record, *path: str, value: Any) -> Record:
     return copy
 
 
-NO_RECORD = "its config or its samples are not those of a record ("
+NO_RECORD = "its config or its requests are not those of a record ("
+PLAIN, DRAFTING = run_lines()
 LEFT_OUT = {
-    "its speedup does not follow from its samples": variant(speedup=9.0),
-    "its roofline_fraction does not follow from its samples": changed(
+    "its decode_tokens_per_s does not follow from its requests": changed(
+        variant(), "metrics", "decode_tokens_per_s", value=9.0
+    ),
+    "its roofline_fraction does not follow from its requests": changed(
         variant(), "metrics", "roofline_fraction", value=0.99
     ),
     f"{NO_RECORD}AttributeError": changed(variant(), "config", "decoding", "drafter", value=7),
     f"{NO_RECORD}ValueError: invalid": changed(variant(), "config", "kv", "budget", value="<i>"),
-    f"{NO_RECORD}ValueError: it has metrics without the samples": variant() | {"samples": None},
+    f"{NO_RECORD}ValueError: it has metrics without the requests": variant()
+    | {"requests": [], "groups": []},
 }
 
 
@@ -92,8 +93,8 @@ def test_a_record_that_contradicts_itself_is_left_out_by_name(
     path = write(tmp_path / "a.jsonl", [variant(), evil, *RAW[:2]])
     code, out, err = command("report", path, "--out", tmp_path / "out", "--no_figure_files")
     assert code == 0 and "figures of 3 runs" in out
-    assert f"left out: {path}, the run of {EVIL[-1]}: {reason}" in err
-    assert "9.00x" not in "".join(row["speedup"] for row in rows(tmp_path / "out" / "runs.csv"))
+    assert f"left out: {path}, the pass static+draft of {EVIL[-1]}: {reason}" in err
+    assert len(rows(tmp_path / "out" / "passes.csv")) == 3
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert html.escape(reason, quote=False) in page.replace("&#39;", "'").replace("&#34;", '"')
     assert "<script>alert" not in page and "<i>" not in page
@@ -103,6 +104,28 @@ def test_a_record_that_contradicts_itself_is_left_out_by_name(
     assert not (tmp_path / "none").exists()
 
 
+def test_a_pass_is_left_out_with_its_reference(tmp_path: Path, command: Command) -> None:
+    """A speedup says nothing beside a baseline that somebody has edited, and an edited speedup is
+    found beside its baseline."""
+    edited = changed(PLAIN, "metrics", "mean_step_ms", value=9.0)
+    path = write(tmp_path / "a.jsonl", [edited, DRAFTING, *RAW[:1]])
+    code, out, err = command("report", path, "--out", tmp_path / "out", "--no_figure_files")
+    assert code == 0 and "figures of 1 runs" in out
+    start = DRAFTING["environment"]["time_utc"]
+    first, second = [line for line in err.splitlines() if line.startswith(f"left out: {path}")]
+    assert first.endswith("its mean_step_ms does not follow from its requests")
+    assert second.endswith(f"{start}: it was compared with static, which is left out")
+    faster = changed(DRAFTING, "metrics", "speedup", value=9.0)
+    path = write(tmp_path / "b.jsonl", [PLAIN, faster])
+    code, out, err = command("report", path, "--out", tmp_path / "out", "--no_figure_files")
+    assert code == 0 and "its speedup does not follow from its requests" in err
+    assert [row["pass"] for row in rows(tmp_path / "out" / "passes.csv")] == ["static"]
+    path = write(tmp_path / "c.jsonl", [PLAIN, DRAFTING])
+    code, out, err = command("report", path, "--out", tmp_path / "out", "--no_figure_files")
+    assert code == 0 and f"left out: {path}" not in err
+    assert {row["run"] for row in rows(tmp_path / "out" / "passes.csv")} == {"1"}
+
+
 def test_a_machine_is_named_by_what_decides_its_speed() -> None:
     for environment, name in (
         ({"cpu": "Intel(R) Xeon(R) Gold CPU", "cpu_capability": "AVX2"}, "Intel Xeon Gold, AVX2"),
@@ -110,6 +133,6 @@ def test_a_machine_is_named_by_what_decides_its_speed() -> None:
         ({"gpu": "NVIDIA H200", "instructions": ["AMX_BF16"]}, "NVIDIA H200"),
     ):
         raw = on("AMD EPYC", variant(), **{"cpu_capability": "AVX512"} | environment)
-        record = parse_line(json.dumps(raw), RunRecord)
+        record = parse_record(raw)
         assert machine_of(record.environment) == name
-        assert {row["machine"] for row in report_rows(1, "a", record)} == {name}
+        assert report_row(1, "a", record, None)["machine"] == name

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_compare import write
 from test_report import FIGURES, RAW, numbers_by_hand, study
+from written_records import write
 
 from magicdec.cli.records import report
 
@@ -26,14 +26,14 @@ HEIGHT = 12000
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-# Says where each figure is, and sorts the runs by their speedup twice. It is put at the page's end.
+# Says where each figure is, and sorts the passes by their speedup twice. The last part of the page.
 QUESTION = """<script>
 const boxes = {};
 for (const figure of document.querySelectorAll("figure")) {
   const at = figure.querySelector("svg").getBoundingClientRect();
   boxes[figure.id] = [at.left, at.top, at.right, at.bottom];
 }
-const table = document.querySelector("#runs table");
+const table = document.querySelector("#passes table");
 const names = [...table.querySelectorAll("th")].map((heading) => heading.textContent);
 const column = names.findIndex((name) => name.startsWith("speedup"));
 const order = (row) => Number(row.cells[column].dataset.order);

@@ -4,62 +4,29 @@ numbers of their figures, and the rows of the export."""
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pandas
 import pytest
 from conftest import Command
-from test_compare import write
-from test_pass_records import measured, record
-from test_pipeline_command import finished
 from test_report import links, numbers_by_hand, rows, variant
+from written_records import mismatch, run_lines, served, write
 
-from magicdec.bench.serving.metrics import serving_metrics
-from magicdec.bench.serving.record import occupancy_of
 from magicdec.cli import records
-from magicdec.engine.scheduler import StepCounts
-from magicdec.runner.request import Moves
-from magicdec.systems.ring.metrics import StageUse, ring_metrics
 from magicdec.systems.stages.spans import Span, SpanKind
 
 __all__ = ["numbers_by_hand"]  # a fixture of all tests here
 
-
-def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
-    """A pass that served one request of three tokens, each of which took `seconds`."""
-    request = finished([seconds * number for number in (1, 2, 3)])
-    counts = StepCounts(num_steps=3, num_in_flight=3, moves={0: Moves([0.0])})
-    metrics = serving_metrics([request], counts, {"ttft": 1500})
-    times = {
-        "arrival_ms": 0.0,
-        "joined_ms": [0.0],
-        "preempted_ms": [],
-        "prefilled_ms": [1e3 * seconds],
-        "first_token_ms": 1e3 * seconds,
-        "finished_ms": 3e3 * seconds,
-        "prompt_len": 1,
-        "output_len": 3,
-        "output_hash": "0",
-    }
-    uses = [StageUse(4.0, waiting, 0.1, 8, 2, 0.0) for waiting in (1.0, 3.0)]
-    ring = asdict(ring_metrics([1, 1], 1, (1, 1), uses, 8, 2.0))
-    right = {"status": "ok", "num_differing": 0, "metrics": asdict(metrics), "requests": [times]}
-    if name == "ring":
-        right |= {"ring": ring, "occupancy": [[1.0, 0.5], [0.0, 0.5]]}
-    return record(name, **workload) | right
-
-
 EVERY = [
     served("static", 2.0, goodput={"ttft": 1500.0}),
     served("inflight", 1.0, goodput={"ttft": 1500.0}),
-    served("inflight", 3.0, start="rate 3", goodput={}, arrival="poisson:5"),
+    served("inflight", 3.0, start="rate 3", arrival="poisson:5"),
     served("sequential", 2.0, start="second", draft="none"),
     served("ring", 1.0, start="second", draft="none"),
-    measured("iterative", start="third"),
-    measured("async", start="third"),
+    served("iterative", 1.0, start="third"),
+    served("async", 1.0, start="third"),
 ]
+NUM_COMMANDS = 4
 CLOSED = [
     served(f"{mode}, {count} at once", seconds, start="fourth", concurrency=count)
     for mode, seconds in (("inflight", 2.0), ("inflight+draft", 1.0))
@@ -69,7 +36,7 @@ CLOSED = [
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of two runs and of every other kind, which no test changes."""
+    """The report of two passes of runs and of every kind that was served, which no test changes."""
     folder = tmp_path_factory.mktemp("report")
     write(folder / "all.jsonl", [variant(), variant(B=1), *EVERY])
     words = [str(folder / "all.jsonl"), "--out", str(folder / "out")]
@@ -77,9 +44,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_each_kind_of_record_has_a_section(out: Path) -> None:
+def test_passes_of_loops_have_figures_of_their_own(out: Path) -> None:
     page = (out / "index.html").read_text(encoding="utf-8")
-    titles = ["Runs", "Requests that were served"]
+    titles = ["Passes", "Requests that were served"]
     assert [t for t in re.findall("<h2>(.*)</h2>", page) if t in titles] == titles
     figures = re.findall('<figure id="([^"]*)"', page)
     for name in (
@@ -96,7 +63,8 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert [name for name in links(page) if not (out / name).exists()] == []
-    assert len(rows(out / "commands.csv")) == 2 + len(EVERY)
+    assert len(rows(out / "commands.csv")) == 2 + NUM_COMMANDS
+    assert len(rows(out / "passes.csv")) == 2 + len(EVERY), "a pass is a row"
 
 
 def test_a_batching_is_at_its_own_throughput_and_p90_ttft(out: Path) -> None:
@@ -130,9 +98,9 @@ def test_a_mode_of_a_closed_loop_is_a_line_of_its_own(tmp_path: Path, command: C
     ]
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert 'id="serving_concurrency"' in page and "closed loop" in page
-    headings = re.findall("<h3>(Command 1: .*)</h3>", page)
-    assert headings[0].startswith("Command 1: demo"), "the summary first"
-    assert headings[1:] == ["Command 1: inflight", "Command 1: inflight+draft"]
+    headings = re.findall("<h3>(Run 1: .*)</h3>", page)
+    assert headings[0].startswith("Run 1: demo"), "the summary first"
+    assert headings[1:] == ["Run 1: inflight", "Run 1: inflight+draft"]
     assert len(headings) == 3 and "<tr></tr>" not in page, "every row can be sorted"
     for name in ("serving_throughput", "serving_modes"):  # of an open loop
         assert not (tmp_path / "out" / f"{name}.csv").exists()
@@ -160,34 +128,45 @@ def test_stages_are_shown_over_time(out: Path, part: str) -> None:
     found = {
         r["stage"]: (r["pass"], r["busy"], r["parts"]) for r in rows(out / f"{part}_stages.csv")
     }
+    assert all(parts == f"[{busy}]" for _, busy, parts in found.values())
     if part == "ring":
-        assert found["0"] == ("ring", "0.75", "[1.0, 0.5]"), found
-        assert found["1"] == ("ring", "0.25", "[0.0, 0.5]")
-    else:
-        assert all(parts == f"[{busy}]" for _, busy, parts in found.values())
+        assert found["0"][:2] == ("ring", "0.75") and found["1"][:2] == ("ring", "0.25")
 
 
 def test_occupancy_is_the_share_of_each_part_of_the_time() -> None:
     """Ten seconds in 100 parts: spans that overlap count once, and moments do not count."""
     first = [Span(SpanKind.STAGE, 0, 0.0, 2.0), Span(SpanKind.DRAFT, 0, 1.0, 3.05)]
     second = [Span(SpanKind.HEAD, 0, 9.0, 10.0), Span(SpanKind.RESULT, 0, 5.0, 6.0)]
+    from magicdec.systems.stages.details import occupancy_of
+
     found = occupancy_of([first, second, []])
     assert found[0] == [1.0] * 30 + [0.5] + [0.0] * 69
     assert found[1] == [0.0] * 90 + [1.0] * 10 and found[2] == [0.0] * 100
 
 
 def test_the_front_is_over_runs_and_requests_in_every_mode(out: Path) -> None:
-    modes = {f"serving: {each['name']}" for each in EVERY}
+    modes = {f"served: {each['name']}" for each in EVERY}
     found = rows(out / "pareto_front.csv")
-    assert {r["series"] for r in found} >= {"autoregressive"} | modes
+    assert {r["series"] for r in found} == {"self, streaming_llm"} | modes
 
 
-def test_a_report_of_passes_alone_has_no_section_of_runs(tmp_path: Path, command: Command) -> None:
-    write(tmp_path / "passes.jsonl", [record("static")])
+def test_a_pass_whose_tokens_are_wrong_has_no_figure(tmp_path: Path, command: Command) -> None:
+    write(tmp_path / "passes.jsonl", [mismatch(served("static", 1.0))])
     command("report", tmp_path / "passes.jsonl", "--out", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert "<h2>Runs</h2>" not in page and "<h2>Requests that were served</h2>" in page
-    assert "<figure" not in page, "the tokens of its only pass are wrong"
+    assert "<h2>Passes</h2>" in page and "<h2>Requests that were served</h2>" in page
+    assert "<figure" not in page and "mismatch" in page
+
+
+def test_the_passes_of_a_run_alone_served_no_requests(tmp_path: Path, command: Command) -> None:
+    write(tmp_path / "passes.jsonl", run_lines())
+    command("report", tmp_path / "passes.jsonl", "--out", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "<h2>Passes</h2>" in page and "<h2>Requests that were served</h2>" not in page
+    assert [row["series"] for row in rows(tmp_path / "out" / "pareto_front.csv")] == [
+        "autoregressive",
+        "self, streaming_llm",
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -198,15 +177,12 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
     out = tmp_path / f"all.{suffix}"
     command("export", tmp_path / "all.jsonl", "--out", out)
     frame = getattr(pandas, f"read_{suffix}")(out)
-    kinds = frame.groupby("kind", sort=False)["pass"].agg(list).to_dict()
-    assert kinds == {
-        "run": ["autoregressive", "speculative"],
-        "serving": [each["name"] for each in EVERY],
-    }
-    of = {(row["kind"], row["pass"]): row for row in frame.to_dict("records")}
-    assert of["serving", "static"]["output_throughput"] == pytest.approx(0.5)
-    assert of["serving", "static"]["workload.goodput"] == "ttft:1500.0"
-    assert of["serving", "ring"]["ring.busy"] == "0.75 0.25"
-    assert of["serving", "async"]["speculation.most_in_flight"] == 2
-    assert of["serving", "async"]["workload.draft"] == "ngram"
+    assert set(frame["kind"]) == {"pass"}
+    assert frame["pass"].tolist() == ["static+draft", *(each["name"] for each in EVERY)]
+    of = {row["pass"]: row for row in frame.to_dict("records")}
+    assert of["static"]["output_throughput"] == pytest.approx(0.5)
+    assert of["static"]["workload.goodput"] == "ttft:1500.0"
+    assert of["ring"]["details.busy"] == "0.75 0.25"
+    assert of["async"]["details.most_in_flight"] == 2
+    assert of["async"]["workload.draft"] == "ngram"
     assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Command
-from magicdec.records.table import table_of
-from synthetic_records import drawn
+from synthetic_records import drawn_command
 from test_plan import MACHINE
 from test_record_document import TOPS, kinds
 
@@ -20,6 +19,7 @@ from magicdec.hardware import timing
 from magicdec.hardware.costs import Deployment
 from magicdec.hardware.other_load import _waits
 from magicdec.predict.plan import describe_machine
+from magicdec.records.describe import title_of
 from magicdec.records.fields import described_fields
 from magicdec.setup.memory_check import free_host_memory
 from magicdec.setup.memory_plan import MemoryPlan
@@ -106,7 +106,7 @@ def test_bytes_that_are_printed() -> None:
     rates = {"read_bytes_per_s": 1.5e10, "kv_bytes_per_s": 2e9, "flops_per_s": 2.5e12}
     text = describe_machine({"machine": "m", "hardware": rates})
     assert text.endswith("m: a rank reads 15.0 GB/s (KV 2.0), computes 2.50 TFLOP/s")
-    assert str(table_of(drawn()).title).endswith(", 1.0 GB/s read")  # of 1e9 bytes/s
+    assert title_of(drawn_command()).endswith(", 1.0 GB/s read")  # of 1e9 bytes/s
 
 
 def test_a_hop_in_us() -> None:

@@ -5,6 +5,7 @@ passes as one table. Imports no torch and no pandas.
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,6 +15,7 @@ from magicdec.hardware.other_load import busy_share, is_busy, load_text
 from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import Column, Shown, Table
 from magicdec.records.comparison.conditions import policy_of
+from magicdec.records.describe import WITHOUT_METRICS
 from magicdec.records.environment import Environment
 from magicdec.records.fields import described_fields
 from magicdec.records.metrics import SUFFIX, PassMetrics
@@ -165,10 +167,15 @@ class Listing:
         settings in a line and omit columns without a value. As text it is narrow, with intervals
         beside metrics; other forms have them in columns."""
         listing, line = (self, "") if form == "csv" or self.is_chosen else self._varying()
-        load = load_text([row[TAKEN] for row in self.rows], "passes")
+        load = load_text([row[TAKEN] for row in self.rows], "runs")
         if form == "text":
-            table = (listing if self.is_chosen else listing._compact())._as_text()
-            return replace(table, above=[*filter(None, (load, line)), *table.above])
+            compact = listing if self.is_chosen else listing._compact()
+            table = compact._as_text()
+            is_left_out = "status" in listing.columns and "status" not in compact.columns
+            counts = Counter(row["status"] for row in self.rows)
+            texts = [f"{count} {status}" for status, count in counts.items()]
+            states = f"status: {', '.join(texts)}" if is_left_out else ""
+            return replace(table, above=[*filter(None, (load, line, states)), *table.above])
         keys = listing._with_intervals(form == "csv")
         return Table(
             [Column(_label(key), key in TEXT_COLUMNS, key) for key in keys],
@@ -197,8 +204,10 @@ class Listing:
 
     def _compact(self) -> Listing:
         """A listing with fewer columns: draft model or drafter in one, low-bit weights and budget
-        behind draft and policy."""
+        behind draft and policy, and the status only where tokens are wrong or lacking."""
         columns = self.columns
+        if not any(row["status"] in WITHOUT_METRICS for row in self.rows):
+            columns = [key for key in columns if key != "status"]
         rows = self.rows
         if {"draft_model", "drafter"} <= {*columns}:
             columns = [key for key in columns if key != "drafter"]

@@ -40,6 +40,7 @@ from magicdec.records.comparison.exact import (
     find_other_verdict,
     why_not_exact,
 )
+from magicdec.records.describe import verdict_of
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
 from magicdec.records.pass_record import PassRecord
@@ -298,7 +299,7 @@ def match(record: PassRecord, baselines: Sequence[PassRecord]) -> list[Match] | 
     if record.status == Status.VERIFIED_WITH_TIES:
         name += f" [{record.status}]"
     if not record.passed:
-        return Comparison(name, REGRESSION, f"the new pass {problem_of(record)}")
+        return Comparison(name, REGRESSION, f"the new pass: {verdict_of(record)}")
     try:
         alike = alike_baselines(record, baselines)
         if not any(has_drafted(each) for each in (record, *alike)):
@@ -308,31 +309,6 @@ def match(record: PassRecord, baselines: Sequence[PassRecord]) -> list[Match] | 
         return [match_of(name, record, b) for b in alike]
     except ValueError as error:
         return Comparison(name, INCOMPARABLE, f"not comparable: {error}")
-
-
-def problem_of(record: PassRecord) -> str:
-    """What is wrong with a pass that failed, or whose tokens are wrong."""
-    found = record.correctness
-    if record.error is not None or found is None:
-        return f"failed: {record.error}"
-    problems = []
-    if record.num_differing:
-        first = found.first_divergence
-        place = (
-            "" if first is None else f", first at sequence {first.sequence}, token {first.index}"
-        )
-        of = f"{record.num_differing} of {len(record.requests)} outputs"
-        problems.append(f"{of} are not those of {record.reference}{place}")
-    if found.judged_again is not None and found.judged_again.first_wrong is not None:
-        wrong = found.judged_again.first_wrong
-        problems.append(
-            f"{found.judged_again.num_wrong} steps that were judged again are WRONG, first at "
-            f"sequence {wrong.sequence}, token {wrong.index}"
-        )
-    if found.forwards is not None and found.forwards.alarms:
-        alarms = ", ".join(found.forwards.alarms)
-        problems.append(f"errors of the logits are TOO LARGE for rounding ({alarms})")
-    return f"has a {record.status}: {'; '.join(problems)}"
 
 
 def match_of(name: str, new: PassRecord, old: PassRecord) -> Match:

@@ -183,7 +183,7 @@ PROPERTIES = (
             Fault(
                 "passes of a baseline taken as they are",
                 "bench/gate/cases.py",
-                "name = unfounded_in_pass(record)",
+                "name = unfounded_metric(record)",
                 "name = None",
             ),
         ),

@@ -258,7 +258,7 @@ def stages_of(record: PassRecord, kind: str) -> list[dict[str, Any]]:
     if details is None or details.kind != kind or details.busy is None:
         return []
     drafting = getattr(details, "draft_rank", None)
-    parts = details.occupancy or [[busy] for busy in details.busy]
+    parts = getattr(details, "occupancy", None) or [[busy] for busy in details.busy]
     return [
         {
             "name": f"{record.name}, {STAGES[kind]} {stage}{' (drafts)' * (stage == drafting)}",
