@@ -11,7 +11,6 @@ from functools import cache
 import gpu_results
 import pytest
 from conftest import ROOT
-from magicdec.records.table import table_of, table_rows
 
 from magicdec.bench.showing import tables
 from magicdec.output.tables import Table

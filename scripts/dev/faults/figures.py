@@ -18,10 +18,10 @@ PROPERTIES = (
         f"{DRAWN}test_marks_are_where_the_axes_say",
         (
             Fault(
-                "the median TPOT of a run as its mean",
+                "the prefill of others in the speed of a request",
                 PASSES,
+                'TPOT = "request_step_ms"',
                 'TPOT = "mean_tpot_ms"',
-                'TPOT = "p50_tpot_ms"',
             ),
             Fault(
                 "the mean TPOT of a loop as its median",
@@ -116,8 +116,8 @@ PROPERTIES = (
             Fault(
                 "where drafts pay upside down",
                 PASSES,
-                'runs["mean_emitted_tokens"].astype(float) / runs["speedup"].astype(float)',
-                'runs["speedup"].astype(float) / runs["mean_emitted_tokens"].astype(float)',
+                "pays_from = emitted / speedups",
+                "pays_from = speedups / emitted",
             ),
         ),
     ),
@@ -183,14 +183,14 @@ PROPERTIES = (
             Fault(
                 "phases of a drafting step in each",
                 PASSES,
-                "values = weight * runs",
-                "values = 1 * runs",
+                "values = weight * passes",
+                "values = 1 * passes",
             ),
             Fault(
                 "the median step of the baseline",
                 "bench/report/frame.py",
-                "baseline.mean_step_ms",
-                "baseline.median_step_ms",
+                "reference.metrics.mean_step_ms",
+                "reference.metrics.median_step_ms",
             ),
             Fault(
                 "ticks half a bar too low",

@@ -171,7 +171,7 @@ PROPERTIES = (
             Fault(
                 "passes not computed again",
                 f"{REPORT}page.py",
-                "name = unfounded_in_pass(record)",
+                "name = unfounded_metric(record, command)",
                 "name = None",
             ),
         ),

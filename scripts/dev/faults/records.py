@@ -248,8 +248,8 @@ PROPERTIES = (
             Fault(
                 "the fastest steps as the best",
                 "bench/report/figures/passes.py",
-                "best_last(runs, NET)",
-                "best_last(runs, KINDS[1])",
+                "best_last(passes, NET)",
+                "best_last(passes, KINDS[1])",
             ),
             Fault(
                 "a run of a busy host as the best",

@@ -372,7 +372,9 @@ def draw_by_context(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
     each has been measured with every kind."""
     held = ["model", "target_dtype", "dtype", "dataset", "gen_len", "temperature", *MACHINE]
     held += ["B", "kind_of_draft"]
-    pays_from = passes["tokens_per_verification"].astype(float) / passes["speedup"].astype(float)
+    emitted = passes["tokens_per_verification"].astype(float)
+    speedups = passes["speedup"].astype(float)
+    pays_from = emitted / speedups
     named = passes.assign(
         series=names_of_drafts(passes),
         pays_from=pays_from,
