@@ -207,7 +207,9 @@ def test_report_and_export_have_the_categories(tmp_path: Path) -> None:
     records.write_page(records.report.build_parser().read([str(path), "--out", str(out)]))
     page = (out / "index.html").read_text(encoding="utf-8")
     assert page.count("<h3>Acceptance by category</h3>") == 1
-    table = pandas.read_csv(out / "categories.csv")
+    every = pandas.read_csv(out / "categories.csv")
+    assert [*every["category"]][2:] == ["coding", "qa", "summarization", "writing"]
+    table = every[:2]
     assert [*table["run"]] == [1, 1] and [*table["category"]] == ["code, and more", "prose"]
     groups = (categorized().metrics or pytest.fail()).acceptance_by_category or {}
     assert [*table["draft_acceptance_rate"]] == [
