@@ -129,7 +129,7 @@ def test_the_light_files_import_no_torch(name: str) -> None:
         ("speculation.drafter", "speculation.steps.steps"),
         ("model.transformer", "model.checkpoint.source"),
         ("runner.model_runner", "runner.sampling.verification"),
-        ("records.table", "bench.run.run"),
+        ("records.describe", "bench.run.run"),
         ("systems.ring.ring", "bench.serving.measure"),
         ("bench.latency.record", "cli.latency"),
     ],
