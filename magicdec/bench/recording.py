@@ -10,6 +10,7 @@ from typing import Any
 from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.computing import (
     Beside,
+    Measured,
     acceptance_by_context,
     pass_metrics,
     times_by_turn,
@@ -54,6 +55,12 @@ def status_of(
     return Status.MISMATCH if is_wrong else Status.UNVERIFIED
 
 
+def is_comparable(ours: Measured, theirs: Measured) -> bool:
+    """Whether both passes began from one prefill, so that the times of their steps are compared."""
+    groups = (*ours.groups, *theirs.groups)
+    return bool(groups) and all(group.prefill_ms is not None for group in groups)
+
+
 def record_pass(
     name: str,
     parts: MeasuredParts,
@@ -69,7 +76,11 @@ def record_pass(
     details: Any = None,
     memory: MemoryRecord | None = None,
 ) -> PassRecord:
+    """The record. Raises AssertionError if passes that share a prefill had other threads."""
     passed = status is not Status.MISMATCH
+    if beside.reference is not None and is_comparable(parts, beside.reference):
+        ours, theirs = (each.groups[0].threads for each in (parts, beside.reference))
+        assert ours == theirs, f"{name}: the ranks had {ours} threads, but {theirs} in {reference}"
     contexts = None
     if not beside.is_random:
         contexts = acceptance_by_context(parts.requests, verifications_of(parts.requests))

@@ -35,7 +35,7 @@ TableRow = list[Any]
 
 WIDTH = 80  # characters that passes beside each other take, unless a table has only
 FEWEST_COLUMNS = 2
-FRAME = 3  # characters around a column
+GAP = 1  # characters between columns, where they have no room for a frame
 # What the table of a mode a row says of each pass.
 SUMMARY = (
     "output_throughput",
@@ -383,18 +383,16 @@ def winner(records: Sequence[PassRecord]) -> list[str]:
 
 
 def parts_of(records: Sequence[PassRecord], rows: Sequence[TableRow]) -> list[list[int]]:
-    """The places of the passes that a table has beside each other, of those with metrics. With
-    several concurrencies they are those of one mode."""
+    """The places of the passes that a table has beside each other. With several concurrencies they
+    are those of one mode."""
     has_several = len({record.concurrency for record in records}) > 1
     width = width_of(row[0] for row in rows)
     found = list[list[int]]()
     mode = None
     taken = width
-    for place, record in enumerate(records):
-        if record.metrics is None:
-            continue
+    for place, record in enumerate(records if rows else ()):
         label = f"{record.concurrency}{AT_ONCE}" if has_several else record.name
-        own = max(len(label), width_of(row[1 + place] for row in rows)) + FRAME
+        own = max(len(label), width_of(row[1 + place] for row in rows)) + GAP
         is_full = taken + own > WIDTH and len(found[-1]) >= FEWEST_COLUMNS if found else True
         if is_full or (has_several and record.mode != mode):
             found.append([])

@@ -40,6 +40,8 @@ def unfounded_metric(record: PassRecord, command: Sequence[PassRecord] = ()) -> 
         if (name := contradiction_in(request)) is not None:
             return f"requests[{number}].{name}"
     reference = reference_of(record, command)
+    if reference is not None and metrics.speedup is not None and has_others(record, reference):
+        return "speedup"
     expected = pass_metrics(record, beside_of(record, reference))
     for name in (item.name for item in fields(PassMetrics)):
         is_ratio = name.startswith(OF_RATIOS)
@@ -58,6 +60,12 @@ def unfounded_metric(record: PassRecord, command: Sequence[PassRecord] = ()) -> 
         if not follows(_plain(stated), _plain(found)):
             return name
     return next((name for name, holds in conditions(record, metrics) if not holds), None)
+
+
+def has_others(record: PassRecord, reference: PassRecord) -> bool:
+    """Whether two passes had other ranks or threads, so that their times say nothing together."""
+    pairs = zip(record.groups, reference.groups, strict=False)
+    return any(ours.threads != theirs.threads for ours, theirs in pairs)
 
 
 def beside_of(record: PassRecord, reference: PassRecord | None) -> Beside:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from conftest import TINY, Launch, make_runner
 from fake_clock import VirtualClock
-from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
+from test_serving_metrics import serving_metrics
 
 from magicdec.bench.measure import MeasuredPasses
 from magicdec.bench.serving.prepare import check_here, prepare
-from magicdec.bench.showing import spans_of, tables, verdict
+from magicdec.bench.showing import tables
+from magicdec.bench.timeline import spans_of
 from magicdec.cli.serve import COMMANDS, RecordFile, ServeCommand
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Group
@@ -28,6 +29,8 @@ from magicdec.hardware.timing import GroupClock
 from magicdec.names import BASELINE
 from magicdec.output.console import Silent
 from magicdec.output.writing import to_json
+from magicdec.records.describe import verdict_of
+from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord
 from magicdec.runner.request import Request, SamplingParams, Status
 from magicdec.setup.memory_check import MemoryBudget, needed
@@ -156,7 +159,7 @@ def test_every_mode_serves_the_tokens_of_lone_runs(tiny_checkpoint: Path, tmp_pa
     batching = make_batching(tiny_checkpoint, tmp_path, 3, "--prefill_tokens", 16)
     assert batching.runner is not None
     expected = lone_outputs(batching)
-    metrics = dict[str, ServingMetrics]()
+    metrics = dict[str, PassMetrics]()
     for mode in MODES:
         requests, counts = serve(batching, mode)
         assert [r.output_ids for r in requests] == expected, mode
@@ -321,11 +324,11 @@ def check_table(records: list[PassRecord]) -> None:
     assert [len(cells) for cells in rows.values()] == [len(records)] * len(rows)
     assert rows["in flight, mean"][0] == "1.00" and rows["decode step median, ms"][0]
     for record, compared in (
-        (records[0], "sequential: the reference of the others"),
-        (records[3], "inflight: all 4 requests have the tokens of sequential"),
+        (records[0], f"verified, its {records[0].correctness.num_tokens} tokens are the reference"),
+        (records[3], "verified, all 4 requests have the "),
     ):
-        assert verdict(record).startswith(f"{compared}; ")
-        assert " steps judged again, all right" in verdict(record)
+        assert verdict_of(record).startswith(compared)
+        assert " steps judged again, all right" in verdict_of(record)
 
 
 def test_every_rank_count_serves_the_same_tokens(

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pandas
 import pytest
-from magicdec.records.performance import without_chance
-from magicdec.records.table import print_record
-from synthetic_records import drawn, parse_record, with_fields
-from test_pass_records import measured
+from synthetic_records import STEPS, drawn, drawn_command, parse_record, served, with_fields
 from test_record_document import problems
 from test_report import numbers_by_hand
 
 from magicdec.bench.showing import tables
 from magicdec.cli import records
-from magicdec.output.tables import Table
+from magicdec.output.tables import Table, print_tables
 from magicdec.records.acceptance import (
     AcceptanceMetrics,
     ReportedCounts,
@@ -29,8 +26,8 @@ from magicdec.records.acceptance import (
 )
 from magicdec.records.intervals import FEWEST_PROMPTS
 from magicdec.records.metric_tables import category_tables
+from magicdec.records.metrics import without_chance
 from magicdec.records.pass_record import PassRecord
-from magicdec.records.reading import parse_line
 
 __all__ = ["numbers_by_hand"]  # a fixture of all tests here
 NAMES = ("coding", "summarization", "writing")
@@ -116,12 +113,10 @@ def test_what_has_no_drafts_has_no_rate_and_few_prompts_no_interval() -> None:
 
 
 def categorized() -> PassRecord:
-    """A run of eight prompts of two categories."""
+    """The drafting pass of a run of eight prompts of two categories."""
     run = drawn()
-    assert run.metrics is not None and run.samples is not None
-    found = Verifications.of(run.samples["speculative"].restored())
     names = ["code, and more", "prose"] * 4
-    by_category = acceptance_by(names, found)
+    by_category = acceptance_by(names, run.verifications())
     raw = json.loads(run.to_json())
     raw["metrics"]["acceptance_by_category"] = {k: asdict(v) for k, v in by_category.items()}
     raw["workload"] |= {"categories": names, "num_later_turns": 3, "left_out": {"longer": 2}}
@@ -174,19 +169,19 @@ def test_the_table_of_categories_has_room_in_80_columns(
 def test_a_run_prints_its_categories_and_what_was_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_record(categorized())
+    print_tables(tables([drawn_command()[0], categorized()], is_verbose=False))
     text = capsys.readouterr().out
     assert "2 more items were drawn and left out: 2 longer than --prefix_len\n" in text
     assert text.count("acceptance by category") == 1
     assert text.index("2 more items") < text.index("code, and more") < text.index("all prompts")
-    print_record(drawn())
+    print_tables(tables(drawn_command(), is_verbose=False))
     assert "category" not in capsys.readouterr().out
 
 
 def served_record() -> PassRecord:
     """A served mode whose prompts have the categories of `CATEGORIES`."""
-    raw = measured("inflight+draft", start="now") | {"speculation": None}
-    record = parse_line(json.dumps(raw), PassRecord)
+    record = served(STEPS)
+    record = replace(record, acceptance_by_context=None)
     assert record.metrics is not None
     found = acceptance_metrics(Verifications(verified()), len(CATEGORIES), CATEGORIES)
     return replace(record, metrics=replace(record.metrics, **found))
@@ -212,7 +207,9 @@ def test_report_and_export_have_the_categories(tmp_path: Path) -> None:
     records.write_page(records.report.build_parser().read([str(path), "--out", str(out)]))
     page = (out / "index.html").read_text(encoding="utf-8")
     assert page.count("<h3>Acceptance by category</h3>") == 1
-    table = pandas.read_csv(out / "categories.csv")
+    every = pandas.read_csv(out / "categories.csv")
+    assert [*every["category"]][2:] == ["coding", "qa", "summarization", "writing"]
+    table = every[:2]
     assert [*table["run"]] == [1, 1] and [*table["category"]] == ["code, and more", "prose"]
     groups = (categorized().metrics or pytest.fail()).acceptance_by_category or {}
     assert [*table["draft_acceptance_rate"]] == [

@@ -237,7 +237,7 @@ def test_a_verdict_says_what_its_parts_have_found() -> None:
     _, drafting = drawn_command()
 
     def line(parts: Correctness) -> str:
-        if parts.passed:
+        if not parts.has_wrong_steps and not parts.has_alarms:
             return verdict_of(replace(drafting, correctness=parts))
         status = {"status": Status.MISMATCH, "metrics": None, "acceptance_by_context": None}
         return verdict_of(replace(drafting, correctness=parts, **status))

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from conftest import Launch
 from identities import check_metrics
-from magicdec.bench.serving.metrics import categories_of
 from serving_command import parse_as, prepare_as
 from test_batching import measured
 from test_chat_template import CHATTED, FRAME, TEMPLATES, reference, write
@@ -26,6 +26,7 @@ from magicdec.bench.check.replays import check_mode, unanswered
 from magicdec.bench.showing import tables, turn_tables
 from magicdec.engine.arrivals import Arrivals
 from magicdec.model.tokenizer import load_tokenizer
+from magicdec.records.computing import Beside, categories_of
 from magicdec.records.pass_record import PassRecord, hash_output
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams, Turn
@@ -175,9 +176,16 @@ def test_the_next_turn_arrives_in_the_place_of_the_one_that_ended() -> None:
 
 
 def test_a_turn_has_the_category_of_its_conversation() -> None:
-    found = categories_of(talking([1, 3, 2]), ["x", None, "y"])
-    assert found == ["x", None, None, None, "y", "y"]
-    assert categories_of([Request(1, (5,), SamplingParams(1))], ["x", "y"]) == ["y"]
+    """Where requests are none, the prompts of a later group are the same again."""
+    numbers = [request.turn and request.turn.conversation for request in talking([1, 3, 2])]
+    for conversations, categories, expected in (
+        (numbers, ["x", None, "y"], ["x", None, None, None, "y", "y"]),
+        ([None] * 4, ["x", "y"], ["x", "y", "x", "y"]),
+    ):
+        requests = [SimpleNamespace(conversation=each) for each in conversations]
+        beside = Beside(is_drafting=True, categories=categories)
+        parts: Any = SimpleNamespace(requests=requests)
+        assert categories_of(parts, beside) == expected
 
 
 def test_a_conversation_goes_on_without_the_token_that_ends_an_answer() -> None:
@@ -253,7 +261,7 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
         *modes,
     )
     records = measured(experiment).records
-    assert [record.status for record in records] == ["ok"] * len(modes)
+    assert [record.status for record in records] == ["verified"] * len(modes)
     first = records[0]
     expected = answered_by_transformers(tiny_checkpoint, first.workload.sources or [])
     assert len(expected) == 11
@@ -266,7 +274,7 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
         assert record.num_differing == 0 and record.correctness is not None
         assert check_metrics(record) == [], record.name
         check_times(record)
-    by_mode = {each.way: each.times_by_turn for each in records}
+    by_mode = {each.mode: each.times_by_turn for each in records}
     hits = [[turn.prefix_hit_rate for turn in by_mode[mode] or ()] for mode in modes[:4]]
     # First turns find what others begin with, as far as these have come before.
     later = [of_mode[1:] for of_mode in hits]
@@ -315,7 +323,7 @@ def test_two_ranks_ask_the_same_turns(
             (each.conversation, each.turn, each.prompt_len, each.output_hash)
             for each in record.requests
         ]
-        assert (record.status, found) == ("ok", expected), record.name
+        assert (record.status, found) == ("verified", expected), record.name
         assert record.environment.world_size == 2
 
 

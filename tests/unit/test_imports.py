@@ -132,8 +132,8 @@ def test_the_light_files_import_no_torch(name: str) -> None:
         ("speculation.drafter", "speculation.steps.steps"),
         ("model.transformer", "model.checkpoint.source"),
         ("runner.model_runner", "runner.sampling.verification"),
-        ("records.table", "bench.measure"),
-        ("systems.mdi_llm.system", "bench.measure"),
+        ("records.describe", "bench.run.run"),
+        ("systems.ring.ring", "bench.serving.measure"),
         ("bench.latency.record", "cli.latency"),
     ],
 )

@@ -4,83 +4,76 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Command
-from magicdec.bench.serving.metrics import serving_metrics
-from test_compare import make
-from test_pipeline_command import finished, observed
+from synthetic_records import ENVIRONMENT, PLAIN, STEPS, drawn_command, served
 
-from magicdec.bench.showing import verdict
 from magicdec.cli import compare, plan, simulate
 from magicdec.cli.front import config_of
 from magicdec.cli.parsing.record_files import TABLES, commands_of
-from magicdec.engine.scheduler import StepCounts
 from magicdec.names import RECORDS, load_named
 from magicdec.output.tables import print_tables
+from magicdec.records.correctness import Correctness
+from magicdec.records.describe import verdict_of
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes, read_records
-from magicdec.records.record import SCHEMA_VERSION
-from magicdec.runner.request import Moves
-from magicdec.systems.pipeinfer.details import speculation_metrics
-from magicdec.systems.pipeinfer.scheduler import Counts
+from magicdec.records.record import Status
 
-OPTIONS: dict[str, Any] = {
-    "num_requests": 2, "arrival": "burst", "gen_len": 4, "batch_size": 1, "goodput": {},
-    "draft": "ngram", "layer_split": "3,3", "lanes": 1,
-}  # fmt: skip
+UNJUDGED = Correctness("sequential", False, 90)
 
 
-def record(name: str, start: str = "first", **workload: object) -> dict[str, Any]:
+def measured(name: str, start: str = "first", **workload: object) -> PassRecord:
+    """A pass of a mode that is compared with nothing."""
+    record = served(PLAIN)
+    config = record.config | {"workload": record.config["workload"] | workload}
+    environment = replace(record.environment, time_utc=start)
+    return replace(record, name=name, config=config, environment=environment)
+
+
+def record(name: str, start: str = "first", **workload: object) -> PassRecord:
     """A pass whose tokens are wrong, and which has no metrics therefore."""
-    base = make()
-    config = base["config"] | {"workload": OPTIONS | {"mode": name} | workload}
-    return {
-        "kind": "serving", "schema_version": SCHEMA_VERSION, "threads": [2], "status": "diverged",
-        "name": name, "config": config,
-        "environment": base["environment"] | {"time_utc": start}, "workload": base["workload"],
-        "reference": "sequential", "num_differing": 1, "metrics": None, "ring": None,
-        "speculation": None, "requests": [],
-    }  # fmt: skip
+    return replace(
+        measured(name, start, **workload),
+        status=Status.MISMATCH,
+        reference="sequential",
+        num_differing=1,
+        correctness=UNJUDGED,
+        metrics=None,
+    )
 
 
-def measured(name: str, start: str = "first", **workload: object) -> dict[str, Any]:
-    counts = StepCounts(num_steps=3, moves={0: Moves([0.0])})
-    metrics = serving_metrics([finished([1.0, 2.0, 3.0])], counts)
-    speculation = speculation_metrics(observed(), Counts(runs=3), has_drafts=True)
-    right = {"status": "ok", "num_differing": 0}
-    parts = {"metrics": asdict(metrics), "details": asdict(speculation)}
-    return record(name, start, **workload) | right | parts
+def line_of(each: PassRecord | dict[str, Any]) -> str:
+    return json.dumps(each) if isinstance(each, dict) else each.to_json()
 
 
-def write(path: Path, *records: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+def write(path: Path, *records: PassRecord | dict[str, Any]) -> Path:
+    path.write_text("".join(line_of(each) + "\n" for each in records))
     return path
 
 
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ("differs", "ring: DIFFERS, 2 of 3 requests differ from one; rounding may be the reason"),
-        ("diverged", "ring: DIVERGED, 2 of 3 requests differ from one"),
+        (
+            "unverified",
+            "unverified, 2 of 15 requests differ from one in 90 tokens; rounding may be the reason",
+        ),
+        (
+            "mismatch",
+            "MISMATCH, 2 of 15 requests differ from one in 90 tokens; it has no metrics",
+        ),
     ],
 )
 def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -> None:
-    passed = SimpleNamespace(
-        name="ring",
-        status=status,
-        reference="one",
-        num_differing=2,
-        requests=[0, 0, 0],
-        correctness=None,
-        accepts_by_chance=False,
-        emulated_by=[],
+    metrics = served(PLAIN).metrics if status == "unverified" else None
+    passed = replace(
+        record("ring"), status=status, reference="one", num_differing=2, metrics=metrics
     )
-    assert verdict(passed) == said
+    assert verdict_of(passed) == said
 
 
 def test_the_table_is_that_of_the_command(
@@ -88,14 +81,14 @@ def test_the_table_is_that_of_the_command(
 ) -> None:
     path = write(tmp_path / "passes.jsonl", record("one"), record("two"))
     (records,) = commands_of(read_records(path, PassRecord, is_strict=True))
-    print_tables(load_named(TABLES, "serving")(records))
+    print_tables(load_named(TABLES, "pass")(records))
     shown = capsys.readouterr().out
-    assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
+    assert "one: MISMATCH, 1 of 15 requests differ from sequential" in shown
     assert command("table", path).out == shown
 
 
-def test_each_kind_but_runs_has_tables() -> None:
-    assert set(TABLES) == set(RECORDS) - {"run"}
+def test_each_kind_has_tables() -> None:
+    assert set(TABLES) == set(RECORDS)
     assert all(callable(load_named(TABLES, kind)) for kind in TABLES)
 
 
@@ -139,12 +132,12 @@ def test_a_prediction_is_printed_repeated_and_compared(
 def test_a_file_of_another_kind_is_refused_with_its_command(
     tmp_path: Path, command: Command
 ) -> None:
-    made = record("ring")
-    made["environment"]["argv"] = ["magicdec serve", "--modes", "ring", "--model", "a b"]
+    words = ["magicdec serve", "--modes", "ring", "--model", "a b"]
+    made = replace(record("ring"), environment=replace(ENVIRONMENT, argv=words))
     path = write(tmp_path / "passes.jsonl", made)
-    code, _, err = command(config_of, path, "--kind", "serving")
+    code, _, err = command(config_of, path)
     again = "magicdec serve --modes ring --model 'a b'"
-    assert code == 2 and err.endswith(f"the command itself makes it again: {again}\n")
+    assert code == 2 and err.endswith(f"the command itself makes the record again: {again}\n")
 
 
 def test_each_command_has_a_table(tmp_path: Path, command: Command) -> None:
@@ -160,9 +153,28 @@ def test_each_command_has_a_table(tmp_path: Path, command: Command) -> None:
     assert len(re.findall(r"[^,] tokens/s of a request", command("table", path).out)) == 2
 
 
-def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
-    path = write(tmp_path / "passes.jsonl", record("ring"))
-    with pytest.raises(ValueError, match="it has other records only, 1 of kind serving; see"):
+def test_runs_are_listed_without_the_passes_that_they_are_compared_with(
+    tmp_path: Path, command: Command
+) -> None:
+    """A line each; a served command has its own tables below."""
+    later = [
+        replace(each, environment=replace(each.environment, time_utc="later"))
+        for each in drawn_command(seed=1)
+    ]
+    runs = [drawn_command()[1], later[1]]
+    plain = served(PLAIN)
+    modes = [plain, served(STEPS, 0, plain)]
+    path = write(tmp_path / "runs.jsonl", *drawn_command(), *later, *modes)
+    listing, served_table = command("table", path).out.split("\n\n")
+    rates = [f"{each.metrics.draft_acceptance_rate:.2f}±" for each in runs if each.metrics]
+    assert [rate in listing for rate in rates] == [True, True]
+    assert "static" not in listing and "inflight+draft" in served_table
+
+
+def test_commands_that_read_passes_name_the_kind(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "runs.jsonl"
+    command(simulate, "--gen_len", 8, "--modes", "async", "--out", path)
+    with pytest.raises(ValueError, match="it has other records only, 1 of kind simulation; see"):
         load_passes(path)
 
 
@@ -171,28 +183,30 @@ def test_a_file_may_have_records_of_several_kinds(
 ) -> None:
     """All commands append to one file. The table shows the runs, and then the commands of each
     kind; commands that read runs leave the others out and say so."""
-    path = write(tmp_path / "runs.jsonl", record("static"), make())
-    command(simulate, "--gen_len", 8, "--modes", "pipeinfer", "--out", path)
-    write(path, *map(json.loads, path.read_text().splitlines()), make())
-    assert len(load_passes(path)) == 2
-    others = "left out, 1 of kind serving and 1 of kind simulation"
-    assert others in capsys.readouterr().err
+    path = write(tmp_path / "runs.jsonl", record("static"), *drawn_command())
+    command(simulate, "--gen_len", 8, "--modes", "async", "--out", path)
+    write(path, *map(json.loads, path.read_text().splitlines()), drawn_command()[1])
+    assert len(load_passes(path)) == 4
+    assert "left out, 1 of kind simulation" in capsys.readouterr().err
     shown = command("table", path).out
     places = [shown.index(text) for text in ("streaming_llm", "static", "pipeinfer")]
     assert places == sorted(places)
     _, out, err = command("table", path, "--format", "csv")
     assert len(out.splitlines()) == 3
-    assert f"{others}; see --kind" in err
-    of_kind = command("table", path, "--format", "csv", "--kind", "serving")
+    assert "left out, 1 of serve and 1 of simulation; name files without runs" in err
+    alone = write(tmp_path / "alone.jsonl", measured("static"))
+    of_kind = command("table", alone, "--format", "csv", "--kind", "pass")
     assert of_kind.out.splitlines()[0].startswith("mode,") and "\nmetric,static\n" in of_kind.out
 
 
 def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command) -> None:
     old, new = measured("async"), measured("async", "later")
-    new["metrics"] |= {"duration_s": 1.25 * old["metrics"]["duration_s"]}
-    new["environment"] |= {"threads": 7}
-    first = write(tmp_path / "old.jsonl", measured("pipeline+draft"), old)
-    second = write(tmp_path / "new.jsonl", new, measured("pipeline+draft", lanes=2))
+    assert old.metrics is not None and new.metrics is not None
+    slower = replace(new.metrics, duration_s=1.25 * old.metrics.duration_s)
+    environment = replace(new.environment, threads=7)
+    new = replace(new, metrics=slower, environment=environment)
+    first = write(tmp_path / "old.jsonl", measured("sync"), old)
+    second = write(tmp_path / "new.jsonl", new, measured("sync", lanes=2))
     summary = tmp_path / "summary.md"
     code, shown, _ = command(compare, second, first, "--summary", summary)
     assert code == 0
@@ -202,10 +216,10 @@ def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command
         cells[0]: cells[1:] for cells in map(cells_of, summary.read_text().splitlines()) if cells
     }
     assert rows["duration_s"][2] == "+25.0 %" and "output_throughput" not in rows
-    assert f"threads: old {old['environment']['threads']}, new 7" in shown and "cpu: " not in shown
+    assert f"threads: old {old.environment.threads}, new 7" in shown and "cpu: " not in shown
     code, _, err = command(compare, second, first, "--margin", 0.1)
-    assert code == 2 and "--margin does nothing here: it is for records of runs" in err
-    other = write(tmp_path / "other.jsonl", measured("pipeinfer", gamma=9))
+    assert code == 2 and "--margin does nothing here: it is for drafts of runs" in err
+    other = write(tmp_path / "other.jsonl", measured("async", gamma=9))
     assert command(compare, second, other).code == 3
 
 
@@ -213,7 +227,7 @@ def test_forwards_are_compared_with_those_of_the_same_weights(
     tmp_path: Path, command: Command
 ) -> None:
     """Of a draft as of a target."""
-    base = make()
+    base = json.loads(drawn_command()[1].to_json())
     times = {
         "ms_p10": 1.0,
         "ms_p90": 1.0,

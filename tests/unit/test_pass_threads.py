@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from synthetic_records import parse_record
-from test_record import PASSED, run_record
+from synthetic_records import command_of, parse_record
+from test_record import batches, plain_batches, run_records
 from test_session import PARALLEL
 
 from magicdec.bench.measure import execute
@@ -36,8 +36,8 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
-from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes
+from magicdec.records.recomputing import unfounded_metric
 from magicdec.setup.prepare import prepare
 from magicdec.systems.flover.declaration import FloverSettings
 from magicdec.systems.flover.system import Flover, of_first_rank_alone
@@ -110,45 +110,46 @@ def test_a_rank_with_other_threads_than_its_config_is_named(
         check_threads("ring", [right, of_rank])
 
 
-def with_threads(**passes: Any) -> PassRecord:
-    """The record of a run of two batches in which the passes have these threads."""
-    raw = json.loads(run_record("speculative", PASSED).to_json())
-    for name, threads in passes.items():
-        raw["samples"][name]["threads"] = threads
-    return parse_record(raw)
-
-
 @pytest.mark.parametrize(
-    ("baseline", "speculative", "said"),
+    ("threads", "said"),
     [
-        ([[1], [1]], [[2], [2]], "speculative, batch 0: the ranks had [2] threads, but [1] in the"),
-        ([[2], [1]], [[2], [2]], "autoregressive, batch 1: the ranks had [1] threads, but [2] in"),
-        ([[2], [2]], [[2], [2, 2]], "speculative, batch 1: the ranks had [2, 2] threads, but [2]"),
-        ([[2, 1]] * 2, [[1, 2]] * 2, "speculative, batch 0: the ranks had [1, 2] threads, but [2"),
-        ([], [[2], [2]], "autoregressive has the threads of 0 batches, but there are 2"),
-        ([[2], [2]], [], "speculative has the threads of 0 batches, but there are 2"),
-        ([[2]], [[2], [2]], "autoregressive has the threads of 1 batches, but there are 2"),
+        ([[2], [1]], "group 1: the ranks had [1] threads, but [2] in the first"),
+        ([[2], [2, 2]], "group 1: the ranks had [2, 2] threads, but [2] in the first"),
+        ([[1, 2], [2, 1]], "group 1: the ranks had [2, 1] threads, but [1, 2] in the first"),
     ],
 )
-def test_a_record_whose_passes_had_other_resources_is_refused(
-    baseline: Any, speculative: Any, said: str
-) -> None:
+def test_a_record_whose_groups_had_other_resources_is_refused(threads: Any, said: str) -> None:
     """It can neither be read nor made."""
+    record = run_records()[1]
+    raw = json.loads(record.to_json())
+    for group, each in zip(raw["groups"], threads, strict=True):
+        group["threads"] = each
     with pytest.raises(ValueError, match=re.escape(said)):
-        with_threads(autoregressive=baseline, speculative=speculative)
-    record = with_threads()
-    assert record.samples is not None
-    threads = {"autoregressive": baseline, "speculative": speculative}
-    samples = {name: replace(record.samples[name], threads=threads[name]) for name in threads}
+        parse_record(raw)
+    pairs = zip(record.groups, threads, strict=True)
     with pytest.raises(AssertionError, match=re.escape(said)):
-        replace(record, samples=samples)
+        replace(record, groups=[replace(group, threads=each) for group, each in pairs])
+
+
+@pytest.mark.parametrize("threads", [[2], [2, 1]])
+def test_passes_of_a_run_with_other_resources_are_refused(threads: list[int]) -> None:
+    """No record of them is made, and the speedup in one that was edited is named."""
+    base = [replace(batch, threads=threads) for batch in plain_batches()]
+    ours = [replace(batch, threads=[1]) for batch in batches()]
+    said = f"static+draft: the ranks had [1] threads, but {threads} in static"
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        command_of(ours, baseline=base)
+    plain, record = run_records()
+    assert unfounded_metric(record, [plain, record]) is None
+    others = [replace(group, threads=[*threads, 9]) for group in plain.groups]
+    assert unfounded_metric(record, [replace(plain, groups=others), record]) == "speedup"
 
 
 def test_committed_records_say_their_threads() -> None:
     for path in COMMITTED:
         records = load_passes(path, is_strict=True)
-        passes = [each for record in records for each in (record.samples or {}).values()]
-        assert len(passes) > 20 and all(each.threads for each in passes)
+        groups = [group for record in records for group in record.groups]
+        assert len(groups) > 20 and all(group.threads for group in groups)
 
 
 def more_threads() -> None:
@@ -188,9 +189,8 @@ def config(tiny_checkpoint: Path, text_file: Path) -> RunConfig:
 
 
 def test_both_passes_of_a_run_say_their_threads_in_each_batch(config: RunConfig) -> None:
-    record = execute(prepare(config, ALONE), is_leader=False).record
-    assert record.samples is not None and len(record.samples) == 2
-    assert all(samples.threads == [[1], [1]] for samples in record.samples.values())
+    records = execute(prepare(config, ALONE), is_leader=False).records
+    assert [[each.threads for each in record.groups] for record in records] == [[[1], [1]]] * 2
 
 
 RUN_FAULTS = {
@@ -282,7 +282,7 @@ def serve(tiny_checkpoint: Path, text_file: Path, tmp_path: Path) -> Serve:
         argv = list(map(str, words))
         assert COMMANDS[command].parse(argv, ALONE).run(argv, ALONE) == 0
         records = map(json.loads, out.read_text().splitlines())
-        return {record["name"]: record["threads"] for record in records}
+        return {record["name"]: record["groups"][0]["threads"] for record in records}
 
     return run
 

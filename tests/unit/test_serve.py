@@ -19,7 +19,7 @@ from rich.console import Console
 from serving_command import prepare_as
 
 from magicdec.bench.serving import measure
-from magicdec.bench.showing import brief_tables, tables, verdict
+from magicdec.bench.showing import tables
 from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
@@ -28,6 +28,7 @@ from magicdec.hardware.threads import RankThreads
 from magicdec.output import tables as output_tables
 from magicdec.output.console import Progress
 from magicdec.output.tables import Table, text_of
+from magicdec.records.describe import verdict_of
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import parse_line
 from magicdec.runner.request import Batch, Request, StepOutput
@@ -213,8 +214,8 @@ def test_every_mode_serves_the_tokens_of_the_first(
     records = read(tmp_path / "out.jsonl")
     assert [record["name"] for record in records] == list(ALL)
     for record in records:
-        assert (record["kind"], record["reference"]) == ("serving", "sequential")
-        assert (record["status"], record["num_differing"]) == ("ok", 0), record["name"]
+        assert (record["kind"], record["reference"]) == ("pass", "sequential")
+        assert (record["status"], record["num_differing"]) == ("verified", 0), record["name"]
         assert check_metrics(parse_line(json.dumps(record), PassRecord)) == [], record["name"]
         each, config = Pass.named(record["name"]), record["config"]
         assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
@@ -225,7 +226,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
         if each.is_drafting and each.mode in ("inflight", "ring"):
             assert config["decoding"]["drafter"] == draft
             assert config["decoding"]["pa"] == (pa if draft == "model" else None)
-        kinds = {"ring": "mdi_llm"} | dict.fromkeys(PIPELINED, "pipeinfer")
+        kinds = {"ring": "ring"} | dict.fromkeys(PIPELINED, "speculation")
         assert (record["details"] or {}).get("kind") == kinds.get(each.mode)
     by_name = {record["name"]: record for record in records}
     if draft == "model":
@@ -234,7 +235,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert (ring["num_draft_tokens"] < 24) == (pa > 0), "of four requests, three in a step"
         assert by_name["pipeline+draft"]["metrics"]["draft_acceptance_rate"] == 1
     said = capsys.readouterr()
-    assert "in every mode all requests have the tokens of sequential" in said.out
+    assert "verified: all other passes have the " in said.out
     assert "10 records appended" in said.err
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
     check_events(json.loads(files["--trace"].read_text())["traceEvents"])
@@ -336,7 +337,7 @@ def test_the_driver_prints_one_table(launch: Launch, tiny_checkpoint: Path, tmp_
         "static", "--dtype", "float32", "--out", tmp_path / "out.jsonl",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "in every mode all requests have the tokens of inflight" in done.stdout
+    assert "verified: the other pass has the " in done.stdout
     assert len([line for line in done.stdout.splitlines() if line.startswith("│")]) == 2
     assert "2 records appended" in done.stderr
     assert len(read(tmp_path / "out.jsonl")) == 2
@@ -462,7 +463,9 @@ def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
     assert code == 0 and [record["name"] for record in records] == [first_of(name), name]
     for record in records:
         metrics = record["metrics"]
-        assert (record["status"], record["threads"], metrics["num_steps"]) == ("ok", [1], 10)
+        (group,) = record["groups"]
+        of_pass = record["status"], group["threads"], metrics["num_steps"]
+        assert of_pass == ("verified", [1], 10)
         assert metrics["duration_s"] == 64 and metrics["output_throughput"] == 10 / 64
         assert metrics["mean_ttft_ms"] == pytest.approx((1000 + 2500 + 1000) / 3)
         assert metrics["mean_in_flight"] == 1
@@ -500,21 +503,30 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     assert "sequential has the most output tokens/s, 0.2\n" in out
     first, second = (parse_line(json.dumps(each), PassRecord) for each in raw)
     assert first.metrics is not None and second.metrics is not None
-    fast = replace(second.metrics, output_throughput=5 / 16, mean_ttft_ms=750.0)
+    fast = replace(
+        second.metrics, output_throughput=5 / 16, throughput_ratio=2.0, mean_ttft_ms=750.0
+    )
     records = [first, replace(second, metrics=fast)]
     summary, table, *_ = tables(records)
     labels = [text_of(row[0]) for row in table.rows]
     assert labels[:5] == [
-        "Throughput", "makespan, s", "requests/s", "output tokens/s", "  times sequential"
+        "Throughput", "duration, s", "requests/s", "output tokens/s", "  times sequential"
     ]  # fmt: skip
-    assert list(map(text_of, table.rows[4][1:])) == ["1.00x", "2.00x"]
+    assert list(map(text_of, table.rows[4][1:])) == ["", "2.00x"]
     assert "TTFT p50, ms" in labels and not [label for label in labels if "p9" in label]
     (said,) = summary.below
     assert said.startswith("inflight has the most output tokens/s, 0.3: 2.00 times those of sequ")
     assert "0.50 times its mean TTFT" in said
     keys = [line.split(",")[0] for line in table.csv().splitlines()]
     assert keys[:4] == ["metric", "duration_s", "request_throughput", "output_throughput"]
-    many = [replace(each, requests=list(each.requests) * 34) for each in records]
+    many = [
+        replace(
+            each,
+            requests=list(each.requests) * 34,
+            groups=[replace(each.groups[0], num_requests=len(each.requests) * 34)],
+        )
+        for each in records
+    ]
     assert "TTFT p99, ms" in [text_of(row[0]) for row in tables(many)[1].rows]
 
 
@@ -536,7 +548,7 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
         assert record.metrics is not None
         metrics = replace(record.metrics, duration_s=float(place), mean_ttft_ms=1_234_567.8)
         grid[place] = replace(record, metrics=metrics)
-    grid[6] = replace(grid[6], status="diverged", metrics=None, num_differing=1)
+    grid[6] = replace(grid[6], status="mismatch", metrics=None, num_differing=1)
     capsys.readouterr()
     monkeypatch.setattr(output_tables, "make_console", lambda: Console(width=80, highlight=False))
     summary, *parts = tables(grid)
@@ -545,7 +557,6 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
     assert headings == [(f"{n} at once", f"inflight, {n} at once") for n in (1, 2, 4, 64)]
     for place, part in enumerate(parts):
         _, of_mode = tables([modes[place]])
-        assert {"  times sequential, 1 at once"} == labels_of(part) - labels_of(of_mode)
         assert labels_of(of_mode) <= labels_of(part)
         assert part.rows[1][1].value == 4 * place, "the makespan of its own first pass"
         part.print()
@@ -553,25 +564,31 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
         for row in part.body:
             assert sum(line == " ".join(row).split() for line in lines) == 1, row
     assert [(row[0], row[1], row[-1]) for row in summary.rows if row] == [
-        (record.way, record.concurrency, record.status) for record in grid
+        (record.mode, record.concurrency, record.status) for record in grid
     ]
     keys = [column.key for column in summary.headings[2:-1]]
     assert keys == ["output_throughput", "mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms"]
     styles = ["bold"] * 6 + ["bold red"] + ["bold"] * 5
     assert [line.style for line in summary.lead[:-1]] == styles
-    (brief,) = brief_tables(grid)
+    (brief,) = tables(grid, is_verbose=False)
     assert brief.body == summary.body and brief.lead[0].style == "bold red"
     summary.print()
     lines = [line for line in capsys.readouterr().out.splitlines() if line[0] in "┃│"]
     assert " 1,234,567.8 " in "".join(lines) and max(map(len, lines)) <= 80
 
 
-def test_a_table_has_at_most_so_many_modes(toy: Toy) -> None:
+def test_a_table_is_no_wider_than_80_columns_but_for_two_modes(toy: Toy) -> None:
+    """The labels of its rows are whole."""
     _, raw = toy("sequential", "inflight")
     records = [parse_line(json.dumps(each), PassRecord) for each in raw]
     many = [replace(records[0], name=f"endpoint{number}") for number in range(2, 9)]
-    assert [len(table.columns) for table in tables(many[:6])] == [6, 7], "a summary first"
-    assert [len(table.columns) for table in tables(many)] == [6, 7, 2]
+    found = tables(many)[1:]
+    assert [column.label for table in found for column in table.headings[1:]] == [
+        each.name for each in many
+    ]
+    assert len(found) == 2 and all(table._least_width() <= 80 for table in found)
+    wide = [replace(each, name=each.name * 4) for each in many[:3]]
+    assert [len(table.columns) for table in tables(wide)[1:]] == [3, 2]
 
 
 def labels_of(table: Table) -> set[str]:
@@ -581,11 +598,12 @@ def labels_of(table: Table) -> set[str]:
 def test_a_mode_with_wrong_tokens_wins_nothing(toy: Toy) -> None:
     _, raw = toy("sequential", "inflight")
     records = [parse_line(json.dumps(each), PassRecord) for each in raw]
-    wrong = replace(records[1], status="diverged", metrics=None, num_differing=1)
+    wrong = replace(records[1], status="mismatch", metrics=None, num_differing=1)
     (summary, table, *_) = tables([records[0], wrong])
     assert summary.below == table.below == [] and table.rows[4][2] is None
-    (brief,) = brief_tables([records[0], wrong])
-    assert [line.text for line in brief.lead[:-1]] == [verdict(wrong)], "one that is wrong says all"
+    (brief,) = tables([records[0], wrong], is_verbose=False)
+    said = [f"inflight: {verdict_of(wrong)}"]
+    assert [line.text for line in brief.lead[:-1]] == said, "one that is wrong says all"
 
 
 def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
@@ -594,18 +612,19 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
     """All else is for `--verbose`, and what is emulated is said in any case."""
     _, raw = toy("sequential", "inflight")
     records = [parse_line(json.dumps(each), PassRecord) for each in raw]
-    (brief,) = brief_tables(records)
+    (brief,) = tables(records, is_verbose=False)
     assert [row[0] for row in brief.rows] == ["sequential", "inflight"]
-    assert brief.lead[0].text == "in every mode all requests have the tokens of sequential"
+    assert brief.lead[0].text == "verified: the other pass has the 10 tokens of sequential"
     monkeypatch.undo()  # which systems serve
     workload = records[1].config["workload"] | {"emulate_acceptance": [0.5]}
-    config = records[1].config | {"workload": workload}
-    emulated = replace(records[1], name="pipeinfer", config=config)
-    (brief,) = brief_tables([records[0], emulated])
+    decoding = records[1].config["decoding"] | {"strategy": "speculative", "drafter": "model"}
+    config = records[1].config | {"workload": workload, "decoding": decoding}
+    emulated = replace(records[1], name="async", config=config)
+    (brief,) = tables([records[0], emulated], is_verbose=False)
     assert ", EMULATED by --emulate_acceptance" in brief.lead[0].text
     workload = workload | {"emulate_stage_ms": 3.0, "emulate_link_ms": 1.0}
     slept = replace(records[0], config=config | {"workload": workload})
-    (brief,) = brief_tables([slept])
+    (brief,) = tables([slept], is_verbose=False)
     assert ", EMULATED by --emulate_stage_ms --emulate_link_ms" in brief.lead[0].text
 
 
@@ -616,10 +635,10 @@ def test_a_diverged_pass_gets_no_metrics(
 ) -> None:
     monkeypatch.setattr(RoundRobin, "wrong", name)
     code, (first, record) = toy(first_of(name), name)
-    assert code == 1 and first["status"] == "ok" and first["metrics"]
-    assert (record["status"], record["num_differing"]) == ("diverged", 1)
+    assert code == 1 and first["status"] == "verified" and first["metrics"]
+    assert (record["status"], record["num_differing"]) == ("mismatch", 1)
     assert record["metrics"] is record["details"] is None
-    assert f"{name}: DIVERGED, 1 of 3 requests differ from {first_of(name)}" in (
+    assert f"{name}: MISMATCH, 1 of 3 requests differ from {first_of(name)}" in (
         capsys.readouterr().out
     )
 
@@ -640,13 +659,13 @@ def test_rounding_may_be_why_tokens_differ(
     monkeypatch.setattr(RoundRobin, "wrong", "inflight")
     words[words.index("float32")] = "bfloat16"
     code, (_, record) = toy("sequential", "inflight")
-    assert code == 0 and (record["status"], record["num_differing"]) == ("differs", 1)
+    assert code == 0 and (record["status"], record["num_differing"]) == ("unverified", 1)
     assert record["metrics"]
 
 
 def test_a_single_pass_has_no_reference(toy: Toy) -> None:
     _, (record,) = toy("ring")
-    assert (record["status"], record["reference"]) == ("unchecked", None) and record["metrics"]
+    assert (record["status"], record["reference"]) == ("unverified", None) and record["metrics"]
 
 
 def test_a_rank_with_other_threads_ends_every_rank(
@@ -688,4 +707,4 @@ def test_the_memory_of_a_pass_is_the_sum_over_its_ranks(
     monkeypatch.setattr(runner_module, "all_gather_values", all_gather)
     _, (record,) = toy("ring")
     assert record["metrics"]["peak_memory_bytes"] == expected
-    assert record["threads"] == [1, *(most for (_, _, _, most), _ in others)]
+    assert record["groups"][0]["threads"] == [1, *(most for (_, _, _, most), _ in others)]
