@@ -16,9 +16,11 @@ from synthetic_records import (
     draw_chances,
     draw_pass,
     drawn,
+    drawn_command,
     parse_record,
     parts_of,
     record_of,
+    served,
     with_fields,
     with_losses,
 )
@@ -187,6 +189,18 @@ def test_baselines_without_a_new_record_are_named_and_counted(gate: Gate) -> Non
             assert f"--budget {budget} --gamma 4: no new record covers this baseline" in out
         assert out.count("no new record covers") == 2
     assert gate(old, old, "--require_all")[0] == 0
+
+
+def test_what_drafts_in_a_run_is_judged_and_what_was_served_is_shown(gate: Gate) -> None:
+    """The pass without drafts of a run is in neither."""
+    records = [*drawn_command(), served()]
+    faster = with_fields(records[-1], metrics__output_throughput=1.0)
+    code, out = gate([*records[:-1], faster], records)
+    assert code == 0 and "1 same" in out and "1 of 1 baselines covered" in out
+    assert out.splitlines()[0] == "inflight+draft: demo (float32)"
+    assert out.count("output_throughput") == 1 and "static" not in out
+    assert gate([faster], [served()])[0] == 0
+    assert gate([parse_record(failed())], records)[0] == 1
 
 
 OTHER = {

@@ -7,6 +7,7 @@ from faults.fault import Fault, Property
 COVERAGE = "test_gate_coverage.py::"
 THREADS = "test_pass_threads.py::"
 EXACT = "test_gate_exact.py::"
+RULE = "test_gate_rule.py::"
 LOG = "test_draft_log.py::"
 
 PROPERTIES = (
@@ -104,6 +105,48 @@ PROPERTIES = (
                 "found[each.position + each.accepted] = False",
                 "found |= dict.fromkeys(range(each.position + each.accepted, each.position"
                 " + each.drafted), False)",
+            ),
+        ),
+    ),
+    Property(
+        "Passes of other loads are not compared.",
+        f"{EXACT}test_passes_that_stop_chains_elsewhere_are_not_compared",
+        (
+            Fault(
+                "loads are not compared",
+                "records/comparison/conditions.py",
+                "*load_of(record).items(),",
+                "",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts that run ahead without their places fall under statistics.",
+        f"{EXACT}test_drafts_that_run_ahead_without_their_places_fall_under_statistics",
+        (
+            Fault(
+                "only the new pass is asked whether drafts run ahead",
+                "records/comparison/exact.py",
+                "if are_judged_by_time(new) or are_judged_by_time(old):",
+                "if are_judged_by_time(new):",
+            ),
+        ),
+    ),
+    Property(
+        "Of a run the pass that drafts gets a verdict, and what was served without the gate none.",
+        f"{RULE}test_what_drafts_in_a_run_is_judged_and_what_was_served_is_shown",
+        (
+            Fault(
+                "passes without drafts are judged",
+                "records/comparison/conditions.py",
+                "(record.shares_prefill and record.is_drafting)",
+                "record.shares_prefill",
+            ),
+            Fault(
+                "served passes are judged",
+                "records/comparison/conditions.py",
+                "(record.shares_prefill and record.is_drafting)",
+                "record.is_drafting",
             ),
         ),
     ),
