@@ -348,7 +348,8 @@ class PassRecord(MeasuredRecord):
         return sealed_json(self)
 
     def __post_init__(self) -> None:
-        problem = self._contradiction() or missing_key(self.config) or unequal_threads(self)
+        problem = self._contradiction() or missing_key(self.config)
+        problem = problem or gone_with_trees(self.config) or unequal_threads(self)
         assert problem is None, problem
 
     def _contradiction(self) -> str | None:
@@ -496,6 +497,13 @@ def missing_key(config: Mapping[str, Any]) -> str | None:
             if key not in values:
                 return f"it has no config.{section}.{key}"
     return None
+
+
+def gone_with_trees(config: Mapping[str, Any]) -> str | None:
+    """A message if an older record drafted a tree, which must not be taken for a chain of `--gamma`
+    tokens."""
+    tree = config["decoding"].get("tree")
+    return None if tree is None else f"it drafted a tree (--tree {tree}), which is gone"
 
 
 def unequal_threads(record: PassRecord) -> str | None:
