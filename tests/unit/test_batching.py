@@ -401,11 +401,12 @@ def test_the_measured_pass_replays_what_its_warm_up_captured(
     decoding = SimpleNamespace(
         strategy="speculative",
         cuda_graphs=graphs,
-        model_drafter="model",
+        drafts_itself=False,
         gamma=gamma,
     )
     system = object.__new__(Flover)
-    system.runner = cast(Any, SimpleNamespace(device=None, drafting=None))
+    runner = SimpleNamespace(device=None, set_observer=lambda kind, observer: None)
+    system.runner = cast(Any, runner)
     config = SimpleNamespace(decoding=decoding, kv=None, sampling=SimpleNamespace(temperature=1.0))
     system.run = cast(Any, SimpleNamespace(config=config, corpus=()))
     drafting = Pass("inflight", True)

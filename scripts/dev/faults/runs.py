@@ -37,7 +37,7 @@ PROPERTIES = (
                 "            return self._judged(batch, proposal)\n",
                 "            self._show(batch)\n"
                 "            each = self._begin(proposal)\n"
-                "            self.runner.flush()\n"
+                "            self.runner.execute()\n"
                 "            result = self._finish(each)\n"
                 "        return self._read(result)\n",
             ),
