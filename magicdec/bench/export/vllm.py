@@ -14,7 +14,8 @@ from datetime import datetime
 from magicdec.bench.export.form import ExportFormat, Row, known, outcome, write_lines
 from magicdec.bench.serving.metrics import ServingMetrics
 from magicdec.bench.serving.record import RequestRecord, ServingRecord
-from magicdec.systems.modes import Pass, Ranks
+from magicdec.systems.declaration import Ranks
+from magicdec.systems.modes import Pass
 from magicdec.workload.request_shapes import BURST, TRACE, parse_arrival
 
 BACKEND = "magicdec"
