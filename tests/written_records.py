@@ -23,8 +23,8 @@ from magicdec.records.computing import Beside
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
 from magicdec.records.record import Status
-from magicdec.systems.pipeinfer.details import PipeInferDetails
 from magicdec.systems.mdi_llm.details import StageUse, ring_metrics
+from magicdec.systems.pipeinfer.details import PipeInferDetails
 
 Line = dict[str, Any]
 LOAD = {"num_requests": 1, "arrival": "burst", "gen_len": 4, "batch_size": 1, "goodput": {}}

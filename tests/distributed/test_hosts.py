@@ -71,7 +71,7 @@ def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> No
     assert ring["config"]["parallel"]["collectives"] == "gloo"
     assert ring["config"]["parallel"]["threads"] == 2 and ring["environment"]["threads"] == 2
     assert (one["threads"], ring["threads"]) == ([2, 0], [2, 2])
-    assert ring["ring"]["num_layers"] == [3, 3] and max(ring["ring"]["queue_depth"]) > 0
+    assert ring["details"]["num_layers"] == [3, 3] and max(ring["details"]["queue_depth"]) > 0
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 

@@ -58,9 +58,9 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert [r["threads"] for r in records] == threads
     lengths = [[request["output_len"] for request in r["requests"]] for r in records]
     assert all(each == lengths[0] for each in lengths) and len(set(lengths[0])) > 2
-    assert [r["ring"] is None for r in records] == ["ring" not in r["name"] for r in records]
+    assert [r["details"] is None for r in records] == ["ring" not in r["name"] for r in records]
     drafted = records.pop() if DRAFTS[0] in flags else None
-    ring = records[-1]["ring"]
+    ring = records[-1]["details"]
     assert ring["num_layers"] == layers and len(ring["busy"]) == len(layers)
     assert ring["tensor_parallel"] * len(layers) == num_ranks
     assert all(0 < busy <= 1 for busy in ring["busy"]) and min(ring["decode_ms"]) > 0
@@ -80,7 +80,7 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert records[-1]["config"]["decoding"]["drafter"] is None
     if drafted is not None:
         assert drafted["config"]["decoding"]["drafter"] == "ngram"
-        check_drafts(drafted["ring"], drafted["metrics"], lengths[0])
+        check_drafts(drafted["details"], drafted["metrics"], lengths[0])
 
 
 def check_drafts(ring: dict[str, Any], metrics: dict[str, Any], lengths: list[int]) -> None:
@@ -117,7 +117,7 @@ def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
     assert [r["name"] for r in records] == ["sequential", "inflight", "ring"]
     assert [(r["status"], r["num_differing"]) for r in records] == [("ok", 0)] * 3
     config = records[-1]["config"]
-    assert config["model"]["dtype"] == "bfloat16" and records[-1]["ring"]["lane_size"] == 2
+    assert config["model"]["dtype"] == "bfloat16" and records[-1]["details"]["lane_size"] == 2
 
 
 @pytest.mark.wide

@@ -118,8 +118,8 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     splits = {record["config"]["workload"]["layer_split"] for record in records[1:]}
     assert splits == {"1,1/1.0"}, "two layers for two stages, in place of auto"
     assert "--layer_split 1,1/1.0: the stages are predicted to take" in done.stdout
-    uses = [record["speculation"] for record in records[1:]]
-    assert records[0]["speculation"] is None
+    uses = [record["details"] for record in records[1:]]
+    assert records[0]["details"] is None
     drafted = [record["metrics"]["num_draft_tokens"] for record in records[1:3]]
     assert drafted[0] is None and drafted[1] > 0
     assert [use["num_layers"] for use in uses] == [[1, 1, 0]] * 3
@@ -174,7 +174,7 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
     assert [record["status"] for record in records] == ["ok"] * 3
-    counts = records[-1]["speculation"]["num_layers"]
+    counts = records[-1]["details"]["num_layers"]
     assert sum(counts) == 6 and min(counts) >= 1
     split = f"{counts[0]},{counts[1]}/head"
     assert {record["config"]["workload"]["layer_split"] for record in records[1:]} == {split}

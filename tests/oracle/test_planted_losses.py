@@ -14,7 +14,6 @@ from torch import Tensor
 from magicdec.bench.gate.cases import Case, Subject
 from magicdec.bench.gate.files import read_baselines
 from magicdec.bench.gate.measuring import Result, run_cases
-from magicdec.bench.run import run
 from magicdec.cli import gate
 from magicdec.cli.flags import LoneCommand
 from magicdec.config.sections import KVSection

@@ -19,12 +19,12 @@ from recorder import StandInRecorder
 from serving_command import prepare_as
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.measure import measure_modes
-from magicdec.bench.check.replays import engine_pass, unanswered
-from magicdec.bench.showing import verdict
 from magicdec.bench.check.forced import ForcedSteps
 from magicdec.bench.check.judgement import judge_again
+from magicdec.bench.check.replays import engine_pass, unanswered
 from magicdec.bench.check.wider import WiderTexts
+from magicdec.bench.measure import measure_modes
+from magicdec.bench.showing import verdict
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.prefix_cache import Beginning, PrefixCache

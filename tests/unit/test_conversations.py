@@ -22,7 +22,7 @@ from test_prompt_sets import name_of
 from test_workload import BOS, Characters, build
 from transformers import AutoModelForCausalLM
 
-from magicdec.bench.check.replays import check_mode, unanswered
+from magicdec.bench.check.replays import unanswered
 from magicdec.bench.showing import tables, turn_tables
 from magicdec.engine.arrivals import Arrivals
 from magicdec.model.tokenizer import load_tokenizer

@@ -111,3 +111,27 @@ def test_another_version_is_refused_with_file_and_line(
     with pytest.raises(SystemExit, match=r"old\.jsonl:2: .*version is 2.*leave this line out"):
         convert_records.main(old, tmp_path / "new.jsonl")
     assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_the_parts_of_systems_become_details(convert_records: ModuleType) -> None:
+    """Of the committed passes, written as before there were details, the same become."""
+    lines = [json.loads(line) for line in BASELINES.read_text().splitlines()]
+    passes = [raw for raw in lines if raw["kind"] == "serving"]
+    old_names = {"pipeline+draft": "sync", "pipeinfer": "async"}
+    parts = {"mdi_llm": "ring", "pipeinfer": "speculation"}
+    kinds = set()
+    for raw in passes:
+        details = raw["details"] or {"kind": None}
+        kinds.add(details["kind"])
+        old = {key: value for key, value in raw.items() if key != "details"}
+        old |= dict.fromkeys(("ring", "speculation", "server", "occupancy"))
+        if raw["details"] is not None:
+            part = {k: v for k, v in details.items() if k not in ("kind", "occupancy")}
+            old |= {parts[details["kind"]]: part, "occupancy": details["occupancy"]}
+        old["name"] = old_names.get(raw["name"], raw["name"])
+        workload = dict(raw["config"]["workload"])
+        workload["modes"] = [old_names.get(name, name) for name in workload["modes"]]
+        workload["mode"] = old_names.get(raw["name"], workload["mode"])
+        old["config"] = raw["config"] | {"workload": workload}
+        assert convert_records.with_details(old) == raw
+    assert kinds == {None, "mdi_llm", "pipeinfer"}

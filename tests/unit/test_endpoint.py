@@ -27,7 +27,6 @@ from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.flover.system import Flover
-from magicdec.systems.servers.details import ServersDetails
 from magicdec.systems.servers.system import is_same_server, without_openai
 
 ALONE = Launch(0, 1, 0, 1)

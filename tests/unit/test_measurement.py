@@ -20,7 +20,6 @@ from fake_clock import FakeClock
 from identities import check_record
 from pretend_cuda import DEVICE, Event, OnDevice, waits
 
-from magicdec.bench import runner as runner_module
 from magicdec.bench.measure import execute
 from magicdec.bench.run.roofline import weight_bytes
 from magicdec.bench.study.cells import config_key, make_cells
@@ -45,7 +44,6 @@ from magicdec.setup.prepare import prepare
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.steps import build
 from magicdec.speculation.steps.strategy import Phase, Setup
-from magicdec.systems import prefilled_batching
 
 PROMPT = 20
 CHUNK = 8

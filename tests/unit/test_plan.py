@@ -24,7 +24,9 @@ from magicdec.predict.curves import (
 from magicdec.predict.speculation import SelectionCost
 from magicdec.records.reading import load_passes
 
-BASELINES = Path(__file__).parents[2] / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl"
+BASELINES = (
+    Path(__file__).parents[2] / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl"
+)
 BY_HAND = "--bandwidth 2039 --flops 312"
 MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},

@@ -18,7 +18,6 @@ from identities import check_metrics
 from rich.console import Console
 from serving_command import prepare_as
 
-from magicdec.bench.serving import measure
 from magicdec.bench.showing import tables
 from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
@@ -166,6 +165,17 @@ def test_a_name_of_a_mode_says_whether_it_drafts() -> None:
         is_always = drafts is Drafts.ALWAYS
         assert each.is_drafting == (is_always or name.endswith("+draft"))
         assert not (drafts is Drafts.NEVER and each.is_drafting)
+
+
+def test_modes_have_their_names_of_earlier_versions_too() -> None:
+    """On the command line, and in records."""
+    words = ["--modes", "iterative", "sync", "async", "--draft", "ngram"]
+    options = COMMANDS["serve"].parse(words, Ranks(0, 2, 0, 2)).options
+    assert [each.name for each in options.passes] == list(PIPELINED)
+    assert options.describe()["modes"] == list(PIPELINED)
+    assert Pass.named("async, 4 at once") == Pass("pipeinfer", True, concurrency=4)
+    with pytest.raises(ValueError, match="--modes names pipeinfer twice"):
+        COMMANDS["serve"].parse(["--modes", "async", "pipeinfer"], ALONE)
 
 
 @pytest.fixture
