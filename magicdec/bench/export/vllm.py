@@ -11,18 +11,11 @@ import statistics
 from collections.abc import Iterator
 from datetime import datetime
 
-<<<<<<< HEAD
 from magicdec.bench.export.form import ExportFormat, Row, correctness_of, known, write_lines
 from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord, RequestRecord
-from magicdec.systems.modes import Pass, Ranks
-=======
-from magicdec.bench.export.form import ExportFormat, Row, known, outcome, write_lines
-from magicdec.bench.serving.metrics import ServingMetrics
-from magicdec.bench.serving.record import RequestRecord, ServingRecord
 from magicdec.systems.declaration import Ranks
 from magicdec.systems.modes import Pass
->>>>>>> wt-systems
 from magicdec.workload.request_shapes import BURST, TRACE, parse_arrival
 
 BACKEND = "magicdec"

@@ -37,7 +37,6 @@ from magicdec.names import (
     LOW_BIT,
     NGRAM_AND,
 )
-<<<<<<< HEAD
 from magicdec.records.comparison.conditions import (
     LOAD,
     describe,
@@ -48,15 +47,8 @@ from magicdec.records.comparison.conditions import (
 )
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.recomputing import unfounded_metric
-from magicdec.systems.declaration import Drafts, Ranks
-from magicdec.systems.modes import MODES, WITH_DRAFT, Pass
-=======
-from magicdec.records.comparison.conditions import describe, flags_of, kind_of
-from magicdec.records.recomputing import unfounded_metric as unfounded_in_run
-from magicdec.records.record import DraftingRecord, Record, RunRecord
 from magicdec.systems.declaration import WITH_DRAFT, Drafts, Ranks
 from magicdec.systems.modes import MODES, Pass
->>>>>>> wt-systems
 from magicdec.systems.options import ServeOptions, with_values
 from magicdec.workload.request_shapes import BURST
 
