@@ -108,9 +108,9 @@ class AllRanks:
 
     @property
     def total_peak(self) -> int | None:
-        """None if the system does not let a rank reset its own peak."""
+        """None if no rank computes, or the system does not let one reset its own peak."""
         is_known = all(each.is_peak_reset for each in self.computing)
-        return sum(self.peaks) if is_known else None
+        return sum(self.peaks) if self.computing and is_known else None
 
     @property
     def memory(self) -> MemoryTaken:
