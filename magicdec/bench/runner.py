@@ -214,7 +214,7 @@ class RequestGroups(Protocol):
         """Lets later runs share a result."""
 
 
-Check = Callable[["Runner", PlannedPass, int], None]
+PassCheck = Callable[["Runner", PlannedPass, int], None]
 """Called after each pass over a group, whose system is open; checks what can be checked by then."""
 
 
@@ -232,7 +232,7 @@ class Runner:
         groups: RequestGroups,
         session: RankSession,
         progress: Progress,
-        check: Check = check_nothing,
+        check: PassCheck = check_nothing,
         memory: dict[System, MemoryWatch] | None = None,
         is_timed: bool = True,
     ) -> None:
