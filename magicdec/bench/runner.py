@@ -108,9 +108,9 @@ class AllRanks:
 
     @property
     def total_peak(self) -> int | None:
-        """None if the system does not let a rank reset its own peak."""
+        """None if no rank computes, or the system does not let one reset its own peak."""
         is_known = all(each.is_peak_reset for each in self.computing)
-        return sum(self.peaks) if is_known else None
+        return sum(self.peaks) if self.computing and is_known else None
 
     @property
     def memory(self) -> MemoryTaken:
@@ -214,7 +214,7 @@ class RequestGroups(Protocol):
         """Lets later runs share a result."""
 
 
-Check = Callable[["Runner", PlannedPass, int], None]
+PassCheck = Callable[["Runner", PlannedPass, int], None]
 """Called after each pass over a group, whose system is open; checks what can be checked by then."""
 
 
@@ -232,7 +232,7 @@ class Runner:
         groups: RequestGroups,
         session: RankSession,
         progress: Progress,
-        check: Check = check_nothing,
+        check: PassCheck = check_nothing,
         memory: dict[System, MemoryWatch] | None = None,
         is_timed: bool = True,
     ) -> None:

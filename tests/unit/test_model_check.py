@@ -1,7 +1,7 @@
 """`magicdec model check`: a model is described, compared with that of transformers, and remembered;
 a difference is exit code 1; a run says once how to compare a model that never was."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,25 @@ def test_another_weight_is_a_difference(
 RUN = ("--prefix_len", 64, "--gen_len", 4, "--B", 1, "--draft", "none", "--num_batches", 1)
 
 
-def test_a_run_says_once_how_to_compare(
-    tiny_checkpoint: Path, tmp_path: Path, remembered: Path, command: Command
+SERVE = ("--prefix_len", 64, "--gen_len", 4, "--num_requests", 1, "--modes", "sequential")
+
+
+@pytest.mark.parametrize(("name", "flags"), [("run", RUN), ("serve", SERVE)])
+def test_a_command_says_once_how_to_compare(
+    name: str,
+    flags: Sequence[object],
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    remembered: Path,
+    command: Command,
 ) -> None:
     line = f"{tiny_checkpoint} was never compared with transformers: magicdec model check"
     for expected in (1, 0):
         out = tmp_path / "records.jsonl"
-        ended = command("run", "--model", tiny_checkpoint, *RUN, "--out", out)
+        ended = command(name, "--model", tiny_checkpoint, *flags, "--out", out)
         assert ended.code == 0 and ended.err.count(line) == expected
     assert checked.outcome_of(find_model("--model", str(tiny_checkpoint))) == checked.TOLD
-    ended = command("run", "--model", "demo", *RUN, "--out", out)
+    ended = command(name, "--model", "demo", *flags, "--out", out)
     assert "never compared" not in ended.err and len(list(remembered.iterdir())) == 1
 
 

@@ -360,8 +360,8 @@ PROPERTIES = (
             Fault(
                 "memory of the largest rank of a pass",
                 "bench/runner.py",
-                "return sum(self.peaks) if",
-                "return max(self.peaks) if",
+                "return sum(self.peaks) if self.computing",
+                "return max(self.peaks) if self.computing",
             ),
         ),
     ),

@@ -1,0 +1,57 @@
+"""What the observer of a pass notes of steps, by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.runner.request import Request, SamplingParams, StepOutput
+from magicdec.runner.step_plan import PrefillChunk, StepPlan
+from magicdec.systems.observer import PassObserver
+
+
+def counting() -> Any:
+    """A runner that only counts."""
+    return SimpleNamespace(counts=ForwardCounts())
+
+
+def test_steps_have_the_forwards_between_them() -> None:
+    """A target and a draft. What comes before the begin is in no step, and the prefill of a step
+    that joins others is in that step."""
+    target, draft = counting(), counting()
+    runners = [target, draft]
+    seen = list[int]()
+    observer = PassObserver(note_begin=lambda: seen.append(target.counts.num_forwards))
+    target.counts.num_forwards = 5
+    observer.begin(runners)
+    draft.counts.num_forwards = 7  # a preparation, after which the first step comes
+    observer.begin(runners)
+    assert seen == [5, 5]
+    draft.counts.num_forwards += 3
+    target.counts.num_forwards += 1
+    observer.observe([4, 2], StepOutput([[1, 2], [3]], 3, [1, 0], [3, 2]), 0.25)
+    target.counts.num_forwards += 10  # between two steps of a running batch
+    request = Request(9, (1,) * 6, SamplingParams(4))
+    observer.watch(StepPlan(parts=(PrefillChunk(request, 1, 2, 6),)))
+    target.counts.num_forwards += 2
+    observer.observe([4], StepOutput([[5]]), 0.5)
+    observer.end()
+    first, second = observer.steps
+    assert (first.num_forwards, second.num_forwards) == (4, 2)
+    assert (first.prompt_tokens, second.prompt_tokens) == (0, 4)
+    assert (first.request_ids, first.num_emitted) == ((4, 2), [2, 1])
+    assert (first.num_drafted, first.num_accepted, first.padded_gamma) == ([3, 2], [1, 0], 3)
+    assert (second.num_drafted, second.num_accepted, second.digests) == (None, None, None)
+    assert [reads.num_forwards for reads in observer.reads] == [13, 3]
+    assert observer.timed_steps == []
+
+
+def test_digests_of_all_ranks_take_the_place_of_those_of_one() -> None:
+    observer = PassObserver()
+    observer.observe([0], StepOutput([[1]], 1, [0], [1], digests=[("abcd", 3)]), 0.1)
+    observer.observe([0], StepOutput([[1]]), 0.1)
+    observer.use_digests([[("abff", 3)], None])
+    assert [step.digests for step in observer.steps] == [[("abff", 3)], None]
+    with pytest.raises(ValueError, match="zip"):
+        observer.use_digests([None])
