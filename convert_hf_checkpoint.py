@@ -1,6 +1,6 @@
 """`magicdec convert` from a checkout, under the original suite's name; see `--help`."""
 
-from magicdec.cli.front.checkpoints import old_convert
+from magicdec.cli.checkpoints import old_convert
 
 if __name__ == "__main__":
     old_convert()

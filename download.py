@@ -1,6 +1,6 @@
 """`magicdec download` from a checkout, under the original suite's name; see `--help`."""
 
-from magicdec.cli.front.checkpoints import old_get
+from magicdec.cli.checkpoints import old_get
 
 if __name__ == "__main__":
     old_get()

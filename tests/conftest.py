@@ -28,8 +28,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
 
 from _pytest import runner
+from frame_room import call_with_room
 from rank_server import NOTICE_S, Job, RankServer
-from roomy import call_with_room
 from safetensors.torch import save_file
 from tiers import choose, ordered
 from torch.utils._device import _device_constructors

@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO
 
-from roomy import call_with_room
+from frame_room import call_with_room
 
 TESTS = Path(__file__).parent
 # After the first failure of a rank, the others may end by themselves for NOTICE_S seconds (or for

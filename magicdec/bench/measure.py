@@ -53,7 +53,9 @@ class Outcome:
 
 def passes_of(system: PrefilledBatching) -> list[PlannedPass]:
     """The passes of a run, the requested strategy last."""
-    return [PlannedPass(each.full_name, each, system) for each in system.passes]
+    return [
+        PlannedPass(serving_pass.full_name, serving_pass, system) for serving_pass in system.passes
+    ]
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
@@ -165,8 +167,8 @@ def measure_modes(
     start_process_group(launch, session.device)
     progress = make_progress(launch.rank == 0 and not is_logged)
     passes = [
-        PlannedPass(each.full_name, each, prepared.system_of(each))
-        for each in prepared.options.passes
+        PlannedPass(serving_pass.full_name, serving_pass, prepared.system_of(serving_pass))
+        for serving_pass in prepared.options.passes
     ]
     checks = ServedChecks(prepared, keep, progress, is_logged)
     groups = ArrivingRequests(prepared, is_logged)

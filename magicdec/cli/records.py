@@ -33,7 +33,7 @@ from magicdec.records.reading import read_records
 from magicdec.records.record import MeasuredRecord, Record
 
 if TYPE_CHECKING:
-    from magicdec.bench.export.form import ExportFormat
+    from magicdec.bench.export.export_format import ExportFormat
 
 NOUNS = {"pass": "serve"}  # of records that are in no listing, where they are not their kinds
 ON_PAGES = ("pass",)  # kinds of records that a report shows

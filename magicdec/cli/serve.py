@@ -148,11 +148,15 @@ class Command:
         is_named = "drafts.draft" in values.given
         config.with_draft(draft)
         passes = self.passes(options, settings, draft, world_size)
-        drafting = [each for each in passes if each.is_drafting]
-        sleeping = [each for each in passes if settings[each.system.name].emulates]
+        drafting = [serving_pass for serving_pass in passes if serving_pass.is_drafting]
+        sleeping = [
+            serving_pass for serving_pass in passes if settings[serving_pass.system.name].emulates
+        ]
         has_rates = options.emulate_acceptance is not None
         needs_draft = [
-            each for each in drafting if not (has_rates and each.drafts_ahead and each in sleeping)
+            serving_pass
+            for serving_pass in drafting
+            if not (has_rates and serving_pass.drafts_ahead and serving_pass in sleeping)
         ]
         if not is_named and not needs_draft:
             draft = NONE
@@ -166,7 +170,7 @@ class Command:
             config = replace(config, decoding=replace(config.decoding, emulate_acceptance=rates))
         # Modes that draft in turns stop by `--pa` as `run` does, which refuses it for lookups.
         # Beside a mode that drafts ahead, for which lookups have it, it is for that mode alone.
-        ahead = [each.drafts_ahead for each in drafting]
+        ahead = [serving_pass.drafts_ahead for serving_pass in drafting]
         if all(ahead) or (any(ahead) and config.decoding.looks_up):
             config = replace(config, decoding=replace(config.decoding, pa=DecodingSection.pa))
         config.check(world_size)
@@ -193,17 +197,25 @@ class Command:
         else:
             has_rates = options.emulate_acceptance is not None
             chosen = [
-                each
-                for each in map(Pass.named, dict.fromkeys((*self.modes, *EXTERNAL)))
-                if settings[each.system.name].num_instances
-                and (each.ranks is not Ranks.ALL or world_size > 1)
-                and (not each.is_drafting or draft != NONE or (has_rates and each.drafts_ahead))
+                serving_pass
+                for serving_pass in map(Pass.named, dict.fromkeys((*self.modes, *EXTERNAL)))
+                if settings[serving_pass.system.name].num_instances
+                and (serving_pass.ranks is not Ranks.ALL or world_size > 1)
+                and (
+                    not serving_pass.is_drafting
+                    or draft != NONE
+                    or (has_rates and serving_pass.drafts_ahead)
+                )
             ]
-            chosen = [each for each in chosen if settings[each.system.name].emulates] or chosen
+            chosen = [
+                serving_pass
+                for serving_pass in chosen
+                if settings[serving_pass.system.name].emulates
+            ] or chosen
         return [
-            replace(each, server=server, concurrency=concurrency)
-            for each in chosen
-            for server in range(settings[each.system.name].num_instances or 1)
+            replace(serving_pass, server=server, concurrency=concurrency)
+            for serving_pass in chosen
+            for server in range(settings[serving_pass.system.name].num_instances or 1)
             for concurrency in options.concurrency or (None,)
         ]
 
@@ -237,7 +249,9 @@ class Command:
 
     def with_equal_rows(self, options: ServeOptions, world_size: int) -> ServeOptions:
         """The options in which every mode has as many rows as `rows_of`."""
-        found = [each for each in options.passes if each.mode == self.rows_of]
+        found = [
+            serving_pass for serving_pass in options.passes if serving_pass.mode == self.rows_of
+        ]
         if not found:
             return options
         rows = options.settings_of(found[0]).rows(options, world_size)
@@ -249,7 +263,7 @@ class Command:
 
 def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
     """Raises ValueError for a given flag that no named mode declares."""
-    modes = " ".join(dict.fromkeys(each.name for each in passes))
+    modes = " ".join(dict.fromkeys(serving_pass.name for serving_pass in passes))
     names = [name for name in sorted(values.given) if not is_used(name, values, passes)]
     values.refuse_given(names, f"no mode of --modes {modes} uses it")
 
@@ -257,16 +271,18 @@ def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
 def is_used(name: str, values: ParsedValues, passes: Sequence[Pass]) -> bool:
     """Whether a pass uses a setting, such as `serving.turns`: one of all runs, or of its system."""
     section, _, own_name = name.partition(".")
-    drafts = any(each.is_drafting for each in passes)
+    drafts = any(serving_pass.is_drafting for serving_pass in passes)
     owners = [SYSTEMS[each] for each in values.owners[name] if each in SYSTEMS]
     if section in SYSTEMS:
-        used = [each for each in passes if each.system in owners]
-        return any(each.system.uses_setting(own_name, each) for each in used)
+        used = [serving_pass for serving_pass in passes if serving_pass.system in owners]
+        return any(
+            serving_pass.system.uses_setting(own_name, serving_pass) for serving_pass in used
+        )
     if any(own_name in system.draft_settings for system in owners) or name in OF_DRAFTING:
         return drafts
     users = [system for system in SYSTEMS.values() if name in system.uses]
-    used = [each for each in passes if each.system in users]
-    return not users or any(each.is_drafting or section != "draft" for each in used)
+    used = [serving_pass for serving_pass in passes if serving_pass.system in users]
+    return not users or any(serving_pass.is_drafting or section != "draft" for serving_pass in used)
 
 
 COMMANDS = {name: Command(**preset) for name, preset in PRESETS.items()}
@@ -377,7 +393,11 @@ def announce(prepared: PreparedServing) -> None:
         print(labelled("messages", transport))
     options = prepared.options
     output_len = max(shape.output_len for shape in options.shapes)
-    drafting = [prepared.system_of(each).run for each in options.passes if each.is_drafting]
+    drafting = [
+        prepared.system_of(serving_pass).run
+        for serving_pass in options.passes
+        if serving_pass.is_drafting
+    ]
     announce_run(prepared.run, next(iter(drafting), None), options.longest_prompt, output_len)
     print(labelled("memory", prepared.memory, START), flush=True)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from magicdec.kv.prefix_cache import Beginning
 from magicdec.runner.request import Batch, Request
 
-# Prompt tokens of a step unless asked for otherwise. From 256 to 2048 the makespan was the same
+# Prompt tokens of a step unless asked for otherwise. From 256 to 2048 the duration was the same
 # within the noise, while decoding requests waited longer in larger steps (docs/log/serving.md).
 PREFILL_TOKENS = 512
 

@@ -170,10 +170,12 @@ class ServeOptions:
     @property
     def named_systems(self) -> list[SystemDeclaration]:
         """The systems that have passes."""
-        return list({each.system.name: each.system for each in self.passes}.values())
+        return list(
+            {serving_pass.system.name: serving_pass.system for serving_pass in self.passes}.values()
+        )
 
     def of_system(self, system: SystemDeclaration) -> list[Pass]:
-        return [each for each in self.passes if each.system is system]
+        return [serving_pass for serving_pass in self.passes if serving_pass.system is system]
 
     def settings_of(self, serving_pass: Pass) -> SystemSettings:
         return self.systems[serving_pass.system.name]
@@ -181,7 +183,7 @@ class ServeOptions:
     @property
     def is_coupled(self) -> bool:
         """Whether every mode samples tokens with noise that a drafter can share."""
-        return any(each.declared.is_coupled for each in self.passes)
+        return any(serving_pass.declared.is_coupled for serving_pass in self.passes)
 
     @staticmethod
     def modes_on(ranks: Ranks) -> list[str]:
@@ -252,7 +254,7 @@ class ServeOptions:
         values |= {"draft": self.draft, "num_requests": len(self.shapes)}
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
-        values["modes"] = list(dict.fromkeys(each.name for each in self.passes))
+        values["modes"] = list(dict.fromkeys(serving_pass.name for serving_pass in self.passes))
         if serving_pass is not None:
             values |= self.settings_of(serving_pass).describe()
         return values
@@ -270,15 +272,19 @@ class ServeOptions:
 
     def _check_drafts(self) -> None:
         """Raises ValueError if a pass has nothing that drafts, or a draft has no pass."""
-        for each in self.passes:
-            has_script = self.emulate_acceptance is not None and each.drafts_ahead
-            if each.is_drafting and self.draft == NONE and not has_script:
-                raise ValueError(f"--modes {each.name} drafts; say by --draft what drafts")
-        if self.draft != NONE and not any(each.is_drafting for each in self.passes):
-            names = " ".join(dict.fromkeys(each.name for each in self.passes))
-            may_draft = [each for each in self.passes if each.declared.drafts is Drafts.MAYBE]
+        for serving_pass in self.passes:
+            has_script = self.emulate_acceptance is not None and serving_pass.drafts_ahead
+            if serving_pass.is_drafting and self.draft == NONE and not has_script:
+                raise ValueError(f"--modes {serving_pass.name} drafts; say by --draft what drafts")
+        if self.draft != NONE and not any(serving_pass.is_drafting for serving_pass in self.passes):
+            names = " ".join(dict.fromkeys(serving_pass.name for serving_pass in self.passes))
+            may_draft = [
+                serving_pass
+                for serving_pass in self.passes
+                if serving_pass.declared.drafts is Drafts.MAYBE
+            ]
             others = [name for name, mode in MODES.items() if mode.is_draft_default]
-            chosen = next((each.name for each in may_draft), others[0])
+            chosen = next((serving_pass.name for serving_pass in may_draft), others[0])
             raise ValueError(
                 f"--draft {self.draft} does nothing: no mode of --modes {names} drafts; add one, "
                 f"such as {chosen}{WITH_DRAFT}"

@@ -204,7 +204,9 @@ class PrefilledBatching(Flover):
 
     def is_watched(self, serving_pass: Pass) -> bool:
         """Both passes are, if their tokens are compared."""
-        is_by_chance = any(self.options.accepts_by_chance(each) for each in self.passes)
+        is_by_chance = any(
+            self.options.accepts_by_chance(serving_pass) for serving_pass in self.passes
+        )
         is_greedy = self.run.config.sampling.temperature == 0
         return len(self.passes) > 1 and is_greedy and not is_by_chance
 

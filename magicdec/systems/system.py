@@ -113,7 +113,7 @@ class System(ABC):
         self.settings = settings
         self.passes = passes
         self.launch = launch
-        self.has_drafts = any(each.is_drafting for each in passes)
+        self.has_drafts = any(serving_pass.is_drafting for serving_pass in passes)
 
     @abstractmethod
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
@@ -143,7 +143,7 @@ class System(ABC):
 
     @property
     def names(self) -> str:
-        return " ".join(dict.fromkeys(each.name for each in self.passes))
+        return " ".join(dict.fromkeys(serving_pass.name for serving_pass in self.passes))
 
     @abstractmethod
     def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:

@@ -25,7 +25,7 @@ whose prompts are prefilled in parts too. Times are for bfloat16 if this CPU mul
 and on any CPU for peers that store bfloat16 and compute in float32; for the others in float32. The
 random model's largest logits are close to each other, so rounding changes many tokens; the table
 counts the requests of each way whose tokens are not those of float32. The KV caches have room for
-all requests, and none shares prefixes. The model is that of `bench_peers.py`. The makespan goes
+all requests, and none shares prefixes. The model is that of `bench_peers.py`. The duration goes
 from the first arrival to the last token of the last request; TTFT from the arrival of a request to
 its first token.
 
@@ -176,22 +176,22 @@ def prepare(options: argparse.Namespace, directory: Path) -> list[tuple[ServingW
 
 
 def make_table(arrival: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of one arrival process. The ratio is the makespan over that of the first way."""
+    """The rows of one arrival process. The ratio is the duration over that of the first way."""
     rows = [row for row in rows if row["arrival"] == arrival]
     title = f"{rows[0]['num_requests']} requests, arrival {arrival}"
     has_inexact = not all(row["is_exact"] for row in rows)
     table = Table(title=title, caption=INEXACT_CAPTION if has_inexact else None)
-    columns = ("way", "dtype", "makespan, s", "least-most", "ratio", "output tokens/s")
+    columns = ("way", "dtype", "duration, s", "least-most", "ratio", "output tokens/s")
     for column in (*columns, "TTFT p50, s", "p90, s", "TPOT, ms", "unlike float32"):
         table.add_column(column, justify="right")
     for row in rows:
-        makespans = row["all_makespan_s"]
+        durations = row["all_duration_s"]
         table.add_row(
             marked(row["way"], row["is_exact"]),
             row["dtype"],
-            f"{row['makespan_s']:.2f}",
-            f"{min(makespans):.2f}-{max(makespans):.2f}",
-            f"{row['makespan_s'] / rows[0]['makespan_s']:.2f}",
+            f"{row['duration_s']:.2f}",
+            f"{min(durations):.2f}-{max(durations):.2f}",
+            f"{row['duration_s'] / rows[0]['duration_s']:.2f}",
             f"{row['output_throughput']:.0f}",
             f"{row['p50_ttft_ms'] / 1e3:.2f}",
             f"{row['p90_ttft_ms'] / 1e3:.2f}",

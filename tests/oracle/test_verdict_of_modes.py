@@ -340,8 +340,8 @@ def test_a_replay_makes_room_for_steps_that_the_pass_had_not(tmp_path: Path) -> 
     prepared = prepare_as("serve", tmp_path, *STAGES, "--modes", "inflight", "--dtype", "float32")
     (system,) = prepared.systems
     assert isinstance(system, Flover)
-    each = prepared.options.passes[0]
-    system.open(each, torch.device("cpu"), Silent())
+    serving_pass = prepared.options.passes[0]
+    system.open(serving_pass, torch.device("cpu"), Silent())
     assert system.runner is not None
     room = system.runner.max_tokens
     prompt = prepared.run.workload.prompts[0]

@@ -301,10 +301,10 @@ def test_requests_in_flight_go_back_no_further_than_is_planned(
     with small_blocks(1), blocks_given_back() as given_back:
         (batching,) = prepare_as("serve", tmp_path, *flags).systems
         assert isinstance(batching, Flover)
-        (each,) = batching.passes
-        batching.open(each, torch.device("cpu"), Silent())
+        (serving_pass,) = batching.passes
+        batching.open(serving_pass, torch.device("cpu"), Silent())
         requests = requests_of(batching)
-        batching.serve(each, requests, PassObserver())
+        batching.serve(serving_pass, requests, PassObserver())
     assert batching.runner is not None and given_back.total() > 0
     assert outputs(requests) == generate_alone(load(checkpoint), requests_of(batching), 256)
 

@@ -20,11 +20,11 @@ from magicdec.bench.run import model_check
 from magicdec.bench.run.model_check import ModelCheck
 from magicdec.bench.runner import Runner
 from magicdec.bench.study.drafts import BaselineTimes
+from magicdec.cli import advice, config_of, doctor
+from magicdec.cli import advise as module
+from magicdec.cli.advice import Finding, MeasuredDraft, describe_advice
+from magicdec.cli.advise import AdviceSection, StopRequests
 from magicdec.cli.drivers import RUN
-from magicdec.cli.front import advice, config_of, doctor
-from magicdec.cli.front import advise as module
-from magicdec.cli.front.advice import Finding, MeasuredDraft, describe_advice
-from magicdec.cli.front.advise import AdviceSection, StopRequests
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.distributed.groups import Launch

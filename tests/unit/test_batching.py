@@ -214,12 +214,12 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
     sizes = "--prefix_len", 600, "--gen_len", 32, "--B", 8, "--block_tokens", 64
     place = "--model", tiny_checkpoint, "--dtype", "float32", "--attention", "native"
     per_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
-    each = Pass.named("inflight")
+    serving_pass = Pass.named("inflight")
     for limit, num_tokens in ((), 8 * 640), (("--cache_tokens", 700), 704):
         experiment = parse(*place, *sizes, "--modes", "inflight", *limit)
         prepared = prepare(experiment.config, experiment.options, ALONE)
         (batching,) = prepared.systems
-        plan = batching.plan(each, (0,))
+        plan = batching.plan(serving_pass, (0,))
         full = needed(batching.run.config, Models(batching.run.source.config, None), ALONE)
         assert plan.kv == num_tokens * per_token and replace(plan, kv=0) == replace(full, kv=0)
         assert prepared.memory.startswith(f"{plan.describe()} on this host; ")
@@ -228,7 +228,7 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
             check_here([batching], room)
     assert plan.kv < full.kv
     batching.settings = replace(batching.settings, cache_tokens=None)  # type: ignore[attr-defined]
-    whole = batching.plan(each, (0,))
+    whole = batching.plan(serving_pass, (0,))
     free = whole.total - whole.kv + 5056 * per_token + 7
     with pytest.raises(ValueError, match="--cache_tokens 5056 would fit"):
         check_here([batching], MemoryBudget((0,), "on this host", free))

@@ -172,7 +172,7 @@ def test_contradictions_are_refused(words: list[str], message: str, tmp_path: Pa
 def test_each_concurrency_is_a_pass_of_its_own(tmp_path: Path) -> None:
     words = "--modes", "sequential", "inflight", "--concurrency", "1", "4"
     options = parse_as("serve", tmp_path, *words).options
-    names = [each.full_name for each in options.passes]
+    names = [serving_pass.full_name for serving_pass in options.passes]
     assert names == [
         "sequential, 1 at once", "sequential, 4 at once",
         "inflight, 1 at once", "inflight, 4 at once",

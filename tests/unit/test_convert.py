@@ -27,7 +27,7 @@ from checkpoint_files import (
 from conftest import HANG
 from safetensors.torch import load_file
 
-from magicdec.cli.front import checkpoints
+from magicdec.cli import checkpoints
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import weight_files
 from magicdec.model.checkpoint.convert import (

@@ -227,18 +227,18 @@ def test_systems_of_stages_plug_in_what_was_asked_for(
         prepared = prepare_as("serve", tmp_path, *words, *more, world_size=2)
         for system in prepared.systems:
             assert isinstance(system, StagedSystem)
-            (each,) = system.passes
+            (serving_pass,) = system.passes
             config = system.run.config
             assert config.decoding.ignore_eos == is_emulated
-            assert (system.plan(each, [0, 1]).weights == 0) == is_emulated
-            assert system.plan(each, [0, 1]).total > 0
+            assert (system.plan(serving_pass, [0, 1]).weights == 0) == is_emulated
+            assert system.plan(serving_pass, [0, 1]).total > 0
             models = system.make_models(CPU, make_progress(False))
             assert isinstance(models, SleepingModels) == is_emulated
             connector = system.connector(MessageForm(1, torch.float32, 0), CPU)
             assert isinstance(connector, LateConnector) == is_emulated
             if is_emulated:
                 assert config.to_dict()["model"]["native_steps"] == "off"
-                (plan, *_) = system.model_plans(each, 0)
+                (plan, *_) = system.model_plans(serving_pass, 0)
                 model = models.get(system.run.source, Group((0,), 0), plan.kinds, plan.part)
                 assert isinstance(model, SleepingModel) and model.seconds == STAGE_S
                 assert isinstance(connector, LateConnector) and connector.delay_s == LINK_S

@@ -861,10 +861,12 @@ def test_prompts_can_be_text(words: list[str], server: StandInServer) -> None:
 def test_a_server_is_among_the_default_modes(words: list[str]) -> None:
     plain = [each for each in words if each != "--ignore_eos"]
     for name in ("serve", "inflight"):
-        names = [each.name for each in COMMANDS[name].parse(plain, ALONE).options.passes]
+        names = [
+            serving_pass.name for serving_pass in COMMANDS[name].parse(plain, ALONE).options.passes
+        ]
         assert names.index("endpoint") == len(names) - 1 > 2
         without = COMMANDS[name].parse(plain[:-2], ALONE).options.passes
-        assert [each.name for each in without] == names[:-1]
+        assert [serving_pass.name for serving_pass in without] == names[:-1]
 
 
 def test_acceptance_by_the_length_of_prompts(

@@ -20,14 +20,14 @@ TABLES = {"attention backend": ATTENTION_BACKENDS, "KV policy": KV_POLICIES}
 OTHER_MEANINGS = {
     "full": ("config/sections", "records/table"),  # the full length; full KV in a table
     # the verb
-    "verified": ("cli/front/checkpoints", "model/checkpoint/convert", "config/capabilities"),
+    "verified": ("cli/checkpoints", "model/checkpoint/convert", "config/capabilities"),
     "grouped": ("model/families/",),  # a packing of q, k and v
     "native": ("model/elementwise/",),  # a way to compute norms, rotation and gates, as `triton`
     "triton": (
         "model/elementwise/",
         "kernels/build",
         "kv/kernel_view",
-        "cli/front/doctor",
+        "cli/doctor",
     ),  # library
 }
 

@@ -12,8 +12,7 @@ import pytest
 from conftest import Command
 from synthetic_records import ENVIRONMENT, PLAIN, STEPS, drawn_command, served
 
-from magicdec.cli import compare, plan, simulate
-from magicdec.cli.front import config_of
+from magicdec.cli import compare, config_of, plan, simulate
 from magicdec.cli.parsing.record_files import TABLES, commands_of
 from magicdec.names import RECORDS, load_named
 from magicdec.output.tables import print_tables

@@ -233,7 +233,7 @@ def test_each_rank_has_its_own_and_one_process_those_of_its_host(
 ) -> None:
     """Ranks 2 and 3 are on another host. One process has no more threads than cores."""
     whole = prepare(config, ALONE)
-    each = Pass.named("inflight")
+    serving_pass = Pass.named("inflight")
     parallel = replace(PARALLEL, threads=3)
     machine = replace(whole.machine, num_cpus=cores)
     for is_on_all, of_ranks in ((True, [3, 3, 3, 3]), (False, [threads, 0, 0, 0])):
@@ -243,7 +243,7 @@ def test_each_rank_has_its_own_and_one_process_those_of_its_host(
             run = replace(whole, config=changed, launch=launch, machine=machine)
             ranks = "all" if is_on_all else "first"
             settings = FloverSettings(batch_ranks=ranks)
-            batching = Flover(ServeOptions(), settings, [each], launch)
+            batching = Flover(ServeOptions(), settings, [serving_pass], launch)
             batching.run = run if is_on_all else of_first_rank_alone(run)
             expected.append(batching.expected_threads)
         assert expected == of_ranks

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_requests
+from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from serving_command import prepare_as
 
-from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layout import PipelineLayout, make_layout
 from magicdec.engine.scheduler import StepCounts
@@ -148,7 +148,7 @@ def test_the_speed_of_a_request_is_from_its_first_token_on() -> None:
     requests = [finished([1.0, 2.0, 2.0, 3.0]), finished([4.0, 5.0, 6.0, 10.0])]
     metrics = metrics_of(requests[:1], {0: Moves([0.0])})
     assert metrics.request_tokens_per_s == 1.5 and metrics.mean_ttft_ms == 1000
-    assert metrics.mean_itl_ms == 1000 and metrics.makespan_s == 3.0
+    assert metrics.mean_itl_ms == 1000 and metrics.duration_s == 3.0
     metrics = metrics_of(requests, {0: Moves([0.0])})  # one after the other
     assert metrics.request_tokens_per_s == 1.0 and metrics.output_throughput == 0.8
 

@@ -99,8 +99,8 @@ def test_metrics_of_drafts() -> None:
 def test_a_draft_model_is_on_the_first_rank_in_one_more_pass(tmp_path: Path) -> None:
     words = "--draft", "model:demo-draft", "--gamma", "2"
     system = prepared(tmp_path, *words).system_of(Pass.named("ring"))
-    assert [each.name for each in system.passes] == ["ring", "ring+draft"]
-    plain, drafting = (system.config_of(each) for each in system.passes)
+    assert [serving_pass.name for serving_pass in system.passes] == ["ring", "ring+draft"]
+    plain, drafting = (system.config_of(serving_pass) for serving_pass in system.passes)
     assert plain["draft"] is None and plain["decoding"]["drafter"] is None
     assert drafting["draft"]["rank_group"] == (0,)
     alone = prepared(tmp_path, world_size=1).system_of(Pass.named("ring"))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from magicdec.records.samples import PassSamples
 
 from magicdec.bench.runner import AllRanks, OneRank
 from magicdec.hardware.threads import RankThreads
 from magicdec.records.metrics import decode_metrics
-from magicdec.records.samples import PassSamples
 from magicdec.setup import memory_sampler
 from magicdec.setup.memory_sampler import MemoryTaken, MemoryWatch
 

@@ -18,7 +18,7 @@ from synthetic_records import parse_record
 from test_compare import make
 from test_gate_coverage import wait_for
 
-from magicdec.cli.front import reproduce
+from magicdec.cli import reproduce
 from magicdec.distributed.ranks import Ended
 from magicdec.distributed.watching.processes import is_alive
 from magicdec.predict import published_table

@@ -154,24 +154,24 @@ def test_a_command_serves_in_the_modes_that_its_ranks_and_draft_allow(
 ) -> None:
     launch = Ranks(0, world_size, 0, world_size)
     options = COMMANDS[command].parse(flags.split(), launch).options
-    assert [each.name for each in options.passes] == names
+    assert [serving_pass.name for serving_pass in options.passes] == names
 
 
 def test_a_name_of_a_mode_says_whether_it_drafts() -> None:
     for name in NAMES:
-        each = Pass.named(name)
-        assert each.name == name and each.mode in MODES
-        drafts = MODES[each.mode].drafts
+        serving_pass = Pass.named(name)
+        assert serving_pass.name == name and serving_pass.mode in MODES
+        drafts = MODES[serving_pass.mode].drafts
         is_always = drafts is Drafts.ALWAYS
-        assert each.is_drafting == (is_always or name.endswith("+draft"))
-        assert not (drafts is Drafts.NEVER and each.is_drafting)
+        assert serving_pass.is_drafting == (is_always or name.endswith("+draft"))
+        assert not (drafts is Drafts.NEVER and serving_pass.is_drafting)
 
 
 def test_modes_have_their_names_of_earlier_versions_too() -> None:
     """On the command line, and in records."""
     words = ["--modes", "iterative", "sync", "async", "--draft", "ngram"]
     options = COMMANDS["serve"].parse(words, Ranks(0, 2, 0, 2)).options
-    assert [each.name for each in options.passes] == list(PIPELINED)
+    assert [serving_pass.name for serving_pass in options.passes] == list(PIPELINED)
     assert options.describe()["modes"] == list(PIPELINED)
     assert Pass.named("async, 4 at once") == Pass("pipeinfer", True, concurrency=4)
     with pytest.raises(ValueError, match="--modes names pipeinfer twice"):
@@ -227,17 +227,17 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert (record["kind"], record["reference"]) == ("pass", "sequential")
         assert (record["status"], record["num_differing"]) == ("verified", 0), record["name"]
         assert check_metrics(parse_line(json.dumps(record), PassRecord)) == [], record["name"]
-        each, config = Pass.named(record["name"]), record["config"]
-        assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
+        serving_pass, config = Pass.named(record["name"]), record["config"]
+        assert config["workload"]["mode"] == serving_pass.mode and len(record["requests"]) == 4
         settings = config["workload"]  # of the load, and of its own system alone
         assert settings.get("batch_size") == (None if "lanes" in settings else rows)
         assert ("lanes" in settings) == (record["name"] in PIPELINED)
         assert config["workload"]["prompt_format"] == "plain"
-        if each.is_drafting and each.mode in ("inflight", "ring"):
+        if serving_pass.is_drafting and serving_pass.mode in ("inflight", "ring"):
             assert config["decoding"]["drafter"] == draft
             assert config["decoding"]["pa"] == (pa if draft == "model" else None)
         kinds = {"ring": "ring"} | dict.fromkeys(PIPELINED, "speculation")
-        assert (record["details"] or {}).get("kind") == kinds.get(each.mode)
+        assert (record["details"] or {}).get("kind") == kinds.get(serving_pass.mode)
     by_name = {record["name"]: record for record in records}
     if draft == "model":
         ring = by_name["ring+draft"]["metrics"]
@@ -311,10 +311,10 @@ def test_the_modes_before_a_failure_are_recorded_and_printed(
 ) -> None:  # fmt: skip
     original, out = Flover.serve, tmp_path / "out.jsonl"
 
-    def interrupted(batching: Flover, each: Pass, *work: Any) -> SystemDetails:
-        if each.mode == "inflight":
+    def interrupted(batching: Flover, serving_pass: Pass, *work: Any) -> SystemDetails:
+        if serving_pass.mode == "inflight":
             raise error
-        return original(batching, each, *work)
+        return original(batching, serving_pass, *work)
 
     monkeypatch.setattr(Flover, "serve", interrupted)
     words += [
@@ -373,13 +373,13 @@ class RoundRobin(System):
         self.clock, self.log = VirtualClock(1.0), list[tuple[str, list[tuple[int, int]]]]()
         self.made.append(self)
 
-    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+    def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:
         return []
 
-    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+    def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
         """It holds nothing."""
 
-    def step_shape(self, each: Pass) -> StepShape:
+    def step_shape(self, serving_pass: Pass) -> StepShape:
         return StepShape(1, 1)
 
     @property
@@ -394,11 +394,11 @@ class RoundRobin(System):
         return self.clock.now()
 
     def serve(
-        self, each: Pass, requests: Sequence[Request], observer: PassObserver
+        self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         lengths = [(len(r.prompt_ids), r.sampling.max_new_tokens) for r in requests]
-        self.log.append((each.name, lengths))
-        if observer.is_measured and each.name == self.interrupted:
+        self.log.append((serving_pass.name, lengths))
+        if observer.is_measured and serving_pass.name == self.interrupted:
             raise KeyboardInterrupt
         observer.counts.now = self.clock.now
         waiting, order = list(requests), list[Request]()
@@ -412,16 +412,18 @@ class RoundRobin(System):
                 admitted = tuple((each, row) for each in arrived)
                 observer.counts.watch(StepPlan(Batch((request,)), admitted=admitted))
                 self.clock.after_step()
-                self.emit(each, request, observer)
+                self.emit(serving_pass, request, observer)
                 order += [request] * (request.finished_s is None)
         return SystemDetails()
 
     def close(self) -> None:
         """It took nothing."""
 
-    def emit(self, each: Pass, request: Request, observer: PassObserver) -> None:
+    def emit(self, serving_pass: Pass, request: Request, observer: PassObserver) -> None:
         token = sum(request.prompt_ids) + len(request.output_ids)
-        request.output_ids.append(token + (each.name == self.wrong and request.request_id == 1))
+        request.output_ids.append(
+            token + (serving_pass.name == self.wrong and request.request_id == 1)
+        )
         request.token_times_s.append(self.clock.now())
         observer.observe([request.request_id], StepOutput([[0]]), 0.0)
         if len(request.output_ids) == 1:
@@ -568,7 +570,7 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
     for place, part in enumerate(parts):
         _, of_mode = tables([modes[place]])
         assert labels_of(of_mode) <= labels_of(part)
-        assert part.rows[1][1].value == 4 * place, "the makespan of its own first pass"
+        assert part.rows[1][1].value == 4 * place, "the duration of its own first pass"
         part.print()
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         for row in part.body:

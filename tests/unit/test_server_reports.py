@@ -28,7 +28,7 @@ from magicdec.systems.servers.details import (
     form_of,
     formats,
 )
-from magicdec.systems.servers.form import NOTHING, AskedText
+from magicdec.systems.servers.server_format import NOTHING, AskedText
 
 STEPS = ((3, 3), (3, 0), (3, 1), (2, 2))  # of one request: drafted and accepted
 COUNTS = ReportedCounts(11, 6, 4, histogram=(1, 1, 1, 1), steps=STEPS)
@@ -328,8 +328,8 @@ def test_reported_counts_give_the_metrics_of_the_same_verifications() -> None:
     found = acceptance_metrics(Verifications(reported=without), 6)
     lacking = {name for name, value in found.items() if value != expected[name]}
     assert lacking == {
-        "mean_emitted_tokens",
-        "mean_emitted_tokens_interval",
+        "tokens_per_verification",
+        "tokens_per_verification_interval",
         "judged_per_position",
         "acceptance_per_position",
         "acceptance_per_position_interval",

@@ -140,7 +140,7 @@ def test_metrics_are_those_of_serving_benchmarks() -> None:
     requests = [TimedRequest(0.0, [1], 3), TimedRequest(1.0, [1], 1)]
     served = [ServedTokens([5, 5, 5], [0.5, 1.0, 2.5]), ServedTokens([6], [2.0])]
     found = metrics(requests, served)
-    assert found["makespan_s"] == 2.5 and found["output_throughput"] == 4 / 2.5
+    assert found["duration_s"] == 2.5 and found["output_throughput"] == 4 / 2.5
     assert found["p50_ttft_ms"] == 750.0 and found["p90_ttft_ms"] == pytest.approx(950.0)
     assert found["mean_tpot_ms"] == 1000.0
 
@@ -225,9 +225,9 @@ def test_rows_count_the_requests_unlike_float32_and_the_table_shows_each_way() -
     assert [(row["arrival"], row["way"]) for row in rows] == [
         (arrival, way.name) for arrival in traces for way, _ in ways
     ]
-    assert [len(row["all_makespan_s"]) for row in rows] == [2, 1, 2, 1]
+    assert [len(row["all_duration_s"]) for row in rows] == [2, 1, 2, 1]
     assert {row["num_differing"] for row in rows} == {3}
-    assert rows[0]["makespan_s"] == longest
+    assert rows[0]["duration_s"] == longest
     printed = StringIO()
     Console(width=140, file=printed).print(make_table("burst", rows))
     assert printed.getvalue().count("transformers-256x2") == 1

@@ -10,8 +10,8 @@ import flags_page
 import pytest
 
 from magicdec.cli.commands import COMMANDS
+from magicdec.cli.completion import SHELLS, script_of
 from magicdec.cli.drivers import DRIVERS
-from magicdec.cli.front.completion import SHELLS, script_of
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.setting import Declared, check_values, declared, same, setting
 from magicdec.config.toml_file import TomlFile

@@ -207,20 +207,20 @@ class EnginePass:
     shares_prefixes: bool = False
 
 
-def engine_pass(system: System, each: Pass, systems: Sequence[System]) -> EnginePass | None:
+def engine_pass(system: System, serving_pass: Pass, systems: Sequence[System]) -> EnginePass | None:
     """What stands for a pass: the stages of a pipeline compute what an engine computes whose layers
     are shared by as many ranks. None if no other mode of the command is one, or another program has
     computed."""
-    shape = system.step_shape(each)
+    shape = system.step_shape(serving_pass)
     if isinstance(system, ReplayingSystem):
         shares = system.shares_prefixes
-        return EnginePass(system, each.mode, shape.tokens, each.concurrency, shares)
+        return EnginePass(system, serving_pass.mode, shape.tokens, serving_pass.concurrency, shares)
     if system.is_external:
         return None
     for other in systems:
         if isinstance(other, ReplayingSystem) and other.ranks_of_layer == system.ranks_of_layer:
             mode = other.replay_mode(shape.rows)
-            return EnginePass(other, mode, shape.tokens, each.concurrency)
+            return EnginePass(other, mode, shape.tokens, serving_pass.concurrency)
     return None
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from magicdec.bench.export.form import (
+from magicdec.bench.export.export_format import (
     ExportFormat,
     Row,
     correctness_of,

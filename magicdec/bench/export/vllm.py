@@ -11,7 +11,13 @@ import statistics
 from collections.abc import Iterator
 from datetime import datetime
 
-from magicdec.bench.export.form import ExportFormat, Row, correctness_of, known, write_lines
+from magicdec.bench.export.export_format import (
+    ExportFormat,
+    Row,
+    correctness_of,
+    known,
+    write_lines,
+)
 from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord, RequestRecord
 from magicdec.systems.declaration import Ranks

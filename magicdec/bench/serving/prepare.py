@@ -37,8 +37,8 @@ class PreparedServing:
         """The run of the first mode, whose prompts all modes serve."""
         return self.system_of(self.options.passes[0]).run
 
-    def system_of(self, each: Pass) -> System:
-        return next(system for system in self.systems if each in system.passes)
+    def system_of(self, serving_pass: Pass) -> System:
+        return next(system for system in self.systems if serving_pass in system.passes)
 
 
 def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> PreparedServing:
@@ -47,10 +47,12 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
     cache = SetupCache()
     by_system = dict[Hashable, list[Pass]]()
     # Stages first: they can read a checkpoint of which this host has a part.
-    for each in sorted(options.passes, key=lambda each: each.ranks is not Ranks.STAGES):
-        instance = options.settings_of(each).instance_of(each, launch.world_size)
-        place = each.system.name, instance
-        by_system.setdefault(place, []).append(each)
+    for serving_pass in sorted(
+        options.passes, key=lambda serving_pass: serving_pass.ranks is not Ranks.STAGES
+    ):
+        instance = options.settings_of(serving_pass).instance_of(serving_pass, launch.world_size)
+        place = serving_pass.system.name, instance
+        by_system.setdefault(place, []).append(serving_pass)
     systems: list[System] = []
     for passes in by_system.values():
         kind: type[System] = load_object(passes[0].system.system)
@@ -77,14 +79,16 @@ def check_here(systems: Sequence[System], room: MemoryBudget) -> str:
     ValueError if that is more than is free."""
     plans: dict[Pass, MemoryPlan] = {}
     for system in systems:
-        for each in system.passes:
-            plans[each] = system.plan(each, room.ranks)
-    each, plan = max(plans.items(), key=lambda item: item[1].total)
+        for serving_pass in system.passes:
+            plans[serving_pass] = system.plan(serving_pass, room.ranks)
+    serving_pass, plan = max(plans.items(), key=lambda item: item[1].total)
     if refusal := room.refusal(plan):
-        (system,) = (system for system in systems if each in system.passes)
-        others = f", or leave {each} out of --modes" if len(plans) > 1 else ""
-        raise ValueError(f"--modes {each} needs {refusal}; {system.advice(each, room)}{others}")
-    return room.describe(plan, f" for {each}" if len(plans) > 1 else "")
+        (system,) = (system for system in systems if serving_pass in system.passes)
+        others = f", or leave {serving_pass} out of --modes" if len(plans) > 1 else ""
+        raise ValueError(
+            f"--modes {serving_pass} needs {refusal}; {system.advice(serving_pass, room)}{others}"
+        )
+    return room.describe(plan, f" for {serving_pass}" if len(plans) > 1 else "")
 
 
 def check_equal_serving(prepared: PreparedServing) -> None:

@@ -50,7 +50,7 @@ class FloverSettings(RowSettings, PrefillSettings, PrefixSettings):
     )
 
     def settled(self, load: ServeOptions, passes: Sequence[Pass]) -> Self:
-        has_window = any(each.mode == DYNAMIC for each in passes)
+        has_window = any(serving_pass.mode == DYNAMIC for serving_pass in passes)
         window_ms = WINDOW_MS if self.window_ms is None else self.window_ms
         return replace(self, window_ms=window_ms if has_window else None)
 
@@ -65,16 +65,16 @@ class FloverSettings(RowSettings, PrefillSettings, PrefixSettings):
     def check(
         self, load: ServeOptions, passes: Sequence[Pass], config: RunConfig, world_size: int
     ) -> None:
-        for each in passes:
-            if each.ranks is Ranks.ALL and world_size == 1:
-                raise ValueError(f"--modes {each.name} needs several ranks; see --nproc")
+        for serving_pass in passes:
+            if serving_pass.ranks is Ranks.ALL and world_size == 1:
+                raise ValueError(f"--modes {serving_pass.name} needs several ranks; see --nproc")
 
     def check_model(
         self, load: ServeOptions, passes: Sequence[Pass], source: ModelSource, world_size: int
     ) -> None:
         from magicdec.distributed.tensor_parallel import Shard
 
-        if any(self.is_on_all(each, world_size) for each in passes):
+        if any(self.is_on_all(serving_pass, world_size) for serving_pass in passes):
             Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
 
     def check_cache(self, needed: int) -> None:

@@ -61,17 +61,18 @@ class MDILLMSettings(StagesSettings, RowSettings, PrefillSettings):
         self, load: ServeOptions, passes: Sequence[Pass], config: RunConfig, world_size: int
     ) -> None:
         super().check(load, passes, config, world_size)
-        drafting = [each for each in passes if each.is_drafting]
+        drafting = [serving_pass for serving_pass in passes if serving_pass.is_drafting]
         if drafting and load.draft == SELF:
             raise ValueError(
                 f"--draft {SELF}: --modes {RING}{WITH_DRAFT} lacks layers to draft with on its "
                 "first stage; choose ngram or model:NAME"
             )
         self.rows(load, world_size)
-        for each in drafting:
-            if load.accepts_by_chance(each):
+        for serving_pass in drafting:
+            if load.accepts_by_chance(serving_pass):
                 raise ValueError(
-                    f"{load.acceptance_flag}: stages judge the drafts of --modes {each.name} by "
+                    f"{load.acceptance_flag}: stages judge the drafts of --modes "
+                    f"{serving_pass.name} by "
                     "their logits alone; leave the mode or the flag out"
                 )
         if drafting and self.emulates and load.draft != NGRAM:

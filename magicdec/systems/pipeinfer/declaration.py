@@ -50,7 +50,7 @@ class PipeInferSettings(StagesSettings):
     def check(
         self, load: ServeOptions, passes: Sequence[Pass], config: RunConfig, world_size: int
     ) -> None:
-        drafting = [each.name for each in passes if each.is_drafting]
+        drafting = [serving_pass.name for serving_pass in passes if serving_pass.is_drafting]
         acceptance = load.emulate_acceptance
         if acceptance is None and self.emulate_draft_ms is not None:
             raise ValueError("--emulate_draft_ms is for --emulate_acceptance")

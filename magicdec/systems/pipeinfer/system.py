@@ -98,7 +98,7 @@ class PipeInfer(StagedSystem):
     @property
     def past_end(self) -> int:
         """Tokens that a request may draft past the end of its output."""
-        has_batches = any(each.name == PIPELINE_WITH_DRAFT for each in self.passes)
+        has_batches = any(serving_pass.name == PIPELINE_WITH_DRAFT for serving_pass in self.passes)
         return self.gamma if has_batches else 0
 
     def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:

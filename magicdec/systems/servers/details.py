@@ -13,7 +13,7 @@ from magicdec.records.fields import recorded
 from magicdec.runner.request import Request
 from magicdec.systems.details import Details
 from magicdec.systems.servers.counters import Counters
-from magicdec.systems.servers.form import ServerEvent, ServerFormat, as_count, part_of
+from magicdec.systems.servers.server_format import ServerEvent, ServerFormat, as_count, part_of
 
 ANSWERS = "answers"
 COUNTERS = "counters"

@@ -9,7 +9,7 @@ from typing import Any
 
 from magicdec.records.acceptance import ReportedCounts
 from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
-from magicdec.systems.servers.form import (
+from magicdec.systems.servers.server_format import (
     NOTHING,
     AskedText,
     ServerApi,

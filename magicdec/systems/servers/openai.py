@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from magicdec.systems.servers.form import AskedText, ServerApi
+from magicdec.systems.servers.server_format import AskedText, ServerApi
 
 
 def body_of(asked: AskedText) -> dict[str, Any]:

@@ -35,8 +35,8 @@ from magicdec.systems.servers.details import (
     form_of,
     is_behind,
 )
-from magicdec.systems.servers.form import AskedText, ServerApi
 from magicdec.systems.servers.http_client import AnswerLimits, LimitReached, Server, read_key
+from magicdec.systems.servers.server_format import AskedText, ServerApi
 from magicdec.systems.system import (
     PassObserver,
     StepShape,

@@ -37,7 +37,7 @@ class StagesSettings(StagesSection, SystemSettings):
     def check(
         self, load: ServeOptions, passes: Sequence[Pass], config: RunConfig, world_size: int
     ) -> None:
-        drafting = [each.name for each in passes if each.is_drafting]
+        drafting = [serving_pass.name for serving_pass in passes if serving_pass.is_drafting]
         if drafting and config.decoding.gamma == "auto":
             raise ValueError(
                 f"--gamma auto: --modes {drafting[0]} drafts a fixed number of tokens; name one"
@@ -56,7 +56,9 @@ class StagesSettings(StagesSection, SystemSettings):
         """Raises ValueError for what means nothing beside stages that sleep."""
         if load.turns > 1:
             load.refuse_turns("emulate_stage_ms", "chooses no tokens")
-        others = [each.name for each in load.passes if not load.emulates(each)]
+        others = [
+            serving_pass.name for serving_pass in load.passes if not load.emulates(serving_pass)
+        ]
         if others:
             raise ValueError(
                 f"{self.stage_flag}: --modes {others[0]} has no stages that could sleep; choose "

@@ -24,7 +24,7 @@ PROPERTIES = (
         f"{PASSES}test_every_metric_follows_from_the_requests",
         (
             Fault(
-                "makespan from the last arrival",
+                "duration from the last arrival",
                 METRICS,
                 "begin_s = min(request.arrived_s",
                 "begin_s = max(request.arrived_s",
@@ -38,7 +38,7 @@ PROPERTIES = (
             Fault(
                 "goodput as a share",
                 METRICS,
-                "request_goodput=sum(good) / makespan_s",
+                "request_goodput=sum(good) / duration_s",
                 "request_goodput=sum(good) / len(good)",
             ),
             Fault(
@@ -110,8 +110,8 @@ PROPERTIES = (
             Fault(
                 "emitted tokens with the interval of the acceptance length",
                 ACCEPTANCE,
-                '"mean_emitted_tokens_interval": interval(estimates.emitted',
-                '"mean_emitted_tokens_interval": interval(estimates.length',
+                '"tokens_per_verification_interval": interval(estimates.emitted',
+                '"tokens_per_verification_interval": interval(estimates.length',
             ),
             Fault(
                 "the most cancelled drafts of a request in place of all",

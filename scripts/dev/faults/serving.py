@@ -15,10 +15,10 @@ PROPERTIES = (
         f"{METRICS}test_metrics_are_those_of_the_time_stamps",
         (
             Fault(
-                "makespan until the end of the last to arrive",
+                "duration until the end of the last to arrive",
                 "bench/serving/metrics.py",
-                "makespan_s = max(_finished_s(request) for request in requests)",
-                "makespan_s = _finished_s(requests[-1])",
+                "duration_s = max(_finished_s(request) for request in requests)",
+                "duration_s = _finished_s(requests[-1])",
             ),
             Fault(
                 "end-to-end latency from the first token",
@@ -364,8 +364,8 @@ PROPERTIES = (
             Fault(
                 "the steady speed with the stalls",
                 "bench/serving/metrics.py",
-                'steady_s = makespan_s - of_steps.get("stalled_ms", 0.0) / 1e3',
-                "steady_s = makespan_s",
+                'steady_s = duration_s - of_steps.get("stalled_ms", 0.0) / 1e3',
+                "steady_s = duration_s",
             ),
             Fault(
                 "steps of modes of one kind",

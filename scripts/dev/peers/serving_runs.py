@@ -159,9 +159,9 @@ def measure(
             outputs = serve(workers[name], traces[arrival])
             served.setdefault((arrival, name), []).append(outputs)
             rows = make_rows()
-            makespan_s = max(output.times_s[-1] for output in outputs)
+            duration_s = max(output.times_s[-1] for output in outputs)
             left_s = estimate_left(rows, order[number:])
-            report(rows, f"{number}/{len(order)} {arrival}, {name}: {makespan_s:.1f} s; {left_s}")
+            report(rows, f"{number}/{len(order)} {arrival}, {name}: {duration_s:.1f} s; {left_s}")
     return make_rows()
 
 
@@ -172,8 +172,8 @@ def estimate_left(rows: Rows, order: Sequence[tuple[str, str]]) -> str:
         return "done"
     by_way: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        by_way[row["way"]].append(row["makespan_s"])
-    means = {name: statistics.fmean(makespans) for name, makespans in by_way.items()}
+        by_way[row["way"]].append(row["duration_s"])
+    means = {name: statistics.fmean(durations) for name, durations in by_way.items()}
     mean = statistics.fmean(means.values())
     minutes = sum(means.get(name, mean) for _, name in order) / 60
     return f"about {minutes:.1f} minutes left"
@@ -188,19 +188,19 @@ def make_row(
 ) -> dict[str, Any]:
     """Medians over the repetitions `served`. The tokens of the first are compared with `exact`."""
     runs = [metrics(requests, one) for one in served]
-    makespans = [run["makespan_s"] for run in runs]
+    durations = [run["duration_s"] for run in runs]
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     row: dict[str, Any] = {"way": way.name, "peer": way.peer, "settings": way.settings}
     row |= {"is_exact": PEERS[way.peer].is_exact}
     row |= {"arrival": arrival, "num_requests": len(requests)}
-    row |= medians | {"all_makespan_s": makespans}
+    row |= medians | {"all_duration_s": durations}
     return row | {"num_differing": len(differing(exact, served[0]))}
 
 
 def metrics(requests: Sequence[TimedRequest], served: Sequence[ServedTokens]) -> dict[str, float]:
     """As `magicdec.bench.serving.metrics` defines them."""
     pairs = list(zip(requests, served, strict=True))
-    makespan_s = max(one.times_s[-1] for one in served)
+    duration_s = max(one.times_s[-1] for one in served)
     ttft_ms = [1e3 * (one.times_s[0] - request.arrival_s) for request, one in pairs]
     p50, p90 = (percentile(ttft_ms, percent) for percent in (50, 90))
     assert p50 is not None and p90 is not None, "requests were served"
@@ -210,8 +210,8 @@ def metrics(requests: Sequence[TimedRequest], served: Sequence[ServedTokens]) ->
         if len(one.times_s) > 1
     ]
     return {
-        "makespan_s": makespan_s,
-        "output_throughput": sum(len(one.token_ids) for one in served) / makespan_s,
+        "duration_s": duration_s,
+        "output_throughput": sum(len(one.token_ids) for one in served) / duration_s,
         "p50_ttft_ms": p50,
         "p90_ttft_ms": p90,
         "mean_tpot_ms": statistics.fmean(tpot_ms),
