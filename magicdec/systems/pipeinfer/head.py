@@ -40,7 +40,7 @@ from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
 from magicdec.runner.request import Moves, Observer, Request, StepOutput, ignore_step, naming
 from magicdec.systems.pipeinfer.messages import Action, Cancel, Commit, DraftAction, RunLaunch
-from magicdec.systems.pipeinfer.options import PIPELINE
+from magicdec.systems.pipeinfer.options import PIPEINFER, PIPELINE
 from magicdec.systems.pipeinfer.path_drafter import (
     DraftRequest,
     PathDrafter,
@@ -307,7 +307,7 @@ class Head:
         self._committed_s[commit.request] = now_s
         tokens = list(commit.tokens)
         num_cancelled = commit.num_cancelled
-        runs_ahead = self.scheduler.options.mode == "async"  # else drafts follow the newest token
+        runs_ahead = self.scheduler.options.mode == PIPEINFER  # else drafts follow the newest token
         for run in commit.judged or (None,):
             drafted = None if run is None else [run.num_drafted]
             accepted = None if run is None else [run.num_accepted]
