@@ -56,9 +56,9 @@ PROPERTIES = (
         (
             Fault(
                 "speedup as the maximum over batches",
-                "records/metrics.py",
-                "speedup=statistics.median(of_steps)",
-                "speedup=max(of_steps)",
+                "records/computing.py",
+                "fields[name] = statistics.median(each)",
+                "fields[name] = max(each)",
             ),
         ),
     ),
@@ -92,15 +92,15 @@ PROPERTIES = (
         (
             Fault(
                 "stalls in the speedup",
-                "records/metrics.py",
-                "lambda samples: PassSteps.of(samples).steady_ms)",
-                "lambda samples: map(sum, samples.step_ms))",
+                "records/computing.py",
+                '"speedup": ratios_of(ours, reference, steady_ms)',
+                '"speedup": ratios_of(ours, reference, steps_ms)',
             ),
             Fault(
                 "no stalls in the total speedup",
-                "records/metrics.py",
-                "lambda samples: map(sum, samples.step_ms))",
-                "lambda samples: PassSteps.of(samples).steady_ms)",
+                "records/computing.py",
+                '"total_speedup": ratios_of(ours, reference, steps_ms)',
+                '"total_speedup": ratios_of(ours, reference, steady_ms)',
             ),
         ),
     ),
@@ -111,20 +111,20 @@ PROPERTIES = (
             Fault(
                 "steps judged without their forwards",
                 "records/stalls.py",
-                "_known(samples.num_forwards, *size, 0)",
-                "_known([], *size, 0)",
+                "group.step_forwards or unknown",
+                "unknown",
             ),
             Fault(
                 "steps judged without their draft tokens",
                 "records/stalls.py",
-                "_known(samples.padded_gamma, *size, 0)",
-                "_known([], *size, 0)",
+                "group.step_max_gamma or unknown",
+                "unknown",
             ),
             Fault(
                 "steps judged without their rows",
                 "records/stalls.py",
-                "_known(samples.num_emitted, *size",
-                "_known([], *size",
+                "group.step_rows or unknown",
+                "unknown",
             ),
         ),
     ),
@@ -265,15 +265,15 @@ PROPERTIES = (
         (
             Fault(
                 "calibration not in the net speedup",
-                "records/metrics.py",
-                "[begin + ms for",
-                "[begin for",
+                "records/computing.py",
+                "return [end - prefill_end_ms(group) for group, end in pairs]",
+                "return [end - prefill_end_ms(g) - (g.calibration_ms or 0) for g, end in pairs]",
             ),
             Fault(
                 "break-even a token early",
-                "records/metrics.py",
-                "(base_each - each))) + 2",
-                "(base_each - each))) + 1",
+                "records/computing.py",
+                "(of_theirs - of_token))) + 2",
+                "(of_theirs - of_token))) + 1",
             ),
         ),
     ),
@@ -283,21 +283,21 @@ PROPERTIES = (
         (
             Fault(
                 "peak memory of the largest rank alone",
-                "records/metrics.py",
-                "max(map(sum, samples.peak_memory_bytes), default=0)",
-                "max(map(max, samples.peak_memory_bytes), default=0)",
+                "records/computing.py",
+                "[sum(group.peak_memory_bytes) for group",
+                "[max(group.peak_memory_bytes) for group",
             ),
             Fault(
                 "tokens/s without the last batch",
-                "records/metrics.py",
-                "sum(samples.num_tokens) / decode_s",
-                "sum(samples.num_tokens[:-1]) / decode_s",
+                "records/computing.py",
+                '"decode_tokens_per_s": sum(tokens) / decode_s',
+                '"decode_tokens_per_s": sum(tokens[:-1]) / decode_s',
             ),
             Fault(
                 "share of the roofline by the mean batch",
-                "records/metrics.py",
-                "roofline_fraction=read / bandwidth",
-                "roofline_fraction=read / len(samples.step_ms) / bandwidth",
+                "records/computing.py",
+                "roofline_s = read / beside.bandwidth",
+                "roofline_s = read / len(groups) / beside.bandwidth",
             ),
         ),
     ),
@@ -307,15 +307,15 @@ PROPERTIES = (
         (
             Fault(
                 "rest of a step without the phase of plain decoding",
-                "records/metrics.py",
-                "(samples.draft_ms, samples.verify_ms, samples.decode_ms)",
-                "(samples.draft_ms, samples.verify_ms)",
+                "records/computing.py",
+                "sum(g.draft_ms) + sum(g.verify_ms) + sum(g.decode_ms) for",
+                "sum(g.draft_ms) + sum(g.verify_ms) for",
             ),
             Fault(
                 "mean draft tokens of the steps that draft",
-                "records/metrics.py",
-                "drafted / num_steps if num_steps",
-                "drafted / (len(samples.draft_ms) or 1) if num_steps",
+                "records/computing.py",
+                "sum(gammas) / num_steps if beside.is_drafting",
+                "sum(gammas) / sum(map(bool, gammas)) if beside.is_drafting",
             ),
         ),
     ),
@@ -433,9 +433,9 @@ PROPERTIES = (
         (
             Fault(
                 "TPOT over all tokens",
-                "records/metrics.py",
-                "[ms / tokens for",
-                "[ms / (tokens + 1) for",
+                "records/pass_record.py",
+                "        num_later = self.output_len - 1\n",
+                "        num_later = self.output_len\n",
             ),
             Fault(
                 "the first token counted as decoded",
@@ -451,7 +451,7 @@ PROPERTIES = (
         (
             Fault(
                 "a percentile as the value below it",
-                "records/metrics.py",
+                "records/computing.py",
                 "np.percentile(values, percent)",
                 'np.percentile(values, percent, method="lower")',
             ),

@@ -145,9 +145,9 @@ PROPERTIES = (
             ),
             Fault(
                 "prefill rate doubled",
-                "records/metrics.py",
-                "sum(prefill.num_tokens) / seconds",
-                "2 * sum(prefill.num_tokens) / seconds",
+                "records/computing.py",
+                '"prefill_tokens_per_s": sum(tokens) / total_s',
+                '"prefill_tokens_per_s": 2 * sum(tokens) / total_s',
             ),
         ),
     ),
@@ -157,9 +157,9 @@ PROPERTIES = (
         (
             Fault(
                 "net speedup without what comes before the first step",
-                "records/metrics.py",
-                "[added + end for",
-                "[end for",
+                "records/computing.py",
+                "return [end - prefill_end_ms(group) for group, end in pairs]",
+                "return [end - prefill_end_ms(g) - (g.begin_ms or 0) for g, end in pairs]",
             ),
             Fault(
                 "a strategy's preparation timed until it is launched",
