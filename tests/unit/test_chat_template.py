@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import tokenizers
 from conftest import Command
-from magicdec.records.table import _title
 from serving_command import parse_as, prepare_as
 from synthetic_records import drawn, with_fields
 from test_workload import BOS, build, write_lines
@@ -26,6 +25,7 @@ from magicdec.config.sections import CHAT, ModelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.model.presets.presets import demo_directory
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.records.describe import title_of
 from magicdec.setup.prepare import SetupCache, complete, find, prepare
 from magicdec.workload import chat_template
 from magicdec.workload.chat_template import STAND_IN, ChatTemplate, Frame, Refusal
@@ -531,7 +531,7 @@ def test_tables_tell_the_formats_apart() -> None:
     plain = drawn()
     chat = with_fields(plain, config__workload__prompt_format=CHAT)
     assert (settings(plain)["dataset"], settings(chat)["dataset"]) == ("demo", "demo (chat)")
-    assert _title(chat) == _title(plain).replace(", demo:", ", demo (chat):") != _title(plain)
+    assert title_of([chat]) == title_of([plain]).replace(", demo:", ", demo (chat):") != title_of([plain])
 
 
 def test_a_study_makes_the_prompts_of_each_format(chat_model: Path) -> None:

@@ -9,8 +9,7 @@ PASSES = "test_recomputed_passes.py::"
 PAIRS = "test_interval_pairs.py::"
 RANKS = "test_ranks_that_differ.py::"
 STREAMS = "test_stream_times.py::"
-METRICS = "bench/serving/metrics.py"
-RECORD = "bench/serving/record.py"
+RECORDING = "bench/recording.py"
 ACCEPTANCE = "records/acceptance.py"
 REPORT = "bench/report/"
 ENDPOINT = "systems/endpoint.py"
@@ -134,15 +133,15 @@ PROPERTIES = (
             ),
             Fault(
                 "a request that ends with its first token",
-                RECORD,
+                RECORDING,
                 "finished_ms=ms(request.finished_s)",
                 "finished_ms=ms(request.first_token_s)",
             ),
             Fault(
                 "drafted tokens in place of accepted ones",
-                RECORD,
-                '"per_step_accepted": by_step(counts, 1)',
-                '"per_step_accepted": by_step(counts, 0)',
+                RECORDING,
+                "for part in range(2))",
+                "for part in (0, 0))",
             ),
             Fault(
                 "looked-up tokens in place of found ones",
@@ -194,9 +193,9 @@ PROPERTIES = (
         (
             Fault(
                 "the net speedup's interval as that of the speedup",
-                "records/performance.py",
-                '_interval("net_speedup", "ratio"',
-                '_interval("speedup", "ratio"',
+                "records/metrics.py",
+                '        _interval(name, "ratio"),',
+                '        _interval("speedup", "ratio"),',
             ),
             Fault(
                 "an interval of another unit",

@@ -355,15 +355,15 @@ PROPERTIES = (
         (
             Fault(
                 "drafted tokens taken for emitted ones",
-                "records/acceptance.py",
-                "found.add(first + i, drafted, accepted[row], tokens)",
-                "found.add(first + i, drafted, accepted[row], 1 + accepted[row])",
+                "records/pass_record.py",
+                "            self.per_step_emitted,\n            digests,",
+                "            [1 + n for n in self.per_step_accepted or ()],\n            digests,",
             ),
         ),
     ),
     Property(
         "The padding of a row is no draft, and a row without drafts has no verification.",
-        f"{METRICS}test_padding_is_no_draft",
+        f"{METRICS}test_steps_without_drafts_are_no_verifications",
         (
             Fault(
                 "rows without drafts counted as verifications",
@@ -429,7 +429,7 @@ PROPERTIES = (
     ),
     Property(
         "TPOT divides by the tokens after the first.",
-        f"{METRICS}test_tpot_is_decode_time_over_the_tokens_after_the_first",
+        f"{METRICS}test_tpot_is_the_time_from_the_first_token_over_the_tokens_after_it",
         (
             Fault(
                 "TPOT over all tokens",
@@ -439,9 +439,9 @@ PROPERTIES = (
             ),
             Fault(
                 "the first token counted as decoded",
-                "records/samples.py",
-                "[len(r.output_ids) - 1 for r in requests]",
-                "[len(r.output_ids) for r in requests]",
+                "records/computing.py",
+                "tokens = [sum(request.output_len - 1 for request in of) for of in by_group]",
+                "tokens = [sum(request.output_len for request in of) for of in by_group]",
             ),
         ),
     ),
@@ -499,9 +499,9 @@ PROPERTIES = (
             ),
             Fault(
                 "steps without drafts move the rows",
-                "records/acceptance.py",
-                "                left[i] -= tokens\n",
-                "                left[i] -= tokens * bool(longest)\n",
+                "bench/run/of_samples.py",
+                "            left[i] -= tokens\n",
+                "            left[i] -= tokens * bool(longest)\n",
             ),
         ),
     ),

@@ -117,17 +117,17 @@ PROPERTIES = (
     ),
     Property(
         "TPOT is from the first step to a sequence's own last token.",
-        f"{RUN}test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",
+        f"{RUN}test_tpot_is_the_time_from_the_first_token_to_the_last",
         (
             Fault(
                 "TPOT's clock shifted by 0.5 ms",
-                "records/samples.py",
+                "bench/run/samples.py",
                 "end - started_s)",
                 "end - started_s - 0.0005)",
             ),
             Fault(
                 "all sequences end with the last",
-                "records/samples.py",
+                "bench/run/samples.py",
                 "for end in ends])",
                 "for end in [max(ends)] * len(ends)])",
             ),

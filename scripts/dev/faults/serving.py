@@ -296,13 +296,13 @@ PROPERTIES = (
         (
             Fault(
                 "the first token after a preemption in place of the next",
-                "bench/serving/record.py",
+                "bench/recording.py",
                 "if t >= at_s), None))",
                 "if t >= request.arrived_s), None))",
             ),
             Fault(
                 "time stamps that count from each arrival",
-                "bench/serving/record.py",
+                "bench/recording.py",
                 "first_token_ms=ms(request.first_token_s)",
                 "first_token_ms=ms(request.first_token_s) - ms(request.arrived_s)",
             ),
@@ -339,9 +339,9 @@ PROPERTIES = (
         (
             Fault(
                 "only the numbers of tokens are compared",
-                "bench/serving/record.py",
-                "if a.output_ids != b.output_ids",
-                "if len(a.output_ids) != len(b.output_ids)",
+                "bench/serving/measure.py",
+                "one.output_ids != other.output_ids for one",
+                "len(one.output_ids) != len(other.output_ids) for one",
             ),
         ),
     ),
