@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "magicdec"
 TABLES = {"attention backend": ATTENTION_BACKENDS, "KV policy": KV_POLICIES}
 # Folders and files where a word is the name of something else.
 OTHER_MEANINGS = {
-    "full": ("config/sections", "records/table"),  # the full length; full KV in a table
+    "full": ("config/sections", "records/describe"),  # the full length; full KV in a table
     # the verb
     "verified": ("cli/checkpoints", "model/checkpoint/convert", "config/capabilities"),
     "grouped": ("model/families/",),  # a packing of q, k and v

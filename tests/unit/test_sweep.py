@@ -13,7 +13,7 @@ from conftest import Launch
 from magicdec.bench.measure import execute
 from magicdec.bench.study import progress
 from magicdec.bench.study import sweep as sweep_module
-from magicdec.bench.study.cells import StudyCell, config_key
+from magicdec.bench.study.cells import StudyCell, config_key, results_in
 from magicdec.bench.study.plan import StudyPlan, make_plan, part_of
 from magicdec.bench.study.progress import StudyProgress
 from magicdec.bench.study.study import Settings
@@ -34,7 +34,6 @@ from magicdec.engine.engine import Engine
 from magicdec.hardware import timing
 from magicdec.output.console import Silent
 from magicdec.records.pass_record import PassRecord
-from magicdec.records.reading import load_passes
 from magicdec.setup import loading
 from magicdec.setup import prepare as preparing
 from magicdec.setup.prepare import prepare
@@ -202,8 +201,8 @@ def test_cells_that_do_not_fit_are_records_that_say_so(
         (500, "prefixes"),
     ):
         assert expected in str(errors.pop(B))
-    assert errors == {2: None} and len(load_passes(tmp_path / "runs.jsonl")) == 4
-    assert {r.status for r in records} == {"ok", "failed"}
+    assert errors == {2: None} and len(results_in(tmp_path / "runs.jsonl")) == 4
+    assert {r.status for r in records} == {"verified", "failed"}
 
 
 def test_caches_stay_only_where_the_memory_allows(
@@ -332,8 +331,8 @@ def test_a_study_that_is_killed_and_started_again_has_each_record_once(
     done = launch("small_sweep.py", "study.toml")
     assert done.returncode == 0, done.stderr
     assert f"{NUM_CELLS} of {NUM_CELLS} runs done" in done.stderr
-    records = load_passes(path)
-    assert len(records) == NUM_CELLS and {r.status for r in records} == {"ok"}
+    records = results_in(path)
+    assert len(records) == NUM_CELLS and {r.status for r in records} == {"verified"}
     assert len({config_key(record.config) for record in records}) == NUM_CELLS
 
 
@@ -347,15 +346,15 @@ def test_tasks_of_an_array_job_run_a_study_in_parts(
     first, second = (tmp_path / f"runs.{number}-of-2.jsonl" for number in (1, 2))
     assert launch("small_sweep.py", "study.toml", "--part", "1/2").returncode == 0
     whole = first.read_text()
-    assert len(whole.splitlines()) == 4 and not second.exists()
-    first.write_text("".join(whole.splitlines(keepends=True)[:2]))
+    assert len(whole.splitlines()) == 8 and not second.exists()
+    first.write_text("".join(whole.splitlines(keepends=True)[:4]))
     again = launch("small_sweep.py", "study.toml", "--part", "1/2")
     assert "4 runs, 2 of them done before" in again.stderr
-    assert len(first.read_text().splitlines()) == 4
+    assert len(first.read_text().splitlines()) == 8
     (tmp_path / "runs.jsonl").write_text(first.read_text())
     done = launch("small_sweep.py", "study.toml")
     assert "8 runs, 4 of them done before" in done.stderr
-    records = load_passes(tmp_path / "runs.jsonl")
+    records = results_in(tmp_path / "runs.jsonl")
     assert len({config_key(record.config) for record in records}) == len(records) == 8
     empty = launch("small_sweep.py", "study.toml", "--part", "1/100")
     assert empty.returncode == 0 and "0 of 0 runs done" in empty.stderr
@@ -386,8 +385,8 @@ def test_ranks_share_a_study(
         num_ranks=2,
     )
     assert done.returncode == 1, "two cells need more prompts than there are"
-    records = load_passes(tmp_path / "s.jsonl")
-    assert Counter(r.status for r in records) == {"ok": 4, "failed": 2}
+    records = results_in(tmp_path / "s.jsonl")
+    assert Counter(r.status for r in records) == {"verified": 4, "failed": 2}
     assert {r.environment.world_size for r in records} == {2}
     before = (tmp_path / "s.jsonl").read_text()
     again = launch(

@@ -290,7 +290,7 @@ PROPERTIES = (
     ),
     Property(
         "Passes of a run have equal threads and ranks.",
-        f"{THREADS}test_a_record_whose_passes_had_other_resources_is_refused",
+        f"{THREADS}test_a_record_whose_groups_had_other_resources_is_refused",
         (
             Fault(
                 "a record may have unequal passes",

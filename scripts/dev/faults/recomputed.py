@@ -9,8 +9,7 @@ PASSES = "test_recomputed_passes.py::"
 PAIRS = "test_interval_pairs.py::"
 RANKS = "test_ranks_that_differ.py::"
 STREAMS = "test_stream_times.py::"
-METRICS = "bench/serving/metrics.py"
-RECORD = "bench/serving/record.py"
+RECORDING = "bench/recording.py"
 ACCEPTANCE = "records/acceptance.py"
 REPORT = "bench/report/"
 ENDPOINT = "systems/servers/system.py"
@@ -25,91 +24,91 @@ PROPERTIES = (
         (
             Fault(
                 "duration from the last arrival",
-                METRICS,
-                "begin_s = min(request.arrived_s",
-                "begin_s = max(request.arrived_s",
+                "records/computing.py",
+                "begin_ms = min(request.arrival_ms",
+                "begin_ms = max(request.arrival_ms",
             ),
             Fault(
                 "throughput of prompts",
-                METRICS,
-                "num_tokens = sum(len(request.output_ids)",
-                "num_tokens = sum(len(request.prompt_ids)",
+                "records/computing.py",
+                "tokens = [sum(request.output_len for",
+                "tokens = [sum(request.prompt_len for",
             ),
             Fault(
                 "goodput as a share",
-                METRICS,
+                "records/computing.py",
                 "request_goodput=sum(good) / duration_s",
                 "request_goodput=sum(good) / len(good)",
             ),
             Fault(
                 "speed of a request by the mean TPOT",
-                METRICS,
-                'mean([1e3 / of["tpot"] for of in times if of.get("tpot")])',
-                '1e3 / (mean([of["tpot"] for of in times if of.get("tpot")]) or 1.0)',
+                "records/computing.py",
+                "mean([1e3 / tpot for tpot in tpots if tpot])",
+                "1e3 / (mean(tpots) or 1.0)",
             ),
             Fault(
                 "prefill from the last time that a request joined",
-                METRICS,
-                "request.first_token_s - moves.joined_s[0]",
-                "request.first_token_s - moves.joined_s[-1]",
+                "records/computing.py",
+                "request.first_token_ms - request.joined_ms[0]",
+                "request.first_token_ms - request.joined_ms[-1]",
             ),
             Fault(
                 "hits over the hits",
-                METRICS,
-                "sum(each.num_found for each in counts) / num_looked_up",
-                "num_looked_up / max(1, sum(each.num_found for each in counts))",
+                "records/computing.py",
+                "num_found / num_looked_up if num_looked_up",
+                "num_looked_up / max(1, num_found) if num_looked_up",
             ),
             Fault(
                 "TTFT of a turn until its last token",
-                METRICS,
-                '[request.times_ms()["ttft"] for request in members]',
-                '[request.times_ms()["e2el"] for request in members]',
+                "records/computing.py",
+                "[r.first_token_ms - r.arrival_ms for r in members]",
+                "[r.finished_ms - r.arrival_ms for r in members]",
             ),
             Fault(
                 "prompts of a turn with their outputs",
-                METRICS,
-                "mean_prompt_len=statistics.fmean(len(request.prompt_ids)",
-                "mean_prompt_len=statistics.fmean(request.num_cached",
+                "records/computing.py",
+                "mean_prompt_len=statistics.fmean(request.prompt_len for",
+                "mean_prompt_len=statistics.fmean(request.prompt_len + request.output_len for",
             ),
             Fault(
                 "hits of a turn by its first request",
-                METRICS,
-                "hit_rate([moves[request.request_id] for request in members])",
-                "hit_rate([moves[members[0].request_id]])",
+                "records/computing.py",
+                "prefix_hit_rate=hit_rate(members)",
+                "prefix_hit_rate=hit_rate(members[:1])",
             ),
             Fault(
                 "a prompt as long as its group allows in the next group",
-                METRICS,
-                "while most < len(request.prompt_ids):",
-                "while most <= len(request.prompt_ids):",
+                "records/computing.py",
+                "while most < request.prompt_len:",
+                "while most <= request.prompt_len:",
             ),
             Fault(
                 "groups by context that begin at another length",
-                METRICS,
+                "records/metrics.py",
                 "FIRST_CONTEXT = 2048",
                 "FIRST_CONTEXT = 1024",
             ),
             Fault(
                 "acceptance of a context of the first requests",
-                METRICS,
+                "records/computing.py",
                 "verifications.of_requests(members), len(members)",
                 "verifications.of_requests(range(len(members))), len(members)",
             ),
             Fault(
                 "a turn of the category of another prompt",
-                METRICS,
-                "r.request_id if r.turn is None else r.turn.conversation",
-                "r.request_id",
+                "records/computing.py",
+                "n if r.conversation is None else r.conversation for",
+                "n for",
             ),
             Fault(
                 "the most of percentiles at 95",
-                METRICS,
-                "percentile(values, p) for p in (50, 90, 99)",
-                "percentile(values, min(p, 95)) for p in (50, 90, 99)",
+                "records/computing.py",
+                "percentile(values, percent) for percent in PERCENTS",
+                "percentile(values, min(percent, 95)) for percent in PERCENTS",
             ),
             Fault(
                 "emitted tokens with the interval of the acceptance length",
-                ACCEPTANCE,
+                "records/acceptance.py",
                 '"tokens_per_verification_interval": interval(estimates.emitted',
                 '"tokens_per_verification_interval": interval(estimates.length',
             ),
@@ -134,21 +133,21 @@ PROPERTIES = (
             ),
             Fault(
                 "a request that ends with its first token",
-                RECORD,
+                RECORDING,
                 "finished_ms=ms(request.finished_s)",
                 "finished_ms=ms(request.first_token_s)",
             ),
             Fault(
                 "drafted tokens in place of accepted ones",
-                RECORD,
-                '"per_step_accepted": by_step(counts, 1)',
-                '"per_step_accepted": by_step(counts, 0)',
+                RECORDING,
+                "for part in range(2))",
+                "for part in (0, 0))",
             ),
             Fault(
                 "looked-up tokens in place of found ones",
-                RECORD,
-                '"num_prefix_tokens": own.num_found,',
-                '"num_prefix_tokens": own.num_looked_up,',
+                "records/computing.py",
+                "sum(sum(request.joined_prefix_tokens or ()) for request in known)",
+                "sum(request.num_looked_up_tokens or 0 for request in known)",
             ),
         ),
     ),
@@ -158,9 +157,9 @@ PROPERTIES = (
         (
             Fault(
                 "groups that nothing checks",
-                "bench/serving/recomputing.py",
-                "all(follows(value, expected.get(key)) for key, value in stated.items())",
-                "True",
+                "records/recomputing.py",
+                "if not follows(_plain(stated), _plain(found)):",
+                "if False:",
             ),
         ),
     ),
@@ -194,9 +193,9 @@ PROPERTIES = (
         (
             Fault(
                 "the net speedup's interval as that of the speedup",
-                "records/performance.py",
-                '_interval("net_speedup", "ratio"',
-                '_interval("speedup", "ratio"',
+                "records/metrics.py",
+                '        _interval(name, "ratio"),',
+                '        _interval("speedup", "ratio"),',
             ),
             Fault(
                 "an interval of another unit",
@@ -212,22 +211,21 @@ PROPERTIES = (
         (
             Fault(
                 "the speedup with the interval of the net speedup",
-                "records/metrics.py",
-                f"        {OF_SPEEDS}",
-                "        speedup_interval=ratio_interval(net)",
+                "records/computing.py",
+                "ratio_interval(each)",
+                'ratio_interval(found.get("net_speedup", each))',
             ),
             Fault(
                 "the net speedup with the interval of the total speedup",
-                "records/metrics.py",
-                OF_NET,
-                "net_speedup_interval=ratio_interval(total)",
+                "records/computing.py",
+                '"net_speedup": ratios_of(ours, reference, net_ms)',
+                '"net_speedup": ratios_of(ours, reference, steps_ms)',
             ),
             Fault(
                 "decoding with the interval of prefill",
-                "records/metrics.py",
-                "prefill_tokens_per_s_interval=speed_interval("
-                "prefill.num_tokens, prefill.prefill_ms)",
-                "prefill_tokens_per_s_interval=metrics.decode_tokens_per_s_interval",
+                "records/computing.py",
+                '"prefill_tokens_per_s_interval": speed_interval(tokens, times_ms)',
+                '"prefill_tokens_per_s_interval": speed_interval(tokens, tokens)',
             ),
             Fault(
                 "the rate with bounds of the length",
@@ -305,9 +303,9 @@ PROPERTIES = (
         (
             Fault(
                 "the smaller of the two in the middle",
-                "records/metrics.py",
-                "middle = statistics.median_high(each)",
-                "middle = statistics.median_low(each)",
+                "records/computing.py",
+                "middle = statistics.median_high(found)",
+                "middle = statistics.median_low(found)",
             ),
         ),
     ),

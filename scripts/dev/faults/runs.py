@@ -117,17 +117,17 @@ PROPERTIES = (
     ),
     Property(
         "TPOT is from the first step to a sequence's own last token.",
-        f"{RUN}test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",
+        f"{RUN}test_tpot_is_the_time_from_the_first_token_to_the_last",
         (
             Fault(
                 "TPOT's clock shifted by 0.5 ms",
-                "records/samples.py",
+                "bench/run/samples.py",
                 "end - started_s)",
                 "end - started_s - 0.0005)",
             ),
             Fault(
                 "all sequences end with the last",
-                "records/samples.py",
+                "bench/run/samples.py",
                 "for end in ends])",
                 "for end in [max(ends)] * len(ends)])",
             ),
@@ -145,9 +145,9 @@ PROPERTIES = (
             ),
             Fault(
                 "prefill rate doubled",
-                "records/metrics.py",
-                "sum(prefill.num_tokens) / seconds",
-                "2 * sum(prefill.num_tokens) / seconds",
+                "records/computing.py",
+                '"prefill_tokens_per_s": sum(tokens) / total_s',
+                '"prefill_tokens_per_s": 2 * sum(tokens) / total_s',
             ),
         ),
     ),
@@ -157,9 +157,9 @@ PROPERTIES = (
         (
             Fault(
                 "net speedup without what comes before the first step",
-                "records/metrics.py",
-                "[added + end for",
-                "[end for",
+                "records/computing.py",
+                "return [end - prefill_end_ms(group) for group, end in pairs]",
+                "return [end - prefill_end_ms(g) - (g.begin_ms or 0) for g, end in pairs]",
             ),
             Fault(
                 "a strategy's preparation timed until it is launched",

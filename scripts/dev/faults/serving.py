@@ -16,9 +16,9 @@ PROPERTIES = (
         (
             Fault(
                 "duration until the end of the last to arrive",
-                "bench/serving/metrics.py",
-                "duration_s = max(_finished_s(request) for request in requests)",
-                "duration_s = _finished_s(requests[-1])",
+                "records/computing.py",
+                "return max(request.finished_ms for request in requests) - begin_ms",
+                "return requests[-1].finished_ms - begin_ms",
             ),
             Fault(
                 "end-to-end latency from the first token",
@@ -34,9 +34,9 @@ PROPERTIES = (
             ),
             Fault(
                 "arrivals counted instead of their gaps",
-                "bench/serving/metrics.py",
-                "return (len(times_s) - 1) / span",
-                "return len(times_s) / span",
+                "records/computing.py",
+                "later = sum(len(requests) - 1 for requests in by_group)",
+                "later = sum(len(requests) for requests in by_group)",
             ),
         ),
     ),
@@ -46,18 +46,18 @@ PROPERTIES = (
         (
             Fault(
                 "goodput by the mean of all requests",
-                "bench/serving/metrics.py",
-                "    good = [all(of[name] <= most",
-                "    of_all = {name: mean([of[name] for of in times if name in of]) for "
-                "name in goodput}\n    good = [all((of_all[name] or 0.0) <= most",
+                "records/computing.py",
+                "good = [keeps(request, beside.goodput) for request in requests]",
+                "good = [\n"
+                "        statistics.fmean(r.first_token_ms - r.arrival_ms for r in requests)\n"
+                "        <= beside.goodput.get('ttft', 1e9)\n"
+                "    ] * len(requests)",
             ),
             Fault(
                 "goodput by the mean TPOT",
-                "bench/serving/metrics.py",
-                "    good = [all(of[name] <= most",
-                '    tpot = mean([of["tpot"] for of in times if "tpot" in of])\n'
-                "    times = [of | {'tpot': tpot or 0.0} for of in times]\n"
-                "    good = [all(of[name] <= most",
+                "records/computing.py",
+                "good = [keeps(request, beside.goodput) for request in requests]",
+                'good = [(mean(tpots) or 0.0) <= beside.goodput.get("tpot", 1e9)] * len(requests)',
             ),
         ),
     ),
@@ -67,15 +67,15 @@ PROPERTIES = (
         (
             Fault(
                 "goodput of one bound of several",
-                "bench/serving/metrics.py",
-                "    good = [all(of[name] <= most",
-                "    good = [any(of[name] <= most",
+                "records/computing.py",
+                "return all(times[name] <= most",
+                "return any(times[name] <= most",
             ),
             Fault(
                 "a request without TPOT is no good one",
-                "bench/serving/metrics.py",
-                "of[name] <= most for name, most in goodput.items() if name in of)",
-                'of.get(name, float("inf")) <= most for name, most in goodput.items())',
+                "records/computing.py",
+                '"tpot": request.tpot_ms or 0.0,',
+                '"tpot": request.tpot_ms or math.inf,',
             ),
         ),
     ),
@@ -296,13 +296,13 @@ PROPERTIES = (
         (
             Fault(
                 "the first token after a preemption in place of the next",
-                "bench/serving/record.py",
+                "bench/recording.py",
                 "if t >= at_s), None))",
                 "if t >= request.arrived_s), None))",
             ),
             Fault(
                 "time stamps that count from each arrival",
-                "bench/serving/record.py",
+                "bench/recording.py",
                 "first_token_ms=ms(request.first_token_s)",
                 "first_token_ms=ms(request.first_token_s) - ms(request.arrived_s)",
             ),
@@ -363,15 +363,15 @@ PROPERTIES = (
         (
             Fault(
                 "the steady speed with the stalls",
-                "bench/serving/metrics.py",
-                'steady_s = duration_s - of_steps.get("stalled_ms", 0.0) / 1e3',
+                "records/computing.py",
+                "steady_s = duration_s - stalled_s",
                 "steady_s = duration_s",
             ),
             Fault(
                 "steps of modes of one kind",
                 "records/stalls.py",
-                "kinds[step.kind].append((0, place))",
-                "kinds[0, 0, 0].append((0, place))",
+                "group.step_prompt_tokens or unknown",
+                "unknown",
             ),
         ),
     ),
@@ -399,15 +399,15 @@ PROPERTIES = (
         (
             Fault(
                 "found tokens prefilled",
-                "bench/serving/metrics.py",
-                "len(request.prompt_ids) - sum(moves.found[:1])",
-                "len(request.prompt_ids)",
+                "records/computing.py",
+                "request.prompt_len - sum((request.joined_prefix_tokens or [])[:1])",
+                "request.prompt_len",
             ),
             Fault(
                 "tokens found after the first token",
-                "bench/serving/metrics.py",
-                "sum(moves.found[:1])",
-                "sum(moves.found)",
+                "records/computing.py",
+                "sum((request.joined_prefix_tokens or [])[:1])",
+                "sum(request.joined_prefix_tokens or [])",
             ),
         ),
     ),

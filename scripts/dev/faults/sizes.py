@@ -19,13 +19,13 @@ PROPERTIES = (
         (
             Fault(
                 "MiB for MB",
-                "records/performance.py",
-                'label="peak memory, all ranks, MB",\n        scale=1e-6,',
-                'label="peak memory, all ranks, MB",\n        scale=2**-20,',
+                "records/metrics.py",
+                'label="peak memory, GB",\n        digits=2,\n        scale=1e-9,',
+                'label="peak memory, GB",\n        digits=2,\n        scale=2**-30,',
             ),
             Fault(
                 "MB for GB",
-                "records/performance.py",
+                "records/metrics.py",
                 'label="bytes to read, GB",\n        digits=2,\n        scale=1e-9,',
                 'label="bytes to read, GB",\n        digits=2,\n        scale=1e-6,',
             ),
@@ -89,7 +89,7 @@ PROPERTIES = (
             ),
             Fault(
                 "GiB/s of a run",
-                "records/table.py",
+                "records/describe.py",
                 "{bandwidth / 1e9:.1f} GB/s read",
                 "{bandwidth / 2**30:.1f} GB/s read",
             ),

@@ -126,9 +126,9 @@ PROPERTIES = (
         (
             Fault(
                 "a prompt's speed from its arrival on",
-                "bench/serving/metrics.py",
-                "(request.first_token_s - moves.joined_s[0], 1e-9)",
-                "(request.first_token_s - request.arrived_s, 1e-9)",
+                "records/computing.py",
+                "request.first_token_ms - request.joined_ms[0], 1e-6",
+                "request.first_token_ms - request.arrival_ms, 1e-6",
             ),
         ),
     ),

@@ -230,15 +230,15 @@ PROPERTIES = (
         (
             Fault(
                 "wrong steps forgiven",
-                "records/correctness.py",
-                "if self.has_wrong_steps:\n            return False",
-                "if False:\n            return False",
+                "records/pass_record.py",
+                "found is not None and (found.has_wrong_steps or found.has_alarms)",
+                "found is not None and found.has_alarms",
             ),
             Fault(
                 "alarms forgiven",
-                "records/correctness.py",
-                "return is_same and not self.has_alarms",
-                "return is_same",
+                "records/pass_record.py",
+                "found is not None and (found.has_wrong_steps or found.has_alarms)",
+                "found is not None and found.has_wrong_steps",
             ),
         ),
     ),
@@ -278,7 +278,7 @@ PROPERTIES = (
             ),
             Fault(
                 "wrong steps of a mode without effect",
-                "bench/serving/record.py",
+                "bench/recording.py",
                 "if correctness.has_wrong_steps or correctness.has_alarms:",
                 "if correctness.has_alarms:",
             ),
@@ -308,7 +308,7 @@ PROPERTIES = (
         (
             Fault(
                 "errors of a mode without effect",
-                "bench/serving/record.py",
+                "bench/recording.py",
                 "if correctness.has_wrong_steps or correctness.has_alarms:",
                 "if correctness.has_wrong_steps:",
             ),
