@@ -531,7 +531,11 @@ def test_tables_tell_the_formats_apart() -> None:
     plain = drawn()
     chat = with_fields(plain, config__workload__prompt_format=CHAT)
     assert (settings(plain)["dataset"], settings(chat)["dataset"]) == ("demo", "demo (chat)")
-    assert title_of([chat]) == title_of([plain]).replace(", demo:", ", demo (chat):") != title_of([plain])
+    assert (
+        title_of([chat])
+        == title_of([plain]).replace(", demo:", ", demo (chat):")
+        != title_of([plain])
+    )
 
 
 def test_a_study_makes_the_prompts_of_each_format(chat_model: Path) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from magicdec.records.acceptance import ReportedCounts
-from magicdec.systems.servers.counters import COUNTER, Counters
 from magicdec.systems.servers.server_format import (
     NOTHING,
     AskedText,
@@ -20,6 +18,9 @@ from magicdec.systems.servers.server_format import (
     counts_in,
     part_of,
 )
+
+from magicdec.records.acceptance import ReportedCounts
+from magicdec.systems.servers.counters import COUNTER, Counters
 
 PREFIX = "sglang:"
 # The names of three generations, the newest first.

@@ -7,8 +7,6 @@ end count."""
 
 from __future__ import annotations
 
-from magicdec.records.acceptance import ReportedCounts
-from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 from magicdec.systems.servers.server_format import (
     NOTHING,
     ServerEvent,
@@ -17,6 +15,9 @@ from magicdec.systems.servers.server_format import (
     counts_in,
     part_of,
 )
+
+from magicdec.records.acceptance import ReportedCounts
+from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 
 PREFIX = "vllm:"
 
