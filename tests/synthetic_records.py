@@ -28,12 +28,13 @@ from magicdec.records.computing import Beside
 from magicdec.records.correctness import Correctness
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.environment import Environment
+from magicdec.records.metrics import REPORTABLE
 from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
 from magicdec.records.reading import parse_line
 from magicdec.records.record import Status
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import Request, SamplingParams, Turn
-from magicdec.systems.servers.details import ANSWERS, BOTH, COUNTERS, ServersDetails, with_missing
+from magicdec.systems.servers.details import ANSWERS, BOTH, COUNTERS, ServersDetails
 
 Rng = np.random.Generator
 Array = np.ndarray[Any, Any]
@@ -529,7 +530,8 @@ def served(kind: str = STEPS, seed: int = 0, reference: PassRecord | None = None
         details=report_of(kind) if is_external else None,
     )
     if is_external:
-        report = with_missing(record.details, record.metrics, judged.has_drafts)
+        missing = [name for name in REPORTABLE if getattr(record.metrics, name, None) is None]
+        report = record.details.completed(missing, judged.has_drafts)
         record = replace(record, details=report)
     return record
 
