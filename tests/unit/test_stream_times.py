@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from magicdec.bench.serving.metrics import serving_metrics
+from test_serving_metrics import serving_metrics
 
 from magicdec.engine.scheduler import StepCounts
 from magicdec.names import SERVER_APIS, load_object
