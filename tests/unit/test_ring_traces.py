@@ -11,7 +11,7 @@ from conftest import TINY, make_requests, make_runner
 from fake_clock import FakeClock
 from test_recurrent_order import CHUNK, LIMITS, OrderedRing
 
-from magicdec.bench.showing import (
+from magicdec.bench.timeline import (
     HEAD,
     OF_STAGES,
     PROMPT,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from magicdec.bench.serving.metrics import serving_metrics
+from test_serving_metrics import serving_metrics
 
 from magicdec.engine.scheduler import StepCounts
 from magicdec.names import SERVER_APIS, load_object
@@ -206,7 +206,7 @@ def test_times_of_a_stream_are_those_by_hand(name: str) -> None:
     assert (found.mean_ttft_ms, found.mean_e2el_ms) == (500.0, 1500.0)
     assert found.mean_tpot_ms == pytest.approx(1000.0 / 5)
     assert found.request_tokens_per_s == pytest.approx(5 / 1.0)
-    assert found.prefill_tokens_per_s == pytest.approx(3 / 0.5)
+    assert found.request_prefill_tokens_per_s == pytest.approx(3 / 0.5)
     gaps = sorted({*stamps[1:]})
     assert found.mean_itl_ms == pytest.approx(1000.0 / len(gaps))
 
