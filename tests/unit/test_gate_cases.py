@@ -66,7 +66,7 @@ def test_every_system_that_drafts_has_a_case() -> None:
     cases = [case for case in standard_cases(Subject()) if not case.shares_prefill]
     served = [baseline for baseline in EVERY if not baseline.shares_prefill]
     assert [describe(baseline) for baseline in served] == [case.name for case in cases]
-    modes = {"inflight+draft", "ring+draft", "sync", "async"}
+    modes = {"inflight+draft", "ring+draft", "pipeline+draft", "pipeinfer"}
     assert {case.mode for case in cases} == modes
     assert {f"mode {mode}" for mode in modes} <= set(map(kind_of, quick(EVERY)))
     for baseline, case in zip(served, cases, strict=True):
