@@ -99,7 +99,7 @@ def parts_of(measured: MeasuredPass) -> MeasuredParts:
     is_random = system.run.is_random
     has_counts = measured.planned.serving_pass.is_drafting and not is_random
     requests = [each for group in measured.groups for each in requests_of(group, system.run)]
-    groups = [group_of(group, has_counts) for group in measured.groups]
+    groups = [group_of(group, has_counts, system.counts_reads) for group in measured.groups]
     return MeasuredParts(requests, groups)
 
 
@@ -151,7 +151,9 @@ def gaps_of(group: MeasuredGroup) -> list[float]:
     ]
 
 
-def group_of(group: MeasuredGroup, has_counts: bool) -> GroupRecord:
+def group_of(group: MeasuredGroup, has_counts: bool, counts_reads: bool) -> GroupRecord:
+    """With the drafts of each step if they have a meaning (`has_counts`), and what decode steps
+    have read if its system counts it."""
     observer = group.observer
     counts = observer.counts
     steps = observer.steps if observer.is_timed else []
@@ -175,9 +177,9 @@ def group_of(group: MeasuredGroup, has_counts: bool) -> GroupRecord:
         draft_ms=[to_ms(seconds) for seconds in phases.get("draft", ())],
         verify_ms=[to_ms(seconds) for seconds in phases.get("verify", ())],
         decode_ms=[to_ms(seconds) for seconds in phases.get("decode", ())],
-        bytes_read=group.ranks.bytes_read if is_kept else None,
-        draft_kv_tokens=group.ranks.draft_kv_tokens if is_kept else None,
-        draft_rows=group.ranks.draft_rows if is_kept else None,
+        bytes_read=group.ranks.bytes_read if counts_reads else None,
+        draft_kv_tokens=group.ranks.draft_kv_tokens if counts_reads else None,
+        draft_rows=group.ranks.draft_rows if counts_reads else None,
         peak_memory_bytes=peaks_of(group),
         threads=group.ranks.threads,
     )
