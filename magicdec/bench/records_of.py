@@ -22,7 +22,7 @@ from magicdec.records.metrics import REPORTABLE
 from magicdec.records.pass_record import GroupRecord, PassRecord
 from magicdec.records.record import Status
 from magicdec.records.workload import WorkloadRecord
-from magicdec.runner.request import Moves, Request
+from magicdec.runner.request import UNKNOWN_ID, Moves, Request
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.setup.prepare import Prepared
 from magicdec.systems.prefilled_batching import DRAFTING, PLAIN
@@ -216,9 +216,12 @@ def to_ms(seconds: float) -> float:
 
 
 def scores_of(prepared: Prepared, requests: Sequence[Request]) -> list[float] | None:
-    """The score of each answer; None without known answers. Those of a target with random weights
-    would say nothing."""
+    """The score of each answer; None without known answers, and where tokens or later questions
+    have none. Those of a target with random weights would say nothing."""
     answers = None if prepared.source.is_random else prepared.workload.answers
+    has_turns = any(request.turn is not None for request in requests)
+    if has_turns or any(UNKNOWN_ID in request.output_ids for request in requests):
+        return None
     return answer_scores(answers, requests, prepared.tokenizer)
 
 
