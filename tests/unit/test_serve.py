@@ -18,6 +18,8 @@ from identities import check_metrics
 from rich.console import Console
 from serving_command import prepare_as
 
+from magicdec.bench import runner as runner_module
+from magicdec.bench.runner import OneRank
 from magicdec.bench.showing import tables
 from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
