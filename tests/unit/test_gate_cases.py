@@ -19,6 +19,7 @@ from magicdec.bench.gate.cases import (
     Subject,
     check_case,
     margin_of,
+    options_of,
     quick,
     standard_cases,
 )
@@ -72,7 +73,7 @@ def test_every_system_that_drafts_has_a_case() -> None:
     for baseline, case in zip(served, cases, strict=True):
         again = Case.of_record(baseline)
         assert again.load == case.load and again.draft == case.draft
-        assert again.options([again.mode]) == case.options([case.mode])
+        assert options_of([again]) == options_of([case])
         assert again.config.kv.resolve() == case.config.kv.resolve()
         assert again.config.decoding == case.config.decoding
         assert again.config.workload == case.config.workload
