@@ -42,25 +42,25 @@ COMMANDS = {
     "plan": ("predict when speculation pays, from model shape and machine", "plan:main"),
     "reproduce": (
         "published tables beside predictions and runs on this machine",
-        "front.reproduce:main",
+        "reproduce:main",
     ),
     "simulate": (
         "decode on a pipeline of stages in virtual time, with speculation",
         "simulate:main",
     ),
-    "advise": ("probe, short runs and plan: does speculation pay here?", "front.advise:main"),
-    "doctor": ("what works on this machine, a line each", "front.doctor:main"),
+    "advise": ("probe, short runs and plan: does speculation pay here?", "advise:main"),
+    "doctor": ("what works on this machine, a line each", "doctor:main"),
     "config": (
         "print a record's flags as a file for `--config` of its command",
-        "front.config_of:main",
+        "config_of:main",
     ),
     "completion": (
         "print a script with which a shell completes commands and flags",
-        "front.completion:main",
+        "completion:main",
     ),
-    "model get": ("get a model from the Hugging Face hub", "front.checkpoints:get"),
-    "model check": ("compare a model with transformers", "front.check_model:main"),
-    "model convert": ("write a checkpoint as one file", "front.checkpoints:convert"),
+    "model get": ("get a model from the Hugging Face hub", "checkpoints:get"),
+    "model check": ("compare a model with transformers", "check_model:main"),
+    "model convert": ("write a checkpoint as one file", "checkpoints:convert"),
 }
 LAST_GROUP = "Keep and check"  # also of commands that no group names
 GROUPS = {  # in which `magicdec --help` shows them
@@ -83,8 +83,8 @@ OLD_SPELLINGS = {
     "baseline": ("run --draft none", "drivers:baseline"),
     "selfspec": ("run --draft self", "drivers:selfspec"),
     "longspec": ("run --draft model:NAME, with --target and --model", "drivers:longspec"),
-    "download": ("model get", "front.checkpoints:old_get"),
-    "convert": ("model convert", "front.checkpoints:old_convert"),
+    "download": ("model get", "checkpoints:old_get"),
+    "convert": ("model convert", "checkpoints:old_convert"),
 }
 KNOWN = COMMANDS | OLD_SPELLINGS
 
