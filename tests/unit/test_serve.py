@@ -640,7 +640,7 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
     workload = records[1].config["workload"] | {"emulate_acceptance": [0.5]}
     decoding = records[1].config["decoding"] | {"strategy": "speculative", "drafter": "model"}
     config = records[1].config | {"workload": workload, "decoding": decoding}
-    emulated = replace(records[1], name="async", config=config)
+    emulated = replace(records[1], name="pipeinfer", config=config)
     (brief,) = tables([records[0], emulated], is_verbose=False)
     assert ", EMULATED by --emulate_acceptance" in brief.lead[0].text
     workload = workload | {"emulate_stage_ms": 3.0, "emulate_link_ms": 1.0}
