@@ -23,6 +23,7 @@ from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metrics import (
     FIRST_CONTEXT,
     NO_PREFIXES,
+    NOT_COUNTED,
     NOT_KEPT,
     NOT_TIMED,
     OF_SERVER,
@@ -61,7 +62,7 @@ def restored(details: Any) -> Any:
     return TypeAdapter(load_object(DETAILS)()).validate_json(json.dumps(details), strict=True)
 
 
-SystemDetails = Annotated[Any, BeforeValidator(restored)]
+RecordedDetails = Annotated[Any, BeforeValidator(restored)]
 """What the system of a mode measured, a part of the class that the system declares."""
 
 
@@ -255,15 +256,15 @@ class GroupRecord(RecordPart):
         "time of the forward and of sampling, of each step without drafts; empty if not timed", "ms"
     )
     bytes_read: list[int] | None = recorded(
-        "bytes to read in the decode steps, by rank", "bytes", null=NOT_KEPT
+        "bytes to read in the decode steps, by rank", "bytes", null=NOT_COUNTED
     )
     draft_kv_tokens: int | None = recorded(
         "tokens whose K and V the draft forwards read, summed over rows and forwards",
         "tokens",
-        null=NOT_KEPT,
+        null=NOT_COUNTED,
     )
     draft_rows: int | None = recorded(
-        "rows of the draft forwards, summed over forwards", "rows", null=NOT_KEPT
+        "rows of the draft forwards, summed over forwards", "rows", null=NOT_COUNTED
     )
     peak_memory_bytes: list[int] | None = recorded(
         "largest memory use, by rank; 0 of a rank for which it is not known",
@@ -312,7 +313,7 @@ class PassRecord(MeasuredRecord):
         "requests with tokens other than those in `reference`", null="if they cannot be compared"
     )
     metrics: PassMetrics | None = recorded("its metrics", null="if `mismatch` or `failed`")
-    details: SystemDetails = recorded(
+    details: RecordedDetails = recorded(
         "what its system measured beside the requests; see the page of the system", null=NO_STAGES
     )
     requests: list[RequestRecord] = recorded(

@@ -71,9 +71,10 @@ class PassObserver:
     steps: list[ObservedStep] = field(default_factory=list)
     preparation: Preparation | None = None  # None where requests join while others decode
     begun_s: float = 0.0
-    reads: list[ForwardCounts] = field(default_factory=list)  # of each runner, from begin to end
+    reads: list[ForwardCounts] = field(default_factory=list)  # of each runner, in decode steps
     _runners: Sequence[ModelRunner] = ()
     _before: list[ForwardCounts] = field(default_factory=list)  # counts of the runners at the begin
+    _before_step: list[ForwardCounts] | None = None  # None where no prompt is prefilled meanwhile
     _num_forwards: int = 0  # so far, by all runners
     _prompt_tokens: int = 0  # that the step which is executed prefills
 
@@ -81,15 +82,22 @@ class PassObserver:
         """The first step comes now. The forwards of these runners are counted, until `end`."""
         self._runners = runners
         self._before = [runner.counts.copy() for runner in runners]
+        self._before_step = None
+        self.reads = [ForwardCounts() for _ in runners]
         self.note_begin()
         self._num_forwards = self._count_forwards()
         self.begun_s = time.perf_counter()
 
     def end(self) -> None:
         """The last step has ended."""
-        pairs = zip(self._runners, self._before, strict=True)
-        self.reads = [runner.counts.minus(before) for runner, before in pairs]
+        if self._before_step is None:
+            self._add_reads(self._before)
         self._runners = ()
+
+    def _add_reads(self, before: Sequence[ForwardCounts]) -> None:
+        """Add what the runners have read since they had these counts."""
+        columns = zip(self.reads, self._runners, before, strict=True)
+        self.reads = [reads.plus(runner.counts.minus(then)) for reads, runner, then in columns]
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """A context that times a phase of a step, such as "draft"."""
@@ -98,12 +106,15 @@ class PassObserver:
     def watch(self, plan: StepPlan) -> None:
         """A step begins now."""
         self.counts.watch(plan)
+        self._before_step = [runner.counts.copy() for runner in self._runners]
         self._num_forwards = self._count_forwards()
         self._prompt_tokens = sum(part.stop - part.start for part in plan.parts)
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         """A step that decodes has ended; other requests may have been prefilled in it."""
         self.verifications.observe(request_ids, output)
+        if self._before_step is not None:
+            self._add_reads(self._before_step)
         before = self._num_forwards
         self._num_forwards = self._count_forwards()
         step = ObservedStep(

@@ -258,7 +258,7 @@ def test_a_run_leaves_a_failed_record(
     assert record["status"] == "failed" and record["metrics"] is None
     error = record["error"].removeprefix("NotFinite: ")
     assert "decode step 6: the logits of request 0 after output token 6" in error
-    assert error.startswith("batch 0: warm-up, autoregressive: ")
+    assert error.startswith("batch 0: warm-up, static: ")
     assert ended.err.splitlines()[-1] == f"magicdec run: {error}"
 
 

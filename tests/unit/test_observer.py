@@ -44,7 +44,6 @@ def test_steps_have_the_forwards_between_them() -> None:
     assert (first.num_drafted, first.num_accepted, first.padded_gamma) == ([3, 2], [1, 0], 3)
     assert (second.num_drafted, second.num_accepted, second.digests) == (None, None, None)
     assert [reads.num_forwards for reads in observer.reads] == [13, 3]
-    assert observer.timed_steps == []
 
 
 def test_digests_of_all_ranks_take_the_place_of_those_of_one() -> None:

@@ -23,7 +23,6 @@ from magicdec.bench.export.export_format import (
     write_array,
     write_lines,
 )
-
 from magicdec.bench.latency.record import LatencyRecord
 from magicdec.output.tables import Column, Table
 from magicdec.records.pass_record import PassRecord

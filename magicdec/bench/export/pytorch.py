@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from magicdec.bench.export.export_format import ExportFormat, Row, write_array
-
 from magicdec.bench.export.vllm import result_of
 from magicdec.records.pass_record import PassRecord
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from magicdec.bench.export.export_format import ExportFormat
-
 from magicdec.bench.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
 from magicdec.names import RECORDS
 

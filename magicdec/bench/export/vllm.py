@@ -18,7 +18,6 @@ from magicdec.bench.export.export_format import (
     known,
     write_lines,
 )
-
 from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord, RequestRecord
 from magicdec.systems.declaration import Ranks

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from magicdec.systems.servers.server_format import ServerEvent, ServerFormat, as_count, part_of
-
 from magicdec.names import SERVER_FORMATS, load_object
 from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.fields import recorded
 from magicdec.runner.request import Request
 from magicdec.systems.details import Details
 from magicdec.systems.servers.counters import Counters
+from magicdec.systems.servers.server_format import ServerEvent, ServerFormat, as_count, part_of
 
 ANSWERS = "answers"
 COUNTERS = "counters"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from magicdec.records.acceptance import ReportedCounts
+from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 from magicdec.systems.servers.server_format import (
     NOTHING,
     AskedText,
@@ -17,9 +19,6 @@ from magicdec.systems.servers.server_format import (
     count_in,
     part_of,
 )
-
-from magicdec.records.acceptance import ReportedCounts
-from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 
 PREFIX = "llamacpp:"
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from magicdec.records.acceptance import ReportedCounts
+from magicdec.systems.servers.counters import COUNTER, Counters
 from magicdec.systems.servers.server_format import (
     NOTHING,
     AskedText,
@@ -18,9 +20,6 @@ from magicdec.systems.servers.server_format import (
     counts_in,
     part_of,
 )
-
-from magicdec.records.acceptance import ReportedCounts
-from magicdec.systems.servers.counters import COUNTER, Counters
 
 PREFIX = "sglang:"
 # The names of three generations, the newest first.

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from magicdec.systems.servers.server_format import AskedText, ServerApi
 
 from magicdec.config.run_config import RunConfig
 from magicdec.engine.arrivals import Arrivals
@@ -37,6 +36,7 @@ from magicdec.systems.servers.details import (
     is_behind,
 )
 from magicdec.systems.servers.http_client import AnswerLimits, LimitReached, Server, read_key
+from magicdec.systems.servers.server_format import AskedText, ServerApi
 from magicdec.systems.system import (
     PassObserver,
     StepShape,

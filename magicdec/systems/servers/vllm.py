@@ -7,6 +7,8 @@ end count."""
 
 from __future__ import annotations
 
+from magicdec.records.acceptance import ReportedCounts
+from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 from magicdec.systems.servers.server_format import (
     NOTHING,
     ServerEvent,
@@ -15,9 +17,6 @@ from magicdec.systems.servers.server_format import (
     counts_in,
     part_of,
 )
-
-from magicdec.records.acceptance import ReportedCounts
-from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 
 PREFIX = "vllm:"
 
