@@ -135,6 +135,14 @@ class PassObserver:
         """Put these digests of each step in place of those of this rank alone."""
         pairs = zip(self.steps, digests, strict=True)
         self.steps = [replace(step, digests=of_step) for step, of_step in pairs]
+        of_requests = dict[int, list[Digest | None]]()
+        for step in self.steps:
+            rows = [None] * len(step.request_ids) if step.digests is None else step.digests
+            drafted = step.num_drafted or [step.padded_gamma] * len(step.request_ids)
+            for request_id, count, digest in zip(step.request_ids, drafted, rows, strict=True):
+                if count:
+                    of_requests.setdefault(request_id, []).append(digest)
+        self.verifications.use_digests(of_requests)
 
     def _count_forwards(self) -> int:
         return sum(runner.counts.num_forwards for runner in self._runners)
