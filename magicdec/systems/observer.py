@@ -65,7 +65,7 @@ class PassObserver:
     verifications: Verifications = field(default_factory=Verifications)
     is_measured: bool = False
     is_logged: bool = False  # steps say what was drafted and read, where the system can
-    is_timed: bool = False  # steps take their time alone, and do not wait for each other
+    is_timed: bool = False  # steps take their time alone, and do not wait for each other: kept
     phases: PhaseTimer | None = None  # of steps, if they are timed
     note_begin: Callable[[], None] = do_nothing
     steps: list[ObservedStep] = field(default_factory=list)
@@ -117,18 +117,19 @@ class PassObserver:
             self._add_reads(self._before_step)
         before = self._num_forwards
         self._num_forwards = self._count_forwards()
-        step = ObservedStep(
-            request_ids=tuple(request_ids),
-            seconds=seconds,
-            num_forwards=self._num_forwards - before,
-            prompt_tokens=self._prompt_tokens,
-            padded_gamma=output.padded_gamma,
-            num_emitted=[len(tokens) for tokens in output.token_ids],
-            num_drafted=output.num_drafted,
-            num_accepted=output.num_accepted,
-            digests=output.digests,
-        )
-        self.steps.append(step)
+        if self.is_timed:
+            step = ObservedStep(
+                request_ids=tuple(request_ids),
+                seconds=seconds,
+                num_forwards=self._num_forwards - before,
+                prompt_tokens=self._prompt_tokens,
+                padded_gamma=output.padded_gamma,
+                num_emitted=[len(tokens) for tokens in output.token_ids],
+                num_drafted=output.num_drafted,
+                num_accepted=output.num_accepted,
+                digests=output.digests,
+            )
+            self.steps.append(step)
         self.advance(output.num_tokens)
 
     def use_digests(self, digests: Sequence[list[Digest] | None]) -> None:
