@@ -28,7 +28,7 @@ from magicdec.engine.scheduler import StepCounts
 from magicdec.model.detokenizer import Detokenizer
 from magicdec.output.console import make_progress
 from magicdec.records.acceptance import AcceptanceMetrics, Verifications, acceptance_metrics
-from magicdec.runner.request import Moves, NotFinite, Request, Status, StepOutput
+from magicdec.runner.request import Moves, NotFinite, Request, RequestStatus, StepOutput
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits, StepPlan
 from magicdec.setup.eagle_checks import check_prefixes
@@ -50,7 +50,7 @@ FEWEST = 2  # tokens of a request: one of its prompt, and one new one
 # The share of the free memory that is taken where nobody asks for an amount: a host has others.
 MOST_OF_FREE = {"cpu": 0.5, "cuda": 0.9}
 MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory
-ENDED = (Status.FINISHED, Status.CANCELLED)
+ENDED = (RequestStatus.FINISHED, RequestStatus.CANCELLED)
 W = TypeVar("W", bound=WorkloadSection)
 
 
@@ -471,7 +471,7 @@ class Stream:
             self._llm.step()
 
     def _finish_reason(self) -> str:
-        if self._request.status is Status.CANCELLED:
+        if self._request.status is RequestStatus.CANCELLED:
             return "cancelled"
         is_end = self._request.last_token in self._request.sampling.eos_token_ids
         return "stop" if is_end else "length"

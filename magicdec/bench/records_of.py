@@ -25,7 +25,7 @@ from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import UNKNOWN_ID, Moves, Request
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.setup.prepare import Prepared
-from magicdec.systems.prefilled_batching import DRAFTING, PLAIN
+from magicdec.systems.modes import DRAFTING, PLAIN
 from magicdec.workload.answers import answer_scores
 
 PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded

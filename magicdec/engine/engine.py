@@ -21,7 +21,7 @@ from magicdec.runner.request import (
     NotFinite,
     Observer,
     Request,
-    Status,
+    RequestStatus,
     StepOutput,
     ignore_step,
     naming,
@@ -120,8 +120,10 @@ class Engine:
                 self._reserve(plan)
             if plan.parts:
                 new = self._prefill(plan.parts)
-                ready = tuple(r for r in new if r.status is Status.RUNNING)
-                self._free([(r, r.row) for r in new if r.status is Status.FINISHED], strategy)
+                ready = tuple(r for r in new if r.status is RequestStatus.RUNNING)
+                self._free(
+                    [(r, r.row) for r in new if r.status is RequestStatus.FINISHED], strategy
+                )
                 for request in ready:
                     if request.row is not None:
                         self.runner.caches.keep(request.row, request.cached_ids)
@@ -176,7 +178,7 @@ class Engine:
         output = self._step(batch, strategy)
         now = self.clock.now()
         observe(batch.ids, self.scheduler.commit(batch, output, now), now - started)
-        ended = [(r, r.row) for r in batch.requests if r.status is Status.FINISHED]
+        ended = [(r, r.row) for r in batch.requests if r.status is RequestStatus.FINISHED]
         if ended:
             self._free(ended, strategy)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from magicdec.kv.prefix_cache import Beginning, PrefixCache
-from magicdec.runner.request import Batch, Moves, Request, Status, StepOutput
+from magicdec.runner.request import Batch, Moves, Request, RequestStatus, StepOutput
 from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
 
 
@@ -63,8 +63,8 @@ class Scheduler:
         """End a request early. Its row is freed in the next step."""
         if request in self.waiting:
             self.waiting.remove(request)
-            request.status = Status.CANCELLED
-        elif request.status is Status.RUNNING:
+            request.status = RequestStatus.CANCELLED
+        elif request.status is RequestStatus.RUNNING:
             self._cancelled.add(request)
             self._repeated = None
 
@@ -88,16 +88,16 @@ class Scheduler:
         for request, row in (*plan.preempted, *plan.cancelled):
             self._leave(row)
             request.row = None
-            request.status = Status.CANCELLED
+            request.status = RequestStatus.CANCELLED
         for request, _ in plan.preempted:
-            request.status = Status.WAITING
+            request.status = RequestStatus.WAITING
             self._wait(request)
         for request, row in plan.admitted:
             self.waiting.remove(request)
             self.rows[row] = request
             self._prefilled[request] = self._shared.get(request, 0)
             request.row = row
-            request.status = Status.RUNNING
+            request.status = RequestStatus.RUNNING
         for row, num_tokens in plan.reserved:
             self.blocks.reserve(row, num_tokens)
         for part in plan.parts:
@@ -115,7 +115,7 @@ class Scheduler:
             appended.append(new_tokens)
             if request.row is None:
                 continue
-            if request.status is Status.FINISHED:
+            if request.status is RequestStatus.FINISHED:
                 self._leave(request.row)
             elif new_tokens:
                 self.blocks.grow(request.row, request.num_cached)
@@ -127,7 +127,7 @@ class Scheduler:
         self._prefilled.clear()
         self.rows = [None] * self.num_rows
         for request in requests:
-            if request.status is Status.RUNNING and request.row is not None:
+            if request.status is RequestStatus.RUNNING and request.row is not None:
                 self.rows[request.row] = request
         self._repeated = None
 

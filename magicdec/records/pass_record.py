@@ -62,7 +62,7 @@ def restored(details: Any) -> Any:
     return TypeAdapter(load_object(DETAILS)()).validate_json(json.dumps(details), strict=True)
 
 
-SystemDetails = Annotated[Any, BeforeValidator(restored)]
+RecordedDetails = Annotated[Any, BeforeValidator(restored)]
 """What the system of a mode measured, a part of the class that the system declares."""
 
 
@@ -313,7 +313,7 @@ class PassRecord(MeasuredRecord):
         "requests with tokens other than those in `reference`", null="if they cannot be compared"
     )
     metrics: PassMetrics | None = recorded("its metrics", null="if `mismatch` or `failed`")
-    details: SystemDetails = recorded(
+    details: RecordedDetails = recorded(
         "what its system measured beside the requests; see the page of the system", null=NO_STAGES
     )
     requests: list[RequestRecord] = recorded(

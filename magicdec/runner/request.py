@@ -38,7 +38,7 @@ def naming(place: str) -> Iterator[None]:
         raise NotFinite(f"{place}: {error}") from None
 
 
-class Status(Enum):
+class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -108,7 +108,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     output_ids: list[int] = field(default_factory=list)
-    status: Status = Status.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     row: int | None = None  # its row of the KV cache; set at admission
     arrived_s: float = 0.0
     first_token_s: float | None = None
@@ -167,7 +167,7 @@ class Request:
             emitted.append(token)
             self.token_times_s.append(time)
             if params.ends(len(emitted), token):
-                self.status = Status.FINISHED
+                self.status = RequestStatus.FINISHED
                 self.finished_s = time
                 break
         if self.first_token_s is None and tokens:

@@ -105,3 +105,8 @@ class Pass:
 
     def __str__(self) -> str:
         return self.name
+
+
+# The passes of `magicdec run`, in whole batches of prompts that are prefilled once.
+PLAIN = Pass("static", False)
+DRAFTING = Pass("static", True)

@@ -31,15 +31,12 @@ from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import DecodingStrategy
 from magicdec.systems.flover.declaration import FloverSettings
 from magicdec.systems.flover.system import Flover
-from magicdec.systems.modes import Pass
+from magicdec.systems.modes import DRAFTING, PLAIN, Pass
 from magicdec.systems.observer import PassObserver, Preparation
 from magicdec.systems.options import ServeOptions
 from magicdec.systems.shared_prefill import CacheDemand, KeptPrompts, SharedPrefill
 from magicdec.systems.system import SystemDetails
 from magicdec.workload.request_shapes import RequestShape
-
-PLAIN = Pass("static", False)
-DRAFTING = Pass("static", True)
 
 
 class DigestsOfRank(NamedTuple):

@@ -41,7 +41,7 @@ from magicdec.runner.forward_batch import EnqueuedForward
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.observers.hidden_states import HiddenStates
-from magicdec.runner.request import Batch, Request, Status
+from magicdec.runner.request import Batch, Request, RequestStatus
 from magicdec.runner.step_plan import BatchLimits, StepPlan
 from magicdec.speculation.draft_length import DraftLength, Measure
 from magicdec.speculation.forecast import Acceptance
@@ -271,7 +271,7 @@ def serve(
     engine.execute = checked  # type: ignore[method-assign,assignment]
     engine.serve(strategy, schedule.requests)
     assert not any(runner.cache.blocks), "every block is free again"
-    assert {r.status for r in schedule.requests} == {Status.FINISHED}
+    assert {r.status for r in schedule.requests} == {RequestStatus.FINISHED}
     assert all(r.arrived_s <= r.first_token_s <= r.finished_s for r in schedule.requests)
     return seen
 

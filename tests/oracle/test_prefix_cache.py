@@ -49,7 +49,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.observers.draft_log import DraftLog
 from magicdec.runner.prefill import prefill
-from magicdec.runner.request import Request, Status, StepOutput
+from magicdec.runner.request import Request, RequestStatus, StepOutput
 from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
 from magicdec.speculation import model_drafter
 from magicdec.speculation.drafter import DraftModel
@@ -290,7 +290,7 @@ def serve(
             assert not any(each.cache.blocks), "no row is left"
     if own is not None:
         seen["computed by the draft"] = own.counts.num_tokens
-    seen["cancelled"] = sum(r.status is Status.CANCELLED for r in talk.requests)
+    seen["cancelled"] = sum(r.status is RequestStatus.CANCELLED for r in talk.requests)
     return seen
 
 
@@ -329,7 +329,7 @@ def check(seeds: range, drafter: str | None, kv: KVSection, is_native: bool) -> 
             seen += serve(random, talk, replace(runner), drafter, kv)
         for request in talk.requests:
             expected = lone_output(request)
-            if request.status is Status.CANCELLED:
+            if request.status is RequestStatus.CANCELLED:
                 expected = expected[: len(request.output_ids)]
             assert request.output_ids == expected, (seed, request.request_id)
     return seen
@@ -473,7 +473,7 @@ def test_a_prompt_that_was_cancelled_leaves_what_it_has_computed() -> None:
                 engine.scheduler.cancel(first)
 
         engine.serve(strategy, [first, second], watch=watch)
-    assert first.status is Status.CANCELLED and second.output_ids == lone_output(second)
+    assert first.status is RequestStatus.CANCELLED and second.output_ids == lone_output(second)
     assert sum(sum(plan.shared_tokens.values()) for plan in plans) == 40
 
 

@@ -32,7 +32,7 @@ from magicdec.output.writing import to_json
 from magicdec.records.describe import verdict_of
 from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord
-from magicdec.runner.request import Request, SamplingParams, Status
+from magicdec.runner.request import Request, RequestStatus, SamplingParams
 from magicdec.setup.memory_check import MemoryBudget, needed
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.steps import build, recorder
@@ -163,7 +163,7 @@ def test_every_mode_serves_the_tokens_of_lone_runs(tiny_checkpoint: Path, tmp_pa
     for mode in MODES:
         requests, counts = serve(batching, mode)
         assert [r.output_ids for r in requests] == expected, mode
-        assert {r.status for r in requests} == {Status.FINISHED}
+        assert {r.status for r in requests} == {RequestStatus.FINISHED}
         assert all(len(r.token_times_s) == len(r.output_ids) for r in requests)
         assert not any(batching.runner.cache.blocks), "every block is free again"
         metrics[mode] = serving_metrics(requests, counts)

@@ -20,7 +20,7 @@ from magicdec.config.sections import KVSection, ModelSection, SamplingSection
 from magicdec.distributed.groups import Launch
 from magicdec.kv.layer_caches import LayerCaches
 from magicdec.llm import CacheSizes, choose_max_tokens
-from magicdec.runner.request import Request, SamplingParams, Status
+from magicdec.runner.request import Request, RequestStatus, SamplingParams
 from magicdec.setup.prepare import ResolvedRun, SetupCache, find
 
 PROMPTS = random_prompts([5, 70, 1, 33], 97)
@@ -187,10 +187,10 @@ def test_nothing_is_kept_of_requests_that_have_ended(tiny_checkpoint: Path) -> N
     while not llm._counts.num_preemptions:
         assert llm.step()
     (preempted,) = (s for s in streams if llm._counts.moves[s._request.request_id].preempted_s)
-    assert preempted._request.status is Status.WAITING
+    assert preempted._request.status is RequestStatus.WAITING
     preempted.cancel()
     assert preempted.result().metrics.queue_ms is not None, "it had a row"
-    running = next(s for s in streams if s._request.status is Status.RUNNING)
+    running = next(s for s in streams if s._request.status is RequestStatus.RUNNING)
     running.cancel()
     assert running.result().metrics.queue_ms is not None and running.is_done
     streams[-1].cancel()

@@ -20,6 +20,7 @@ from fake_clock import FakeClock
 from identities import check_record
 from pretend_cuda import DEVICE, Event, OnDevice, waits
 
+from magicdec.bench import runner as runner_module
 from magicdec.bench.measure import execute
 from magicdec.bench.run.roofline import weight_bytes
 from magicdec.bench.study.cells import config_key, make_cells
@@ -44,6 +45,7 @@ from magicdec.setup.prepare import prepare
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.steps import build
 from magicdec.speculation.steps.strategy import Phase, Setup
+from magicdec.systems import prefilled_batching
 
 PROMPT = 20
 CHUNK = 8
@@ -206,8 +208,8 @@ def measured(
         patch.setattr("time.perf_counter", script.clock)
         patch.setattr(ModelRunner, "forward", forward)
         patch.setattr(build, "make_strategy", make_strategy)
-        patch.setattr(run_module, "synchronize", script.synchronize)
-        patch.setattr(run_module, "read_bandwidth", lambda group, device: next(bandwidths))
+        patch.setattr(prefilled_batching, "synchronize", script.synchronize)
+        patch.setattr(runner_module, "read_bandwidth", lambda group, device: next(bandwidths))
         plain, record = execute(prepared, is_leader=False).records
     for each in (plain, record):
         assert each.status == "verified"
@@ -277,7 +279,8 @@ def test_tpot_is_the_time_from_the_first_token_to_the_last(measured: ClockedRun)
     and 6 ms of a release later; 6 tokens each. Both wait 50 ms before the first step, and in the
     first batch 20 ms for calibration."""
     metrics = measured.record.metrics
-    assert metrics is not None
+    baseline = measured.baseline_metrics
+    assert metrics is not None and baseline is not None
     tpot_ms = []
     for batch, slowness in enumerate(SLOWNESS):
         before_ms = 50 * slowness + (20 if batch == 0 else 0)
@@ -287,6 +290,11 @@ def test_tpot_is_the_time_from_the_first_token_to_the_last(measured: ClockedRun)
     assert metrics.mean_tpot_ms == pytest.approx(sum(tpot_ms) / 6)
     assert metrics.p50_tpot_ms == pytest.approx((tpot_ms[2] + tpot_ms[3]) / 2)
     assert metrics.p90_tpot_ms == pytest.approx((tpot_ms[4] + tpot_ms[5]) / 2)
+    assert metrics.p99_tpot_ms == pytest.approx(tpot_ms[4] + 0.95 * (tpot_ms[5] - tpot_ms[4]))
+    waits_ms = [1e3 * rows[1] / 2 + 50 * s for rows, s in zip(PREFILL_S, SLOWNESS, strict=True)]
+    steps_ms = [20, 30, 120]
+    expected = (sum(steps_ms) + sum(waits_ms) / 6) / 3
+    assert baseline.mean_tpot_ms == pytest.approx(expected), "one row of two waits for the other"
 
 
 def test_prefill_rate_and_the_ttft_of_each_sequence(measured: ClockedRun) -> None:

@@ -19,8 +19,10 @@ TABLES = {"attention backend": ATTENTION_BACKENDS, "KV policy": KV_POLICIES}
 # Folders and files where a word is the name of something else.
 OTHER_MEANINGS = {
     "full": ("config/sections", "records/describe"),  # the full length; full KV in a table
-    # the verb
-    "verified": ("cli/checkpoints", "model/checkpoint/convert", "config/capabilities"),
+    "verified": (
+        *("cli/checkpoints", "model/checkpoint/convert", "config/capabilities"),  # the verb
+        *("records/record", "records/pass_record", "records/describe"),  # a status
+    ),
     "grouped": ("model/families/",),  # a packing of q, k and v
     "native": ("model/elementwise/",),  # a way to compute norms, rotation and gates, as `triton`
     "triton": (
@@ -90,11 +92,14 @@ def test_the_rule_can_be_broken() -> None:
 # Beside `names.SYSTEMS`: the presets name modes, and the simulator is one of two systems.
 NAMES_SYSTEMS = ("cli/presets.py", "cli/simulate.py", "predict/simulator/")
 NAMES_MODES = (*NAMES_SYSTEMS, "cli/commands.py")  # whose commands have names of modes
+# The batches of `magicdec run`, which are those of one system over prompts that are kept.
+DERIVED_OF = {"flover": "systems/prefilled_batching.py"}
 
 
 def is_of_system(system: str, path: str) -> bool:
     """Whether the file at `path` in the package may name a system."""
-    return path.startswith((f"systems/{system}/", "names.py", *NAMES_SYSTEMS))
+    homes = f"systems/{system}/", "names.py", *NAMES_SYSTEMS
+    return path.startswith(homes) or path == DERIVED_OF.get(system)
 
 
 def mentions_system(system: str, source: str) -> bool:
@@ -195,8 +200,11 @@ def test_the_draft_length_has_one_name() -> None:
         file: names & OTHER_GAMMAS for file, names in found.items() if names & OTHER_GAMMAS
     } == {}
     assert sorted(file for file, names in found.items() if "num_draft_tokens" in names) == [
-        *(f"bench/serving/{name}.py" for name in ("metrics", "recomputing", "record", "showing")),
-        "records/acceptance.py",
+        "bench/showing.py",
+        *(
+            f"records/{name}.py"
+            for name in ("acceptance", "computing", "pass_record", "recomputing")
+        ),
     ]
 
 

@@ -29,8 +29,7 @@ HOMES = {
         "systems/mdi_llm/recurrent.py",  # whose first stage drafts, and judges what comes home
     },
     "acceptance_metrics": {
-        "records/acceptance.py",
-        "bench/serving/metrics.py",
+        "records/computing.py",
         "predict/simulator/run.py",
         "llm.py",
     },

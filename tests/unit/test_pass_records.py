@@ -146,9 +146,9 @@ def test_each_command_has_a_table(tmp_path: Path, command: Command) -> None:
     ]
     path = write(tmp_path / "passes.jsonl", *passes)
     commands = list(commands_of(read_records(path, PassRecord, is_strict=True)))
-    assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
-        ["async"]
-    ]
+    assert [[r.name for r in records] for records in commands] == [
+        ["pipeline+draft", "pipeinfer"]
+    ] * 2 + [["pipeinfer"]]
     assert len(re.findall(r"[^,] tokens/s of a request", command("table", path).out)) == 2
 
 
@@ -172,7 +172,7 @@ def test_runs_are_listed_without_the_passes_that_they_are_compared_with(
 
 def test_commands_that_read_passes_name_the_kind(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "runs.jsonl"
-    command(simulate, "--gen_len", 8, "--modes", "async", "--out", path)
+    command(simulate, "--gen_len", 8, "--modes", "pipeinfer", "--out", path)
     with pytest.raises(ValueError, match="it has other records only, 1 of kind simulation; see"):
         load_passes(path)
 
@@ -183,7 +183,7 @@ def test_a_file_may_have_records_of_several_kinds(
     """All commands append to one file. The table shows the runs, and then the commands of each
     kind; commands that read runs leave the others out and say so."""
     path = write(tmp_path / "runs.jsonl", record("static"), *drawn_command())
-    command(simulate, "--gen_len", 8, "--modes", "async", "--out", path)
+    command(simulate, "--gen_len", 8, "--modes", "pipeinfer", "--out", path)
     write(path, *map(json.loads, path.read_text().splitlines()), drawn_command()[1])
     assert len(load_passes(path)) == 4
     assert "left out, 1 of kind simulation" in capsys.readouterr().err
@@ -199,13 +199,13 @@ def test_a_file_may_have_records_of_several_kinds(
 
 
 def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command) -> None:
-    old, new = measured("async"), measured("async", "later")
+    old, new = measured("pipeinfer"), measured("pipeinfer", "later")
     assert old.metrics is not None and new.metrics is not None
     slower = replace(new.metrics, duration_s=1.25 * old.metrics.duration_s)
     environment = replace(new.environment, threads=7)
     new = replace(new, metrics=slower, environment=environment)
-    first = write(tmp_path / "old.jsonl", measured("sync"), old)
-    second = write(tmp_path / "new.jsonl", new, measured("sync", lanes=2))
+    first = write(tmp_path / "old.jsonl", measured("pipeline+draft"), old)
+    second = write(tmp_path / "new.jsonl", new, measured("pipeline+draft", lanes=2))
     summary = tmp_path / "summary.md"
     code, shown, _ = command(compare, second, first, "--summary", summary)
     assert code == 0
@@ -218,7 +218,7 @@ def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command
     assert f"threads: old {old.environment.threads}, new 7" in shown and "cpu: " not in shown
     code, _, err = command(compare, second, first, "--margin", 0.1)
     assert code == 2 and "--margin does nothing here: it is for drafts of runs" in err
-    other = write(tmp_path / "other.jsonl", measured("async", gamma=9))
+    other = write(tmp_path / "other.jsonl", measured("pipeinfer", gamma=9))
     assert command(compare, second, other).code == 3
 
 

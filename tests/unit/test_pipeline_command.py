@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_requests
-from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from serving_command import prepare_as
 
+from magicdec.bench.recording import MeasuredParts, describe_requests
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layout import PipelineLayout, make_layout
-from magicdec.engine.scheduler import StepCounts
 from magicdec.output.console import make_progress
+from magicdec.records.computing import Beside, pass_metrics
+from magicdec.records.metrics import PassMetrics
+from magicdec.records.pass_record import GroupRecord
 from magicdec.runner.request import Moves, Request
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.systems.modes import Pass
@@ -146,15 +148,21 @@ def test_metrics_follow_from_the_spans() -> None:
 
 def test_the_speed_of_a_request_is_from_its_first_token_on() -> None:
     requests = [finished([1.0, 2.0, 2.0, 3.0]), finished([4.0, 5.0, 6.0, 10.0])]
-    metrics = metrics_of(requests[:1], {0: Moves([0.0])})
+    moves = {number: Moves([0.0]) for number in range(2)}
+    metrics = metrics_of(requests[:1], moves)
     assert metrics.request_tokens_per_s == 1.5 and metrics.mean_ttft_ms == 1000
     assert metrics.mean_itl_ms == 1000 and metrics.duration_s == 3.0
-    metrics = metrics_of(requests, {0: Moves([0.0])})  # one after the other
+    metrics = metrics_of(requests, moves)  # one after the other
     assert metrics.request_tokens_per_s == 1.0 and metrics.output_throughput == 0.8
 
 
-def metrics_of(requests: list[Request], moves: dict[int, Moves]) -> ServingMetrics:
-    return serving_metrics(requests, StepCounts(moves=moves), {})
+def metrics_of(requests: list[Request], moves: dict[int, Moves]) -> PassMetrics:
+    group = GroupRecord(
+        num_requests=len(requests), step_ms=[], draft_ms=[], verify_ms=[], decode_ms=[], threads=[1]
+    )
+    parts = MeasuredParts(describe_requests(requests, moves, requests[0].arrived_s), [group])
+    gaps_ms = [gap for request in requests for gap in request.gaps_ms()]
+    return pass_metrics(parts, Beside(is_drafting=False, gaps_ms=gaps_ms))
 
 
 def crowded() -> Observed:
@@ -198,7 +206,7 @@ def test_the_speed_of_a_prompt_does_not_count_its_waiting() -> None:
             request.append([1], time_s)
     moves = {0: Moves([0.5]), 1: Moves([3.0])}
     metrics = metrics_of(requests, moves)
-    assert metrics.prefill_tokens_per_s == (3 / 0.5 + 2 / 1.0) / 2
+    assert metrics.request_prefill_tokens_per_s == (3 / 0.5 + 2 / 1.0) / 2
     assert metrics.mean_ttft_ms == 2500.0, "which counts it"
 
 

@@ -10,7 +10,7 @@ from conftest import make_requests
 from threaded_pipeline import FakeStage, drafted_in, serve
 
 from magicdec.distributed.channels.message import Loopback
-from magicdec.runner.request import Request, Status
+from magicdec.runner.request import Request, RequestStatus
 from magicdec.systems.pipeinfer.head import there
 from magicdec.systems.pipeinfer.messages import Candidate
 from magicdec.systems.pipeinfer.options import Options
@@ -91,7 +91,7 @@ class WorkClock:
     requests: Sequence[Request]
 
     def now(self) -> float:
-        return sum(request.status is Status.FINISHED for request in self.requests)
+        return sum(request.status is RequestStatus.FINISHED for request in self.requests)
 
 
 @pytest.mark.parametrize("mode", ["pipeline", "pipeline+draft", "pipeinfer"])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from magicdec.engine.arrivals import Arrivals
 from magicdec.engine.engine import Engine
 from magicdec.engine.scheduler import Scheduler
-from magicdec.runner.request import Batch, Request, SamplingParams, Status, StepOutput
+from magicdec.runner.request import Batch, Request, RequestStatus, SamplingParams, StepOutput
 from magicdec.runner.step_plan import BatchLimits, StepPlan
 
 EOS = 99
@@ -64,12 +64,12 @@ def test_admission_gives_each_request_a_row() -> None:
     scheduler = Scheduler(3)
     assert scheduler.schedule() is None
     new = requests(5, 5)
-    assert {r.status for r in new} == {Status.WAITING} and new[0].row is None
+    assert {r.status for r in new} == {RequestStatus.WAITING} and new[0].row is None
     scheduler.add(new, now=7.0)
     plan = scheduler.schedule()
     assert [(r.row, r.status, r.arrived_s) for r in new] == [
-        (0, Status.RUNNING, 7.0),
-        (1, Status.RUNNING, 7.0),
+        (0, RequestStatus.RUNNING, 7.0),
+        (1, RequestStatus.RUNNING, 7.0),
     ]
     assert plan is not None and plan.decoding is None
     assert [(p.request, p.row, p.start, p.stop) for p in plan.parts] == [
@@ -98,7 +98,7 @@ def test_each_row_ends_at_its_own_length() -> None:
     assert scheduler.schedule() is None
     assert outputs(new) == [[1, 5], [1, 5, 6, 7], [1, 5, 6]]
     assert [r.finished_s for r in new] == [2.0, 4.0, 3.0]
-    assert {r.status for r in new} == {Status.FINISHED}
+    assert {r.status for r in new} == {RequestStatus.FINISHED}
 
 
 @pytest.mark.parametrize("end", [EOS, EOS + 1])
@@ -163,12 +163,12 @@ def test_rewind_can_be_repeated() -> None:
         again = [r.snapshot() for r in snapshots]
         scheduler.rewind(again)
         assert outputs(again) == [[1], [1]]
-        assert [r.status for r in again] == [Status.RUNNING, Status.FINISHED]
+        assert [r.status for r in again] == [RequestStatus.RUNNING, RequestStatus.FINISHED]
         assert next_batch(scheduler).rows == [0]
         step(scheduler, [5, 6])
         assert scheduler.schedule() is None
     assert [r.output_ids for r in snapshots] == [[1], [1]]
-    assert snapshots[0].finished_s is None and snapshots[0].status is Status.RUNNING
+    assert snapshots[0].finished_s is None and snapshots[0].status is RequestStatus.RUNNING
 
 
 @given(
@@ -257,7 +257,7 @@ def test_a_request_joins_at_the_next_step_and_its_row_is_used_again() -> None:
     assert plan.admitted == ((second, 1),) and plan.decoding == Batch((first,))
     assert [part.request for part in plan.parts] == [second]
     assert run_step(scheduler).decoding == Batch((first, second))
-    assert first.status is Status.FINISHED and third.status is Status.WAITING
+    assert first.status is RequestStatus.FINISHED and third.status is RequestStatus.WAITING
     plan = run_step(scheduler)
     assert plan.admitted == ((third, 0),) and plan.decoding == Batch((second,))
 
@@ -312,7 +312,7 @@ def test_the_youngest_request_is_preempted_and_continues_later() -> None:
     assert plans[1].reserved == (), "there is room for this step"
     preempted = next(plan for plan in plans if plan.preempted)
     assert preempted.preempted == ((young, 1),) and preempted.decoding == Batch((old,))
-    assert young.status is Status.WAITING and 0 < len(young.output_ids) < 9
+    assert young.status is RequestStatus.WAITING and 0 < len(young.output_ids) < 9
     while (plan := scheduler.schedule()) is not None:
         emit(scheduler, plan)
     assert [len(r.output_ids) for r in (old, young)] == [8, 9]
@@ -329,7 +329,7 @@ def test_a_cancelled_request_frees_its_row_in_the_next_step() -> None:
     scheduler.cancel(second)
     plan = run_step(scheduler)
     assert plan.cancelled == ((first, 0),) and plan.admitted == ((third, 0),)
-    assert {first.status, second.status} == {Status.CANCELLED}
+    assert {first.status, second.status} == {RequestStatus.CANCELLED}
 
 
 requests_drawn = st.lists(

@@ -9,9 +9,8 @@ from magicdec.bench.check.judgement import judge_again
 from magicdec.records.correctness import JudgedAgain
 from magicdec.runner.request import Request
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
-from magicdec.systems.flover.system import Flover
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import System
+from magicdec.systems.system import ReplayingSystem, System
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,6 @@ class PassOutput:
         """The steps, judged again; None on a rank that has kept none. Every rank calls it, while
         the system is open."""
         system = self.system
-        if self.witness is None or not isinstance(system, Flover) or system.runner is None:
+        if self.witness is None or not isinstance(system, ReplayingSystem) or system.runner is None:
             return None
         return judge_again(self.witness, self.requests, system.runner)

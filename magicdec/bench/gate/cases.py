@@ -48,11 +48,11 @@ from magicdec.records.comparison.conditions import (
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.recomputing import unfounded_metric
 from magicdec.systems.declaration import WITH_DRAFT, Drafts, Ranks
-from magicdec.systems.modes import MODES, Pass
+from magicdec.systems.modes import DRAFTING, MODES, Pass
 from magicdec.systems.options import ServeOptions, with_values
 from magicdec.workload.request_shapes import BURST
 
-DRAFTING_MODE = "static+draft"  # of the cases in whole batches
+DRAFTING_MODE = DRAFTING.full_name  # of the cases in whole batches
 LEAST_PROMPTS = 4  # fewer show no loss (docs/results.md)
 RANKS_PER_CORE = 2  # more of them would wait for each other for most of the time
 GAMMA = 4

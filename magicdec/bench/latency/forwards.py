@@ -57,12 +57,12 @@ CALLS = 2
 TRIES = 30
 
 
-Measured = tuple[Environment, list[LatencyRow]]
+MeasuredLatency = tuple[Environment, list[LatencyRow]]
 
 
 def measure(
     configs: Sequence[ResolvedConfig], grid: LatencyGrid, source: ModelSource, launch: Launch
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredLatency]:
     """(environment, rows) of each config, the same on every rank. The configs differ in their
     attention backend. All ranks iterate in lockstep."""
     with RankSession(launch, configs[0].parallel) as session:
@@ -78,7 +78,7 @@ def measure_grid(
     config: ResolvedConfig,
     grid: LatencyGrid,
     source: ModelSource,
-) -> Measured:
+) -> MeasuredLatency:
     group = session.groups.target
     largest = place_config(config, grid, max(grid.batch_sizes), max(grid.contexts))
     plan = ModelPlan(largest, source.config, group.ranks, session.launch.rank)

@@ -36,7 +36,7 @@ from magicdec.runner.request import (
     Batch,
     Observer,
     Request,
-    Status,
+    RequestStatus,
     StepOutput,
     ignore_step,
     naming,
@@ -355,11 +355,11 @@ class RecurrentPipeline:
         logits = message.payload if self.stage.is_whole else self.stage.logits(message.payload)
         output = self._tokens(flight, logits)
         output = lane.scheduler.commit(Batch(requests), output, self.clock.now())
-        ended = [request for request in requests if request.status is Status.FINISHED]
+        ended = [request for request in requests if request.status is RequestStatus.FINISHED]
         if ended:
             self._free(lane, lane.rows(ended))
         if self.speculation is not None and len(ended) < len(requests):
-            going = [request for request in requests if request.status is Status.RUNNING]
+            going = [request for request in requests if request.status is RequestStatus.RUNNING]
             rows = lane.rows(going)
             lengths = [request.num_cached for request in going]
             if flight.draft is None:

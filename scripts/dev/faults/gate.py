@@ -295,8 +295,8 @@ PROPERTIES = (
             Fault(
                 "a record may have unequal passes",
                 "records/pass_record.py",
-                "missing_key(self.config) or unequal_threads(self)",
-                "missing_key(self.config)",
+                " or unequal_threads(self)",
+                "",
             ),
             Fault(
                 "only the first batch is compared",

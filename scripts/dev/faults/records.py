@@ -500,12 +500,6 @@ PROPERTIES = (
                 "np.minimum(drafted, accepted + 1)",
                 "accepted",
             ),
-            Fault(
-                "steps without drafts move the rows",
-                "bench/run/of_samples.py",
-                "            left[i] -= tokens\n",
-                "            left[i] -= tokens * bool(longest)\n",
-            ),
         ),
     ),
     Property(

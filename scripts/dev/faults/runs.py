@@ -116,20 +116,38 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "TPOT is from the first step to a sequence's own last token.",
+        "A step's verifications are those of the requests that it ran.",
+        f"{RUN}test_metrics_of_the_steps",
+        (
+            Fault(
+                "a step's rows taken from the first request on",
+                "records/acceptance.py",
+                "of_requests = zip(request_ids, drafted,",
+                "of_requests = zip(range(len(drafted)), drafted,",
+            ),
+        ),
+    ),
+    Property(
+        "TPOT is from a sequence's first token to its own last one, without other passes.",
         f"{RUN}test_tpot_is_the_time_from_the_first_token_to_the_last",
         (
             Fault(
                 "TPOT's clock shifted by 0.5 ms",
-                "bench/run/samples.py",
-                "end - started_s)",
-                "end - started_s - 0.0005)",
+                "bench/records_of.py",
+                "end_s + (at_s - begun_s)",
+                "end_s + (at_s - begun_s) - 0.0005",
             ),
             Fault(
                 "all sequences end with the last",
-                "bench/run/samples.py",
-                "for end in ends])",
-                "for end in [max(ends)] * len(ends)])",
+                "bench/records_of.py",
+                "finished_s=times_s[-1])",
+                "finished_s=end_s + max(r.token_times_s[-1] for r in group.requests) - begun_s)",
+            ),
+            Fault(
+                "other passes counted",
+                "bench/records_of.py",
+                "else end_s + (at_s - begun_s)",
+                "else at_s",
             ),
         ),
     ),
