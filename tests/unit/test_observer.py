@@ -30,6 +30,7 @@ def test_steps_have_the_forwards_between_them() -> None:
     draft.counts.num_forwards = 7  # a preparation, after which the first step comes
     observer.begin(runners)
     assert seen == [5, 5]
+    observer.watch(StepPlan(parts=()))
     draft.counts.num_forwards += 3
     target.counts.num_forwards += 1
     observer.observe([4, 2], StepOutput([[1, 2], [3]], 3, [1, 0], [3, 2]), 0.25)
@@ -45,7 +46,19 @@ def test_steps_have_the_forwards_between_them() -> None:
     assert (first.request_ids, first.num_emitted) == ((4, 2), [2, 1])
     assert (first.num_drafted, first.num_accepted, first.padded_gamma) == ([3, 2], [1, 0], 3)
     assert (second.num_drafted, second.num_accepted, second.digests) == (None, None, None)
-    assert [reads.num_forwards for reads in observer.reads] == [13, 3]
+    assert [reads.num_forwards for reads in observer.reads] == [3, 3]
+
+
+def test_without_plans_all_is_read_in_decode_steps() -> None:
+    """Nothing is prefilled meanwhile."""
+    runner = counting()
+    observer = PassObserver()
+    observer.begin([runner])
+    runner.counts.num_forwards += 4
+    observer.observe([0], StepOutput([[1]]), 0.1)
+    runner.counts.num_forwards += 2
+    observer.end()
+    assert [reads.num_forwards for reads in observer.reads] == [6]
 
 
 def test_steps_that_wait_for_each_other_are_not_kept() -> None:
