@@ -104,8 +104,8 @@ class RequestRecord(RecordPart):
         "those of them that were accepted", "tokens", null=UNREPORTED
     )
     per_step_emitted: list[int] | None = recorded(
-        "tokens that each of these verifications appended to its output; in `async` those of the "
-        "commit in which the verification ended",
+        "tokens that each of these verifications appended to its output; where drafts run ahead "
+        "those of the commit in which the verification ended",
         "tokens",
         null=f"{NO_VERIFICATIONS}; {OF_SERVER}",
     )

@@ -198,7 +198,7 @@ def make_row(
 
 
 def metrics(requests: Sequence[TimedRequest], served: Sequence[ServedTokens]) -> dict[str, float]:
-    """As `magicdec.bench.serving.metrics` defines them."""
+    """As `magicdec.records.computing` defines them."""
     pairs = list(zip(requests, served, strict=True))
     duration_s = max(one.times_s[-1] for one in served)
     ttft_ms = [1e3 * (one.times_s[0] - request.arrival_s) for request, one in pairs]
