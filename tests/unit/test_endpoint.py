@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from conftest import Command
 from identities import check_metrics
-from magicdec.bench.serving.metrics import acceptance_by_context
 
 from magicdec.bench.showing import break_even, context_tables
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.masking import masked
 from magicdec.distributed.groups import Launch
 from magicdec.records.acceptance import ReportedCounts, Verifications
+from magicdec.records.computing import acceptance_by_context
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
 from magicdec.runner.request import Request, SamplingParams
@@ -274,7 +274,11 @@ def test_a_server_is_measured_and_compared_like_a_mode(
 ) -> None:  # fmt: skip
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     ours, theirs = records_of(tmp_path)
-    assert (theirs["name"], theirs["status"], theirs["num_differing"]) == ("endpoint", "ok", 0)
+    assert (theirs["name"], theirs["status"], theirs["num_differing"]) == (
+        "endpoint",
+        "verified",
+        0,
+    )
     assert theirs["config"]["workload"]["endpoint"] == [server.address]
     assert theirs["threads"] == [0] and theirs["metrics"]["peak_memory_bytes"] is None
     assert theirs["metrics"]["num_steps"] is theirs["metrics"]["num_preemptions"] is None
@@ -303,7 +307,7 @@ def test_so_many_requests_are_open_at_once_and_no_more(
     closed = [*words[:arrival], *words[arrival + 2 :], "--num_requests", "6"]
     assert run([*closed, "--modes", "sequential", "endpoint", "--concurrency", "2"]) == 0
     ours, theirs = records_of(tmp_path)
-    assert (theirs["name"], theirs["status"]) == ("endpoint, 2 at once", "ok")
+    assert (theirs["name"], theirs["status"]) == ("endpoint, 2 at once", "verified")
     assert theirs["reference"] == ours["name"] == "sequential, 2 at once"
     assert theirs["config"]["workload"]["concurrency"] == 2 and len(theirs["requests"]) == 6
     assert server.most_open == 2 and server.num_open == 0
@@ -325,7 +329,7 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     talk += ["--concurrency", "2", "--turns", "2", "--prefix_len", "90"]
     assert run([*talk, "--modes", "sequential", "endpoint"]) == 0
     ours, theirs = records_of(tmp_path)
-    assert (theirs["status"], theirs["num_differing"]) == ("ok", 0)
+    assert (theirs["status"], theirs["num_differing"]) == ("verified", 0)
     lengths = [[each["prompt_len"] for each in record["requests"]] for record in (ours, theirs)]
     assert lengths[0] == lengths[1] and len(lengths[0]) == 6
     assert [each["turn"] for each in theirs["requests"]] == [1, 2] * 3
@@ -429,7 +433,7 @@ def test_acceptance_is_a_column_beside_our_modes(
     modes = ["--modes", "sequential", "endpoint", "--endpoint_api", api, "--verbose"]
     assert run([*words, *modes]) == 0
     _, record = records_of(tmp_path)
-    assert (record["status"], record["num_differing"]) == ("ok", 0)
+    assert (record["status"], record["num_differing"]) == ("verified", 0)
     metrics, said = record["metrics"], record["details"]
     assert (said["program"], said["source"], said["problems"]) == (program, "answers", [])
     assert (metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]) == (9, 3)
@@ -589,7 +593,7 @@ def test_tokens_without_ids_are_counted_and_not_compared(
     server.has_ids, server.has_usage = False, has_usage
     assert run([*words, "--modes", "endpoint", "sequential", "--endpoint_model", "other"]) == 0
     for record in records_of(tmp_path):
-        assert (record["status"], record["num_differing"]) == ("unchecked", None)
+        assert (record["status"], record["num_differing"]) == ("unverified", None)
         assert [request["output_len"] for request in record["requests"]] == [4, 4, 4]
     assert server.bodies[-1]["model"] == "other"
     assert "sequential: not compared, because a server sent no" in capsys.readouterr().out
@@ -602,7 +606,7 @@ def test_other_tokens_in_another_program_are_no_divergence(
     server.fault = "wrong"
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     _, record = records_of(tmp_path)
-    assert (record["status"], record["num_differing"]) == ("differs", 3) and record["metrics"]
+    assert (record["status"], record["num_differing"]) == ("unverified", 3) and record["metrics"]
     assert "DIFFERS, 3 of 3 requests differ from sequential; rounding" in capsys.readouterr().out
 
 
@@ -677,7 +681,7 @@ def test_what_says_nothing_is_passed_over(
 ) -> None:
     server.fault, server.odd = "odd", odd
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
-    assert records_of(tmp_path)[1]["status"] == "ok"
+    assert records_of(tmp_path)[1]["status"] == "verified"
 
 
 @pytest.mark.parametrize(
