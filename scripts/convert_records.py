@@ -312,11 +312,13 @@ def reported_total(raw: Mapping[str, Any], metrics: Mapping[str, Any]) -> Report
     if server is None or "counters" not in (server["source"] or ""):
         return None
     histogram = metrics.get("acceptance_histogram")
+    has_emitted = metrics.get("mean_emitted_tokens") is not None  # steps may draft nothing
+    num_later = sum(request["output_len"] - 1 for request in raw["requests"])
     return ReportedCounts(
         drafted=metrics.get("num_draft_tokens"),
         accepted=metrics.get("num_accepted_draft_tokens"),
         verifications=metrics.get("num_spec_steps"),
-        emitted=sum(request["output_len"] - 1 for request in raw["requests"]),
+        emitted=num_later if has_emitted else None,
         histogram=None if histogram is None else tuple(histogram),
     )
 

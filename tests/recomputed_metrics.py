@@ -384,8 +384,10 @@ def acceptance(record: PassRecord) -> MetricValues:
     source = getattr(record.details, "source", None)
     if metrics is None or "counters" not in (source or ""):
         return {name: by_request.get(name) for name in ACCEPTANCE}
-    num_later = sum(each.output_len - 1 for each in record.requests)
-    of_pass = RequestDrafts.of_sums(metrics, num_later)
+    emitted = None  # counters need not say in which steps nothing was drafted
+    if "tokens_per_verification" not in getattr(record.details, "missing", ()):
+        emitted = sum(each.output_len - 1 for each in record.requests)
+    of_pass = RequestDrafts.of_sums(metrics, emitted)
     found = dict.fromkeys(ACCEPTANCE) | (total([of_pass]) if of_pass.has_drafts else {})
     return found | {name: value for name, value in by_request.items() if value is not None}
 

@@ -76,11 +76,13 @@ def beside_of(record: PassRecord, reference: PassRecord | None) -> Beside:
     total = None
     if "counters" in (getattr(record.details, "source", None) or ""):
         histogram = metrics.acceptance_histogram
+        num_later = sum(request.output_len - 1 for request in record.requests)
+        has_emitted = metrics.tokens_per_verification is not None  # steps may draft nothing
         total = ReportedCounts(
             drafted=metrics.num_draft_tokens,
             accepted=metrics.num_accepted_draft_tokens,
             verifications=metrics.num_spec_steps,
-            emitted=sum(request.output_len - 1 for request in record.requests),
+            emitted=num_later if has_emitted else None,
             histogram=None if histogram is None else tuple(histogram),
         )
     return Beside(

@@ -80,7 +80,7 @@ def test_equal_outputs_are_identical_and_need_no_replay() -> None:
         "autoregressive", expected, found, PrefilledReplays(nothing, refuse, 3, 32)
     )
     assert result.identical and result.num_tokens == 2 * NUM_NEW and result.num_excused == 0
-    assert result.passed
+    assert result.num_diverged == 0
 
 
 @pytest.mark.parametrize("index", [0, 7, NUM_NEW - 1])
@@ -90,7 +90,7 @@ def test_a_wrong_token_is_a_divergence(index: int) -> None:
     found = decoded(model)
     found[1].output_ids[index] = (found[1].output_ids[index] + 1) % 90
     result = check(model, expected, found)
-    assert not result.identical and not result.passed and result.num_excused == 0
+    assert not result.identical and result.num_diverged and result.num_excused == 0
     assert result.first_divergence is not None
     assert result.first_divergence.sequence == 1 and result.first_divergence.index == index
     assert result.first_divergence.margin > 1e-2
@@ -101,7 +101,7 @@ def test_a_missing_token_is_a_divergence() -> None:
     expected = decoded(model)
     found = decoded(model)
     found[0].output_ids.pop()
-    assert not check(model, expected, found).passed
+    assert check(model, expected, found).num_diverged
 
 
 def test_a_tie_is_settled_and_counted() -> None:
@@ -113,11 +113,11 @@ def test_a_tie_is_settled_and_counted() -> None:
     at = expected[0].output_ids.index(token)
     found[0].output_ids[at] = 96
     result = check(model, expected, found)
-    assert not result.identical and result.passed and result.num_excused == 1
+    assert not result.identical and result.num_diverged == 0 and result.num_excused == 1
     assert result.first_divergence is not None and result.first_divergence.margin < 1e-9
     # The rest of the row is replayed too: a tie must not wave a wrong token through.
     found[0].output_ids[at + 3] = (found[0].output_ids[at + 3] + 1) % 90
-    assert not check(model, expected, found).passed
+    assert check(model, expected, found).num_diverged
 
 
 def test_float64_replay_agrees_with_float32_decoding() -> None:
@@ -149,7 +149,7 @@ def test_equal_shapes_excuse_nothing() -> None:
     twin = decoded(tiny_transformer())[0].output_ids[5]
     found[0].output_ids[expected[0].output_ids.index(twin)] = 96
     result = check(model, expected, found, gamma=0)
-    assert not result.passed and result.most_differing == 0 and result.expected_differing == 0
+    assert result.num_diverged and result.most_differing == 0 and result.expected_differing == 0
 
 
 def test_too_many_shortfalls_are_a_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_too_many_shortfalls_are_a_divergence(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("magicdec.bench.check.check.largest_error", lambda gaps, wider: 1e3)
     result = check(model, expected, found)
     assert result.num_short is not None and result.num_short_reference == 0
-    assert result.num_short > 9 and result.num_diverged == 2 and not result.passed
+    assert result.num_short > 9 and result.num_diverged == 2
 
 
 def test_limits_of_chance() -> None:
@@ -235,7 +235,7 @@ def test_the_bound_of_margins_by_hand(side: float) -> None:
     found.output_ids = [5, 5, 5, 5, 5, 6, 5, 5, 5]
     result = check_outputs("autoregressive", [expected], [found], KnownReplays(side * BOUND))
     assert result.margin_bound == pytest.approx(BOUND)
-    assert result.passed == (side < 1) and result.num_diverged == (side > 1)
+    assert result.num_diverged == (side > 1)
     assert result.first_divergence is not None and result.first_divergence.index == 5
     assert result.first_divergence.margin == pytest.approx(side * BOUND)
 
