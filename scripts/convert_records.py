@@ -59,7 +59,7 @@ STATUSES = {
     "failed": Status.FAILED,
 }
 ITL = ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms")
-RENAMED_OF_REQUESTS = {"num_draft_kv_read": "num_draft_kv_read"}
+RENAMED_OF_REQUESTS = {"draft_keys": "num_draft_kv_read"}
 AHEAD = "async"  # the mode whose drafts do not follow the newest token
 LEFT_OUT_OF_REQUESTS = ("num_prefix_tokens",)
 # The parts of a pass that `details` has taken the place of, with the `kind` of each.
@@ -405,7 +405,7 @@ def steps_by_row(samples: Any, batch: int, lengths: Sequence[int]) -> list[list[
 def digest_of(samples: Any, batch: int, step: int, row: int) -> tuple[str, int] | None:
     if samples.draft_hashes is None:
         return None
-    return samples.draft_hashes[batch][step][row], samples.num_draft_kv_read[batch][step][row]
+    return samples.draft_hashes[batch][step][row], samples.draft_keys[batch][step][row]
 
 
 def groups_of(samples: Any, prefill: Any, has_drafts: bool) -> list[GroupRecord]:

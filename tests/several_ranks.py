@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from conftest import Launch, decode, make_runner, tiny_transformer
-from identities import check_metrics, check_record
+from identities import check_command, check_record
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
@@ -47,11 +47,12 @@ def disturbed(model: Transformer) -> Transformer:
     return draft
 
 
-def check_numbers(raw: dict[str, Any]) -> None:
-    """The metrics of a record are those of its samples."""
-    record = parse_line(json.dumps(raw), PassRecord)
-    assert check_metrics(record) == []
-    check_record(record)
+def check_numbers(*command: dict[str, Any]) -> None:
+    """The metrics of the passes of a command are those of their requests and groups."""
+    records = [parse_line(json.dumps(raw), PassRecord) for raw in command]
+    assert check_command(records) == []
+    for record in records:
+        check_record(record)
 
 
 def generate_alone(

@@ -5,9 +5,9 @@ from magicdec.cli import report
 from magicdec.cli.drivers import baseline
 
 
-def append_record(path: object, record: object) -> None:
+def append_together(path: object, records: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-report.append_record = append_record
+report.append_together = append_together
 baseline()

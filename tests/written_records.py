@@ -24,6 +24,7 @@ from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
 from magicdec.records.record import Status
 from magicdec.systems.mdi_llm.details import StageUse, ring_metrics
+from magicdec.systems.modes import SYSTEM_OF, Pass
 from magicdec.systems.pipeinfer.details import PipeInferDetails
 
 Line = dict[str, Any]
@@ -98,7 +99,7 @@ def served_pass(
     name: str, parts: MeasuredParts, gaps_ms: Sequence[float], start: str = FIRST, **load: Any
 ) -> PassRecord:
     """A pass of a loop, compared with `sequential`. `load` are flags of the command."""
-    is_drafting = "+draft" in name or name in ("sync", "async")
+    is_drafting = Pass.named(name).is_drafting
     config = serving_config(is_drafting, **LOAD | {"mode": name} | load)
     return record_pass(
         name,
@@ -132,7 +133,7 @@ def served(name: str, seconds: float, start: str = FIRST, **load: Any) -> Line:
     if name == "ring":
         uses = [StageUse(4.0, waiting, 0.1, 8, 2, 0.0) for waiting in (1.0, 3.0)]
         record = replace(record, details=ring_metrics([1, 1], 1, (1, 1), uses, 8, 2.0))
-    if name in ("iterative", "sync", "async"):
+    if SYSTEM_OF[Pass.named(name).mode].name == "pipeinfer":
         record = replace(record, details=PIPELINE)
     return line_of(record)
 

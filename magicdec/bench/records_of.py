@@ -22,7 +22,7 @@ from magicdec.records.metrics import REPORTABLE
 from magicdec.records.pass_record import GroupRecord, PassRecord
 from magicdec.records.record import Status
 from magicdec.records.workload import WorkloadRecord
-from magicdec.runner.request import Moves, Request
+from magicdec.runner.request import UNKNOWN_ID, Moves, Request
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.setup.prepare import Prepared
 from magicdec.systems.modes import DRAFTING, PLAIN
@@ -99,7 +99,7 @@ def parts_of(measured: MeasuredPass) -> MeasuredParts:
     is_random = system.run.is_random
     has_counts = measured.planned.serving_pass.is_drafting and not is_random
     requests = [each for group in measured.groups for each in requests_of(group, system.run)]
-    groups = [group_of(group, has_counts) for group in measured.groups]
+    groups = [group_of(group, has_counts, system.counts_reads) for group in measured.groups]
     return MeasuredParts(requests, groups)
 
 
@@ -151,7 +151,9 @@ def gaps_of(group: MeasuredGroup) -> list[float]:
     ]
 
 
-def group_of(group: MeasuredGroup, has_counts: bool) -> GroupRecord:
+def group_of(group: MeasuredGroup, has_counts: bool, counts_reads: bool) -> GroupRecord:
+    """With the drafts of each step if they have a meaning (`has_counts`), and what decode steps
+    have read if its system counts it."""
     observer = group.observer
     counts = observer.counts
     steps = observer.steps if observer.is_timed else []
@@ -175,9 +177,9 @@ def group_of(group: MeasuredGroup, has_counts: bool) -> GroupRecord:
         draft_ms=[to_ms(seconds) for seconds in phases.get("draft", ())],
         verify_ms=[to_ms(seconds) for seconds in phases.get("verify", ())],
         decode_ms=[to_ms(seconds) for seconds in phases.get("decode", ())],
-        bytes_read=group.ranks.bytes_read if is_kept else None,
-        draft_kv_tokens=group.ranks.draft_kv_tokens if is_kept else None,
-        draft_rows=group.ranks.draft_rows if is_kept else None,
+        bytes_read=group.ranks.bytes_read if counts_reads else None,
+        draft_kv_tokens=group.ranks.draft_kv_tokens if counts_reads else None,
+        draft_rows=group.ranks.draft_rows if counts_reads else None,
         peak_memory_bytes=peaks_of(group),
         threads=group.ranks.threads,
     )
@@ -214,9 +216,12 @@ def to_ms(seconds: float) -> float:
 
 
 def scores_of(prepared: Prepared, requests: Sequence[Request]) -> list[float] | None:
-    """The score of each answer; None without known answers. Those of a target with random weights
-    would say nothing."""
+    """The score of each answer; None without known answers, and where tokens or later questions
+    have none. Those of a target with random weights would say nothing."""
     answers = None if prepared.source.is_random else prepared.workload.answers
+    has_turns = any(request.turn is not None for request in requests)
+    if has_turns or any(UNKNOWN_ID in request.output_ids for request in requests):
+        return None
     return answer_scores(answers, requests, prepared.tokenizer)
 
 

@@ -54,5 +54,8 @@ class ForwardCounts:
         self.copy()
         return ForwardCounts(*(getattr(self, name) - getattr(other, name) for name in COUNTS))
 
+    def plus(self, other: ForwardCounts) -> ForwardCounts:
+        return ForwardCounts(*(getattr(self, name) + getattr(other, name) for name in COUNTS))
+
 
 COUNTS = tuple(each.name for each in fields(ForwardCounts) if each.compare)

@@ -24,6 +24,7 @@ UNTIMED = f"{NOT_TIMED}; on CUDA without `--benchmark`"
 NO_PREFIXES = "without `--prefix_cache`; of a server that does not say it"
 OF_SERVER = "of `endpoint`"  # another program counts these
 NOT_KEPT = "where each pass prefills its own prompts"
+NOT_COUNTED = "of systems that do not count it, such as stages"
 NO_REFERENCE = "of the pass that others are compared with; without such a pass" + CHANCE
 NO_SPEEDUP = f"{NO_REFERENCE}; {NOT_KEPT}; if no step was needed"
 UNCALIBRATED = "without `--gamma auto`; if nothing is drafted"
@@ -270,9 +271,9 @@ class StepMetrics(RecordPart):
     bytes_read: int | None = recorded(
         "smallest number of bytes that the decode steps, including drafting, must read from "
         "memory, summed over ranks: the weights once in each forward, and the KV cache as far as "
-        "each forward sees it",
+        "each forward sees it; with the prompts that such a step prefills",
         "bytes",
-        null=NOT_KEPT,
+        null=NOT_COUNTED,
         label="bytes to read, GB",
         digits=2,
         scale=1e-9,
@@ -290,7 +291,7 @@ class StepMetrics(RecordPart):
         "data was read from CPU or GPU caches, or if the host was slower when its bandwidth was "
         "measured",
         "ratio",
-        null=f"if no step was needed; {NOT_KEPT}",
+        null=f"if no step was needed; {NOT_COUNTED}",
         label="of the memory roofline",
         digits=1,
         scale=100,

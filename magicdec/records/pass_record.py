@@ -23,6 +23,7 @@ from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metrics import (
     FIRST_CONTEXT,
     NO_PREFIXES,
+    NOT_COUNTED,
     NOT_KEPT,
     NOT_TIMED,
     OF_SERVER,
@@ -103,8 +104,8 @@ class RequestRecord(RecordPart):
         "those of them that were accepted", "tokens", null=UNREPORTED
     )
     per_step_emitted: list[int] | None = recorded(
-        "tokens that each of these verifications appended to its output; in `async` those of the "
-        "commit in which the verification ended",
+        "tokens that each of these verifications appended to its output; where drafts run ahead "
+        "those of the commit in which the verification ended",
         "tokens",
         null=f"{NO_VERIFICATIONS}; {OF_SERVER}",
     )
@@ -255,15 +256,15 @@ class GroupRecord(RecordPart):
         "time of the forward and of sampling, of each step without drafts; empty if not timed", "ms"
     )
     bytes_read: list[int] | None = recorded(
-        "bytes to read in the decode steps, by rank", "bytes", null=NOT_KEPT
+        "bytes to read in the decode steps, by rank", "bytes", null=NOT_COUNTED
     )
     draft_kv_tokens: int | None = recorded(
         "tokens whose K and V the draft forwards read, summed over rows and forwards",
         "tokens",
-        null=NOT_KEPT,
+        null=NOT_COUNTED,
     )
     draft_rows: int | None = recorded(
-        "rows of the draft forwards, summed over forwards", "rows", null=NOT_KEPT
+        "rows of the draft forwards, summed over forwards", "rows", null=NOT_COUNTED
     )
     peak_memory_bytes: list[int] | None = recorded(
         "largest memory use, by rank; 0 of a rank for which it is not known",
@@ -365,6 +366,10 @@ class PassRecord(MeasuredRecord):
         found = self.correctness
         if found is not None and (found.has_wrong_steps or found.has_alarms):
             return None if self.status == Status.MISMATCH else "its status hides wrong steps"
+        if self.status == Status.MISMATCH and not self.num_differing:
+            return "it is a mismatch, but no tokens differ, and no steps or forwards are wrong"
+        if self.passed and found is not None and found.num_diverged:
+            return f"its status is {self.status}, but its tokens diverged"
         if self.status == Status.VERIFIED and self.num_differing != 0:
             return "it is verified, but tokens differ, or were compared with nothing"
         if self.status == Status.VERIFIED_WITH_TIES and not self.num_differing:

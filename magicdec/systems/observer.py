@@ -65,15 +65,16 @@ class PassObserver:
     verifications: Verifications = field(default_factory=Verifications)
     is_measured: bool = False
     is_logged: bool = False  # steps say what was drafted and read, where the system can
-    is_timed: bool = False  # steps take their time alone, and do not wait for each other
+    is_timed: bool = False  # steps take their time alone, and do not wait for each other: kept
     phases: PhaseTimer | None = None  # of steps, if they are timed
     note_begin: Callable[[], None] = do_nothing
     steps: list[ObservedStep] = field(default_factory=list)
     preparation: Preparation | None = None  # None where requests join while others decode
     begun_s: float = 0.0
-    reads: list[ForwardCounts] = field(default_factory=list)  # of each runner, from begin to end
+    reads: list[ForwardCounts] = field(default_factory=list)  # of each runner, in decode steps
     _runners: Sequence[ModelRunner] = ()
     _before: list[ForwardCounts] = field(default_factory=list)  # counts of the runners at the begin
+    _before_step: list[ForwardCounts] | None = None  # None where no prompt is prefilled meanwhile
     _num_forwards: int = 0  # so far, by all runners
     _prompt_tokens: int = 0  # that the step which is executed prefills
 
@@ -81,15 +82,22 @@ class PassObserver:
         """The first step comes now. The forwards of these runners are counted, until `end`."""
         self._runners = runners
         self._before = [runner.counts.copy() for runner in runners]
+        self._before_step = None
+        self.reads = [ForwardCounts() for _ in runners]
         self.note_begin()
         self._num_forwards = self._count_forwards()
         self.begun_s = time.perf_counter()
 
     def end(self) -> None:
         """The last step has ended."""
-        pairs = zip(self._runners, self._before, strict=True)
-        self.reads = [runner.counts.minus(before) for runner, before in pairs]
+        if self._before_step is None:
+            self._add_reads(self._before)
         self._runners = ()
+
+    def _add_reads(self, before: Sequence[ForwardCounts]) -> None:
+        """Add what the runners have read since they had these counts."""
+        columns = zip(self.reads, self._runners, before, strict=True)
+        self.reads = [reads.plus(runner.counts.minus(then)) for reads, runner, then in columns]
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """A context that times a phase of a step, such as "draft"."""
@@ -98,32 +106,44 @@ class PassObserver:
     def watch(self, plan: StepPlan) -> None:
         """A step begins now."""
         self.counts.watch(plan)
+        self._before_step = [runner.counts.copy() for runner in self._runners]
         self._num_forwards = self._count_forwards()
         self._prompt_tokens = sum(part.stop - part.start for part in plan.parts)
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         """A step that decodes has ended; other requests may have been prefilled in it."""
         self.verifications.observe(request_ids, output)
+        if self._before_step is not None:
+            self._add_reads(self._before_step)
         before = self._num_forwards
         self._num_forwards = self._count_forwards()
-        step = ObservedStep(
-            request_ids=tuple(request_ids),
-            seconds=seconds,
-            num_forwards=self._num_forwards - before,
-            prompt_tokens=self._prompt_tokens,
-            padded_gamma=output.padded_gamma,
-            num_emitted=[len(tokens) for tokens in output.token_ids],
-            num_drafted=output.num_drafted,
-            num_accepted=output.num_accepted,
-            digests=output.digests,
-        )
-        self.steps.append(step)
+        if self.is_timed:
+            step = ObservedStep(
+                request_ids=tuple(request_ids),
+                seconds=seconds,
+                num_forwards=self._num_forwards - before,
+                prompt_tokens=self._prompt_tokens,
+                padded_gamma=output.padded_gamma,
+                num_emitted=[len(tokens) for tokens in output.token_ids],
+                num_drafted=output.num_drafted,
+                num_accepted=output.num_accepted,
+                digests=output.digests,
+            )
+            self.steps.append(step)
         self.advance(output.num_tokens)
 
     def use_digests(self, digests: Sequence[list[Digest] | None]) -> None:
         """Put these digests of each step in place of those of this rank alone."""
         pairs = zip(self.steps, digests, strict=True)
         self.steps = [replace(step, digests=of_step) for step, of_step in pairs]
+        of_requests = dict[int, list[Digest | None]]()
+        for step in self.steps:
+            rows = [None] * len(step.request_ids) if step.digests is None else step.digests
+            drafted = step.num_drafted or [step.padded_gamma] * len(step.request_ids)
+            for request_id, count, digest in zip(step.request_ids, drafted, rows, strict=True):
+                if count:
+                    of_requests.setdefault(request_id, []).append(digest)
+        self.verifications.use_digests(of_requests)
 
     def _count_forwards(self) -> int:
         return sum(runner.counts.num_forwards for runner in self._runners)

@@ -10,6 +10,7 @@ from magicdec.config.sections import KVSection, ModelSection, ParallelSection
 from magicdec.records.comparison.compare import compare
 from magicdec.records.pass_record import PassRecord, RequestRecord
 from magicdec.records.record import Status
+from magicdec.runner.observers.draft_log import DIGITS
 
 SUBJECT = Subject(prefix_len=DRAFT_BUDGET + 63, batch_size=4, num_batches=1, gen_len=12)
 BATCHES = [case for case in standard_cases(SUBJECT) if case.shares_prefill]

@@ -49,13 +49,13 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     several = ["tensor_parallel"] if num_ranks > 1 else []
     *names, last = ["sequential", "inflight", *several, "ring", "ring+draft"]
     assert [r["name"] for r in records] == names + ([last] if DRAFTS[0] in flags else [])
-    assert all(r["status"] == "ok" and r["num_differing"] == 0 for r in records)
-    assert all(r["reference"] == "sequential" and r["kind"] == "serving" for r in records)
+    assert all(r["status"] == "verified" and r["num_differing"] == 0 for r in records)
+    assert all(r["reference"] == "sequential" and r["kind"] == "pass" for r in records)
     cores = len(os.sched_getaffinity(0))
     # It has the threads of those that wait, as far as there are cores for them.
     one_process = [min(num_ranks, cores)] + [0] * (num_ranks - 1)
     threads = [one_process] * 2 + [[1] * num_ranks] * (len(records) - 2)
-    assert [r["threads"] for r in records] == threads
+    assert [r["groups"][0]["threads"] for r in records] == threads
     lengths = [[request["output_len"] for request in r["requests"]] for r in records]
     assert all(each == lengths[0] for each in lengths) and len(set(lengths[0])) > 2
     assert [r["details"] is None for r in records] == ["ring" not in r["name"] for r in records]
@@ -115,7 +115,7 @@ def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
     assert [r["name"] for r in records] == ["sequential", "inflight", "ring"]
-    assert [(r["status"], r["num_differing"]) for r in records] == [("ok", 0)] * 3
+    assert [(r["status"], r["num_differing"]) for r in records] == [("verified", 0)] * 3
     config = records[-1]["config"]
     assert config["model"]["dtype"] == "bfloat16" and records[-1]["details"]["lane_size"] == 2
 

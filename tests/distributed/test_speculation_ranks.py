@@ -110,10 +110,10 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     assert "</svg>" in (tmp_path / "p.svg").read_text()
     records = read_records(tmp_path / "r.jsonl")
     assert [record["name"] for record in records] == ["sequential", *MODES]
-    assert all(record["status"] == "ok" for record in records)
-    assert all(record["kind"] == "serving" for record in records)
+    assert all(record["status"] == "verified" for record in records)
+    assert all(record["kind"] == "pass" for record in records)
     one_process = [min(3, len(os.sched_getaffinity(0))), 0, 0]
-    assert [record["threads"] for record in records] == [one_process, *[[1, 1, 1]] * 3]
+    assert [record["groups"][0]["threads"] for record in records] == [one_process, *[[1, 1, 1]] * 3]
     assert all(record["config"]["sampling"]["top_p"] == 0.95 for record in records)
     splits = {record["config"]["workload"]["layer_split"] for record in records[1:]}
     assert splits == {"1,1/1.0"}, "two layers for two stages, in place of auto"
@@ -141,7 +141,7 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
         is_alone = record is records[0]  # with one lane
         assert of[2]["joined_ms"][0] >= ends[is_alone], "until then no lane was free"
         times = [each["first_token_ms"] - each["joined_ms"][0] for each in of]
-        speed = record["metrics"]["prefill_tokens_per_s"]
+        speed = record["metrics"]["request_prefill_tokens_per_s"]
         assert speed == pytest.approx(fmean(70e3 / ms for ms in times))
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
@@ -173,7 +173,7 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
     )
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
-    assert [record["status"] for record in records] == ["ok"] * 3
+    assert [record["status"] for record in records] == ["verified"] * 3
     counts = records[-1]["details"]["num_layers"]
     assert sum(counts) == 6 and min(counts) >= 1
     split = f"{counts[0]},{counts[1]}/head"

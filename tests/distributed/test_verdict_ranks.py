@@ -53,14 +53,14 @@ def test_rounding_explains_what_differs_between_ranks(
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["name"] for record in records] == list(modes)
     first, *others = records
-    assert first["status"] == "ok" and first["correctness"]["judged_again"]["num_wrong"] == 0
-    assert {record["status"] for record in others} <= {"ok", "ok_with_ties"}
+    assert first["status"] == "verified" and first["correctness"]["judged_again"]["num_wrong"] == 0
+    assert {record["status"] for record in others} <= {"verified", "verified_with_ties"}
     # The first rank alone computed one of the first two, and stages have kept no logits.
     of_first, forwards, *of_stages = (record["correctness"]["forwards"] for record in records)
     assert of_first is None and not any(of_stages)
     assert forwards["num_measured"] == forwards["num_positions"] > 100
     assert 0.8 < forwards["error_ratio"] < 1.25 and forwards["hidden_error"] < 0.05
-    differing = [record for record in others if record["status"] == "ok_with_ties"]
+    differing = [record for record in others if record["status"] == "verified_with_ties"]
     assert differing, "rounding makes some tokens differ"
     for record in differing:
         correctness = record["correctness"]

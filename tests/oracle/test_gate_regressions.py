@@ -19,6 +19,7 @@ from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.exact import find_change, other_machine
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.pass_record import PassRecord
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.runner.sampling import model_tokens
 from magicdec.speculation.policies.retrieval import RetrievedBlocks
 from magicdec.speculation.policies.streaming_llm import StreamingLLM

@@ -20,6 +20,7 @@ from magicdec.config.sections import KVSection
 from magicdec.kv.view import SinksAndWindow
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.pass_record import PassRecord
+from magicdec.systems import prefilled_batching
 
 pytestmark = pytest.mark.wide
 

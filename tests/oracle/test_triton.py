@@ -253,7 +253,8 @@ def test_the_driver_interprets_the_kernels_on_a_cpu_and_says_so(
     for flag in ("attention", "elementwise"):
         assert f"--{flag} triton: asked for; interpreted on a CPU" in done.stderr
     assert "no difference" in done.stdout + done.stderr
-    model = json.loads((tmp_path / "r.jsonl").read_text())["config"]["model"]
+    _, record = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
+    model = record["config"]["model"]
     assert model["elementwise"] == "triton" and "interpreted" in model["elementwise_reason"]
 
 

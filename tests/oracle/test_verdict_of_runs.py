@@ -21,7 +21,7 @@ from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Launch
 from magicdec.engine.engine import Engine
 from magicdec.records.correctness import Correctness, JudgedAgain
-from magicdec.records.record import RunRecord
+from magicdec.records.pass_record import PassRecord
 from magicdec.runner.forward_batch import ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.prepare import prepare
@@ -31,14 +31,14 @@ from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 
 @cache
-def run(dtype: str, attack: str = "nothing") -> RunRecord:
+def run(dtype: str, attack: str = "nothing") -> PassRecord:
     config = short_run(dtype, num_rows=4)
     config = replace(config, workload=replace(config.workload, prefix_len=96))
     with planted(ATTACKS[attack]("sdpa")):
         return execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
 
 
-def verdict_of(record: RunRecord) -> Correctness:
+def verdict_of(record: PassRecord) -> Correctness:
     assert record.correctness is not None and (record.metrics is None) == (not record.passed)
     return record.correctness
 
@@ -76,7 +76,7 @@ def test_an_honest_run_passes_and_says_what_could_hide(dtype: str) -> None:
 def test_a_fault_in_verifications_is_seen(dtype: str, attack: str, part: str) -> None:
     record = run(dtype, attack)
     found = verdict_of(record)
-    assert record.status == "diverged" and found.judged_again is not None
+    assert record.status == "mismatch" and found.judged_again is not None
     assert found.forwards is not None
     assert (found.judged_again.num_wrong > 0) == (part == "judgement")
     assert (part in found.forwards.alarms) == (part != "judgement")

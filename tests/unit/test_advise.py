@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT, Command
-from magicdec.cli.advice import Finding, MeasuredDraft, describe_advice
-from magicdec.cli.advise import AdviceSection, StopRequests
 
 from magicdec.attention import native
 from magicdec.bench.run import model_check
@@ -24,6 +22,8 @@ from magicdec.bench.runner import Runner
 from magicdec.bench.study.drafts import BaselineTimes
 from magicdec.cli import advice, config_of, doctor
 from magicdec.cli import advise as module
+from magicdec.cli.advice import Finding, MeasuredDraft, describe_advice
+from magicdec.cli.advise import AdviceSection, StopRequests
 from magicdec.cli.drivers import RUN
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve

@@ -22,6 +22,7 @@ from test_prompt_sets import name_of
 from test_workload import BOS, Characters, build
 from transformers import AutoModelForCausalLM
 
+from magicdec.bench.check.passes import check_differing
 from magicdec.bench.check.replays import unanswered
 from magicdec.bench.showing import tables, turn_tables
 from magicdec.engine.arrivals import Arrivals

@@ -177,7 +177,8 @@ def test_a_report_shows_no_pass_whose_metrics_do_not_follow(
     path.write_text("".join(f"{each.to_json()}\n" for each in (right, faster(right))))
     code, out, err = command("report", path, "--out", tmp_path / "page")
     assert code == 0 and "figures of 1 runs" in out
-    reason = f"{path}, the pass inflight+draft of {right.environment.time_utc}: its output_throughput does not"
+    place = f"{path}, the pass inflight+draft of {right.environment.time_utc}"
+    reason = f"{place}: its output_throughput does not"
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     for text in (err, page):
         assert text.lower().count(f"left out: {reason} follow from its requests".lower()) == 1

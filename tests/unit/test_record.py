@@ -30,7 +30,7 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftSection
-from magicdec.names import DETAILS
+from magicdec.names import load_object
 from magicdec.records.computing import Beside, pass_metrics
 from magicdec.records.correctness import (
     Correctness,
@@ -45,6 +45,7 @@ from magicdec.records.record import Status, append_record, append_together
 from magicdec.records.workload import ModelRecord
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import MemoryTaken, describe_memory
+from magicdec.systems.modes import SYSTEMS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"
 OTHERS = "## Records of other commands"  # the heading behind which the page has no pass's tables
@@ -236,10 +237,11 @@ def test_the_document_has_the_keys_of_real_records(kind: str) -> None:
 
 def test_every_documented_object_is_in_some_record() -> None:
     seen = {p for make in RECORDS.values() for p, _ in objects(json.loads(make().to_json()))}
-    details = {f"Details of kind `{kind}`" for kind in DETAILS}
+    kinds = {load_object(each.details).name() for each in SYSTEMS.values() if each.details}
+    details = {f"Details of kind `{kind}`" for kind in kinds}
     page = DOCUMENT.read_text(encoding="utf-8")
     assert all(heading in page for heading in details)
-    assert {*documented()} - {*DETAILS} == seen | {"config.workload"}
+    assert {*documented()} - kinds == seen | {"config.workload"}
 
 
 def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

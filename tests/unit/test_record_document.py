@@ -20,14 +20,16 @@ from test_record import RECORDS, small
 from magicdec import names
 from magicdec.bench.latency.record import LatencyRecord, LatencyRow, tables
 from magicdec.bench.showing import GROUPS
-from magicdec.names import load_named
+from magicdec.names import load_named, load_object
 from magicdec.records.fields import described_fields, description_of, without_none
 from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes, parse_line, read_records
 from magicdec.records.record import append_record
+from magicdec.systems.modes import SYSTEMS
 
-TOPS = tuple(load_named(table, kind) for table in (names.RECORDS, names.DETAILS) for kind in table)
+DETAILS = tuple(load_object(each.details) for each in SYSTEMS.values() if each.details)
+TOPS = (*(load_named(names.RECORDS, kind) for kind in names.RECORDS), *DETAILS)
 BASELINES = ROOT / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl"
 
 

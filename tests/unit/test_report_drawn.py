@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -28,6 +27,8 @@ from magicdec.bench.report.figures.served import draw_served, three_digits
 from magicdec.bench.report.frame import FrameRow, frame_of, report_row
 from magicdec.output.figures import styled
 from magicdec.records.metrics import PassMetrics
+from magicdec.systems.details import Details
+from magicdec.systems.mdi_llm.details import MDILLMDetails
 
 READ = "environment.read_bandwidth_bytes_per_s"
 Value = Callable[[FrameRow], float]
@@ -509,13 +510,13 @@ def test_names_beside_bars_do_not_meet(name: str) -> None:
                 assert not others, (ax.get_title(loc="left"), texts[at].get_text(), box, others)
 
 
-@pytest.mark.parametrize("kind", ["ring", "speculation"])
-def test_a_strip_is_the_load_of_its_stage(kind: str) -> None:
+@pytest.mark.parametrize("kind", served.staged_kinds(), ids=lambda kind: kind.name())
+def test_a_strip_is_the_load_of_its_stage(kind: type[Details]) -> None:
     made = [row_of(line) for line in EVERY]
     for each in made:
         if each["pass"] == "ring":
             each["object"] = replace(each["object"], details=in_parts(each["object"].details))
-    drawn = draw(lambda: draw_served(frame_of(made)), f"{kind}_stages")
+    drawn = draw(lambda: draw_served(frame_of(made)), f"{kind.name()}_stages")
     ax = drawn.figure.axes[0]
     labels = {
         round(float(at)): text.get_text()
@@ -526,7 +527,7 @@ def test_a_strip_is_the_load_of_its_stage(kind: str) -> None:
         left, right, bottom, top = image.get_extent()
         assert (left, right, image.get_clim()) == (0, 1, (0, 1))
         found[labels[round((bottom + top) / 2)]] = np.asarray(image.get_array()).tolist()
-    if kind == "ring":
+    if kind is MDILLMDetails:
         assert found == {"ring, stage 0: 75%": [[1.0, 0.5]], "ring, stage 1: 25%": [[0.0, 0.5]]}
     about = drawn.table.iloc[0]["about"]
     for each in drawn.table[drawn.table["about"] == about].to_dict("records"):
@@ -534,7 +535,7 @@ def test_a_strip_is_the_load_of_its_stage(kind: str) -> None:
     assert served.stages_of(PASSES[0]["object"], kind) == []
 
 
-def in_parts(details: Any) -> Any:
+def in_parts(details: MDILLMDetails) -> MDILLMDetails:
     """The details of the ring, with the share of each half of its time."""
     shares = [[1.0, 0.5], [0.0, 0.5]]
-    return SimpleNamespace(kind=details.kind, busy=details.busy, occupancy=shares)
+    return replace(details, occupancy=shares)

@@ -23,8 +23,8 @@ EVERY = [
     served("inflight", 3.0, start="rate 3", arrival="poisson:5"),
     served("sequential", 2.0, start="second", draft="none"),
     served("ring", 1.0, start="second", draft="none"),
-    served("iterative", 1.0, start="third"),
-    served("async", 1.0, start="third"),
+    served("pipeline", 1.0, start="third"),
+    served("pipeinfer", 1.0, start="third"),
 ]
 NUM_COMMANDS = 4
 CLOSED = [
@@ -183,6 +183,6 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
     assert of["static"]["output_throughput"] == pytest.approx(0.5)
     assert of["static"]["workload.goodput"] == "ttft:1500.0"
     assert of["ring"]["details.busy"] == "0.75 0.25"
-    assert of["async"]["details.most_in_flight"] == 2
-    assert of["async"]["workload.draft"] == "ngram"
+    assert of["pipeinfer"]["details.most_in_flight"] == 2
+    assert of["pipeinfer"]["workload.draft"] == "ngram"
     assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Command
-from synthetic_records import parse_record
-from test_compare import make
+from synthetic_records import drawn_command, with_fields
 from test_gate_coverage import wait_for
 
 from magicdec.cli import reproduce
@@ -36,6 +35,11 @@ from magicdec.records.reading import load_passes
 PAPER = published_table.PACKAGED
 NAME = "magicdec_speedups_h100"
 WITH_ROOT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def lines_of_a_run() -> str:
+    """The records of its two passes."""
+    return "".join(f"{record.to_json()}\n" for record in drawn_command())
 
 
 def published(name: str) -> list[PublishedRow]:
@@ -138,13 +142,12 @@ def test_what_runs_measured_is_written_beside_what_was_published(
     """Each command runs once, a second run replaces the lines of the first, and all records are
     kept."""
     started: list[list[object]] = []
-    content = make()
-    content["metrics"]["speedup_interval"] = [1.25, 1.75]
-    record = parse_record(content)
+    plain, drafting = drawn_command()
+    record = with_fields(drafting, metrics__speedup_interval=[1.25, 1.75])
 
     def run(words: list[object]) -> Ended:
         started.append(words)
-        Path(str(words[-1])).write_text(record.to_json() + "\n")
+        Path(str(words[-1])).write_text(f"{plain.to_json()}\n{record.to_json()}\n")
         return Ended(0, "")
 
     monkeypatch.setattr(published_table, "run_command", run)
@@ -159,7 +162,7 @@ def test_what_runs_measured_is_written_beside_what_was_published(
     assert {row["interval"] for row in demo} == {"1.250 to 1.750"}
     assert len(started) == 2 * len(demo) and len(rows) == len(demo) + len(published(NAME))
     assert all(row["published"] for row in rows if row["model"] != "demo")
-    assert len(load_passes(out)) == len(started)
+    assert len(load_passes(out)) == 2 * len(started)
 
 
 def test_a_run_in_a_checkout_leaves_the_packaged_tables_alone(
@@ -170,10 +173,9 @@ def test_a_run_in_a_checkout_leaves_the_packaged_tables_alone(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "paper").symlink_to(tables)
-    record = parse_record(make()).to_json()
 
     def run(words: list[object]) -> Ended:
-        Path(str(words[-1])).write_text(record + "\n")
+        Path(str(words[-1])).write_text(lines_of_a_run())
         return Ended(0, "")
 
     monkeypatch.setattr(published_table, "run_command", run)
@@ -186,14 +188,13 @@ def test_a_run_in_a_checkout_leaves_the_packaged_tables_alone(
 def test_a_failed_run_is_named_and_the_others_go_on(
     tmp_path: Path, tables: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    record = parse_record(make())
     started = []
 
     def run(words: list[object]) -> Ended:
         started.append(words)
         if len(started) == 1:
             return Ended(2, "a warning\nmagicdec run: no memory\n")
-        Path(str(words[-1])).write_text(record.to_json() + "\n")
+        Path(str(words[-1])).write_text(lines_of_a_run())
         return Ended(0, "a warning\n")
 
     monkeypatch.setattr(published_table, "run_command", run)

@@ -18,6 +18,8 @@ from identities import check_metrics
 from rich.console import Console
 from serving_command import prepare_as
 
+from magicdec.bench import runner as runner_module
+from magicdec.bench.runner import OneRank
 from magicdec.bench.showing import tables
 from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
@@ -236,7 +238,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
         if serving_pass.is_drafting and serving_pass.mode in ("inflight", "ring"):
             assert config["decoding"]["drafter"] == draft
             assert config["decoding"]["pa"] == (pa if draft == "model" else None)
-        kinds = {"ring": "ring"} | dict.fromkeys(PIPELINED, "speculation")
+        kinds = {"ring": "mdi_llm"} | dict.fromkeys(PIPELINED, "pipeinfer")
         assert (record["details"] or {}).get("kind") == kinds.get(serving_pass.mode)
     by_name = {record["name"]: record for record in records}
     if draft == "model":
@@ -500,11 +502,18 @@ def test_with_repeats_the_modes_take_turns_at_going_first(
     served = [name for name, lengths in system.log if len(lengths) == len(SHAPES)]
     assert served == both + both[::-1] + both
     assert len(system.log) == 2 * len(served)
-    assert [record["name"] for record in records] == both * 3
+    assert [record["name"] for record in records] == both
     assert {record["reference"] for record in records} == {"sequential"}
-    expected = (0, 0) if wrong is None else (0, 1)
-    assert [record["num_differing"] for record in records] == [*expected] * 3
+    expected = (0, 0) if wrong is None else (0, 3)
+    assert tuple(record["num_differing"] for record in records) == expected
     assert all(record["config"]["workload"]["repeats"] == 3 for record in records)
+    for record in records:
+        assert [group["num_requests"] for group in record["groups"]] == [len(SHAPES)] * 3
+        assert len(record["requests"]) == 3 * len(SHAPES)
+    first, second = (record["metrics"] for record in records)
+    assert first["throughput_ratio"] is None
+    if wrong is None:
+        assert second["throughput_ratio_per_group"] == [1.0] * 3
 
 
 def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
@@ -631,7 +640,7 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
     workload = records[1].config["workload"] | {"emulate_acceptance": [0.5]}
     decoding = records[1].config["decoding"] | {"strategy": "speculative", "drafter": "model"}
     config = records[1].config | {"workload": workload, "decoding": decoding}
-    emulated = replace(records[1], name="async", config=config)
+    emulated = replace(records[1], name="pipeinfer", config=config)
     (brief,) = tables([records[0], emulated], is_verbose=False)
     assert ", EMULATED by --emulate_acceptance" in brief.lead[0].text
     workload = workload | {"emulate_stage_ms": 3.0, "emulate_link_ms": 1.0}

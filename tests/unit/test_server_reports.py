@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from magicdec.systems.servers.server_format import NOTHING, AskedText
 
 from magicdec.names import SERVER_APIS, SERVER_FORMATS, load_object
 from magicdec.records.acceptance import (
@@ -29,6 +28,7 @@ from magicdec.systems.servers.details import (
     form_of,
     formats,
 )
+from magicdec.systems.servers.server_format import NOTHING, AskedText
 
 STEPS = ((3, 3), (3, 0), (3, 1), (2, 2))  # of one request: drafted and accepted
 COUNTS = ReportedCounts(11, 6, 4, histogram=(1, 1, 1, 1), steps=STEPS)

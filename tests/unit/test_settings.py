@@ -8,9 +8,9 @@ from typing import Any
 
 import flags_page
 import pytest
-from magicdec.cli.completion import SHELLS, script_of
 
 from magicdec.cli.commands import COMMANDS
+from magicdec.cli.completion import SHELLS, script_of
 from magicdec.cli.drivers import DRIVERS
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.setting import Declared, check_values, declared, same, setting

@@ -221,7 +221,7 @@ def test_the_command_prints_draws_and_records(command: Command, tmp_path: Path) 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["config"]["mode"] for line in lines] == list(MODES)
     for line in lines:
-        assert (line["schema_version"], line["kind"]) == (3, "simulation")
+        assert (line["schema_version"], line["kind"]) == (4, "simulation")
         assert rows[line["config"]["mode"]][1] == f"{line['metrics']['tokens_per_s']:.2f}"
     config = lines[0]["config"]
     assert config["work"]["conditional_acceptance"] == [0.7]

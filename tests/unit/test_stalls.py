@@ -271,4 +271,7 @@ def test_a_step_is_timed_with_the_prompt_tokens_that_it_takes() -> None:
     observer.observe([4, 5], StepOutput([[1], [2, 3]], padded_gamma=2), 0.25)
     observer.watch(StepPlan())
     observer.observe([4], StepOutput([[1]]), 0.5)
-    assert observer.timed_steps == [(250.0, (12, 2, 2)), (500.0, (0, 0, 1))]
+    assert [
+        (step.seconds, step.prompt_tokens, step.padded_gamma, len(step.request_ids))
+        for step in observer.steps
+    ] == [(0.25, 12, 2, 2), (0.5, 0, 0, 1)]

@@ -34,6 +34,7 @@ from magicdec.engine.engine import Engine
 from magicdec.hardware import timing
 from magicdec.output.console import Silent
 from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 from magicdec.setup import loading
 from magicdec.setup import prepare as preparing
 from magicdec.setup.prepare import prepare
@@ -174,7 +175,10 @@ def test_a_failing_cell_is_a_record_and_the_study_goes_on(
     assert [r.error for r in failed] == ["RuntimeError: no such luck"] and len(records) == 4
     assert failed[0].config["kv"]["policy"] == "snapkv" and failed[0].workload is not None
     written = (tmp_path / "runs.jsonl").read_text().splitlines()
-    assert written == [record.to_json() for record in records]
+    asked_for = [record.to_json() for record in records]
+    assert [line for line in written if line in asked_for] == asked_for
+    others = [record for record in load_passes(tmp_path / "runs.jsonl") if record.is_reference]
+    assert len(written) == len(records) + len(others) and len(others) == 2
     monkeypatch.setattr(sweep_module, "execute_in", execute_in)
     _, records = run_study(asked, tmp_path / "runs.jsonl")
     assert records == []

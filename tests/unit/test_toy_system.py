@@ -118,7 +118,7 @@ def test_a_system_is_its_declaration_and_a_line(
     assert [each["output_hash"] for each in resting["requests"]] == [
         each["output_hash"] for each in first["requests"]
     ]
-    assert resting["status"] == "ok" and first["details"] is None
+    assert resting["status"] == "verified" and first["details"] is None
     assert resting["details"] == {"kind": "toy", "rests": 1}
     assert resting["config"]["workload"]["rest_ms"] == 2.0
     assert "rest_ms" not in first["config"]["workload"]

@@ -12,13 +12,11 @@ from synthetic_records import drawn_command
 from test_plan import MACHINE
 from test_record_document import TOPS, kinds
 
-from magicdec.bench.showing import describe_round
 from magicdec.cli.probe import print_machine
 from magicdec.cli.simulate import SimulationSection, make_machines
 from magicdec.hardware import timing
 from magicdec.hardware.costs import Deployment
 from magicdec.hardware.other_load import _waits
-from magicdec.names import DETAILS, load_named
 from magicdec.predict.plan import describe_machine
 from magicdec.records.describe import title_of
 from magicdec.records.fields import described_fields
@@ -41,8 +39,7 @@ def printed_unit(label: str, suffix: str) -> str:
 
 def test_labels_name_the_unit_in_which_a_field_is_printed() -> None:
     found = set()
-    details = [load_named(DETAILS, name) for name in DETAILS]
-    for kind in {kind for top in (*TOPS, *details) for kind in kinds(top)}:
+    for kind in {kind for top in TOPS for kind in kinds(top)}:
         for key, _, about in described_fields(kind):
             if not about.label:
                 continue

@@ -21,8 +21,10 @@ from magicdec.bench.check.forwards import (
     pairs_of,
 )
 from magicdec.bench.check.judgement import ends_elsewhere, first_wrong, judge_again, walks
+from magicdec.bench.recording import status_of
 from magicdec.distributed.groups import Group
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
+from magicdec.records.record import Status
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.speculation.steps.logits_recorder import KeptStep, LogitsRecorder
 
@@ -303,15 +305,16 @@ def test_few_positions_have_a_wide_limit_alone() -> None:
 
 
 @pytest.mark.parametrize("part", ["judged_again", "forwards"])
-def test_a_part_of_the_verdict_that_is_bad_makes_the_run_diverge(part: str) -> None:
-    fine = Correctness("autoregressive", True, 10, num_excused=0, num_diverged=0)
+def test_a_part_of_the_check_that_is_bad_makes_the_pass_a_mismatch(part: str) -> None:
+    fine = Correctness("static", True, 10, num_excused=0, num_diverged=0)
     right = JudgedAgain(4, 4, 10, 0)
     equal = ForwardErrors(9, 0)
     fine = replace(fine, judged_again=right, forwards=equal)
-    assert fine.status == "ok"
+    assert status_of(0, fine, "float32") == Status.VERIFIED
     wrong = {"judged_again": replace(right, num_wrong=1)}
     wrong |= {"forwards": replace(equal, error_ratio=2.0, most_error_ratio=1.3)}  # type: ignore[dict-item]
-    assert replace(fine, **{part: wrong[part]}).status == "diverged"
+    bad = replace(fine, **{part: wrong[part]})
+    assert status_of(0, bad, "float32") == Status.MISMATCH
 
 
 def test_a_witness_keeps_what_there_is_room_for() -> None:

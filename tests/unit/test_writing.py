@@ -24,7 +24,7 @@ from magicdec.output.writing import (
     check_writable,
     write_text,
 )
-from magicdec.records.reading import load_records
+from magicdec.records.reading import load_passes
 from magicdec.setup.prepare import Prepared
 
 FULL = Path("/dev/full")
@@ -95,13 +95,13 @@ def test_a_directory_that_cannot_be_written_to_is_refused(
 
 
 def test_a_name_that_is_not_utf8_is_in_a_record_that_can_be_read(tmp_path: Path) -> None:
-    record = RECORDS["speculative"]()
+    record = RECORDS["drafting"]()
     assert record.workload is not None
     workload = dataclasses.replace(record.workload, dataset="caf\udce9 😀 \\ud83d")
     record = dataclasses.replace(record, workload=workload)
     path = tmp_path / "runs.jsonl"
     append_line(path, record.to_json())
-    (again,) = load_records(path)
+    (again,) = load_passes(path)
     assert again.workload is not None
     assert again.workload.dataset == r"caf\udce9 😀 \ud83d"
 
@@ -193,7 +193,7 @@ def publish(folder: Path) -> bool:
     """Publish a run that saves its tokens, in this folder."""
     output = OutputSection(save_tokens=str(folder / "t.jsonl"))
     prepared = SimpleNamespace(config=SimpleNamespace(output=output))
-    outcome = Outcome(RECORDS["baseline"]())
+    outcome = Outcome([RECORDS["plain"](), RECORDS["drafting"]()])
     return report.publish(cast("Prepared", prepared), outcome, folder / "runs.jsonl")
 
 
@@ -202,25 +202,25 @@ def test_a_reader_that_ends_early_costs_no_record(
 ) -> None:
     """As in `magicdec selfspec | head -1`: the table is not printed, the files are there."""
 
-    def closed(record: object, is_verbose: bool) -> None:
+    def closed(tables: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(report, "print_record", closed)
+    monkeypatch.setattr(report, "print_tables", closed)
     with pytest.raises(BrokenPipeError):
         publish(tmp_path)
-    assert len(load_records(tmp_path / "runs.jsonl")) == 1 and (tmp_path / "t.jsonl").exists()
+    assert len(load_passes(tmp_path / "runs.jsonl")) == 2 and (tmp_path / "t.jsonl").exists()
 
 
 def test_a_lost_record_costs_no_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(path: object, record: object) -> None:
+    def full(path: object, records: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "append_record", full)
+    monkeypatch.setattr(report, "append_together", full)
     assert not publish(tmp_path) and (tmp_path / "t.jsonl").exists()
     out, err = capsys.readouterr()
-    assert "decode, tokens/s" in out and err.endswith("the record is lost\n")
+    assert "decode, tokens/s" in out and err.endswith("the records are lost\n")
 
 
 def test_a_disk_that_fills_up_during_the_run_loses_no_table(launch: Launch, tmp_path: Path) -> None:
