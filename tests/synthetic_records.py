@@ -238,7 +238,10 @@ def draw_pass(
 
 def baseline_pass(batches: Sequence[Batch]) -> list[Batch]:
     """What decodes the same tokens without drafts, in steps of 1 ms."""
-    return [even_batch([[(0, 0, 1)] * count for count in batch.tokens]) for batch in batches]
+    return [
+        even_batch([[(0, 0, 1)] * count for count in batch.tokens], threads=batch.threads)
+        for batch in batches
+    ]
 
 
 def scaled(batches: Sequence[Batch], factors: Array) -> list[Batch]:

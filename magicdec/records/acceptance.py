@@ -336,6 +336,12 @@ class Verifications:
         for counts in of_requests:
             self.add(*counts)
 
+    def use_digests(self, digests: Mapping[int, Sequence[tuple[str, int] | None]]) -> None:
+        """Put these digests of the verifications of each request in place of their own."""
+        for request_id, of_request in self.by_request.items():
+            pairs = zip(of_request, digests[request_id], strict=True)
+            self.by_request[request_id] = [each._replace(digest=digest) for each, digest in pairs]
+
     def add(
         self,
         request_id: int,

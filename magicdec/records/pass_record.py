@@ -366,6 +366,10 @@ class PassRecord(MeasuredRecord):
         found = self.correctness
         if found is not None and (found.has_wrong_steps or found.has_alarms):
             return None if self.status == Status.MISMATCH else "its status hides wrong steps"
+        if self.status == Status.MISMATCH and not self.num_differing:
+            return "it is a mismatch, but no tokens differ, and no steps or forwards are wrong"
+        if self.passed and found is not None and found.num_diverged:
+            return f"its status is {self.status}, but its tokens diverged"
         if self.status == Status.VERIFIED and self.num_differing != 0:
             return "it is verified, but tokens differ, or were compared with nothing"
         if self.status == Status.VERIFIED_WITH_TIES and not self.num_differing:

@@ -31,7 +31,7 @@ def do_nothing() -> None:
 @dataclass(frozen=True)
 class ObservedStep:
     """A decode step. Lists are by request, in the order of `request_ids`; `num_drafted` and
-    `num_accepted` are None without drafts, `digests` where no log is kept (`kv.draft_log`)."""
+    `num_accepted` are None without drafts, `digests` where no log is kept (`DraftLog`)."""
 
     request_ids: tuple[int, ...]
     seconds: float
@@ -65,7 +65,7 @@ class PassObserver:
     verifications: Verifications = field(default_factory=Verifications)
     is_measured: bool = False
     is_logged: bool = False  # steps say what was drafted and read, where the system can
-    is_timed: bool = False  # steps take their time alone, and do not wait for each other
+    is_timed: bool = False  # steps take their time alone, and do not wait for each other: kept
     phases: PhaseTimer | None = None  # of steps, if they are timed
     note_begin: Callable[[], None] = do_nothing
     steps: list[ObservedStep] = field(default_factory=list)
@@ -117,24 +117,33 @@ class PassObserver:
             self._add_reads(self._before_step)
         before = self._num_forwards
         self._num_forwards = self._count_forwards()
-        step = ObservedStep(
-            request_ids=tuple(request_ids),
-            seconds=seconds,
-            num_forwards=self._num_forwards - before,
-            prompt_tokens=self._prompt_tokens,
-            padded_gamma=output.padded_gamma,
-            num_emitted=[len(tokens) for tokens in output.token_ids],
-            num_drafted=output.num_drafted,
-            num_accepted=output.num_accepted,
-            digests=output.digests,
-        )
-        self.steps.append(step)
+        if self.is_timed:
+            step = ObservedStep(
+                request_ids=tuple(request_ids),
+                seconds=seconds,
+                num_forwards=self._num_forwards - before,
+                prompt_tokens=self._prompt_tokens,
+                padded_gamma=output.padded_gamma,
+                num_emitted=[len(tokens) for tokens in output.token_ids],
+                num_drafted=output.num_drafted,
+                num_accepted=output.num_accepted,
+                digests=output.digests,
+            )
+            self.steps.append(step)
         self.advance(output.num_tokens)
 
     def use_digests(self, digests: Sequence[list[Digest] | None]) -> None:
         """Put these digests of each step in place of those of this rank alone."""
         pairs = zip(self.steps, digests, strict=True)
         self.steps = [replace(step, digests=of_step) for step, of_step in pairs]
+        of_requests = dict[int, list[Digest | None]]()
+        for step in self.steps:
+            rows = [None] * len(step.request_ids) if step.digests is None else step.digests
+            drafted = step.num_drafted or [step.padded_gamma] * len(step.request_ids)
+            for request_id, count, digest in zip(step.request_ids, drafted, rows, strict=True):
+                if count:
+                    of_requests.setdefault(request_id, []).append(digest)
+        self.verifications.use_digests(of_requests)
 
     def _count_forwards(self) -> int:
         return sum(runner.counts.num_forwards for runner in self._runners)

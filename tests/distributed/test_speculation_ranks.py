@@ -110,8 +110,7 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     assert "</svg>" in (tmp_path / "p.svg").read_text()
     records = read_records(tmp_path / "r.jsonl")
     assert [record["name"] for record in records] == ["sequential", *MODES]
-    statuses = [record["status"] for record in records]
-    assert statuses == ["verified"] * 2 + ["unverified"] * 2, "drafts were sampled"
+    assert all(record["status"] == "verified" for record in records)
     assert all(record["kind"] == "pass" for record in records)
     one_process = [min(3, len(os.sched_getaffinity(0))), 0, 0]
     assert [record["groups"][0]["threads"] for record in records] == [one_process, *[[1, 1, 1]] * 3]

@@ -29,8 +29,8 @@ from magicdec.distributed.groups import Launch
 from magicdec.engine.engine import Engine
 from magicdec.model.transformer import Transformer
 from magicdec.records.correctness import Correctness
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import parse_line
-from magicdec.records.record import RunRecord
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.prepare import prepare
 from magicdec.speculation.steps.speculative import autoregressive
@@ -247,7 +247,7 @@ def test_a_logit_that_is_not_a_number_is_no_tie() -> None:
     assert view_of(make_runner(model, 1, 90), request, 16).shortfalls.isinf().all()
 
 
-def run(dtype: str, num_rows: int = 16) -> RunRecord:
+def run(dtype: str, num_rows: int = 16) -> PassRecord:
     config = short_run(dtype, num_rows=num_rows)
     return execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
 
@@ -257,14 +257,14 @@ def test_rounding_in_bfloat16_is_ok_with_ties() -> None:
     record = run("bfloat16")
     found = record.correctness
     assert found is not None and found.identical is False, "on this CPU too, rounding shows"
-    assert record.status == "ok_with_ties" and record.passed and record.metrics is not None
+    assert record.status == "verified_with_ties" and record.passed and record.metrics is not None
     assert found.num_diverged == 0 and found.first_divergence is not None
     assert found.num_excused and found.most_differing and found.expected_differing
     assert found.num_excused <= found.most_differing < 16
     assert 0.5 < found.expected_differing < found.most_differing
     assert found.first_divergence.margin is not None and found.margin_bound is not None
     assert found.first_divergence.margin <= found.margin_bound < 0.25, "less than a fixed bound was"
-    assert parse_line(record.to_json(), RunRecord).to_json() == record.to_json()
+    assert parse_line(record.to_json(), PassRecord).to_json() == record.to_json()
 
 
 @pytest.mark.wide
@@ -273,17 +273,17 @@ def test_a_lossy_rule_in_bfloat16_diverges(monkeypatch: pytest.MonkeyPatch) -> N
     plant(monkeypatch, 0.2)
     record = run("bfloat16")
     found = record.correctness
-    assert record.status == "diverged" and record.metrics is None and found is not None
+    assert record.status == "mismatch" and record.metrics is None and found is not None
     assert found.num_excused == 0 and found.num_diverged and found.most_differing
     assert found.num_diverged > found.most_differing
 
 
 def test_float32_is_identical_and_a_lossy_rule_diverges(monkeypatch: pytest.MonkeyPatch) -> None:
     record = run("float32", 4)
-    assert record.status == "ok" and record.correctness is not None
+    assert record.status == "verified" and record.correctness is not None
     assert record.correctness.identical and record.correctness.margin_bound is None
     plant(monkeypatch, 0.2)
     record = run("float32", 4)
-    assert record.status == "diverged" and record.correctness is not None
+    assert record.status == "mismatch" and record.correctness is not None
     assert record.correctness.most_differing == 0
     assert record.correctness.margin_bound is not None and record.correctness.margin_bound < 1e-4

@@ -282,7 +282,7 @@ def test_serving_leaves_a_failed_record(tmp_path: Path, command: Command) -> Non
     assert record["status"] == "failed" and record["metrics"] is None and not record["requests"]
     assert record["error"].startswith("sequential: decode step 6: the logits of request 0 after")
     shown = command("table", out)
-    assert shown.code == 0 and "sequential: FAILED, decode step 6" in shown.out
+    assert shown.code == 0 and "sequential: FAILED: decode step 6" in shown.out
 
 
 def test_a_request_that_has_emitted_nothing_names_its_prompt() -> None:

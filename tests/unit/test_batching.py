@@ -287,8 +287,8 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
     read = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record.name for record in records] == names
     for record in read:
-        assert (record["kind"], record["schema_version"]) == ("serving", 3)
-        assert (record["status"], record["num_differing"]) == ("ok", 0)
+        assert (record["kind"], record["schema_version"]) == ("pass", 4)
+        assert (record["status"], record["num_differing"]) == ("verified", 0)
         assert record["reference"] == "sequential" and record["metrics"]["request_goodput"] == 0
         assert [r["prompt_len"] for r in record["requests"]] == [40, 39, 38, 37]
         assert [r["output_len"] for r in record["requests"]] == [60] * 4
@@ -317,12 +317,16 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
 
 
 def check_table(records: list[PassRecord]) -> None:
-    summary, table = tables(records)
+    summary, *parts = tables(records)
     assert [row[0] for row in summary.rows] == [record.name for record in records]
-    rows = {label: cells for label, *cells in table.body}
-    assert len(rows) == len(table.body), "labels are distinct"
-    assert [len(cells) for cells in rows.values()] == [len(records)] * len(rows)
-    assert rows["in flight, mean"][0] == "1.00" and rows["decode step median, ms"][0]
+    shown = [column.label for table in parts for column in table.headings[1:]]
+    assert shown == [record.name for record in records]
+    for table in parts:
+        rows = {label: cells for label, *cells in table.body}
+        assert len(rows) == len(table.body), "labels are distinct"
+        assert {len(cells) for cells in rows.values()} == {len(table.columns) - 1}
+        assert rows["in flight, mean"][0] and rows["step median, ms"][0]
+    assert {label: cells for label, *cells in parts[0].body}["in flight, mean"][0] == "1.00"
     for record, compared in (
         (records[0], f"verified, its {records[0].correctness.num_tokens} tokens are the reference"),
         (records[3], "verified, all 4 requests have the "),
@@ -376,12 +380,11 @@ def test_every_rank_count_serves_the_same_tokens(
     )
     assert done.returncode == 0, done.stderr
     assert "all 4 requests have the tokens" not in done.stdout, "only --verbose says it of each"
-    assert "inflight+draft: sampled, so the tokens of drafts are not compared" in done.stdout
-    threads = [json.loads(line)["threads"] for line in out.read_text().splitlines()]
-    assert (
-        len(threads) == 4 and all(each == threads[0] for each in threads) and len(threads[0]) == 2
-    )
+    assert "tokens are not compared, because drafts are sampled" in done.stdout
     records = [json.loads(line) for line in out.read_text().splitlines()]
+    threads = [group["threads"] for record in records for group in record["groups"]]
+    assert len(threads) == 4 and len(threads[0]) == 2
+    assert all(each == threads[0] for each in threads)
     assert [r["num_differing"] for r in records] == [0, 0, 0, None]
     assert [r["environment"]["world_size"] for r in records] == [2] * 4
     assert records[3]["config"]["draft"]["rank_group"] == [1]

@@ -143,9 +143,9 @@ def test_every_kind_of_mode_is_recorded_with_its_loop(
     records = list(read_records(tmp_path / "out.jsonl", PassRecord))
     assert len(records) == 6
     for record in records:
-        assert (record.status, record.concurrency) == ("ok", 2), record.name
+        assert (record.status, record.concurrency) == ("verified", 2), record.name
         assert check_metrics(record) == [], record.name
-        assert record.name == f"{record.way}, 2 at once" and record.arrival == "closed loop"
+        assert record.name == f"{record.mode}, 2 at once" and record.arrival == "closed loop"
         ends_ms = sorted(request.finished_ms for request in record.requests)
         arrivals_ms = [request.arrival_ms for request in record.requests]
         assert arrivals_ms == pytest.approx([0.0, 0.0, *ends_ms[:3]]), record.name

@@ -19,6 +19,7 @@ from magicdec.bench.gate.cases import (
     Subject,
     check_case,
     margin_of,
+    options_of,
     quick,
     standard_cases,
 )
@@ -66,13 +67,13 @@ def test_every_system_that_drafts_has_a_case() -> None:
     cases = [case for case in standard_cases(Subject()) if not case.shares_prefill]
     served = [baseline for baseline in EVERY if not baseline.shares_prefill]
     assert [describe(baseline) for baseline in served] == [case.name for case in cases]
-    modes = {"inflight+draft", "ring+draft", "sync", "async"}
+    modes = {"inflight+draft", "ring+draft", "pipeline+draft", "pipeinfer"}
     assert {case.mode for case in cases} == modes
     assert {f"mode {mode}" for mode in modes} <= set(map(kind_of, quick(EVERY)))
     for baseline, case in zip(served, cases, strict=True):
         again = Case.of_record(baseline)
         assert again.load == case.load and again.draft == case.draft
-        assert again.options([again.mode]) == case.options([case.mode])
+        assert options_of([again]) == options_of([case])
         assert again.config.kv.resolve() == case.config.kv.resolve()
         assert again.config.decoding == case.config.decoding
         assert again.config.workload == case.config.workload

@@ -287,7 +287,7 @@ def test_drafts_that_run_ahead_are_compared_by_their_place() -> None:
 
 def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> None:
     """Such as those of a file of an earlier version, whichever of the two records is of it."""
-    (known,) = [each for each in load_passes(PACKAGED) if each.name == "async"]
+    (known,) = [each for each in load_passes(PACKAGED) if each.name == "pipeinfer"]
     unknown = replace(
         known, requests=[replace(each, per_step_position=None) for each in known.requests]
     )
@@ -300,7 +300,7 @@ def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> N
 
 
 def test_passes_that_stop_chains_elsewhere_are_not_compared() -> None:
-    (known,) = [each for each in load_passes(PACKAGED) if each.name == "sync"]
+    (known,) = [each for each in load_passes(PACKAGED) if each.name == "pipeline+draft"]
     workload = known.config["workload"] | {"pa": 0.5}
     (found,) = compare([replace(known, config=known.config | {"workload": workload})], [known])
     assert exit_code([found]) != 0 and "not comparable" in str(found)

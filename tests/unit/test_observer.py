@@ -22,12 +22,15 @@ def test_steps_have_the_forwards_between_them() -> None:
     target, draft = counting(), counting()
     runners = [target, draft]
     seen = list[int]()
-    observer = PassObserver(note_begin=lambda: seen.append(target.counts.num_forwards))
+    observer = PassObserver(
+        is_timed=True, note_begin=lambda: seen.append(target.counts.num_forwards)
+    )
     target.counts.num_forwards = 5
     observer.begin(runners)
     draft.counts.num_forwards = 7  # a preparation, after which the first step comes
     observer.begin(runners)
     assert seen == [5, 5]
+    observer.watch(StepPlan(parts=()))
     draft.counts.num_forwards += 3
     target.counts.num_forwards += 1
     observer.observe([4, 2], StepOutput([[1, 2], [3]], 3, [1, 0], [3, 2]), 0.25)
@@ -43,14 +46,38 @@ def test_steps_have_the_forwards_between_them() -> None:
     assert (first.request_ids, first.num_emitted) == ((4, 2), [2, 1])
     assert (first.num_drafted, first.num_accepted, first.padded_gamma) == ([3, 2], [1, 0], 3)
     assert (second.num_drafted, second.num_accepted, second.digests) == (None, None, None)
-    assert [reads.num_forwards for reads in observer.reads] == [13, 3]
+    assert [reads.num_forwards for reads in observer.reads] == [3, 3]
+
+
+def test_without_plans_all_is_read_in_decode_steps() -> None:
+    """Nothing is prefilled meanwhile."""
+    runner = counting()
+    observer = PassObserver()
+    observer.begin([runner])
+    runner.counts.num_forwards += 4
+    observer.observe([0], StepOutput([[1]]), 0.1)
+    runner.counts.num_forwards += 2
+    observer.end()
+    assert [reads.num_forwards for reads in observer.reads] == [6]
+
+
+def test_steps_that_wait_for_each_other_are_not_kept() -> None:
+    """Those of stages, of which there may be many."""
+    observer = PassObserver()
+    observer.observe([4, 2], StepOutput([[1, 2], [3]], 3, [1, 0], [3, 2]), 0.25)
+    assert observer.steps == [] and observer.verifications.num_drafted == 5
 
 
 def test_digests_of_all_ranks_take_the_place_of_those_of_one() -> None:
-    observer = PassObserver()
-    observer.observe([0], StepOutput([[1]], 1, [0], [1], digests=[("abcd", 3)]), 0.1)
-    observer.observe([0], StepOutput([[1]]), 0.1)
-    observer.use_digests([[("abff", 3)], None])
-    assert [step.digests for step in observer.steps] == [[("abff", 3)], None]
+    """In its steps, and in the verifications of requests, which a row without drafts has none
+    of."""
+    observer = PassObserver(is_timed=True)
+    mine = [("abcd", 3), ("0000", 0)]
+    observer.observe([4, 2], StepOutput([[1], [1]], 1, [0, 0], [1, 0], digests=mine), 0.1)
+    observer.observe([4, 2], StepOutput([[1], [1]]), 0.1)
+    observer.use_digests([[("abff", 3), ("0000", 0)], None])
+    assert [step.digests for step in observer.steps] == [[("abff", 3), ("0000", 0)], None]
+    of_requests = observer.verifications.by_request
+    assert [each.digest for each in of_requests[4]] == [("abff", 3)] and 2 not in of_requests
     with pytest.raises(ValueError, match="zip"):
         observer.use_digests([None])
