@@ -15,7 +15,7 @@ from magicdec.cli.plan import PlanSection, main, make_draft_table, make_plan
 from magicdec.predict.curves import drafting_of
 from magicdec.predict.draft_table import DraftTable
 from magicdec.predict.plan import PlanCell
-from magicdec.records.reading import load_records
+from magicdec.records.reading import load_passes
 
 BY_HAND = "--bandwidth 2039 --flops 312"
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
@@ -125,7 +125,7 @@ def test_measured_runs_stand_beside_predictions() -> None:
         table = make_draft_table(args, make_plan(args))
         runs = [
             (r.config["decoding"]["gamma"], r.config["kv"]["budget"], r.metrics.speedup)
-            for r in load_records(BASELINES)
+            for r in load_passes(BASELINES)
             if drafting_of(r.config) == ("self", policy, None)
             and r.metrics
             and r.metrics.speedup
@@ -151,7 +151,7 @@ def test_runs_that_draft_otherwise_are_not_measurements_of_a_plan(
     """However fast they are."""
     first = next(
         r
-        for r in load_records(BASELINES)
+        for r in load_passes(BASELINES)
         if (r.config["decoding"]["drafter"], r.config["kv"]["policy"]) == ("model", "snapkv")
     )
     assert first.metrics is not None and first.metrics.speedup is not None

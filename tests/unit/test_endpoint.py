@@ -16,16 +16,15 @@ from typing import Any
 import pytest
 from conftest import Command
 from identities import check_metrics
-from magicdec.bench.serving.metrics import acceptance_by_context
 
 from magicdec.bench.showing import break_even, context_tables
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.masking import masked
 from magicdec.distributed.groups import Launch
 from magicdec.records.acceptance import ReportedCounts, Verifications
+from magicdec.records.computing import acceptance_by_context
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.runner.request import Request, SamplingParams
 from magicdec.systems.flover.system import Flover
 from magicdec.systems.servers.system import is_same_server, without_openai
 
@@ -274,9 +273,11 @@ def test_a_server_is_measured_and_compared_like_a_mode(
 ) -> None:  # fmt: skip
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     ours, theirs = records_of(tmp_path)
-    assert (theirs["name"], theirs["status"], theirs["num_differing"]) == ("endpoint", "ok", 0)
+    assert (theirs["name"], theirs["status"]) == ("endpoint", "verified")
+    assert theirs["num_differing"] == 0
     assert theirs["config"]["workload"]["endpoint"] == [server.address]
-    assert theirs["threads"] == [0] and theirs["metrics"]["peak_memory_bytes"] is None
+    (group,) = theirs["groups"]
+    assert group["threads"] == [0] and theirs["metrics"]["peak_memory_bytes"] is None
     assert theirs["metrics"]["num_steps"] is theirs["metrics"]["num_preemptions"] is None
     assert set(theirs["metrics"]) == set(ours["metrics"])
     assert theirs["metrics"]["mean_ttft_ms"] > 0 and theirs["metrics"]["mean_tpot_ms"] > 0
@@ -288,7 +289,7 @@ def test_a_server_is_measured_and_compared_like_a_mode(
     assert body["model"] == "tiny" and body["max_tokens"] == body["min_tokens"] == 4
     assert body["temperature"] == 0 and body["stream"] and body["ignore_eos"]
     out = capsys.readouterr().out
-    assert "in every mode all requests have the tokens of sequential" in out
+    assert "verified: the other pass has the 12 tokens of sequential" in out
     assert "endpoint: does not say whether it drafts; see --endpoint_metrics" in out
     assert theirs["details"]["source"] is None and len(theirs["details"]["missing"]) == 9
     assert "endpoint" in command("table", tmp_path / "out.jsonl").out
@@ -303,7 +304,7 @@ def test_so_many_requests_are_open_at_once_and_no_more(
     closed = [*words[:arrival], *words[arrival + 2 :], "--num_requests", "6"]
     assert run([*closed, "--modes", "sequential", "endpoint", "--concurrency", "2"]) == 0
     ours, theirs = records_of(tmp_path)
-    assert (theirs["name"], theirs["status"]) == ("endpoint, 2 at once", "ok")
+    assert (theirs["name"], theirs["status"]) == ("endpoint, 2 at once", "verified")
     assert theirs["reference"] == ours["name"] == "sequential, 2 at once"
     assert theirs["config"]["workload"]["concurrency"] == 2 and len(theirs["requests"]) == 6
     assert server.most_open == 2 and server.num_open == 0
@@ -325,7 +326,7 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     talk += ["--concurrency", "2", "--turns", "2", "--prefix_len", "90"]
     assert run([*talk, "--modes", "sequential", "endpoint"]) == 0
     ours, theirs = records_of(tmp_path)
-    assert (theirs["status"], theirs["num_differing"]) == ("ok", 0)
+    assert (theirs["status"], theirs["num_differing"]) == ("verified", 0)
     lengths = [[each["prompt_len"] for each in record["requests"]] for record in (ours, theirs)]
     assert lengths[0] == lengths[1] and len(lengths[0]) == 6
     assert [each["turn"] for each in theirs["requests"]] == [1, 2] * 3
@@ -375,7 +376,7 @@ def test_what_a_server_had_of_prompts_is_counted_as_hits(
         record = records_of(tmp_path)[-1]
         lengths = [each["prompt_len"] for each in record["requests"]]
         assert record["metrics"]["prefix_hit_rate"] == 9 / sum(lengths)
-        assert [each["num_prefix_tokens"] for each in record["requests"]] == [3, 3, 3]
+        assert [each["joined_prefix_tokens"] for each in record["requests"]] == [[3], [3], [3]]
         assert server.bodies[-1].get("cache_prompt", kept) == kept
     key = {"openai": "usage", "sglang": "cached_tokens", "llama.cpp": "cache_n"}[api]
     details = {"prompt_tokens_details": {"cached_tokens": 21}}
@@ -429,7 +430,7 @@ def test_acceptance_is_a_column_beside_our_modes(
     modes = ["--modes", "sequential", "endpoint", "--endpoint_api", api, "--verbose"]
     assert run([*words, *modes]) == 0
     _, record = records_of(tmp_path)
-    assert (record["status"], record["num_differing"]) == ("ok", 0)
+    assert (record["status"], record["num_differing"]) == ("verified", 0)
     metrics, said = record["metrics"], record["details"]
     assert (said["program"], said["source"], said["problems"]) == (program, "answers", [])
     assert (metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]) == (9, 3)
@@ -547,7 +548,7 @@ def test_several_servers_have_a_column_each(
     ]
     assert [body["model"] for body in server.bodies] == ["tiny"] * 6 + ["other"] * 6
     out = capsys.readouterr().out
-    assert "in every mode all requests have the tokens of sequential" in out
+    assert "verified: all other passes have the 12 tokens of sequential" in out
     exported = tmp_path / "vllm.jsonl"
     words = [str(tmp_path / "out.jsonl"), "--format", "vllm", "--out", str(exported)]
     assert command("export", *words).code == 0 and len(exported.read_text().splitlines()) == 3
@@ -560,7 +561,7 @@ def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
     server.report = OF_VLLM
     assert run([*words, "--modes", "endpoint"]) == 0
     (drafting,) = read_records(tmp_path / "out.jsonl", PassRecord)
-    assert drafting.metrics is not None and drafting.server is not None
+    assert drafting.metrics is not None and drafting.details is not None
     times = replace(drafting.metrics, mean_tpot_ms=30.0)
     drafting = replace(drafting, metrics=times)
     without = replace(times, mean_tpot_ms=20.0, num_draft_tokens=None, num_spec_steps=None)
@@ -589,10 +590,11 @@ def test_tokens_without_ids_are_counted_and_not_compared(
     server.has_ids, server.has_usage = False, has_usage
     assert run([*words, "--modes", "endpoint", "sequential", "--endpoint_model", "other"]) == 0
     for record in records_of(tmp_path):
-        assert (record["status"], record["num_differing"]) == ("unchecked", None)
+        assert (record["status"], record["num_differing"]) == ("unverified", None)
         assert [request["output_len"] for request in record["requests"]] == [4, 4, 4]
     assert server.bodies[-1]["model"] == "other"
-    assert "sequential: not compared, because a server sent no" in capsys.readouterr().out
+    said = "sequential: unverified, its 12 tokens are not compared, because a server sent no"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("learning")
@@ -602,8 +604,9 @@ def test_other_tokens_in_another_program_are_no_divergence(
     server.fault = "wrong"
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     _, record = records_of(tmp_path)
-    assert (record["status"], record["num_differing"]) == ("differs", 3) and record["metrics"]
-    assert "DIFFERS, 3 of 3 requests differ from sequential; rounding" in capsys.readouterr().out
+    assert (record["status"], record["num_differing"]) == ("unverified", 3) and record["metrics"]
+    said = "endpoint: unverified, 3 of 3 requests differ from sequential in 12 tokens; rounding"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.narrow(4)
@@ -677,7 +680,7 @@ def test_what_says_nothing_is_passed_over(
 ) -> None:
     server.fault, server.odd = "odd", odd
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
-    assert records_of(tmp_path)[1]["status"] == "ok"
+    assert records_of(tmp_path)[1]["status"] == "verified"
 
 
 @pytest.mark.parametrize(
@@ -878,7 +881,7 @@ def test_acceptance_by_the_length_of_prompts(
     (record,) = read_records(tmp_path / "out.jsonl", PassRecord)
     counts = {0: ReportedCounts(10, 5), 1: ReportedCounts(10, 1), 3: ReportedCounts(30, 29)}
     lengths = (2049, 4096, 4097, 2048)
-    requests = [Request(i, (1,) * n, SamplingParams(4)) for i, n in enumerate(lengths)]
+    requests = [replace(record.requests[0], prompt_len=length) for length in lengths]
     groups = acceptance_by_context(requests, Verifications(reported=counts))
     assert groups is not None
     found = [(g.most_context, g.num_requests, g.draft_acceptance_rate) for g in groups]
