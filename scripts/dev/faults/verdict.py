@@ -226,7 +226,7 @@ PROPERTIES = (
     ),
     Property(
         "A run with one wrong step, or whose errors give an alarm, has diverged.",
-        f"{VERDICT}test_a_part_of_the_verdict_that_is_bad_makes_the_run_diverge",
+        f"{VERDICT}test_a_part_of_the_check_that_is_bad_makes_the_pass_a_mismatch",
         (
             Fault(
                 "wrong steps forgiven",
