@@ -225,20 +225,20 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "A run with one wrong step, or whose errors give an alarm, has diverged.",
-        f"{VERDICT}test_a_part_of_the_verdict_that_is_bad_makes_the_run_diverge",
+        "A pass with one wrong step, or whose errors give an alarm, is a mismatch.",
+        f"{VERDICT}test_a_part_of_the_check_that_is_bad_makes_the_pass_a_mismatch",
         (
             Fault(
                 "wrong steps forgiven",
-                "records/pass_record.py",
-                "found is not None and (found.has_wrong_steps or found.has_alarms)",
-                "found is not None and found.has_alarms",
+                "bench/recording.py",
+                "correctness.has_wrong_steps or correctness.has_alarms",
+                "correctness.has_alarms",
             ),
             Fault(
                 "alarms forgiven",
-                "records/pass_record.py",
-                "found is not None and (found.has_wrong_steps or found.has_alarms)",
-                "found is not None and found.has_wrong_steps",
+                "bench/recording.py",
+                "correctness.has_wrong_steps or correctness.has_alarms",
+                "correctness.has_wrong_steps",
             ),
         ),
     ),
