@@ -133,11 +133,11 @@ class MemoryRecord(RecordPart):
         "memory in use before anything was loaded: Python and its libraries; on CUDA allocated "
         "device memory",
         "bytes",
-        null="unless `ok`; in a study, where earlier runs have left models in memory",
+        null="if `mismatch` or `failed`; in a study, where earlier runs have left models in memory",
     )
     peak_bytes: int | None = recorded(
         "largest memory use of each rank from then to the end of the last pass, summed over ranks "
         "and counted like `peak_memory_bytes`",
         "bytes",
-        null="unless `ok`",
+        null="if `mismatch` or `failed`",
     )

@@ -138,7 +138,9 @@ def test_a_record_says_so_and_is_compared_with_nothing(tmp_path: Path, command: 
     ended = command("run", *words, "--emulate_acceptance", 2, "--out", out)
     assert ended.code == 0, ended.err
     assert "EMULATED acceptance 2" in ended.out and "not compared" in ended.out
-    record = json.loads(out.read_text())
+    plain, record = map(json.loads, out.read_text().splitlines())
+    assert plain["config"]["decoding"].get("emulate_acceptance") is None
+    assert {plain["status"], record["status"]} == {"unverified"}
     assert record["config"]["decoding"]["emulate_acceptance"] == [2.0]
     assert record["correctness"]["reference"] is None
     assert record["metrics"]["acceptance_per_position"] == [1.0, 0.0]
@@ -151,11 +153,12 @@ def test_modes_that_draft_in_turns_accept_by_chance(tmp_path: Path, command: Com
     words += " --modes sequential inflight inflight+draft --draft self --emulate_acceptance 2"
     ended = command("serve", *words.split(), "--out", out)
     assert ended.code == 0, ended.err
-    assert "inflight+draft: EMULATED acceptance, so its tokens mean nothing" in ended.out
+    said = "inflight+draft: unverified, EMULATED acceptance, so its tokens mean nothing"
+    assert said in ended.out
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     rates = [line["config"]["decoding"]["emulate_acceptance"] for line in lines]
     assert rates == [None, None, [2.0]]
-    assert [line["status"] for line in lines] == ["ok", "ok", "unchecked"]
+    assert [line["status"] for line in lines] == ["verified", "verified", "unverified"]
     drafting = lines[2]
     assert drafting["metrics"]["mean_acceptance_length"] == 2
     accepted = [counts for each in drafting["requests"] for counts in each["per_step_accepted"]]

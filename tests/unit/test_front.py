@@ -222,16 +222,17 @@ def test_a_run_on_two_ranks_is_one_command(tmp_path: Path) -> None:
     done = magicdec("run", *SMALL, "--nproc", 2, cwd=tmp_path, TMPDIR=str(temporary))
     assert done.returncode == 0, done.stderr
     assert list(temporary.iterdir()) == []
-    (line,) = (tmp_path / "results" / "runs.jsonl").read_text().splitlines()
-    record = json.loads(line)
-    assert record["environment"]["world_size"] == 2 and record["status"] == "ok"
+    lines = (tmp_path / "results" / "runs.jsonl").read_text().splitlines()
+    plain, record = map(json.loads, lines)
+    assert (plain["name"], record["name"]) == ("static", "static+draft")
+    assert record["environment"]["world_size"] == 2 and record["status"] == "verified"
     assert record["environment"]["argv"][:2] == ["magicdec run", "--B"]
     said = [line for line in done.stderr.splitlines() if "another load" not in line]
     budget = "--budget 257 is not smaller than the prompts of 64 tokens, so that drafts read all"
-    assert said == [f"{budget} of them", "record appended to results/runs.jsonl"]
+    assert said == [f"{budget} of them", "2 records appended to results/runs.jsonl"]
     model, memory, verdict, *_ = done.stdout.splitlines()
     assert model == f"model  demo, {record['config']['model']['dtype']}, ranks 2 x threads 1, cpu"
-    assert memory.startswith("memory ") and verdict.startswith("identical: ")
+    assert memory.startswith("memory ") and verdict.startswith("verified: ")
 
 
 def test_verbose_says_every_setting_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:

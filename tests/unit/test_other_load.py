@@ -128,7 +128,7 @@ def test_a_run_tells_of_it_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFi
     record = replace(small(), environment=environment(0.25))
     output = SimpleNamespace(save_tokens=None, printoutput=False, verbose=False)
     prepared = SimpleNamespace(config=SimpleNamespace(output=output))
-    assert report.publish(prepared, Outcome(record), tmp_path / "r.jsonl")  # type: ignore[arg-type]
+    assert report.publish(prepared, Outcome([record]), tmp_path / "r.jsonl")  # type: ignore[arg-type]
     assert "another load took 25% of the cores" in capsys.readouterr().err
     assert '"cores_taken": 0.25' in (tmp_path / "r.jsonl").read_text()
 

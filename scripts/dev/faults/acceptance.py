@@ -458,7 +458,7 @@ LOOKUPS = (
         "sum(a) > sum(b)",
         "sum(a) > 1.5 * sum(b)",
         MIXED,
-        "ngram+model",
+        "ngram+model:demo-draft --kv_policy full --gamma 4",
     ),
     regression(
         "a mixture prefers its lookups",
@@ -466,7 +466,7 @@ LOOKUPS = (
         "sum(a) > sum(b)",
         "1.5 * sum(a) > sum(b)",
         MIXED,
-        "ngram+model",
+        "ngram+model:demo-draft --kv_policy full --gamma 4",
     ),
 )
 DRAWN = "u_accept * draft_probs.gather(2, draft_ids.unsqueeze(2)).squeeze(2) < p"

@@ -107,6 +107,8 @@ def serve(suite: Suite) -> dict[str, Any]:
         call_magicdec("serve", [*words, "--arrival", "burst", "--draft", "self", "--modes", *MODES])
         records = [json.loads(line) for line in out.read_text().splitlines()]
     found = {record["name"]: record["status"] for record in records}
-    if wrong := [name for name, status in found.items() if status not in ("verified", "unverified")]:
+    if wrong := [
+        name for name, status in found.items() if status not in ("verified", "unverified")
+    ]:
         raise RuntimeError(f"other tokens than one request at a time: {', '.join(wrong)}")
     return found

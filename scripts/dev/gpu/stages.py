@@ -47,7 +47,9 @@ def serve(suite: Suite, collectives: str) -> list[dict[str, Any]]:
         }
         run_magicdec("serve", words_of(settings), suite.results.seconds_left)
         records: list[dict[str, Any]] = [json.loads(line) for line in path.open()]
-    wrong = [record["name"] for record in records if record["status"] not in ("verified", "unverified")]
+    wrong = [
+        record["name"] for record in records if record["status"] not in ("verified", "unverified")
+    ]
     if wrong:
         raise RuntimeError(f"other tokens than one process: {', '.join(wrong)}")
     return records
