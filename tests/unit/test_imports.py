@@ -29,7 +29,6 @@ LAYERS = (
     {"systems", "llm"},
     {"bench.check"},
     {"bench"},
-    {"bench.run", "bench.serving"},
     {"bench.runner"},
     {"bench.groups", "bench.records_of"},
     {"bench.measure"},

@@ -176,13 +176,13 @@ PROPERTIES = (
         (
             Fault(
                 "a larger tolerance",
-                "bench/run/model_check.py",
+                "bench/model_check.py",
                 "TOLERANCE = 2e-4",
                 "TOLERANCE = 3e-4",
             ),
             Fault(
                 "the largest logit without those below 0",
-                "bench/run/model_check.py",
+                "bench/model_check.py",
                 "float(expected.logits.abs().max())",
                 "float(expected.logits.max())",
             ),
@@ -271,10 +271,10 @@ PROPERTIES = (
         f"{MODES}test_a_lone_mode_with_wrong_steps_diverges",
         (
             Fault(
-                "no witness in serve",
+                "no recorder in serve",
                 "systems/flover/system.py",
-                "witness.is_watching = observer.is_measured",
-                "witness.is_watching = False",
+                "recorder.is_watching = observer.is_measured",
+                "recorder.is_watching = False",
             ),
             Fault(
                 "wrong steps of a mode without effect",
