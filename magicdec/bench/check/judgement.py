@@ -34,8 +34,8 @@ class Walk:
 def judge_again(
     recorder: LogitsRecorder, requests: Sequence[Request], runner: ModelRunner
 ) -> JudgedAgain:
-    """Judges the steps that `recorder` has kept. `requests`, all of the pass, have ended. Every rank
-    of the group calls this."""
+    """Judges the steps that `recorder` has kept. `requests`, all of the pass, have ended. Every
+    rank of the group calls this."""
     wrong = list[Misjudged]()
     num_tokens = 0
     for step in recorder.steps:
