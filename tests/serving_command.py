@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.bench.serving.prepare import PreparedServing, prepare
+from magicdec.bench.prepare import PreparedServing, prepare
 from magicdec.cli.serve import COMMANDS, ServeCommand
 from magicdec.distributed.groups import Launch
 

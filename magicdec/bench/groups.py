@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from magicdec.bench.prepare import PreparedServing
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass
-from magicdec.bench.serving.prepare import PreparedServing
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.setup.prepare import Prepared

@@ -13,6 +13,7 @@ from magicdec.bench.check.output import PassOutput
 from magicdec.bench.check.passes import Checked, check_pass, combined
 from magicdec.bench.check.replays import PrefilledMeans, ServedMeans, whole
 from magicdec.bench.groups import ArrivingRequests, PromptBatches
+from magicdec.bench.prepare import PreparedServing
 from magicdec.bench.records_of import (
     failed_record,
     pass_record,
@@ -20,7 +21,6 @@ from magicdec.bench.records_of import (
     told_of_run,
 )
 from magicdec.bench.runner import MeasuredPass, PlannedPass, Runner
-from magicdec.bench.serving.prepare import PreparedServing
 from magicdec.distributed.start import close_groups, start_process_group
 from magicdec.output.console import Progress, make_progress
 from magicdec.records.correctness import JudgedAgain

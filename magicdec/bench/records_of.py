@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 from magicdec.bench.check.passes import Checked
+from magicdec.bench.prepare import PreparedServing
 from magicdec.bench.recording import MeasuredParts, describe_requests, record_pass, status_of
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
-from magicdec.bench.serving.prepare import PreparedServing
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import split_draft
 from magicdec.names import BASELINE, SPECULATIVE

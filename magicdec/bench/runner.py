@@ -16,7 +16,7 @@ import torch
 
 from magicdec.bench.check.output import PassOutput
 from magicdec.bench.check.passes import Checked
-from magicdec.bench.run.roofline import bytes_read
+from magicdec.bench.roofline import bytes_read
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.values import all_gather_values
 from magicdec.hardware.environment import release_memory, watch_gpu
@@ -140,7 +140,7 @@ class MeasuredGroup:
     number: int
     requests: list[Request]  # in the order of arrival
     observer: PassObserver
-    details: SystemDetails  # without the witness
+    details: SystemDetails  # without the recorder
     ranks: AllRanks
     load: LoadWatch
     judged: JudgedAgain | None  # its steps
@@ -151,7 +151,7 @@ class MeasuredGroup:
 @dataclass
 class MeasuredPass:
     """A pass with what it measured, group by group in their order, and the check of each, or of all
-    together. `last` has the witness of the newest group on this rank."""
+    together. `last` has the recorder of the newest group on this rank."""
 
     planned: PlannedPass
     groups: list[MeasuredGroup] = field(default_factory=list)
@@ -335,7 +335,7 @@ class Runner:
         planned.system.end_warm_up()
 
     def serve_measured(self, planned: PlannedPass, number: int) -> tuple[MeasuredGroup, PassOutput]:
-        """What a pass over a group gives, and the same with its witness."""
+        """What a pass over a group gives, and the same with its recorder."""
         system = planned.system
         load = LoadWatch(self.launch.rank == 0 and not system.is_external)
         with self.progress.task(planned.name, self.groups.num_tokens()) as advance:
@@ -350,12 +350,12 @@ class Runner:
             requests, details, ranks = self.serve(planned, number, observer)
             load.end()
         self.gpu.read()
-        output = PassOutput(planned.name, planned.serving_pass, system, requests, details.witness)
+        output = PassOutput(planned.name, planned.serving_pass, system, requests, details.recorder)
         measured = MeasuredGroup(
             number=number,
             requests=requests,
             observer=observer,
-            details=replace(details, witness=None),
+            details=replace(details, recorder=None),
             ranks=ranks,
             load=load,
             judged=output.judge_steps(),

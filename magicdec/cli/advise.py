@@ -391,7 +391,7 @@ def make_configs(args: AdviceSection) -> tuple[dict[str, RunConfig], list[str]]:
 def compare_model(name: str, args: AdviceSection, launch: Launch) -> None:
     """Compares the model with that of transformers, unless this was done before, in the process
     that the user started. Raises ValueError if they differ."""
-    from magicdec.bench.run.model_check import check_model
+    from magicdec.bench.model_check import check_model
     from magicdec.model.checkpoint.checked import DIFFERS, TOLD, is_exempt, outcome_of
     from magicdec.model.checkpoint.source import find_model
 

@@ -31,7 +31,7 @@ class CheckSection:
 
 def check(values: ParsedValues) -> int:
     args: CheckSection = values.sections["check"]
-    from magicdec.bench.run.model_check import check_model
+    from magicdec.bench.model_check import check_model
 
     found = check_model(args.model, args.time, lambda line: print(line, flush=True))
     sys.stdout.flush()

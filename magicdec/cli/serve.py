@@ -57,7 +57,7 @@ from magicdec.workload.request_shapes import TRACE, UNIFORM
 
 if TYPE_CHECKING:
     from magicdec.bench.measure import MeasuredPasses
-    from magicdec.bench.serving.prepare import PreparedServing
+    from magicdec.bench.prepare import PreparedServing
     from magicdec.records.pass_record import PassRecord
 
 SettingsT = TypeVar("SettingsT", ServeOptions, SystemSettings)
@@ -325,7 +325,7 @@ class ServeCommand:
         check_nproc(config, self.options, nproc)
 
     def preparation(self) -> Callable[[RunConfig, Launch], PreparedServing]:
-        from magicdec.bench.serving.prepare import prepare
+        from magicdec.bench.prepare import prepare
 
         return lambda config, launch: prepare(config, self.options, launch)
 

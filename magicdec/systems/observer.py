@@ -31,7 +31,7 @@ def do_nothing() -> None:
 @dataclass(frozen=True)
 class ObservedStep:
     """A decode step. Lists are by request, in the order of `request_ids`; `num_drafted` and
-    `num_accepted` are None without drafts, `digests` where no log is kept (`kv.draft_log`)."""
+    `num_accepted` are None without drafts, `digests` where no log is kept (`DraftLog`)."""
 
     request_ids: tuple[int, ...]
     seconds: float

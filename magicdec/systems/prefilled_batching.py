@@ -146,20 +146,20 @@ class PrefilledBatching(Flover):
         log = DraftLog() if observer.is_logged and serving_pass.is_drafting else None
         for runner in self.runners:
             runner.set_observer(DraftLog, log)
-        witness = self._witness_of(serving_pass, kept) if observer.is_measured else None
-        strategy = self._make_strategy(serving_pass, observer, witness)
+        recorder = self._recorder_of(serving_pass, kept) if observer.is_measured else None
+        strategy = self._make_strategy(serving_pass, observer, recorder)
         with observer.threads.during():
             observer.preparation = self._prepare(serving_pass, kept, strategy)
-            if witness is not None:
-                witness.is_watching = True
+            if recorder is not None:
+                recorder.is_watching = True
             observer.begin(self.runners)
             kept.engine.decode(strategy, observer.observe)
         if log is not None and self.groups.target.size > 1:
             self._gather_digests(observer)
-        return SystemDetails(witness=witness)
+        return SystemDetails(recorder=recorder)
 
     def _make_strategy(
-        self, serving_pass: Pass, observer: PassObserver, witness: LogitsRecorder | None
+        self, serving_pass: Pass, observer: PassObserver, recorder: LogitsRecorder | None
     ) -> DecodingStrategy:
         assert self.runner is not None, "prompts were kept"
         config = self.run.config
@@ -172,7 +172,7 @@ class PrefilledBatching(Flover):
             corpus=self.run.corpus,
             draft_length=self.draft_length,
             phase=observer.phases or nullcontext,
-            logits_recorder=witness,
+            logits_recorder=recorder,
         )
 
     def _prepare(
@@ -207,7 +207,7 @@ class PrefilledBatching(Flover):
         is_greedy = self.run.config.sampling.temperature == 0
         return len(self.passes) > 1 and is_greedy and not is_by_chance
 
-    def _witness_of(self, serving_pass: Pass, kept: KeptPrompts) -> LogitsRecorder | None:
+    def _recorder_of(self, serving_pass: Pass, kept: KeptPrompts) -> LogitsRecorder | None:
         if not self.is_watched(serving_pass):
             return None
         assert self.runner is not None, "prompts were kept"

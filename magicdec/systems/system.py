@@ -77,12 +77,12 @@ class StepShape:
 @dataclass(frozen=True)
 class SystemDetails:
     """What a system measured in a pass beside the times of requests: on the first rank `recorded`,
-    the part of the record, and `trace`; and `witness`, which has kept steps, on each rank that
+    the part of the record, and `trace`; and `recorder`, which has kept steps, on each rank that
     computes whole ones."""
 
     recorded: Details | None = None
     trace: PassTrace | None = None
-    witness: LogitsRecorder | None = None
+    recorder: LogitsRecorder | None = None
 
 
 class System(ABC):

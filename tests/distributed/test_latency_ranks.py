@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, TINY, Launch
+from several_ranks import read_records
 
 from magicdec.hardware.ceiling_file import load_machine
 
@@ -209,9 +210,11 @@ def test_a_record_has_the_plan_beside_what_was_taken(
         flags = (*MEMORY_FLAGS, "--dataset", text_file, *PLACE, "--out", "r.jsonl")
         done = launch("selfspec_benchmark.py", *flags, num_ranks=num_ranks)
         assert done.returncode == 0, done.stderr
-    one, two = (json.loads(s)["memory"] for s in (tmp_path / "r.jsonl").read_text().splitlines())
+    records = read_records(tmp_path / "r.jsonl")
+    assert [record["name"] for record in records] == ["static", "static+draft"] * 2
+    one, two = (record["memory"] for record in records[1::2])
     assert one["kv_bytes"] == two["kv_bytes"] > 0 and one["weights_bytes"] < two["weights_bytes"]
-    for found in (one, two):
+    for found in (record["memory"] for record in records):
         parts = ("weights", "kv", "draft_weights", "draft_kv", "working")
         assert found["total_bytes"] == sum(found[f"{part}_bytes"] for part in parts)
         assert found["process_bytes"] < found["peak_bytes"]

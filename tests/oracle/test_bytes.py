@@ -11,7 +11,7 @@ from tiny_families import HEADS, SIZE, VOCAB, stored
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.run import roofline
+from magicdec.bench import roofline
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs

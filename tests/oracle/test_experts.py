@@ -9,7 +9,7 @@ import torch
 from conftest import TINY, make_requests, make_runner, pack, random_prompts, tiny_transformer
 from torch import Tensor
 
-from magicdec.bench.run.roofline import bytes_read, expert_bytes, weight_bytes
+from magicdec.bench.roofline import bytes_read, expert_bytes, weight_bytes
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine

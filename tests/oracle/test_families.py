@@ -35,7 +35,7 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.run import roofline
+from magicdec.bench import roofline
 from magicdec.config.sections import KVSection
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs

@@ -11,9 +11,9 @@ from gguf.constants import GGMLQuantizationType as Type
 from test_gguf import BIASES, MIXED, reference_model, save, trained_bpe, vocabulary_of
 from test_gguf_families import MODELS
 
-from magicdec.bench.run import gguf_reference, model_check
-from magicdec.bench.run.gguf_reference import values_of
-from magicdec.bench.run.model_check import check_model
+from magicdec.bench import gguf_reference, model_check
+from magicdec.bench.gguf_reference import values_of
+from magicdec.bench.model_check import check_model
 from magicdec.model.checkpoint import checked, gguf_weights
 from magicdec.model.checkpoint.gguf_weights import GgufWeights
 from magicdec.model.checkpoint.source import find_model

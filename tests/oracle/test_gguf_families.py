@@ -28,8 +28,8 @@ from test_gguf import (
 )
 from tiny_gguf import random_blocks, write_gguf
 
-from magicdec.bench.run.gguf_reference import values_of
-from magicdec.bench.run.model_check import check_model
+from magicdec.bench.gguf_reference import values_of
+from magicdec.bench.model_check import check_model
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import weight_bytes
 from magicdec.model.checkpoint import checked

@@ -16,7 +16,7 @@ from test_gguf import trained_bpe
 from tiny_families import MODELS, make_model
 from tiny_quantized import LEFT_OUT, save_mxfp4
 
-from magicdec.bench.run.model_check import check_model
+from magicdec.bench.model_check import check_model
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware import costs
 from magicdec.kv.view import SinksAndWindow

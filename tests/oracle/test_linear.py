@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from magicdec.attention.native import NativeBackend
 from magicdec.bench.check.replays import wider_runner
-from magicdec.bench.run.roofline import weight_bytes
+from magicdec.bench.roofline import weight_bytes
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Launch

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from magicdec import LLM
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
+from magicdec.bench import roofline
 from magicdec.bench.latency.forwards import fill, make_forwards, time_once
 from magicdec.bench.latency.record import LatencyGrid
-from magicdec.bench.run import roofline
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig

@@ -23,7 +23,7 @@ from eagle_heads import FITTED, made_head
 from recorder import StandInRecorder
 
 from magicdec.attention.native import NativeBackend, kernel
-from magicdec.bench.run.roofline import bytes_read, kv_bytes_per_token, weight_bytes
+from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK

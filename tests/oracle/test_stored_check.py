@@ -9,8 +9,8 @@ import torch
 from conftest import Command
 from stored_formats import FORMATS, stored
 
-from magicdec.bench.run import model_check
-from magicdec.bench.run.model_check import check_model, load_dequantised
+from magicdec.bench import model_check
+from magicdec.bench.model_check import check_model, load_dequantised
 from magicdec.model.checkpoint import checked
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from stored_formats import FORMATS, stored
 
-from magicdec.bench.run import roofline
+from magicdec.bench import roofline
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ModelSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Launch

@@ -93,19 +93,19 @@ def decode(
     prompts = [(*prompt[:20], *prompt[:20]) for prompt in random_prompts((20, 20, 20), 97)]
     requests = make_requests(prompts, [24, 17, 21], sampling=sampling)
     engine.prefill(requests)
-    witness = LogitsRecorder.of(runner, 3, 8, 24, "1", 8)
+    recorder = LogitsRecorder.of(runner, 3, 8, 24, "1", 8)
     setup = Setup(
         runner,
         decoding,
         KVSection("streaming_llm", 17, num_sink_tokens=2),
         recorder=recorder,
-        logits_recorder=witness,
+        logits_recorder=recorder,
     )
     strategy = make_strategy("speculative", setup)
     engine.begin(strategy)
-    witness.is_watching = True
+    recorder.is_watching = True
     finished = engine.decode(strategy)
-    return witness, finished, [request.output_ids for request in finished]
+    return recorder, finished, [request.output_ids for request in finished]
 
 
 SELF = DecodingSection("speculative", "self", 3)
@@ -124,16 +124,16 @@ def test_steps_of_every_kind_are_judged_again_as_they_were(kind: str) -> None:
     if kind == "penalties":
         sampling = SamplingSection(repetition_penalty=1.4, presence_penalty=0.3)
     runner = make_runner(tiny_transformer(), 3, 96, NativeBackend())
-    witness, finished, outputs = decode(runner, KINDS[kind], sampling=sampling)
-    found = judge_again(witness, finished, runner)
+    recorder, finished, outputs = decode(runner, KINDS[kind], sampling=sampling)
+    found = judge_again(recorder, finished, runner)
     assert found.num_wrong == 0 and found.num_steps == found.num_steps_of_all > 3
     assert found.num_tokens >= sum(len(output) - 1 for output in outputs)
-    assert any(step.drafts.shape[1] for step in witness.steps)
-    last = witness.steps.pop()
+    assert any(step.drafts.shape[1] for step in recorder.steps)
+    last = recorder.steps.pop()
     logits = last.logits.clone()
     logits[0, 0, (last.verdicts[0][1] + 1) % TINY.vocab_size] = 1e3
-    witness.steps.append(replace(last, logits=logits))
-    assert judge_again(witness, finished, runner).num_wrong == 1
+    recorder.steps.append(replace(last, logits=logits))
+    assert judge_again(recorder, finished, runner).num_wrong == 1
 
 
 def test_replayed_steps_leave_their_logits() -> None:
@@ -204,9 +204,9 @@ def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
     config = short_run("float32", num_rows=3)
     kept = list[LogitsRecorder]()
 
-    def judge_and_keep(witness: LogitsRecorder, *more: Any) -> JudgedAgain:
-        kept.append(witness)
-        return judge_again(witness, *more)
+    def judge_and_keep(recorder: LogitsRecorder, *more: Any) -> JudgedAgain:
+        kept.append(recorder)
+        return judge_again(recorder, *more)
 
     monkeypatch.setattr("magicdec.bench.check.output.judge_again", judge_and_keep)
     config = replace(
@@ -218,4 +218,4 @@ def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
     found = verdict_of(execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record)
     assert found.identical and found.judged_again is not None and found.forwards is not None
     assert found.judged_again.num_wrong == 0 and found.forwards.alarms == []
-    assert any(len(set(step.counts)) > 1 for witness in kept for step in witness.steps)
+    assert any(len(set(step.counts)) > 1 for recorder in kept for step in recorder.steps)

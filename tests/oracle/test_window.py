@@ -12,7 +12,7 @@ from tiny_families import VOCAB, stored
 from torch import Tensor
 
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.bench.run.roofline import bytes_read, kv_bytes_per_token, weight_bytes
+from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.view import KVView, make_view

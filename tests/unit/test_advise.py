@@ -16,8 +16,8 @@ import pytest
 from conftest import ROOT, Command
 
 from magicdec.attention import native
-from magicdec.bench.run import model_check
-from magicdec.bench.run.model_check import ModelCheck
+from magicdec.bench import model_check
+from magicdec.bench.model_check import ModelCheck
 from magicdec.bench.runner import Runner
 from magicdec.bench.study.drafts import BaselineTimes
 from magicdec.cli import advice, config_of, doctor

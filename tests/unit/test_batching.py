@@ -15,7 +15,7 @@ from fake_clock import VirtualClock
 from test_serving_metrics import serving_metrics
 
 from magicdec.bench.measure import MeasuredPasses
-from magicdec.bench.serving.prepare import check_here, prepare
+from magicdec.bench.prepare import check_here, prepare
 from magicdec.bench.showing import tables
 from magicdec.bench.timeline import spans_of
 from magicdec.cli.serve import COMMANDS, RecordFile, ServeCommand

@@ -12,7 +12,7 @@ from conftest import TINY, make_draft, make_requests, make_runner, random_prompt
 from several_ranks import generate_alone
 from threaded_pipeline import divide, serve
 
-from magicdec.bench.serving.prepare import prepare
+from magicdec.bench.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group, Launch, ParallelGroups

@@ -9,7 +9,7 @@ from conftest import TINY, make_requests, make_runner, random_prompts, tiny_tran
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.bench.run import roofline
+from magicdec.bench import roofline
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine.engine import Engine
 from magicdec.hardware import costs

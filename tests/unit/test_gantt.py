@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from magicdec.bench.serving.record import RequestRecord
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -15,6 +14,7 @@ from matplotlib.figure import Figure
 from magicdec.bench.timeline import DECODE, LOOKS, PREFILL, WAITING, draw_timeline
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
+from magicdec.records.pass_record import RequestRecord
 
 THIN = BarStyle("#123456", height=0.5, hatch="///")
 FULL = BarStyle("#abcdef")

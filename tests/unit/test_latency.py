@@ -35,7 +35,7 @@ from magicdec.bench.latency.record import (
     summarise,
     tables,
 )
-from magicdec.bench.run.roofline import expert_bytes, kv_bytes_per_token
+from magicdec.bench.roofline import expert_bytes, kv_bytes_per_token
 from magicdec.cli.latency import largest_run, parse, prepare
 from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve

@@ -22,7 +22,7 @@ from pretend_cuda import DEVICE, Event, OnDevice, waits
 
 from magicdec.bench import runner as runner_module
 from magicdec.bench.measure import execute
-from magicdec.bench.run.roofline import weight_bytes
+from magicdec.bench.roofline import weight_bytes
 from magicdec.bench.study.cells import config_key, make_cells
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (

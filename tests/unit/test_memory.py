@@ -29,7 +29,7 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench.check.replays import PrefilledMeans
 from magicdec.bench.measure import execute
-from magicdec.bench.serving.prepare import prepare as prepare_serving
+from magicdec.bench.prepare import prepare as prepare_serving
 from magicdec.cli.drivers import TargetSection
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.config.choices.choice import Choice

@@ -12,8 +12,8 @@ import transformers
 from conftest import Command
 from tiny_families import SIZES
 
-from magicdec.bench.run import model_check
-from magicdec.bench.run.model_check import ModelCheck, check_model, text_lengths
+from magicdec.bench import model_check
+from magicdec.bench.model_check import ModelCheck, check_model, text_lengths
 from magicdec.model.checkpoint import checked
 from magicdec.model.checkpoint.convert import convert, quantized
 from magicdec.model.checkpoint.source import find_model

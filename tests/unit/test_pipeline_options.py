@@ -12,7 +12,7 @@ import pytest
 import torch
 from serving_command import parse_as, prepare_as
 
-from magicdec.bench.serving.prepare import PreparedServing
+from magicdec.bench.prepare import PreparedServing
 from magicdec.distributed.groups import Launch
 from magicdec.setup.model_plan import max_tokens
 from magicdec.systems.mdi_llm.details import DraftCounts, StageUse, ring_metrics

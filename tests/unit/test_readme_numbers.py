@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)")
 # What claims nothing: commands, links, years of papers, versions, names of models and exit codes.
 NO_CLAIMS = re.compile(
-    r"^    .*$|`[^`\n]*`|\]\([^)]*\)|et al\. \d{4}|Python 3\.11|Gemma 3|8 A100|exits with\s1", re.M
+    r"^    .*$|`[^`\n]*`|\]\([^)]*\)|et al\. \d{4}|Python 3\.11|Gemma 3|8 A100|exit code\s1", re.M
 )
 PRINTED = README.partition("```\n")[2].partition("```\n")[0]
 

@@ -510,10 +510,31 @@ def test_with_repeats_the_modes_take_turns_at_going_first(
     for record in records:
         assert [group["num_requests"] for group in record["groups"]] == [len(SHAPES)] * 3
         assert len(record["requests"]) == 3 * len(SHAPES)
-    first, second = (record["metrics"] for record in records)
-    assert first["throughput_ratio"] is None
-    if wrong is None:
-        assert second["throughput_ratio_per_group"] == [1.0] * 3
+
+
+def test_repeats_give_a_ratio_its_interval(
+    toy: Toy, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the second mode take longer in each repeat. The last request comes after 60 s and
+    has four steps."""
+    serve_toy = RoundRobin.serve
+
+    def slower(self: RoundRobin, serving_pass: Pass, *rest: Any) -> SystemDetails:
+        is_first = serving_pass.name == "sequential"
+        self.clock.step_s = 1.0 if is_first else 1.0 + len(self.log) / 8
+        return serve_toy(self, serving_pass, *rest)
+
+    monkeypatch.setattr(RoundRobin, "serve", slower)
+    words += ["--repeats", "3"]
+    _, (first, second) = toy("sequential", "inflight")
+    assert first["metrics"]["throughput_ratio"] is None
+    metrics = second["metrics"]
+    expected = [64 / (60 + 4 * (1 + number / 8)) for number in (3, 5, 11)]
+    assert metrics["throughput_ratio_per_group"] == pytest.approx(expected)
+    assert metrics["throughput_ratio"] == pytest.approx(expected[1])
+    low, high = metrics["throughput_ratio_interval"]
+    assert low < metrics["throughput_ratio"] < high
+    assert metrics["duration_s"] == pytest.approx(sum(64 / ratio for ratio in expected))
 
 
 def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(

@@ -63,8 +63,8 @@ def step_of(
 
 
 def judged(step: KeptStep) -> JudgedAgain:
-    witness = LogitsRecorder((0,), 1.0, None, [step], 1)  # type: ignore[arg-type]
-    return judge_again(witness, step.requests, RUNNER)
+    recorder = LogitsRecorder((0,), 1.0, None, [step], 1)  # type: ignore[arg-type]
+    return judge_again(recorder, step.requests, RUNNER)
 
 
 # The request has emitted 5; drafts 4, 3, 6 are proposed, and the target says 4, 3, 7, 1.

@@ -9,7 +9,7 @@ from fake_clock import FakeClock
 from torch import Tensor
 
 from magicdec.bench.measure import MeasuredPasses
-from magicdec.bench.serving.prepare import prepare
+from magicdec.bench.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
 from magicdec.systems.mdi_llm.details import MDILLMDetails

@@ -110,7 +110,7 @@ def pairs_of(
     verify: tuple[LogitsRecorder, Sequence[Request]],
     runner: ModelRunner,
 ) -> Iterator[PairedLogits]:
-    ours, theirs = (kept_logits(witness, runner) for witness, _ in (decode, verify))
+    ours, theirs = (kept_logits(recorder, runner) for recorder, _ in (decode, verify))
     for place, (one, two) in enumerate(zip(decode[1], verify[1], strict=True)):
         if one.prompt_ids != two.prompt_ids:  # turns behind other answers
             continue
@@ -124,11 +124,11 @@ def pairs_of(
                 yield PairedLogits(place, index, kept[index], others[index])
 
 
-def kept_logits(witness: LogitsRecorder, runner: ModelRunner) -> dict[int, Kept]:
+def kept_logits(recorder: LogitsRecorder, runner: ModelRunner) -> dict[int, Kept]:
     """The logits along the output of each request, by its id, up to a token that contradicts
     them."""
     found = dict[int, Kept]()
-    for step in witness.steps:
+    for step in recorder.steps:
         for walk in walks(step, runner):
             request = step.requests[walk.row]
             first = step.num_output[walk.row]

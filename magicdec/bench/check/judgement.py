@@ -32,20 +32,20 @@ class Walk:
 
 @torch.inference_mode()
 def judge_again(
-    witness: LogitsRecorder, requests: Sequence[Request], runner: ModelRunner
+    recorder: LogitsRecorder, requests: Sequence[Request], runner: ModelRunner
 ) -> JudgedAgain:
-    """Judges the steps that `witness` has kept. `requests`, all of the pass, have ended. Every rank
-    of the group calls this."""
+    """Judges the steps that `recorder` has kept. `requests`, all of the pass, have ended. Every
+    rank of the group calls this."""
     wrong = list[Misjudged]()
     num_tokens = 0
-    for step in witness.steps:
+    for step in recorder.steps:
         for walk in walks(step, runner):
             num_tokens += len(walk.tokens)
             wrong += first_wrong(step, walk)
     wrong += [each for request in requests for each in ends_elsewhere(request)]
     return JudgedAgain(
-        num_steps=len(witness.steps),
-        num_steps_of_all=witness.num_seen,
+        num_steps=len(recorder.steps),
+        num_steps_of_all=recorder.num_seen,
         num_tokens=num_tokens,
         num_wrong=len(wrong),
         first_wrong=wrong[0] if wrong else None,

@@ -15,19 +15,23 @@ from magicdec.systems.system import ReplayingSystem, System
 
 @dataclass(frozen=True)
 class PassOutput:
-    """The requests of a pass, which have ended, in the order of arrival, and the witness of its
+    """The requests of a pass, which have ended, in the order of arrival, and the recorder of its
     steps on this rank, if it has kept some."""
 
     name: str
     serving_pass: Pass
     system: System
     requests: Sequence[Request]
-    witness: LogitsRecorder | None = None
+    recorder: LogitsRecorder | None = None
 
     def judge_steps(self) -> JudgedAgain | None:
         """The steps, judged again; None on a rank that has kept none. Every rank calls it, while
         the system is open."""
         system = self.system
-        if self.witness is None or not isinstance(system, ReplayingSystem) or system.runner is None:
+        if (
+            self.recorder is None
+            or not isinstance(system, ReplayingSystem)
+            or system.runner is None
+        ):
             return None
-        return judge_again(self.witness, self.requests, system.runner)
+        return judge_again(self.recorder, self.requests, system.runner)

@@ -111,10 +111,10 @@ class PrefilledMeans:
             return None
         self.keep()
         decode, verify = self.last
-        assert decode.witness is not None and verify.witness is not None, "steps are watched"
+        assert decode.recorder is not None and verify.recorder is not None, "steps are watched"
         run, runner = run_of(output)
         texts = partial(wider_texts, run, runner, self.progress)
-        pair = (decode.witness, decode.requests), (verify.witness, verify.requests)
+        pair = (decode.recorder, decode.requests), (verify.recorder, verify.requests)
         return measure_forwards(*pair, runner, texts, run.config.model.dtype)
 
     def replays(self, reference: PassOutput, output: PassOutput) -> Replays:
@@ -145,17 +145,17 @@ OutputGaps = tuple[Tensor, Tensor]
 def whole(output: PassOutput) -> PassOutput:
     """The same with logits of the whole vocabulary, on the first rank alone. Every rank calls
     it."""
-    witness = output.witness
+    recorder = output.recorder
     system = output.system
     runner = system.runner if isinstance(system, ReplayingSystem) else None
-    if runner is None or witness is None or runner.group.size == 1:
+    if runner is None or recorder is None or runner.group.size == 1:
         return output
     steps = list[KeptStep]()
-    for step in witness.steps:
+    for step in recorder.steps:
         logits = gather_vocab(step.logits, runner.vocab_places, runner.group)
         if runner.group.index == 0:
             steps.append(replace(step, logits=logits))
-    return replace(output, witness=replace(witness, steps=steps) if steps else None)
+    return replace(output, recorder=replace(recorder, steps=steps) if steps else None)
 
 
 def compare_forwards(
@@ -164,8 +164,8 @@ def compare_forwards(
     """The errors of two passes by the runner of `system`, which is open. None on a rank that has
     kept no steps of both. What is in the cache is lost. Every rank calls it."""
     runner = system.runner if isinstance(system, ReplayingSystem) else None
-    first = reference.witness
-    second = output.witness
+    first = reference.recorder
+    second = output.recorder
     if runner is None or first is None or second is None:
         return None
     run = system.run

@@ -317,7 +317,7 @@ def serve_cases(cases: Sequence[Numbered], launch: Launch) -> Iterator[tuple[int
 
 def _serve_modes(cases: Sequence[Numbered], launch: Launch) -> list[tuple[int, Result]]:
     from magicdec.bench.measure import measure_modes
-    from magicdec.bench.serving.prepare import prepare
+    from magicdec.bench.prepare import prepare
 
     records = list[PassRecord]()
     error = ""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from magicdec.bench.latency.record import LatencyCell, LatencyGrid, LatencyRow, TimedCell, summarise
-from magicdec.bench.run.roofline import bytes_read
+from magicdec.bench.roofline import bytes_read
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group, Launch

@@ -52,11 +52,11 @@ MakeStrategy = Callable[[ModelRunner], DecodingStrategy]
 
 @dataclass(frozen=True)
 class CapturedPass:
-    """A pass whose strategy has captured steps, with the witness of these steps."""
+    """A pass whose strategy has captured steps, with the recorder of these steps."""
 
     serving_pass: Pass
     strategy: DecodingStrategy
-    witness: LogitsRecorder | None
+    recorder: LogitsRecorder | None
 
 
 class Flover(ReplayingSystem):
@@ -176,9 +176,9 @@ class Flover(ReplayingSystem):
         for runner in self.runners:
             runner.set_observer(DraftLog, log)
             runner.caches.forget_prefixes()  # of an earlier pass
-        strategy, witness = self._strategy(serving_pass)
-        if witness is not None:
-            witness.is_watching = observer.is_measured
+        strategy, recorder = self._strategy(serving_pass)
+        if recorder is not None:
+            recorder.is_watching = observer.is_measured
         self._phases = observer.phase
         with observer.threads.during():
             arrivals = Arrivals(requests, serving_pass.concurrency)
@@ -190,7 +190,7 @@ class Flover(ReplayingSystem):
                 self._limits(serving_pass),
                 observer,
             )
-        return SystemDetails(witness=witness if observer.is_measured else None)
+        return SystemDetails(recorder=recorder if observer.is_measured else None)
 
     def _decode(
         self,
@@ -265,16 +265,16 @@ class Flover(ReplayingSystem):
         self.captured = None
 
     def _strategy(self, serving_pass: Pass) -> tuple[DecodingStrategy, LogitsRecorder | None]:
-        """The decoding strategy of a pass, and the witness that keeps logits of its steps. With
+        """The decoding strategy of a pass, and the recorder that keeps logits of its steps. With
         CUDA graphs both are kept, so that the measured pass replays captured steps, unless it
         learns draft lengths."""
         runner = self.runner
         config = self.run.config
         assert runner is not None, "it was opened"
         if self.captured is not None and self.captured.serving_pass == serving_pass:
-            return self.captured.strategy, self.captured.witness
+            return self.captured.strategy, self.captured.recorder
         name = config.decoding.strategy if serving_pass.is_drafting else BASELINE
-        witness = self._witness(serving_pass, runner)
+        recorder = self._recorder(serving_pass, runner)
         strategy = build_decoder(
             runner,
             config.decoding,
@@ -283,22 +283,22 @@ class Flover(ReplayingSystem):
             draft=self.draft,
             corpus=self.run.corpus,
             phase=self._phase,
-            logits_recorder=witness,
+            logits_recorder=recorder,
             is_in_flight=True,
         )
         is_fixed = name == BASELINE or config.decoding.gamma != "auto"
         is_captured = config.decoding.cuda_graphs == "on"
         self.captured = None
         if is_captured and is_fixed:
-            self.captured = CapturedPass(serving_pass, strategy, witness)
-        return strategy, witness
+            self.captured = CapturedPass(serving_pass, strategy, recorder)
+        return strategy, recorder
 
     def is_watched(self, serving_pass: Pass) -> bool:
         """It is if the pass is greedy, and if its tokens mean something."""
         is_greedy = self.run.config.sampling.temperature == 0
         return is_greedy and not self.options.accepts_by_chance(serving_pass)
 
-    def _witness(self, serving_pass: Pass, runner: ModelRunner) -> LogitsRecorder | None:
+    def _recorder(self, serving_pass: Pass, runner: ModelRunner) -> LogitsRecorder | None:
         if not self.is_watched(serving_pass):
             return None
         shape = self.step_shape(serving_pass)

@@ -51,7 +51,7 @@ PROPERTIES = (
         (
             Fault(
                 "all experts in each forward",
-                "bench/run/roofline.py",
+                "bench/roofline.py",
                 "of_experts * counts.experts_read // num_experts",
                 "of_experts * counts.num_forwards",
             ),
@@ -117,7 +117,7 @@ PROPERTIES = (
             ),
             Fault(
                 "all experts in the bytes of a forward",
-                "bench/run/roofline.py",
+                "bench/roofline.py",
                 "read = of_experts * counts.experts_read // num_experts if num_experts else 0",
                 "read = of_experts",
             ),

@@ -8,7 +8,7 @@ FILE = "test_prompt_ids.py::"
 CHECK = "test_gguf_check.py::"
 TOKENIZER = "model/tokenizer.py"
 VOCABULARY = "model/gguf/vocabulary.py"
-REFERENCE = "bench/run/gguf_reference.py"
+REFERENCE = "bench/gguf_reference.py"
 
 PROPERTIES = (
     Property(
@@ -68,7 +68,7 @@ PROPERTIES = (
         (
             Fault(
                 "weights as the loader reads them",
-                "bench/run/model_check.py",
+                "bench/model_check.py",
                 "        if is_gguf(path):\n            parts",
                 "        if False:\n            parts",
             ),
@@ -93,7 +93,7 @@ PROPERTIES = (
         (
             Fault(
                 "ids and end tokens that change no outcome",
-                "bench/run/model_check.py",
+                "bench/model_check.py",
                 "check.outcome = DIFFERS\n            shown",
                 "shown",
             ),

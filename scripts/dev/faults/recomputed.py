@@ -357,9 +357,9 @@ PROPERTIES = (
         (
             Fault(
                 "memory of the largest rank of a pass",
-                "bench/runner.py",
-                "return sum(self.peaks) if self.computing",
-                "return max(self.peaks) if self.computing",
+                "records/computing.py",
+                "peaks = [sum(group.peak_memory_bytes)",
+                "peaks = [max(group.peak_memory_bytes)",
             ),
         ),
     ),

@@ -134,7 +134,7 @@ PROPERTIES = (
             ),
             Fault(
                 "experts counted half from a loaded model",
-                "bench/run/roofline.py",
+                "bench/roofline.py",
                 "for layer in (*experts.gate_up, *experts.down):",
                 "for layer in experts.gate_up:",
             ),
@@ -146,7 +146,7 @@ PROPERTIES = (
         (
             Fault(
                 "all experts of a layer are read",
-                "bench/run/roofline.py",
+                "bench/roofline.py",
                 "of_experts * counts.experts_read // num_experts",
                 "of_experts * counts.num_forwards",
             ),

@@ -176,13 +176,13 @@ PROPERTIES = (
         (
             Fault(
                 "a larger tolerance",
-                "bench/run/model_check.py",
+                "bench/model_check.py",
                 "TOLERANCE = 2e-4",
                 "TOLERANCE = 3e-4",
             ),
             Fault(
                 "the largest logit without those below 0",
-                "bench/run/model_check.py",
+                "bench/model_check.py",
                 "float(expected.logits.abs().max())",
                 "float(expected.logits.max())",
             ),
@@ -225,20 +225,20 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "A run with one wrong step, or whose errors give an alarm, has diverged.",
-        f"{VERDICT}test_a_part_of_the_verdict_that_is_bad_makes_the_run_diverge",
+        "A pass with one wrong step, or whose errors give an alarm, is a mismatch.",
+        f"{VERDICT}test_a_part_of_the_check_that_is_bad_makes_the_pass_a_mismatch",
         (
             Fault(
                 "wrong steps forgiven",
-                "records/pass_record.py",
-                "found is not None and (found.has_wrong_steps or found.has_alarms)",
-                "found is not None and found.has_alarms",
+                "bench/recording.py",
+                "correctness.has_wrong_steps or correctness.has_alarms",
+                "correctness.has_alarms",
             ),
             Fault(
                 "alarms forgiven",
-                "records/pass_record.py",
-                "found is not None and (found.has_wrong_steps or found.has_alarms)",
-                "found is not None and found.has_wrong_steps",
+                "bench/recording.py",
+                "correctness.has_wrong_steps or correctness.has_alarms",
+                "correctness.has_wrong_steps",
             ),
         ),
     ),
@@ -271,10 +271,10 @@ PROPERTIES = (
         f"{MODES}test_a_lone_mode_with_wrong_steps_diverges",
         (
             Fault(
-                "no witness in serve",
+                "no recorder in serve",
                 "systems/flover/system.py",
-                "witness.is_watching = observer.is_measured",
-                "witness.is_watching = False",
+                "recorder.is_watching = observer.is_measured",
+                "recorder.is_watching = False",
             ),
             Fault(
                 "wrong steps of a mode without effect",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.bench.run.gguf_reference import LlamaCpp, values_of
+from magicdec.bench.gguf_reference import LlamaCpp, values_of
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
