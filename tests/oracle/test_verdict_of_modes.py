@@ -320,19 +320,19 @@ def test_captured_steps_of_each_set_of_rows_leave_their_logits() -> None:
             zip(random_prompts((9,) * 7, TINY.vocab_size), (25, 6, 14, 30, 9, 20, 6), strict=True)
         )
     ]
-    recorder = LogitsRecorder.of(runner, 3, 3, 200, "1", 3)
-    recorder.is_watching = True
+    logits_recorder = LogitsRecorder.of(runner, 3, 3, 200, "1", 3)
+    logits_recorder.is_watching = True
     recorder = StandInRecorder()
     strategy = build_decoder(
         runner,
         DecodingSection("speculative", "self", 3),
         KVSection("streaming_llm", 12, 4),
         recorder=recorder,
-        logits_recorder=recorder,
+        logits_recorder=logits_recorder,
         is_in_flight=True,
     )
     serve_by(runner, requests, strategy, 4)
-    found = judge_again(recorder, requests, runner)
+    found = judge_again(logits_recorder, requests, runner)
     assert found.num_wrong == 0 and found.num_steps == found.num_steps_of_all > 20
     assert recorder.replayed > 20
 

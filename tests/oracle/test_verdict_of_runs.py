@@ -93,19 +93,19 @@ def decode(
     prompts = [(*prompt[:20], *prompt[:20]) for prompt in random_prompts((20, 20, 20), 97)]
     requests = make_requests(prompts, [24, 17, 21], sampling=sampling)
     engine.prefill(requests)
-    recorder = LogitsRecorder.of(runner, 3, 8, 24, "1", 8)
+    logits_recorder = LogitsRecorder.of(runner, 3, 8, 24, "1", 8)
     setup = Setup(
         runner,
         decoding,
         KVSection("streaming_llm", 17, num_sink_tokens=2),
         recorder=recorder,
-        logits_recorder=recorder,
+        logits_recorder=logits_recorder,
     )
     strategy = make_strategy("speculative", setup)
     engine.begin(strategy)
-    recorder.is_watching = True
+    logits_recorder.is_watching = True
     finished = engine.decode(strategy)
-    return recorder, finished, [request.output_ids for request in finished]
+    return logits_recorder, finished, [request.output_ids for request in finished]
 
 
 SELF = DecodingSection("speculative", "self", 3)
