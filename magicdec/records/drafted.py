@@ -46,7 +46,7 @@ class StepLog:
 @dataclass(frozen=True)
 class DraftedPass:
     """Of P requests. `steps` is None where what each step drafted and read is not known; `totals`
-    are further numbers of the whole pass, by their names."""
+    are further numbers of the whole pass, by their names, as far as it has counted them."""
 
     verifications: Verifications
     output_hashes: Sequence[str]
@@ -85,8 +85,9 @@ class DraftedPass:
             for number in range(len(record.requests))
         ]
         totals = {
-            name: [getattr(group, name) for group in record.groups]
+            name: values
             for name in ("draft_kv_tokens", "draft_rows")
+            if None not in (values := [getattr(group, name) for group in record.groups])
         }
         return cls(verifications, record.output_hashes, steps if record.is_logged else None, totals)
 

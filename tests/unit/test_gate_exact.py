@@ -106,6 +106,16 @@ def test_any_difference_is_named_and_fails_gain_or_loss(name: str) -> None:
     assert suite.get("failures") == "1" and said in str(suite[0][0].get("message"))
 
 
+def test_totals_that_a_baseline_has_not_counted_are_no_change() -> None:
+    """Systems may count more than they did; what both have counted is compared."""
+
+    def forget(raw: Raw) -> None:
+        raw["groups"][0]["draft_kv_tokens"] = None
+
+    (found,) = compare([logged()], [changed(forget)])
+    assert found.verdict == "same" and found.rule == "exact", found
+
+
 def test_equal_steps_are_the_same_and_the_number_of_prompts_that_differ_is_said() -> None:
     (found,) = compare([logged()], [logged()])
     assert found.verdict == "same" and "every step as before [exact]" in str(found)

@@ -146,7 +146,7 @@ def find_change(new: DraftedPass, old: DraftedPass) -> ExactChange | None:
     if first is not None:
         return ExactChange(first, found)
     for name, value in new.totals.items():
-        if value != old.totals[name]:
+        if name in old.totals and value != old.totals[name]:
             words = f"the draft forwards of all steps: {name} {value}"
             return ExactChange(f"{words}, was {old.totals[name]}", 0)
     return None
