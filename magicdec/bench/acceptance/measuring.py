@@ -22,6 +22,7 @@ from magicdec.bench.study.progress import PassProgress
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import NGRAM
 from magicdec.distributed.groups import ParallelGroups
+from magicdec.names import DEFAULT_KV_POLICY
 from magicdec.runner.sampling.model_tokens import CountedAcceptance
 from magicdec.setup.memory_sampler import MemoryWatch
 from magicdec.setup.prepare import Prepared
@@ -39,13 +40,29 @@ def inexact_reason(config: ResolvedConfig) -> str | None:
     """Why a run may draft otherwise at a position; None if it does not."""
     decoding = config.decoding
     policy = config.kv.policy if decoding.model_drafter else None
+    is_beside = decoding.has_draft_model
     if decoding.looks_up and decoding.model_drafter:
         return "whether a run looks up follows from what it has accepted before"
     if policy == "verified":
         return "what a draft reads follows from the last verification, which a run has elsewhere"
+    if policy == DEFAULT_KV_POLICY and is_beside:
+        return (
+            "its window begins as many tokens earlier as the last step committed, which in a run "
+            "are more"
+        )
     if policy == "snapkv" and config.kv.reselect_every:
         return "a run chooses anew at the first step that is due, which is elsewhere"
     return None
+
+
+def is_chain(config: ResolvedConfig) -> bool:
+    """Whether drafts of fewer tokens are the beginnings of those of `--gamma`. Where the policy
+    reads what verifications attended to, these see the drafts themselves, and where a lookup and a
+    model draft, the number of tokens decides which."""
+    decoding = config.decoding
+    if decoding.model_drafter is None:
+        return True
+    return not decoding.looks_up and config.kv.policy != "verified"
 
 
 class CountedDrafts(PrefilledBatching):
@@ -124,7 +141,6 @@ class AcceptanceRunner(Runner):
                 "give --ignore_eos, or other texts"
             )
         gamma = config.decoding.max_gamma
-        reason = inexact_reason(config)
         is_always = all(count == gamma for of_text in drafted for count in of_text)
         outputs = repr([request.output_ids for request in group.requests])
         return AcceptanceRecord(
@@ -135,8 +151,8 @@ class AcceptanceRunner(Runner):
             outputs_sha256=hashlib.sha256(outputs.encode()).hexdigest(),
             accepted=[digits_of(of_text) for of_text in accepted],
             drafted=None if is_always else [digits_of(of_text) for of_text in drafted],
-            depths=depths_of(accepted, drafted, gamma, reason is None),
-            inexact=reason,
+            depths=depths_of(accepted, drafted, gamma, is_chain(config)),
+            inexact=inexact_reason(config),
         )
 
 
