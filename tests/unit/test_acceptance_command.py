@@ -1,6 +1,5 @@
-"""`magicdec acceptance`: its numbers from counts, what it refuses in one line, and how it goes on."""
+"""`magicdec acceptance`: its numbers from counts, what it refuses, and how it goes on."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,21 +7,24 @@ from typing import Any
 import pytest
 from conftest import Command
 from eagle_heads import HeadForm, write_head
+from safetensors.torch import load_file, save_file
 
+from magicdec.bench import groups
 from magicdec.bench.acceptance import measuring
 from magicdec.bench.acceptance.record import (
     AcceptanceRecord,
-    DepthAcceptance,
+    best_of,
     counts_of,
     depths_of,
     digits_of,
     shown_gammas,
-    tables,
 )
 from magicdec.model.checkpoint.source import find_model
 from magicdec.records.reading import read_records
+from magicdec.runner.sampling.sampling import make_params
 
-SMALL = "--prefix_len 64 96 --gen_len 9 --gamma 3 --B 4 --dtype float32 --threads 1".split()
+WORDS = "--prefix_len 64 96 --gen_len 9 --gamma 3 --B 4 --dtype float32 --threads 1"
+SMALL = WORDS.split()
 
 
 def test_counts_are_digits() -> None:
@@ -33,7 +35,9 @@ def test_counts_are_digits() -> None:
 def test_tokens_a_step_are_those_of_counts() -> None:
     accepted = [[0, 3, 1], [2, 2], [], [3, 0, 1, 1], [1]]
     drafted = [[3, 3, 3], [3, 2], [], [3, 0, 3, 3], [3]]
-    flat = [(a, d) for pair in zip(accepted, drafted, strict=True) for a, d in zip(*pair, strict=True)]
+    flat = [
+        (a, d) for pair in zip(accepted, drafted, strict=True) for a, d in zip(*pair, strict=True)
+    ]
     found = depths_of(accepted, drafted, 3, is_chain=True)
     assert [each.depth for each in found] == [1, 2, 3]
     for each in found:
@@ -56,11 +60,7 @@ def test_tokens_a_step_are_those_of_counts() -> None:
 def test_the_best_gamma_pays_for_its_tokens() -> None:
     depths = depths_of([[2, 2, 2, 0]] * 4, [[4] * 4] * 4, 4, is_chain=True)
 
-    class Counted(AcceptanceRecord):
-        def __init__(self, depths: list[DepthAcceptance]) -> None:
-            object.__setattr__(self, "depths", depths)
-
-    assert Counted(depths).best.depth == 2
+    assert best_of(depths).depth == 2
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_best_gamma_pays_for_its_tokens() -> None:
         ("--kv_policy full --budget 33", "--budget does nothing here: no policy of --kv_policy"),
         ("--budget 16", "--budget 16 must be larger than --num_sink_tokens 16"),
         ("--gamma 36", "--gamma 36 is too large; it must be at most 35"),
-        ("--draft model:demo-draft --kv_policy snapkv", "--kv_policy snapkv"),
+        ("--draft eagle:demo-eagle --kv_policy snapkv", "--kv_policy snapkv: an EAGLE-3 head"),
         ("--prefix_len 64 99999", "--prefix_len 99999"),
         ("--dataset {short}", "short.txt"),
         ("--draft eagle:{head}", "--draft eagle:"),
@@ -145,8 +145,6 @@ def test_cells_of_other_weights_are_measured(
     shutil.copytree(tiny_checkpoint, model)
     words = ["acceptance", *SMALL, "--model", model, "--budget", 33, "--out", out, "--ignore_eos"]
     assert command(*words).code == 0
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(model / "model.safetensors")
     norm = next(name for name in weights if "norm" in name)
     weights[norm] = weights[norm] + 0.5
@@ -156,17 +154,24 @@ def test_cells_of_other_weights_are_measured(
     assert len(out.read_text().splitlines()) == 4
 
 
+@pytest.mark.parametrize("every", [8, 1])
 def test_a_continuation_that_ends_early_is_a_shorter_group(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out.jsonl"
-    words = ["acceptance", *SMALL, "--budget", 33, "--out", out]
-    assert command(*words).code == 0
-    whole = [json.loads(line) for line in out.read_text().splitlines()]
-    assert all(len(text) == 8 for text in whole[0]["accepted"])
-    from magicdec.runner.request import Request
+    """Every `every`-th token ends a text."""
 
-    took = Request.accept if hasattr(Request, "accept") else None
-    assert took is None or callable(took)
-    tables_of = tables([next(iter(read_records(out, AcceptanceRecord)))])
-    assert not any("end early" in line for line in tables_of[0].below)
+    def ending(section: Any, count: int, ends: Any, number: int) -> Any:
+        return make_params(section, count, tuple(range(0, 4096, every)), number)
+
+    monkeypatch.setattr(groups, "make_params", ending)
+    out = tmp_path / "out.jsonl"
+    ended = command("acceptance", *SMALL, "--budget", 33, "--out", out)
+    if every == 1:
+        assert ended.code == 2 and "every continuation ends with its first token" in ended.err
+        return
+    assert ended.code == 0, ended.err
+    record = next(read_records(out, AcceptanceRecord))
+    lengths = [len(text) for text in record.accepted]
+    assert 0 < record.num_short == sum(length < 8 for length in lengths) <= 4
+    assert f"context 64: {record.num_short} continuations end early" in ended.out
+    assert record.num_positions == sum(lengths)

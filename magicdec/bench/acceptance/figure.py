@@ -35,9 +35,12 @@ def draw(flag: str, path: Path, records: Sequence[AcceptanceRecord]) -> None:
             last = of_draft[-1]
             if last.context == longest:
                 known = [each for each in last.depths if each.conditional is not None]
-                rates = [each.conditional for each in known]
+                rates = [each.conditional or 0.0 for each in known]
                 depths.plot([each.depth for each in known], rates, label=draft, **marks)
+        contexts = sorted({record.context for record in records})
         tokens.set_xscale("log", base=2)
+        tokens.set_xticks(contexts, list(map(str, contexts)))
+        depths.set_xticks(range(1, max(record.gamma for record in records) + 1))
         gamma = max(record.gamma for record in records)
         tokens.set_xlabel("context (tokens)")
         tokens.set_ylabel(f"tokens a step, gamma {gamma}")

@@ -22,7 +22,7 @@ from magicdec.bench.study.progress import PassProgress
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import NGRAM
 from magicdec.distributed.groups import ParallelGroups
-from magicdec.names import DEFAULT_KV_POLICY
+from magicdec.names import FULL_KV_POLICY
 from magicdec.runner.sampling.model_tokens import CountedAcceptance
 from magicdec.setup.memory_sampler import MemoryWatch
 from magicdec.setup.prepare import Prepared
@@ -40,12 +40,11 @@ def inexact_reason(config: ResolvedConfig) -> str | None:
     """Why a run may draft otherwise at a position; None if it does not."""
     decoding = config.decoding
     policy = config.kv.policy if decoding.model_drafter else None
-    is_beside = decoding.has_draft_model
     if decoding.looks_up and decoding.model_drafter:
         return "whether a run looks up follows from what it has accepted before"
     if policy == "verified":
         return "what a draft reads follows from the last verification, which a run has elsewhere"
-    if policy == DEFAULT_KV_POLICY and is_beside:
+    if policy != FULL_KV_POLICY and decoding.has_draft_model:
         return (
             "its window begins as many tokens earlier as the last step committed, which in a run "
             "are more"

@@ -128,11 +128,11 @@ class AcceptanceRecord(MeasuredRecord):
         budget = "" if policy == FULL_KV_POLICY else f" {self.config['kv']['budget']}"
         return f"{name} {policy}{budget}"
 
-    @property
-    def best(self) -> DepthAcceptance:
-        """The number of draft tokens with most tokens over time, if each costs `DRAFT_COST`."""
-        known = [each for each in self.depths if each.tokens_per_step is not None]
-        return max(known, key=lambda d: (d.tokens_per_step or 0) / (1 + DRAFT_COST * d.depth))
+
+def best_of(depths: Sequence[DepthAcceptance]) -> DepthAcceptance:
+    """The number of draft tokens with most tokens over time, if each costs `DRAFT_COST`."""
+    known = [each for each in depths if each.tokens_per_step is not None]
+    return max(known, key=lambda each: (each.tokens_per_step or 0) / (1 + DRAFT_COST * each.depth))
 
 
 def digits_of(counts: Sequence[int]) -> str:
@@ -160,10 +160,10 @@ def depths_of(
 
     taken = sums([text[0][:, None] >= depths for text in texts])  # [1 + texts, depths]
     judged = sums([np.minimum(text[0] + 1, text[1])[:, None] >= depths for text in texts])
-    cumulative = taken / positions[:, None]
-    tokens = 1 + cumulative.cumsum(axis=1)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # without a position
+        cumulative = taken / positions[:, None]
         conditional = taken / judged
+    tokens = 1 + cumulative.cumsum(axis=1)
     found = []
     for place, depth in enumerate(depths.tolist()):
         has_tokens = is_chain or depth == gamma
@@ -202,6 +202,7 @@ def _tokens_table(records: Sequence[AcceptanceRecord]) -> Table:
     for draft, group in groupby(records, lambda record: record.draft):
         lines += [RULE] if lines else []
         for number, record in enumerate(group):
+            best = best_of(record.depths)
             by_depth = {each.depth: each for each in record.depths}
             cells = [_tokens(by_depth.get(gamma)) for gamma in gammas]
             lines.append(
@@ -209,8 +210,8 @@ def _tokens_table(records: Sequence[AcceptanceRecord]) -> Table:
                     None if number else draft,
                     record.context,
                     record.num_positions,
-                    record.best.depth,
-                    _tokens(record.best),
+                    best.depth,
+                    _tokens(best),
                     *cells,
                 )
             )
