@@ -19,6 +19,7 @@ from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runn
 from magicdec.bench.study.cells import StudyCell, config_key
 from magicdec.bench.study.plan import grouped
 from magicdec.bench.study.progress import PassProgress
+from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import NGRAM
 from magicdec.distributed.groups import ParallelGroups
@@ -39,17 +40,19 @@ Keep = Callable[[StudyCell, AcceptanceRecord], None]
 def inexact_reason(config: ResolvedConfig) -> str | None:
     """Why a run may draft otherwise at a position; None if it does not."""
     decoding = config.decoding
-    policy = config.kv.policy if decoding.model_drafter else None
-    if decoding.looks_up and decoding.model_drafter:
+    if decoding.model_drafter is None:
+        return None
+    policy = policy_called(config.kv.policy)
+    if decoding.looks_up:
         return "whether a run looks up follows from what it has accepted before"
-    if policy == "verified":
+    if policy.needs_weights:
         return "what a draft reads follows from the last verification, which a run has elsewhere"
-    if policy != FULL_KV_POLICY and decoding.has_draft_model:
+    if config.kv.policy != FULL_KV_POLICY and decoding.has_draft_model:
         return (
             "its window begins as many tokens earlier as the last step committed, which in a run "
             "are more"
         )
-    if policy == "snapkv" and config.kv.reselect_every:
+    if "reselect_every" in policy.settings and config.kv.reselect_every:
         return "a run chooses anew at the first step that is due, which is elsewhere"
     return None
 
@@ -61,7 +64,7 @@ def is_chain(config: ResolvedConfig) -> bool:
     decoding = config.decoding
     if decoding.model_drafter is None:
         return True
-    return not decoding.looks_up and config.kv.policy != "verified"
+    return not decoding.looks_up and not policy_called(config.kv.policy).needs_weights
 
 
 class CountedDrafts(PrefilledBatching):
