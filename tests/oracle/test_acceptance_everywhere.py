@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from conftest import Command
 
+from magicdec.bench import groups
+from magicdec.bench.acceptance import forks, measuring
 from magicdec.bench.acceptance.record import counts_of
 from magicdec.cli.commands import console
 from magicdec.runner.request import StepOutput
+from magicdec.runner.sampling.sampling import make_params
 from magicdec.speculation.eagle import EagleDrafter
 from magicdec.systems.observer import PassObserver
 
@@ -47,6 +50,7 @@ COMMANDS = (
     "--draft ngram+self --budget 49",
 )
 WINDOWED_HEAD = "eagle:demo-eagle streaming_llm 49"
+ENDS = tuple(range(0, 4096, 64))
 Steps = list[tuple[Sequence[int], StepOutput]]
 
 
@@ -186,3 +190,40 @@ def test_a_window_of_a_head_depends_on_how_many_tokens_a_step_commits(
     words = f"{NOT_OF_TEXT[WINDOWED_HEAD]} --gamma {MOST}"
     pairs = pairs_of(command, monkeypatch, tmp_path, table[WINDOWED_HEAD], words)
     assert len(pairs) > 20 and [ours for ours, _ in pairs] == [said for _, said in pairs]
+
+
+FORKED = (
+    "--draft self self:int8 --budget 49",
+    "--draft self --kv_policy full",
+    "--draft ngram",
+)
+
+
+@pytest.mark.parametrize("most", [128, 7])
+@pytest.mark.parametrize("words", FORKED)
+def test_forks_accept_what_verifications_step_by_step_accept(
+    words: str, most: int, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At every position, also where a text ends early and where a batch of forks is of several
+    texts. Every 64th token ends a text."""
+
+    def ending(section: Any, count: int, ends: Any, number: int) -> Any:
+        return make_params(section, count, ENDS, number)
+
+    monkeypatch.setattr(groups, "make_params", ending)
+    monkeypatch.setattr(forks, "MOST_FORKS", most)
+    workload = "--prefix_len 100 --gen_len 40 --B 5 --dtype float32 --threads 1 --gamma 6"
+    found = []
+    for name in ("forks", "steps"):
+        out = tmp_path / f"{name}.jsonl"
+        if name == "steps":
+            monkeypatch.setattr(measuring, "can_fork", lambda config: False)
+        ended = command("acceptance", *words.split(), *workload.split(), "--out", out)
+        assert ended.code == 0, ended.err
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        assert {record["is_forked"] for record in records} == {name == "forks"}
+        keys = ("accepted", "drafted", "depths", "outputs_sha256")
+        found.append([{key: record[key] for key in keys} for record in records])
+    assert found[0] == found[1]
+    lengths = [len(text) for text in found[0][0]["accepted"]]
+    assert min(lengths) < 39 and sum(lengths) > 40, lengths

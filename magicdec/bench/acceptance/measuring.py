@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from magicdec.bench.acceptance.record import AcceptanceRecord, counts_of, depths_of, digits_of
+from magicdec.bench.acceptance.forks import ForkedDrafts, can_fork, num_forks
+from magicdec.bench.acceptance.record import AcceptanceRecord, depths_of, digits_of
 from magicdec.bench.groups import PromptBatches
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
 from magicdec.bench.study.cells import StudyCell, config_key
@@ -82,7 +83,6 @@ class CountedDrafts(PrefilledBatching):
         room: CacheDemand,
     ) -> None:
         super().__init__(prepared, groups, device, shared, room)
-        assert self.passes == (DRAFTING,), "nothing is compared"
         decoding = prepared.config.decoding
         if decoding.drafter == NGRAM:
             self.draft_length = WholeLookups(decoding.max_gamma)
@@ -116,7 +116,8 @@ class AcceptanceRunner(Runner):
             assert cell.prepared is not None, "only cells that can run are measured"
             session = sessions.begin(cell.prepared)
             watch = MemoryWatch(session.device)
-            system = CountedDrafts(cell.prepared, session.groups, session.device, shared, room)
+            kind = ForkedDrafts if can_fork(cell.prepared.config) else CountedDrafts
+            system = kind(cell.prepared, session.groups, session.device, shared, room)
             memory[system] = watch
             self.cells[PlannedPass(cell.name, DRAFTING, system)] = cell
         groups = ColdBatches(next(iter(self.cells)).system.run)
@@ -155,6 +156,7 @@ class AcceptanceRunner(Runner):
             drafted=None if is_always else [digits_of(of_text) for of_text in drafted],
             depths=depths_of(accepted, drafted, gamma, is_chain(config)),
             inexact=inexact_reason(config),
+            is_forked=isinstance(planned.system, ForkedDrafts),
         )
 
 
@@ -189,20 +191,22 @@ def record_key(record: AcceptanceRecord) -> tuple[object, ...]:
     return key_of(record.config, record.workload)
 
 
+def group_key(cell: StudyCell) -> object:
+    """A key of cells that share a prefill."""
+    return cell.model_key, cell.prompts_key, can_fork(cell.resolved.config)
+
+
 def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) -> None:
     """Measures the cells, those with the same prompts after one prefill; `keep` gets each record
     as soon as it is made."""
     pace.expect(len(cells), 1)
     sessions = Sessions()
     shared: SharedPrefill | None = None
-    for group in grouped(cells, lambda cell: (cell.model_key, cell.prompts_key)):
+    for group in grouped(cells, group_key):
         assert group[0].prepared is not None, "only cells that can run are measured"
         session = sessions.begin(group[0].prepared)
         shared = shared or SharedPrefill(session.device, pace)
         room = CacheDemand.of([cell.resolved.config for cell in group])
+        config = group[0].resolved.config
+        room = replace(room, num_forks=num_forks(config) if can_fork(config) else 0)
         AcceptanceRunner(group, sessions, shared, room, pace, keep).measure_groups()
-
-
-def counts_of_record(record: AcceptanceRecord) -> list[list[int]]:
-    """The accepted tokens at each position of each text."""
-    return [counts_of(of_text) for of_text in record.accepted]

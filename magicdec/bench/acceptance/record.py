@@ -85,6 +85,10 @@ class AcceptanceRecord(MeasuredRecord):
         "for each text likewise the drafted tokens", null="if they are always `decoding.gamma`"
     )
     depths: list[DepthAcceptance] = recorded("by number of draft tokens, from 1 on, as below")
+    is_forked: bool = recorded(
+        "whether drafts were made in forks of a decoded text, and compared with how it goes on; "
+        "else each was verified by a forward of the target"
+    )
     inexact: str | None = recorded(
         "why a run may draft otherwise at a position", null="if it does not"
     )
