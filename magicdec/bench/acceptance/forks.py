@@ -99,7 +99,7 @@ class ForkedDrafts(PrefilledBatching):
         with observer.threads.during(), torch.inference_mode():
             key = "continuations", self.kept.number
             if key not in self.caches.results:
-                self.caches.results[key] = self._decode(requests)
+                self.caches.results[key] = self._continue(requests)
             continuations = self.caches.results[key]
             positions = list[Position]()
             for request, tokens in zip(requests, continuations, strict=True):
@@ -113,7 +113,7 @@ class ForkedDrafts(PrefilledBatching):
                 self._draft(self.runner, positions, observer)
         return SystemDetails()
 
-    def _decode(self, requests: Sequence[Request]) -> list[list[int]]:
+    def _continue(self, requests: Sequence[Request]) -> list[list[int]]:
         """How each text goes on, past its end by as many tokens as a draft has. The rows keep the
         K and V of it."""
         assert self.runner is not None and self.kept is not None, "these prompts were kept"

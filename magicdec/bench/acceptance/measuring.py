@@ -1,8 +1,10 @@
-"""Measures acceptance at every position: the passes of a run, in which the target judges the drafts
-and emits its own next token alone (`CountedAcceptance`).
+"""Measures acceptance at every position: in forks of the model's own texts (`forks.py`) or, for
+drafts that cannot fork, by the passes of a run, in which the target judges the drafts and emits its
+own next token alone (`CountedAcceptance`).
 
-All drafts, policies and budgets of a context share one prefill, and the largest gamma stands for
-the smaller ones. A draft is what a run drafts at that position if it follows from the text, and
+Drafts of a context that can fork share one prefill and one text, the others another prefill, and
+those of an EAGLE head one of their own, which keeps states. The largest gamma stands for the
+smaller ones. A draft is what a run drafts at that position if it follows from the text, and
 from what was chosen at the end of the prompt. `inexact_reason` says of which drafts it does not.
 """
 
