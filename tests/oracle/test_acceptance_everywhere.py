@@ -168,7 +168,7 @@ def test_drafts_that_follow_from_the_way_there_say_so(
     pairs = pairs_of(command, monkeypatch, tmp_path, table[name], words)
     equal = sum(ours == said for ours, said in pairs)
     assert len(pairs) > 20 and equal >= 0.8 * len(pairs)
-    tokens = [each["tokens_per_step"] for each in table[name]["depths"]]
+    tokens = [each["tokens_per_step"] for each in table[name]["rows"]]
     assert (None in tokens) == (name not in CHAINS) and tokens[-1] is not None
 
 
@@ -222,7 +222,7 @@ def test_forks_accept_what_verifications_step_by_step_accept(
         assert ended.code == 0, ended.err
         records = [json.loads(line) for line in out.read_text().splitlines()]
         assert {record["is_forked"] for record in records} == {name == "forks"}
-        keys = ("accepted", "drafted", "depths", "outputs_sha256")
+        keys = ("accepted", "drafted", "rows", "outputs_sha256")
         found.append([{key: record[key] for key in keys} for record in records])
     assert found[0] == found[1]
     lengths = [len(text) for text in found[0][0]["accepted"]]

@@ -130,6 +130,10 @@ def test_the_same_command_goes_on_with_what_is_left(
     assert "<svg" in (tmp_path / "chart.svg").read_text()
     shown = command("table", out)
     assert shown.code == 0 and shown.out.count("tokens a step at every position") == 1
+    exported = command("export", out, "--out", tmp_path / "flat.csv")
+    assert exported.code == 0, exported.err
+    rows = (tmp_path / "flat.csv").read_text().splitlines()
+    assert len(rows) == 1 + 4 * 3, "a row for each depth of a cell"
     ended = command(*words)
     assert len(made) == 5 and "4 of 4 cells are in" in ended.err, "nothing is measured again"
     command(*words, "--gamma", 2)

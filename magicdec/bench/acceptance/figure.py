@@ -18,8 +18,8 @@ def draw(flag: str, path: Path, records: Sequence[AcceptanceRecord]) -> None:
             of_draft = sorted((r for r in records if r.draft == draft), key=lambda r: r.context)
             style = look(number)
             marks = {"color": style.colour, "marker": style.marker, "linestyle": style.line}
-            values = [record.depths[-1].tokens_per_step or 0.0 for record in of_draft]
-            ends = [record.depths[-1].tokens_per_step_interval for record in of_draft]
+            values = [record.rows[-1].tokens_per_step or 0.0 for record in of_draft]
+            ends = [record.rows[-1].tokens_per_step_interval for record in of_draft]
             errors = [
                 [
                     value - (end[0] if end else value)
@@ -34,7 +34,7 @@ def draw(flag: str, path: Path, records: Sequence[AcceptanceRecord]) -> None:
             tokens.errorbar(contexts, values, yerr=errors, capsize=2, label=draft, **marks)
             last = of_draft[-1]
             if last.context == longest:
-                known = [each for each in last.depths if each.conditional is not None]
+                known = [each for each in last.rows if each.conditional is not None]
                 rates = [each.conditional or 0.0 for each in known]
                 depths.plot([each.depth for each in known], rates, label=draft, **marks)
         contexts = sorted({record.context for record in records})

@@ -156,7 +156,7 @@ class AcceptanceRunner(Runner):
             outputs_sha256=hashlib.sha256(outputs.encode()).hexdigest(),
             accepted=[digits_of(of_text) for of_text in accepted],
             drafted=None if is_always else [digits_of(of_text) for of_text in drafted],
-            depths=depths_of(accepted, drafted, gamma, is_chain(config)),
+            rows=depths_of(accepted, drafted, gamma, is_chain(config)),
             inexact=inexact_reason(config),
             is_forked=isinstance(planned.system, ForkedDrafts),
         )

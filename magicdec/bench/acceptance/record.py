@@ -84,7 +84,7 @@ class AcceptanceRecord(MeasuredRecord):
     drafted: list[str] | None = recorded(
         "for each text likewise the drafted tokens", null="if they are always `decoding.gamma`"
     )
-    depths: list[DepthAcceptance] = recorded("by number of draft tokens, from 1 on, as below")
+    rows: list[DepthAcceptance] = recorded("by number of draft tokens, from 1 on, as below")
     is_forked: bool = recorded(
         "whether drafts were made in forks of a decoded text, and compared with how it goes on; "
         "else each was verified by a forward of the target"
@@ -206,8 +206,8 @@ def _tokens_table(records: Sequence[AcceptanceRecord]) -> Table:
     for draft, group in groupby(records, lambda record: record.draft):
         lines += [RULE] if lines else []
         for number, record in enumerate(group):
-            best = best_of(record.depths)
-            by_depth = {each.depth: each for each in record.depths}
+            best = best_of(record.rows)
+            by_depth = {each.depth: each for each in record.rows}
             cells = [_tokens(by_depth.get(gamma)) for gamma in gammas]
             lines.append(
                 (
@@ -264,7 +264,7 @@ def _depth_table(records: Sequence[AcceptanceRecord]) -> Table:
         name: str | None = draft
         for record in group:
             for kind in ("conditional", "cumulative"):
-                cells = [_rate(each, kind) for each in record.depths]
+                cells = [_rate(each, kind) for each in record.rows]
                 cells += [None] * (gamma - len(cells))
                 context = record.context if kind == "conditional" else None
                 lines.append((name, context, kind, *cells))
