@@ -87,7 +87,7 @@ class AcceptanceRecord(MeasuredRecord):
     rows: list[DepthAcceptance] = recorded("by number of draft tokens, from 1 on, as below")
     is_forked: bool = recorded(
         "whether drafts were made in forks of a decoded text, and compared with how it goes on; "
-        "else each was verified by a forward of the target"
+        "else a forward of the target judged each"
     )
     inexact: str | None = recorded(
         "why a run may draft otherwise at a position", null="if it does not"
