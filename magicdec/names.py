@@ -81,6 +81,7 @@ SERVER_APIS = {
 RECORDS = {
     "pass": "magicdec.records.pass_record:PassRecord",
     "latency": "magicdec.bench.latency.record:LatencyRecord",
+    "acceptance": "magicdec.bench.acceptance.record:AcceptanceRecord",
     "plan": "magicdec.predict.plan:PlanRecord",
     "simulation": "magicdec.predict.simulator.run:SimulationRecord",
 }

@@ -371,7 +371,7 @@ def trust_lookups() -> None:
     mixed.DRAFT_COST = 0.0
     propose = suffix_index.Lookup.propose
 
-    def some(lookup: suffix_index.Lookup, count: int) -> list[tuple[int, float]]:
+    def some(lookup: suffix_index.Lookup, count: int, least: float) -> list[tuple[int, float]]:
         return propose(lookup, count if sum(lookup.index.tokens[-2:]) % 3 else 0)
 
     suffix_index.Lookup.propose = some  # type: ignore[method-assign]

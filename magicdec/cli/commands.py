@@ -28,6 +28,10 @@ COMMANDS = {
     "run": ("decode prompts with a draft, and check every token", "drivers:RUN"),
     "sweep": ("many runs, from a study file or from flags with several values", "sweep:main"),
     "latency": ("time single forwards at fixed cache lengths, over a grid", "latency:main"),
+    "acceptance": (
+        "count what drafts are worth at every position, by context and draft",
+        "acceptance:main",
+    ),
     "serve": ("serve the same requests in every mode, in one table", "serve:main"),
     "inflight": ("serve requests as they arrive: in-flight and other batchings", "serve:inflight"),
     "recurrent": ("divide a model by layers among ranks; samples circulate", "serve:recurrent"),
@@ -72,6 +76,7 @@ GROUPS = {  # in which `magicdec --help` shows them
         "pipeline",
         "sweep",
         "latency",
+        "acceptance",
         "table",
         "report",
     ),

@@ -90,7 +90,7 @@ class KVSection:
     budget: int = setting(
         257,
         "KV entries of the context that a draft step reads, sinks included. -1 reads them all.",
-        other_defaults="65 257 in latency and advise; those of the records in plan",
+        other_defaults="65 257 in latency, acceptance and advise; those of the records in plan",
     )
     num_sink_tokens: int = setting(
         16,
@@ -170,7 +170,7 @@ class DecodingSection:
         "--gamma",
         words=("auto",),
         least=1,
-        other_defaults=f"{FIXED_GAMMA} in advise and in pipelined speculation",
+        other_defaults=f"{FIXED_GAMMA} in advise and in pipelined speculation, 8 in acceptance",
         synonyms=(
             "num_draft_tokens",
             "num_speculative_tokens",
@@ -344,7 +344,8 @@ class WorkloadSection:
         "Rows that are decoded together, at most; in a ring, those of one message.",
         "--B",
         least=1,
-        other_defaults="1 4 8 in latency and plan, 1 in recurrent and advise, 8 in gate save",
+        other_defaults="1 4 8 in latency and plan, 1 in recurrent and advise, 8 in "
+        "acceptance and gate save",
         synonyms=("batch_size", "batch", "bs", "max_num_seqs", "max_concurrency"),
     )
     prefix_len: int = setting(
@@ -352,7 +353,8 @@ class WorkloadSection:
         "Prompt tokens of each sequence: a number or, where requests are served, uniform:LOW:HIGH.",
         metavar="LENGTH",
         least=1,
-        other_defaults="1024 4096 16384 in latency and plan, 2048 in advise; those of a trace",
+        other_defaults="1024 4096 16384 in latency and plan, 1024 4096 in acceptance, 2048 in "
+        "advise; those of a trace",
         synonyms=(
             "prompt_len",
             "input_len",
@@ -368,6 +370,7 @@ class WorkloadSection:
         "uniform:LOW:HIGH. Default: 64, or those of a trace.",
         metavar="LENGTH",
         least=1,
+        other_defaults="256 in acceptance",
         synonyms=("max_new_tokens", "max_tokens", "output_len", "random_output_len", "new_tokens"),
     )
     num_batches: int | None = setting(
@@ -578,7 +581,8 @@ class ClusterSection:
 class PictureSection:
     plot: Path | None = setting(
         None,
-        "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time.",
+        "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time, "
+        "or acceptance by context.",
     )
     plot_ms: float | None = setting(
         None,

@@ -50,6 +50,11 @@ class MeasuredRecord(Record):
 
     environment: Environment = recorded("the machine, the software and the launch")
 
+    @property
+    def command(self) -> tuple[object, ...]:
+        """A key that the records of one command share."""
+        return self.environment.time_utc, self.environment.argv
+
 
 def margin_field() -> Any:
     return recorded(

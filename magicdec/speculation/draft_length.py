@@ -76,6 +76,8 @@ class DraftLength(ABC):
     """The cost of a step with drafts; None if unknown. The same on every rank."""
     lookup_cost: DraftCost | None = None
     """The cost of a step in which lookups alone draft; None if unknown. The same on every rank."""
+    is_whole: bool = False
+    """Whether lookups draft all that they find, whatever it promises."""
     acceptance: Acceptance | None = None
     """Acceptance of a model's drafts, in earlier passes too; None if nobody needs it. The same on
     every rank."""
@@ -122,6 +124,12 @@ class FixedLength(DraftLength):
 
     def lengths(self, batch: Batch) -> list[int]:
         return [self.max_gamma] * len(batch.requests)
+
+
+class WholeLookups(FixedLength):
+    """As many tokens as the text has after an earlier occurrence, up to a number."""
+
+    is_whole = True
 
 
 class AutoLength(DraftLength):

@@ -14,7 +14,12 @@ from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.draft_length import LOOKUP, DraftCost, DraftLength
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
-from magicdec.speculation.suffix_index import Lookup, LookupRates, SuffixIndex
+from magicdec.speculation.suffix_index import (
+    LEAST_SURVIVAL,
+    Lookup,
+    LookupRates,
+    SuffixIndex,
+)
 
 MARGIN = 1.03  # expected speedup of a step that drafts
 
@@ -61,20 +66,26 @@ class NgramDrafter(Drafter):
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
-        survivals = self.look_up(requests, min(gamma, self.max_gamma))
+        most = min(gamma, self.max_gamma)
+        if draft_length.is_whole:
+            found = [len(each) for each in self.look_up(requests, most, least=0.0)]
+            return DraftPlan(found, found)
+        survivals = self.look_up(requests, most)
         count, _ = best_length(survivals, draft_length.cost or LOOKUP, can_join)
         counts = [min(count, len(each)) for each in survivals]
         return DraftPlan(counts, counts)
 
-    def look_up(self, requests: Sequence[Request], max_gamma: int) -> list[list[float]]:
-        """Look up at most `most` tokens of each request. Returns their survival: the
-        probabilities that a token and all before it are right."""
+    def look_up(
+        self, requests: Sequence[Request], max_gamma: int, least: float = LEAST_SURVIVAL
+    ) -> list[list[float]]:
+        """Look up at most `max_gamma` tokens of each request. Returns their survival: the
+        probabilities that a token and all before it are right, which are no less than `least`."""
         self.proposals = {}
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
             lookup = self.lookups[request.row]
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
-            self.proposals[request.row] = lookup.propose(max_gamma)
+            self.proposals[request.row] = lookup.propose(max_gamma, least)
         return [[p for _, p in proposal] for proposal in self.proposals.values()]
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:

@@ -137,9 +137,9 @@ class Lookup:
         self.index.extend(tokens)
         self.length += len(tokens)
 
-    def propose(self, count: int) -> list[tuple[int, float]]:
+    def propose(self, count: int, least: float = LEAST_SURVIVAL) -> list[tuple[int, float]]:
         """At most `count` tokens that may follow, with the probability that each and all before
-        are right.
+        are right, no less than `least`.
 
         They follow most of the places with the longest matches; past its end the text continues
         with the proposal. A proposal ends where the evidence does."""
@@ -164,11 +164,11 @@ class Lookup:
             voters = [p for p, follower in zip(places, followers, strict=True) if follower == token]
             evidence = length_class(max(length for length, _, _ in voters)), agreement
             survival *= self.rates(evidence)
-            if survival < LEAST_SURVIVAL and self._guess:
+            if survival < least and self._guess:
                 break
             # The first token is guessed in any case, to learn how often that would be right.
             self._guess.append((token, evidence))
-            if survival < LEAST_SURVIVAL:
+            if survival < least:
                 break
             proposal.append((token, survival))
             places = [

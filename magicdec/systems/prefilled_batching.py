@@ -21,6 +21,7 @@ from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.draft_log import Digest, DraftLog, digest_of_ranks
 from magicdec.runner.request import Request
+from magicdec.runner.sampling.model_tokens import AcceptanceRule
 from magicdec.setup.loading import make_draft, runner_of, with_copy
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.model_plan import ModelPlan, max_tokens
@@ -65,6 +66,7 @@ class PrefilledBatching(Flover):
 
     stays_open = True
     keeps_prompts = True
+    rule: AcceptanceRule | None = None  # what becomes of judged drafts; None: they are kept
 
     def __init__(
         self,
@@ -173,6 +175,7 @@ class PrefilledBatching(Flover):
             draft_length=self.draft_length,
             phase=observer.phases or nullcontext,
             logits_recorder=recorder,
+            rule=self.rule,
         )
 
     def _prepare(

@@ -89,12 +89,13 @@ def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
 class CacheDemand:
     """The caches of runs that share their prompts: tokens of a row, by how many it is truncated,
     and the KV section whose policy needs queries of most prompt tokens. `is_kept`: every group of
-    prompts has its own cache and is prefilled once."""
+    prompts has its own cache and is prefilled once. `num_forks`: rows beside those of prompts."""
 
     max_tokens: int
     rewound: int
     kv: KVSection | None
     is_kept: bool = False
+    num_forks: int = 0
 
     @classmethod
     def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> CacheDemand:

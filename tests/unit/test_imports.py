@@ -33,6 +33,7 @@ LAYERS = (
     {"bench.groups", "bench.records_of"},
     {"bench.measure"},
     {"bench.gate", "bench.latency", "bench.report", "bench.study"},
+    {"bench.acceptance"},
     {"bench.export"},
     {"predict"},
     {"cli"},

@@ -54,6 +54,7 @@ def read_every_kind(
 TABLES = {
     "pass": "magicdec.bench.showing:tables",
     "latency": "magicdec.bench.latency.record:tables",
+    "acceptance": "magicdec.bench.acceptance.record:tables",
     "plan": "magicdec.predict.plan:tables",
     "simulation": "magicdec.predict.simulator.run:tables",
 }
@@ -70,7 +71,7 @@ def commands_of(records: Iterable[Record]) -> Iterator[list[Any]]:
 def _command_of(record: Record) -> tuple[object, ...]:
     """A key that the records of one command share."""
     if isinstance(record, MeasuredRecord):
-        return record.kind, record.environment.time_utc, record.environment.argv
+        return record.kind, *record.command
     return record.kind, record.config.get("options"), record.config.get("work")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,34 @@ def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
 
 
 PRIME = 1_000_003  # above any vocabulary: other tokens make another seed
+Count = TypeVar("Count", int, Tensor)
+
+
+class AcceptanceRule(Protocol):
+    """What becomes of the drafts that the target has judged."""
+
+    def judge(
+        self, proposal: Proposal, target: Judgement, newest: Tensor, starts: Tensor
+    ) -> Judgement:
+        """The verdict in place of the target's. `newest` tokens [B, any] and lengths `starts` [B]
+        are those of the rows before it."""
+
+    def kept(self, accepted: Count) -> Count:
+        """How many of the accepted drafts of a row, or of rows [B], stay in the text."""
+
+
+@dataclass(frozen=True)
+class CountedAcceptance:
+    """The target's verdict, of which no draft is kept: every step emits the target's next token
+    alone, so that drafts are judged at every position of its own text. Greedy only."""
+
+    def judge(
+        self, proposal: Proposal, target: Judgement, newest: Tensor, starts: Tensor
+    ) -> Judgement:
+        return target
+
+    def kept(self, accepted: Count) -> Count:
+        return accepted * 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +183,9 @@ class EmulatedAcceptance:
         place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         is_draft = place < accepted.unsqueeze(1)
         return Judgement(accepted, torch.where(is_draft, F.pad(drafts, (0, 1)), target.ids))
+
+    def kept(self, accepted: Count) -> Count:
+        return accepted
 
 
 def judge(

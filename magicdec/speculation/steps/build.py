@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.names import BASELINE
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.sampling.model_tokens import AcceptanceRule
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
@@ -31,6 +32,7 @@ def build_decoder(
     recorder: Recorder | None = None,
     logits_recorder: LogitsRecorder | None = None,
     is_in_flight: bool = False,
+    rule: AcceptanceRule | None = None,
 ) -> DecodingStrategy:
     """A decoder of the requests in `runner`.
 
@@ -45,6 +47,7 @@ def build_decoder(
         recorder: by default as the config says.
         logits_recorder: keeps logits of steps.
         is_in_flight: requests join a running batch, so prefill keeps queries for this drafter.
+        rule: what becomes of judged drafts; by default accepted ones are kept.
     """
     name = name or decoding.strategy
     setup = Setup(
@@ -58,6 +61,7 @@ def build_decoder(
         recorder=recorder or make_recorder(decoding, runner.device),
         is_in_flight=is_in_flight,
         logits_recorder=logits_recorder,
+        rule=rule,
     )
     if is_in_flight:
         drafts_itself = name != BASELINE and decoding.drafts_itself

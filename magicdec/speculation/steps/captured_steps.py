@@ -12,7 +12,7 @@ from magicdec.kv.cache import BatchRows, upload
 from magicdec.runner.device_batch import NEWEST, DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
-from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal
+from magicdec.runner.sampling.model_tokens import AcceptanceRule, Proposal
 from magicdec.speculation.drafter import Drafter, DraftShape
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
@@ -87,9 +87,9 @@ class CapturedSteps(DecodeSteps):
         recorder: Recorder,
         is_in_flight: bool = False,
         logits_recorder: LogitsRecorder | None = None,
-        emulated: EmulatedAcceptance | None = None,
+        rule: AcceptanceRule | None = None,
     ) -> None:
-        super().__init__(runner, drafter, phase, is_in_flight, logits_recorder, emulated)
+        super().__init__(runner, drafter, phase, is_in_flight, logits_recorder, rule)
         self.recorder = recorder
         self._captures_drafts = drafter.can_capture
         self._works: Works = {}

@@ -17,7 +17,12 @@ from magicdec.kv.cache import upload
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.draft_log import DraftLog
 from magicdec.runner.request import Batch, Request, StepOutput
-from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal, join
+from magicdec.runner.sampling.model_tokens import (
+    AcceptanceRule,
+    EmulatedAcceptance,
+    Proposal,
+    join,
+)
 from magicdec.speculation.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.speculation.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.speculation.no_drafter import NoDrafter
@@ -125,10 +130,11 @@ class Speculative:
     def _accept(
         self, batch: Batch, drafts: Sequence[StepDraft], verdicts: dict[Request, list[int]]
     ) -> StepOutput:
-        """What each row emits: its accepted drafts, and a token of the target."""
+        """What each row emits: its accepted drafts, if they are kept, and a token of the target."""
         log = self.log
         accepted = [verdicts[request][0] for request in batch.requests]
-        emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, accepted, strict=True)]
+        kept = map(self.steps.kept, accepted)
+        emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, kept, strict=True)]
         padded_gamma = max(draft.padded_gamma for draft in drafts)
         if padded_gamma == 0:
             return StepOutput(emitted, digests=None if log is None else [])
@@ -198,11 +204,11 @@ def speculative(setup: Setup) -> Speculative:
     length = setup.draft_length or make_draft_length(
         setup.decoding, runner.group, runner.device, per_row=per_row
     )
-    emulated = None
+    rule = setup.rule
     if setup.decoding.emulated_rates is not None:
         rates = upload(setup.decoding.emulated_rates, runner.device, torch.float64)
-        emulated = EmulatedAcceptance(rates)
-    return Speculative(runner, drafter, length, make_steps(setup, drafter, emulated))
+        rule = EmulatedAcceptance(rates)
+    return Speculative(runner, drafter, length, make_steps(setup, drafter, rule))
 
 
 def autoregressive(setup: Setup) -> Speculative:
@@ -210,9 +216,7 @@ def autoregressive(setup: Setup) -> Speculative:
     return Speculative(setup.runner, drafter, FixedLength(0), make_steps(setup, drafter))
 
 
-def make_steps(
-    setup: Setup, drafter: Drafter, emulated: EmulatedAcceptance | None = None
-) -> DecodeSteps:
+def make_steps(setup: Setup, drafter: Drafter, rule: AcceptanceRule | None = None) -> DecodeSteps:
     if setup.recorder.captures:
         return CapturedSteps(
             setup.runner,
@@ -221,7 +225,7 @@ def make_steps(
             setup.recorder,
             is_in_flight=setup.is_in_flight,
             logits_recorder=setup.logits_recorder,
-            emulated=emulated,
+            rule=rule,
         )
     return DecodeSteps(
         setup.runner,
@@ -229,5 +233,5 @@ def make_steps(
         setup.phase,
         is_in_flight=setup.is_in_flight,
         logits_recorder=setup.logits_recorder,
-        emulated=emulated,
+        rule=rule,
     )

@@ -18,7 +18,7 @@ from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.forward_batch import EnqueuedForward, ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, NotFinite, Request
-from magicdec.runner.sampling.model_tokens import EmulatedAcceptance, Proposal, judge
+from magicdec.runner.sampling.model_tokens import AcceptanceRule, Count, Proposal, judge
 from magicdec.speculation.drafter import Drafter, DraftShape
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import Phase
@@ -59,10 +59,10 @@ class DecodeSteps:
         phase: Phase,
         is_in_flight: bool = False,
         logits_recorder: LogitsRecorder | None = None,
-        emulated: EmulatedAcceptance | None = None,
+        rule: AcceptanceRule | None = None,
     ) -> None:
         self.runner = runner
-        self.emulated = emulated
+        self.rule = rule
         self.drafter = drafter
         self.logits_recorder = logits_recorder
         self.phase = phase
@@ -103,10 +103,15 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
-        """For each row: the number n of accepted drafts, then ids, of which the row emits the
-        first n + 1. Ragged proposals (`Proposal.counts`) need `can_join`."""
+        """For each row: the number n of accepted drafts, then ids, of which the row emits those of
+        the drafts that are `kept`, and one more. Ragged proposals (`Proposal.counts`) need
+        `can_join`."""
         with self.phase("decode" if proposal is None else "verify"):
             return self._judged(batch, proposal)
+
+    def kept(self, accepted: Count) -> Count:
+        """How many of the accepted drafts of a row, or of rows [B], it emits."""
+        return accepted if self.rule is None else self.rule.kept(accepted)
 
     @property
     def can_join(self) -> bool:
@@ -215,7 +220,7 @@ class DecodeSteps:
         return forwards, upload(places, tokens.device)
 
     def _finish(self, verification: PendingVerification, tells_drafter: bool = True) -> Tensor:
-        """int64 [B, 1 + caches + 1 + ids]: the row's flaw, if kept (`SamplingMetadata.check`),
+        """int64 [B, 1 + caches + 1 + ids]: the row's flaw, if noted (`SamplingMetadata.check`),
         the length of each cache, the number of accepted drafts, and ids, of which the row emits
         the first."""
         batch = self._batch
@@ -227,19 +232,20 @@ class DecodeSteps:
         judgement = judge(
             runner, batch.sampling, proposal, verification.logits(), verification.places
         )
-        if self.emulated is not None and proposal.ids.shape[1] > 0:
-            judgement = self.emulated.judge(proposal, judgement, batch.newest, before.tensor)
+        if self.rule is not None and proposal.ids.shape[1] > 0:
+            judgement = self.rule.judge(proposal, judgement, batch.newest, before.tensor)
         accepted = judgement.accepted
         ids = judgement.ids
-        emitted = accepted + 1
+        kept = self.kept(accepted)
+        emitted = kept + 1
         batch.sampling.take(ids, emitted, rows.active)
-        # The newest token and the accepted drafts stay cached. The last emitted token is not cached
-        # yet.
+        # The newest token and the drafts that are kept stay cached. The last emitted token is not
+        # cached yet.
         bounds = tuple(bound + ids.shape[1] for bound in before.bounds)
         new_lengths = Lengths(before.tensor + emitted, bounds)
         if proposal.ids.shape[1] > 0:
             runner.truncate(rows, new_lengths)
-        places = torch.stack([accepted, emitted], dim=1)
+        places = torch.stack([kept, emitted], dim=1)
         batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
         if tells_drafter:
             self.drafter.commit(rows, new_lengths)

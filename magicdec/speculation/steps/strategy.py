@@ -11,6 +11,7 @@ from typing import Protocol
 
 from magicdec.names import STRATEGIES, load_named
 from magicdec.runner.request import Batch, StepOutput
+from magicdec.runner.sampling.model_tokens import AcceptanceRule
 from magicdec.speculation.draft_length import DraftLength
 from magicdec.speculation.drafter import DraftSetup
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
@@ -30,6 +31,7 @@ class Setup(DraftSetup):
     recorder: Recorder = Eager()  # default: nothing is captured
     is_in_flight: bool = False  # requests join a running batch, and rows are used again
     logits_recorder: LogitsRecorder | None = None
+    rule: AcceptanceRule | None = None  # default: what the target accepts is kept
 
 
 class DecodingStrategy(Protocol):

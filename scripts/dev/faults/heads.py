@@ -99,8 +99,8 @@ PROPERTIES = (
             Fault(
                 "the target's verdict beside chance",
                 "speculation/steps/steps.py",
-                "        if self.emulated is not None and proposal.ids.shape[1] > 0:",
-                "        if self.emulated is not None and proposal.ids.shape[1] > 9:",
+                "        if self.rule is not None and proposal.ids.shape[1] > 0:",
+                "        if self.rule is not None and proposal.ids.shape[1] > 9:",
             ),
         ),
     ),

@@ -1,0 +1,214 @@
+"""Measures acceptance at every position: in forks of the model's own texts (`forks.py`) or, for
+drafts that cannot fork, by the passes of a run, in which the target judges the drafts and emits its
+own next token alone (`CountedAcceptance`).
+
+Drafts of a context that can fork share one prefill and one text, the others another prefill, and
+those of an EAGLE head one of their own, which keeps states. The largest gamma stands for the
+smaller ones. A draft is what a run drafts at that position if it follows from the text, and
+from what was chosen at the end of the prompt. `inexact_reason` says of which drafts it does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from magicdec.bench.acceptance.forks import ForkedDrafts, can_fork, num_forks
+from magicdec.bench.acceptance.record import AcceptanceRecord, depths_of, digits_of
+from magicdec.bench.groups import PromptBatches
+from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
+from magicdec.bench.study.cells import StudyCell, config_key
+from magicdec.bench.study.plan import grouped
+from magicdec.bench.study.progress import PassProgress
+from magicdec.config.capabilities import policy_called
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import NGRAM
+from magicdec.distributed.groups import ParallelGroups
+from magicdec.names import FULL_KV_POLICY
+from magicdec.runner.sampling.model_tokens import CountedAcceptance
+from magicdec.setup.memory_sampler import MemoryWatch
+from magicdec.setup.prepare import Prepared
+from magicdec.setup.session import Sessions
+from magicdec.speculation.draft_length import WholeLookups
+from magicdec.systems.observer import PassObserver
+from magicdec.systems.prefilled_batching import DRAFTING, PrefilledBatching
+from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
+from magicdec.systems.system import System
+
+Keep = Callable[[StudyCell, AcceptanceRecord], None]
+
+
+def inexact_reason(config: ResolvedConfig) -> str | None:
+    """Why a run may draft otherwise at a position; None if it does not."""
+    decoding = config.decoding
+    if decoding.model_drafter is None:
+        return None
+    policy = policy_called(config.kv.policy)
+    if decoding.looks_up:
+        return "whether a run looks up follows from what it has accepted before"
+    if policy.needs_weights:
+        return "what a draft reads follows from the last verification, which a run has elsewhere"
+    if config.kv.policy != FULL_KV_POLICY and decoding.has_draft_model:
+        return (
+            "its window begins as many tokens earlier as the last step committed, which in a run "
+            "are more"
+        )
+    if "reselect_every" in policy.settings and config.kv.reselect_every:
+        return "a run chooses anew at the first step that is due, which is elsewhere"
+    return None
+
+
+def is_chain(config: ResolvedConfig) -> bool:
+    """Whether drafts of fewer tokens are the beginnings of those of `--gamma`. Where the policy
+    reads what verifications attended to, these see the drafts themselves, and where a lookup and a
+    model draft, the number of tokens decides which."""
+    decoding = config.decoding
+    if decoding.model_drafter is None:
+        return True
+    return not decoding.looks_up and not policy_called(config.kv.policy).needs_weights
+
+
+class CountedDrafts(PrefilledBatching):
+    """Drafts that are judged at every position of the target's own text. Lookups are judged
+    whole: how many tokens of one a run drafts follows from what it has seen of others."""
+
+    rule = CountedAcceptance()
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        groups: ParallelGroups,
+        device: Any,
+        shared: SharedPrefill,
+        room: CacheDemand,
+    ) -> None:
+        super().__init__(prepared, groups, device, shared, room)
+        decoding = prepared.config.decoding
+        if decoding.drafter == NGRAM:
+            self.draft_length = WholeLookups(decoding.max_gamma)
+
+
+@dataclass
+class ColdBatches(PromptBatches):
+    """Batches that are decoded once, since no time is compared."""
+
+    def num_warm_ups(self, measured: MeasuredPass) -> int | None:
+        return None
+
+
+class AcceptanceRunner(Runner):
+    """The passes of the drafts of a context, whose prompts are the same."""
+
+    def __init__(
+        self,
+        cells: Sequence[StudyCell],
+        sessions: Sessions,
+        shared: SharedPrefill,
+        room: CacheDemand,
+        pace: PassProgress,
+        keep: Keep,
+    ) -> None:
+        self.pace = pace
+        self.keep = keep
+        self.cells: dict[PlannedPass, StudyCell] = {}
+        memory: dict[System, MemoryWatch] = {}
+        for cell in cells:
+            assert cell.prepared is not None, "only cells that can run are measured"
+            session = sessions.begin(cell.prepared)
+            watch = MemoryWatch(session.device)
+            kind = ForkedDrafts if can_fork(cell.prepared.config) else CountedDrafts
+            system = kind(cell.prepared, session.groups, session.device, shared, room)
+            memory[system] = watch
+            self.cells[PlannedPass(cell.name, DRAFTING, system)] = cell
+        groups = ColdBatches(next(iter(self.cells)).system.run)
+        super().__init__([*self.cells], groups, session, pace, memory=memory, is_timed=False)
+
+    def begins_pass(self, planned: PlannedPass, number: int) -> bool:
+        self.pace.begin(planned.name)
+        return True
+
+    def measure_pass(self, planned: PlannedPass, number: int) -> None:
+        super().measure_pass(planned, number)
+        self.keep(self.cells[planned], self.record_of(planned, self.measured[planned].groups[-1]))
+        self.measured[planned].groups.clear()  # what it held is in the record
+        self.pace.end()
+
+    def record_of(self, planned: PlannedPass, group: MeasuredGroup) -> AcceptanceRecord:
+        run = planned.system.run
+        config = run.config
+        ids = [request.request_id for request in group.requests]
+        accepted, drafted = counts_by_request(group.observer, ids)
+        if not any(accepted):
+            raise ValueError(
+                "every continuation ends with its first token, so that nothing can be drafted; "
+                "give --ignore_eos, or other texts"
+            )
+        gamma = config.decoding.max_gamma
+        is_always = all(count == gamma for of_text in drafted for count in of_text)
+        outputs = repr([request.output_ids for request in group.requests])
+        return AcceptanceRecord(
+            config=config.to_dict(),
+            environment=group.load.add_to(self.session.describe_environment()),
+            workload=run.describe_workload(),
+            seconds=sum(step.seconds for step in group.observer.steps),
+            outputs_sha256=hashlib.sha256(outputs.encode()).hexdigest(),
+            accepted=[digits_of(of_text) for of_text in accepted],
+            drafted=None if is_always else [digits_of(of_text) for of_text in drafted],
+            rows=depths_of(accepted, drafted, gamma, is_chain(config)),
+            inexact=inexact_reason(config),
+            is_forked=isinstance(planned.system, ForkedDrafts),
+        )
+
+
+def counts_by_request(
+    observer: PassObserver, ids: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The accepted and the drafted tokens at each position of each request."""
+    accepted: dict[int, list[int]] = {number: [] for number in ids}
+    drafted: dict[int, list[int]] = {number: [] for number in ids}
+    for step in observer.steps:
+        assert set(step.num_emitted) == {1}, "no draft is kept"
+        for place, number in enumerate(step.request_ids):
+            count = 0 if step.num_drafted is None else step.num_drafted[place]
+            taken = 0 if step.num_accepted is None else step.num_accepted[place]
+            drafted[number].append(count)
+            accepted[number].append(min(taken, count))
+    return [*accepted.values()], [*drafted.values()]
+
+
+def key_of(config: dict[str, Any], workload: Any) -> tuple[object, ...]:
+    """A key of a cell: its config, weights and texts."""
+    draft = None if workload.draft is None else workload.draft.model_sha256
+    return config_key(config), workload.model_sha256, draft, workload.sha256
+
+
+def cell_key(cell: StudyCell) -> tuple[object, ...]:
+    assert cell.prepared is not None, "only cells that can run are measured"
+    return key_of(cell.prepared.config.to_dict(), cell.prepared.describe_workload())
+
+
+def record_key(record: AcceptanceRecord) -> tuple[object, ...]:
+    return key_of(record.config, record.workload)
+
+
+def group_key(cell: StudyCell) -> object:
+    """A key of cells that share a prefill."""
+    return cell.model_key, cell.prompts_key, can_fork(cell.resolved.config)
+
+
+def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) -> None:
+    """Measures the cells, those with the same prompts after one prefill; `keep` gets each record
+    as soon as it is made."""
+    pace.expect(len(cells), 1)
+    sessions = Sessions()
+    shared: SharedPrefill | None = None
+    for group in grouped(cells, group_key):
+        assert group[0].prepared is not None, "only cells that can run are measured"
+        session = sessions.begin(group[0].prepared)
+        shared = shared or SharedPrefill(session.device, pace)
+        room = CacheDemand.of([cell.resolved.config for cell in group])
+        config = group[0].resolved.config
+        room = replace(room, num_forks=num_forks(config) if can_fork(config) else 0)
+        AcceptanceRunner(group, sessions, shared, room, pace, keep).measure_groups()

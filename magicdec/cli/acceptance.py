@@ -1,0 +1,247 @@
+"""`magicdec acceptance`: what drafts are worth at every position of a model's own continuations, by
+context, draft, KV budget and number of draft tokens.
+
+    magicdec acceptance --draft self self:int4 ngram --budget 65 257 --prefix_len 1024 4096
+
+Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from magicdec.bench.acceptance.record import MOST_DRAFTS, AcceptanceRecord, tables
+from magicdec.cli.flags import LoneCommand, config_of
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
+from magicdec.config.capabilities import policy_called
+from magicdec.config.run_config import RunConfig, split_draft
+from magicdec.config.sections import (
+    NONE,
+    SELF,
+    DecodingSection,
+    DraftChoice,
+    DraftSection,
+    KVSection,
+    OutputSection,
+    PictureSection,
+    WorkloadSection,
+    model_drafter_of,
+)
+from magicdec.config.setting import declared, same
+from magicdec.distributed.groups import Launch
+from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, LOW_BIT
+from magicdec.output.figures import check_picture
+from magicdec.output.tables import print_tables
+from magicdec.output.writing import check_files, check_record_file
+from magicdec.records.reading import read_records
+from magicdec.records.record import Record, append_records
+
+if TYPE_CHECKING:
+    from magicdec.bench.study.cells import StudyCell
+
+BUDGETS = (65, 257)
+EVERYDAY = (
+    *("--model", "--dataset", "--draft", "--kv_policy", "--budget", "--prefix_len", "--gen_len"),
+    *("--gamma", "--B", "--plot", "--out"),
+)
+SECTIONS = ("model", "draft", "parallel", "kv", "attention", "decoding", "sampling", "workload")
+OF_KV = [name for name in declared(KVSection) if name not in ("policy", "budget")]
+# Sections of which only some settings have a flag here.
+ONLY = {
+    "draft": ("eagle_layers",),
+    "parallel": ("device", "threads"),
+    "kv": OF_KV,
+    "decoding": ("cuda_graphs", "ignore_eos", "lookup_corpus"),
+    "sampling": ("temperature",),
+    "workload": ("dataset", "seed", "skip_tokens", "prompt_format"),
+}
+
+
+@dataclass(frozen=True)
+class AcceptanceFlags:
+    draft: tuple[str, ...] = same(
+        DraftChoice,
+        "draft",
+        (SELF,),
+        help="What proposes draft tokens, as in `run`, but none; self:int8 and self:int4 draft "
+        "with low-bit weights.",
+        is_set=True,
+        other_defaults="",
+    )
+    kv_policy: tuple[str, ...] = same(KVSection, "policy", (DEFAULT_KV_POLICY,))
+    budget: tuple[int, ...] = same(KVSection, "budget", BUDGETS, least=1, is_set=True)
+    prefix_len: tuple[int, ...] = same(WorkloadSection, "prefix_len", (1024, 4096), is_set=True)
+    gen_len: int = same(WorkloadSection, "gen_len", 256)
+    B: int = same(WorkloadSection, "batch_size", 8)
+    gamma: int = same(DecodingSection, "gamma", 8, words=(), most=MOST_DRAFTS)
+    plot: Path | None = same(PictureSection, "plot")
+    out: Path = same(OutputSection, "results", Path(OutputSection.results))
+
+
+def run(values: ParsedValues) -> int:
+    """Measures the cells that are not in `--out`, and prints the tables of all."""
+    args = values[AcceptanceFlags]
+    if args.plot is not None:
+        check_picture("--plot", args.plot)
+    check_files({"--plot": args.plot})
+    check_record_file("--out", args.out)
+    configs = make_configs(values)
+    from magicdec.bench.acceptance.measuring import cell_key, measure_cells, record_key
+    from magicdec.bench.study.progress import PassProgress
+    from magicdec.output.console import make_progress
+
+    cells = list(prepare(configs))
+    found = {record_key(record): record for record in records_in(args.out)}
+    todo = [cell for cell in cells if cell_key(cell) not in found]
+    num_done = len(cells) - len(todo)
+    if num_done:
+        say(f"{num_done} of {len(cells)} cells are in {args.out}")
+
+    def keep(cell: StudyCell, record: AcceptanceRecord) -> None:
+        append_records("--out", args.out, [record])
+        found[cell_key(cell)] = record
+
+    try:
+        measure_cells(todo, PassProgress(make_progress(True), Launch()), keep)
+    except KeyboardInterrupt:
+        num_done = sum(cell_key(cell) in found for cell in cells)
+        raise KeyboardInterrupt(
+            f"{num_done} of {len(cells)} cells are in {args.out}; the same command goes on with "
+            "the others"
+        ) from None
+    records = [found[cell_key(cell)] for cell in cells]
+    print_tables(tables(records))
+    if args.plot is not None:
+        from magicdec.bench.acceptance.figure import draw
+
+        draw("--plot", args.plot, records)
+        say(f"drawn to {args.plot}")
+    return 0
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def make_configs(values: ParsedValues) -> list[RunConfig]:
+    """The run of each context and draft. Raises ValueError, one line naming the flag, for errors of
+    any model."""
+    args = values[AcceptanceFlags]
+    base = config_of(values, RunConfig(draft=DraftSection()))
+    if base.sampling.temperature:
+        raise ValueError(
+            f"--temperature {base.sampling.temperature:g}: acceptance is counted beside the "
+            "model's greedy text; leave it at 0"
+        )
+    refuse_idle(values, args)
+    configs = [
+        checked(replace(drafting, workload=workload))
+        for workload in workloads(base.workload, args)
+        for draft in args.draft
+        for drafting in with_draft(base, draft, args)
+    ]
+    return [with_local_models(config) for config in configs]
+
+
+def workloads(base: WorkloadSection, args: AcceptanceFlags) -> Iterator[WorkloadSection]:
+    for context in args.prefix_len:
+        yield replace(
+            base,
+            batch_size=args.B,
+            prefix_len=context,
+            gen_len=args.gen_len,
+            num_batches=1,
+            warmup_batches=0,
+        )
+
+
+def with_draft(base: RunConfig, draft: str, args: AcceptanceFlags) -> Iterator[RunConfig]:
+    """The config of a draft with each policy and budget; of one that reads no cache one."""
+    if draft == NONE:
+        raise ValueError(f"--draft {NONE}: nothing drafts; leave it out")
+    word, _, weights = draft.rpartition(":")
+    is_low_bit = word.split("+")[-1] == SELF and weights in LOW_BIT
+    decoding = replace(
+        base.decoding,
+        gamma=args.gamma,
+        draft_weights=weights if is_low_bit else None,
+        baseline=False,
+        lookup_corpus=base.decoding.lookup_corpus if draft.startswith("ngram") else None,
+    )
+    config = replace(base, decoding=decoding).with_draft(word if is_low_bit else draft)
+    if config.decoding.model_drafter is None:
+        yield replace(config, kv=KVSection())
+        return
+    for policy in args.kv_policy:
+        for budget in (-1,) if policy == FULL_KV_POLICY else args.budget:
+            yield replace(config, kv=replace(base.kv, policy=policy, budget=budget))
+
+
+def checked(config: RunConfig) -> RunConfig:
+    config.kv.check(config.decoding.max_gamma, flag="--budget")
+    config.check(world_size=1)
+    return config
+
+
+def refuse_idle(values: ParsedValues, args: AcceptanceFlags) -> None:
+    """Raises ValueError for flags that do nothing with any of the drafts."""
+    names = [split_draft(draft)[0] for draft in args.draft]
+    has_model = any(model_drafter_of(name.partition(":")[0]) for name in names)
+    of_policies = ["flags.kv_policy", "flags.budget"]
+    if not has_model:
+        idle = [*of_policies, *(f"kv.{name}" for name in OF_KV)]
+        values.refuse_given(idle, f"drafts of {' '.join(args.draft)} read no KV cache")
+    used = {name for policy in args.kv_policy for name in policy_called(policy).settings}
+    idle = [f"kv.{name}" for name in OF_KV if name not in used]
+    idle += ["flags.budget"] if "budget" not in used else []
+    values.refuse_given(idle, f"no policy of --kv_policy {' '.join(args.kv_policy)} uses it")
+    if not any(name.startswith("ngram") for name in names):
+        values.refuse_given(["decoding.lookup_corpus"], "nothing is looked up")
+    if not any("eagle" in name for name in names):
+        values.refuse_given(["draft.eagle_layers"], "no EAGLE-3 head drafts here")
+
+
+def prepare(configs: Sequence[RunConfig]) -> Iterator[StudyCell]:
+    """The cells, all checked before anything is measured. Raises ValueError as `prepare` of a
+    run."""
+    from magicdec.bench.study.cells import StudyCell
+    from magicdec.setup.prepare import SetupCache, complete, find
+
+    cache = SetupCache()
+    for config in configs:
+        resolved = find(config, Launch(), cache)
+        prepared = complete(resolved, cache)
+        resolved = replace(resolved, config=prepared.config)
+        yield StudyCell(resolved, name_of(prepared.config), prepared)
+
+
+def name_of(config: Any) -> str:
+    from magicdec.records.describe import method_of
+
+    return f"{method_of(config.to_dict())}, context {config.workload.prefix_len}"
+
+
+def records_in(path: Path) -> list[AcceptanceRecord]:
+    if not path.is_file() or not path.stat().st_size:
+        return []
+    return [each for each in read_records(path, Record) if isinstance(each, AcceptanceRecord)]
+
+
+main = LoneCommand(
+    run,
+    "Count the draft tokens that a model accepts at every position of its own continuations of "
+    "texts, by context, draft, KV budget and number of draft tokens. A cell that is in the file "
+    "of records is not measured again.",
+    {
+        "file": ConfigFile(),
+        **{name: getattr(RunConfig(draft=DraftSection()), name) for name in SECTIONS},
+        "flags": AcceptanceFlags(),
+    },
+    only=ONLY,
+    everyday=EVERYDAY,
+)

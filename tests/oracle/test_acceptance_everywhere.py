@@ -1,0 +1,229 @@
+"""The claim of `magicdec acceptance`: in float32 every verification of a run accepts what the table
+has at its position, or all that the run drafted, if that is less. So for every drafter and policy
+whose drafts follow from the text, and not for the others, which say so."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+
+from magicdec.bench import groups
+from magicdec.bench.acceptance import forks, measuring
+from magicdec.bench.acceptance.record import counts_of
+from magicdec.cli.commands import console
+from magicdec.runner.request import StepOutput
+from magicdec.runner.sampling.sampling import make_params
+from magicdec.speculation.eagle import EagleDrafter
+from magicdec.systems.observer import PassObserver
+
+WORKLOAD = "--prefix_len 160 --gen_len 49 --B 3 --dtype float32 --threads 1 --ignore_eos"
+MOST = 6
+# The words of a run, and of the acceptance that it is compared with. Cells of equal words for the
+# latter are measured by one command, after one prefill.
+OF_TEXT = {
+    "self streaming_llm 49": "--draft self --budget 49",
+    "self full": "--draft self --budget -1",
+    "self snapkv 49": "--draft self --budget 49 --kv_policy snapkv",
+    "self retrieval 97": "--draft self --budget 97 --kv_policy retrieval",
+    "self:int8 streaming_llm 49": "--draft self --draft_weights int8 --budget 49",
+    "self:int4 snapkv 49": "--draft self --draft_weights int4 --budget 49 --kv_policy snapkv",
+    "model:demo-draft full": "--draft model:demo-draft --budget -1",
+    "eagle:demo-eagle full": "--draft eagle:demo-eagle --budget -1",
+    "ngram": "--draft ngram",
+}
+NOT_OF_TEXT = {
+    "eagle:demo-eagle streaming_llm 49": "--draft eagle:demo-eagle --budget 49",
+    "model:demo-draft streaming_llm 49": "--draft model:demo-draft --budget 49",
+    "self verified 97": "--draft self --budget 97 --kv_policy verified",
+    "self snapkv 49 reselect": "--draft self --budget 49 --kv_policy snapkv --reselect_every 16",
+    "ngram+self streaming_llm 49": "--draft ngram+self --budget 49",
+}
+COMMANDS = (
+    "--draft self self:int8 model:demo-draft eagle:demo-eagle ngram --budget 49 "
+    "--kv_policy streaming_llm full",
+    "--draft self self:int4 --budget 49 --kv_policy snapkv",
+    "--draft self --budget 97 --kv_policy retrieval verified",
+    "--draft self --budget 49 --kv_policy snapkv --reselect_every 16",
+    "--draft ngram+self --budget 49",
+)
+WINDOWED_HEAD = "eagle:demo-eagle streaming_llm 49"
+ENDS = tuple(range(0, 4096, 64))
+Steps = list[tuple[Sequence[int], StepOutput]]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The records by draft."""
+    out = tmp_path_factory.mktemp("acceptance") / "table.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        for words in COMMANDS:
+            line = f"magicdec acceptance {words} {WORKLOAD} --gamma {MOST} --out {out}"
+            patch.setattr("sys.argv", line.split())
+            with pytest.raises(SystemExit) as ended:
+                console()
+            assert not ended.value.code
+    found = {}
+    for line in out.read_text().splitlines():
+        record = json.loads(line)
+        found[name_of(record)] = record
+    assert set(found) == {*OF_TEXT, *NOT_OF_TEXT, "self:int8 full"}
+    assert len({record["outputs_sha256"] for record in found.values()}) == 1
+    return found
+
+
+def name_of(record: dict[str, Any]) -> str:
+    decoding = record["config"]["decoding"]
+    kv = record["config"]["kv"]
+    draft = record["config"]["draft"]
+    words = [decoding["drafter"]]
+    words += [] if draft is None else [draft["model"].rpartition("/")[2]]
+    words += [decoding["draft_weights"]] if decoding["draft_weights"] else []
+    name = ":".join(words)
+    if decoding["drafter"] == "ngram":
+        return name
+    budget = "" if kv["policy"] == "full" else f" {kv['budget']}"
+    return f"{name} {kv['policy']}{budget}" + (" reselect" if kv["reselect_every"] else "")
+
+
+def verifications(steps: Steps) -> dict[int, list[tuple[int, int, int]]]:
+    """By request: the position in the output, the drafted and the accepted tokens."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    position: dict[int, int] = {}
+    for ids, output in steps:
+        for place, number in enumerate(ids):
+            at = position.setdefault(number, 1)  # the first token is of the prefill
+            drafted = output.num_drafted[place] if output.num_drafted else 0
+            if drafted:
+                accepted = min(drafted, (output.num_accepted or [])[place])
+                found.setdefault(number, []).append((at, drafted, accepted))
+            position[number] = at + len(output.token_ids[place])
+    return found
+
+
+def pairs_of(
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    record: dict[str, Any],
+    words: str,
+) -> list[tuple[int, int]]:
+    """What each verification of a run accepted, and what the table says."""
+    steps: Steps = []
+    observe = PassObserver.observe
+
+    def see(observer: PassObserver, ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+        steps.append((ids, output))
+        observe(observer, ids, output, seconds)
+
+    monkeypatch.setattr(PassObserver, "observe", see)
+    more = f"{WORKLOAD} --num_batches 1 --warmup_batches 0 --no_baseline --out {folder}/out.jsonl"
+    ended = command("run", *words.split(), *more.split())
+    assert ended.code == 0, ended.err
+    counts = [counts_of(text) for text in record["accepted"]]
+    assert [len(text) for text in counts] == [48] * 3
+    return [
+        (accepted, min(counts[number][at - 1], drafted))
+        for number, of_request in verifications(steps).items()
+        for at, drafted, accepted in of_request
+        if at <= 48
+    ]
+
+
+@pytest.mark.parametrize("gamma", [3, MOST])
+@pytest.mark.parametrize("name", OF_TEXT)
+def test_every_verification_of_a_run_accepts_what_the_table_says(
+    name: str,
+    gamma: int,
+    table: dict[str, Any],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    words = f"{OF_TEXT[name]} --gamma {gamma}"
+    pairs = pairs_of(command, monkeypatch, tmp_path, table[name], words)
+    assert table[name]["inexact"] is None
+    assert len(pairs) > (0 if name == "ngram" else 20)
+    assert [ours for ours, _ in pairs] == [said for _, said in pairs]
+    is_lossless = name == "self full"
+    assert len({ours for ours, _ in pairs}) > 1 or name == "ngram" or is_lossless
+
+
+CHAINS = [name for name in NOT_OF_TEXT if "verified" not in name and "+" not in name]
+
+
+@pytest.mark.parametrize("name", NOT_OF_TEXT)
+def test_drafts_that_follow_from_the_way_there_say_so(
+    name: str,
+    table: dict[str, Any],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Most verifications accept what the table says all the same."""
+    assert table[name]["inexact"]
+    words = f"{NOT_OF_TEXT[name]} --gamma {MOST}"
+    pairs = pairs_of(command, monkeypatch, tmp_path, table[name], words)
+    equal = sum(ours == said for ours, said in pairs)
+    assert len(pairs) > 20 and equal >= 0.8 * len(pairs)
+    tokens = [each["tokens_per_step"] for each in table[name]["rows"]]
+    assert (None in tokens) == (name not in CHAINS) and tokens[-1] is not None
+
+
+def test_a_window_of_a_head_depends_on_how_many_tokens_a_step_commits(
+    table: dict[str, Any],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Where a run fills the slots of a step before it drafts, so that the window of the first draft
+    begins where that of the table does, all verifications are equal."""
+    begin = EagleDrafter.__init__
+
+    def begin_with_one_slot(drafter: EagleDrafter, *place: Any, **named: Any) -> None:
+        begin(drafter, *place, **named)
+        drafter.pending = (1,)
+
+    monkeypatch.setattr(EagleDrafter, "__init__", begin_with_one_slot)
+    words = f"{NOT_OF_TEXT[WINDOWED_HEAD]} --gamma {MOST}"
+    pairs = pairs_of(command, monkeypatch, tmp_path, table[WINDOWED_HEAD], words)
+    assert len(pairs) > 20 and [ours for ours, _ in pairs] == [said for _, said in pairs]
+
+
+FORKED = (
+    "--draft self self:int8 --budget 49",
+    "--draft self --kv_policy full",
+    "--draft ngram",
+)
+
+
+@pytest.mark.parametrize("most", [128, 7])
+@pytest.mark.parametrize("words", FORKED)
+def test_forks_accept_what_verifications_step_by_step_accept(
+    words: str, most: int, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At every position, also where a text ends early and where a batch of forks is of several
+    texts. Every 64th token ends a text."""
+
+    def ending(section: Any, count: int, ends: Any, number: int) -> Any:
+        return make_params(section, count, ENDS, number)
+
+    monkeypatch.setattr(groups, "make_params", ending)
+    monkeypatch.setattr(forks, "MOST_FORKS", most)
+    workload = "--prefix_len 100 --gen_len 40 --B 5 --dtype float32 --threads 1 --gamma 6"
+    found = []
+    for name in ("forks", "steps"):
+        out = tmp_path / f"{name}.jsonl"
+        if name == "steps":
+            monkeypatch.setattr(measuring, "can_fork", lambda config: False)
+        ended = command("acceptance", *words.split(), *workload.split(), "--out", out)
+        assert ended.code == 0, ended.err
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        assert {record["is_forked"] for record in records} == {name == "forks"}
+        keys = ("accepted", "drafted", "rows", "outputs_sha256")
+        found.append([{key: record[key] for key in keys} for record in records])
+    assert found[0] == found[1]
+    lengths = [len(text) for text in found[0][0]["accepted"]]
+    assert min(lengths) < 39 and sum(lengths) > 40, lengths

@@ -1,0 +1,181 @@
+"""`magicdec acceptance`: its numbers from counts, what it refuses, and how it goes on."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+from eagle_heads import HeadForm, write_head
+from safetensors.torch import load_file, save_file
+
+from magicdec.bench import groups
+from magicdec.bench.acceptance import measuring
+from magicdec.bench.acceptance.record import (
+    AcceptanceRecord,
+    best_of,
+    counts_of,
+    depths_of,
+    digits_of,
+    shown_gammas,
+)
+from magicdec.model.checkpoint.source import find_model
+from magicdec.records.reading import read_records
+from magicdec.runner.sampling.sampling import make_params
+
+WORDS = "--prefix_len 64 96 --gen_len 9 --gamma 3 --B 4 --dtype float32 --threads 1"
+SMALL = WORDS.split()
+
+
+def test_counts_are_digits() -> None:
+    counts = [0, 9, 10, 35, 3]
+    assert digits_of(counts) == "09az3" and counts_of("09az3") == counts
+
+
+def test_tokens_a_step_are_those_of_counts() -> None:
+    accepted = [[0, 3, 1], [2, 2], [], [3, 0, 1, 1], [1]]
+    drafted = [[3, 3, 3], [3, 2], [], [3, 0, 3, 3], [3]]
+    flat = [
+        (a, d) for pair in zip(accepted, drafted, strict=True) for a, d in zip(*pair, strict=True)
+    ]
+    found = depths_of(accepted, drafted, 3, is_chain=True)
+    assert [each.depth for each in found] == [1, 2, 3]
+    for each in found:
+        k = each.depth
+        expected = 1 + sum(min(a, k) for a, _ in flat) / len(flat)
+        assert each.tokens_per_step == pytest.approx(expected)
+        assert each.cumulative == sum(a >= k for a, _ in flat) / len(flat)
+        judged = [a for a, d in flat if d >= k and a >= k - 1]
+        assert each.conditional == sum(a >= k for a in judged) / len(judged)
+        low, high = each.tokens_per_step_interval or (0, 0)
+        assert 1 < low < expected < high < 1 + k
+    alone = depths_of(accepted, drafted, 3, is_chain=False)
+    assert [each.tokens_per_step is None for each in alone] == [True, True, False]
+    assert alone[-1] == found[-1]
+    nothing = depths_of([[0], [0]], [[1], [0]], 2, is_chain=True)
+    assert nothing[1].conditional is None and nothing[0].conditional == 0
+    assert shown_gammas(6) == [1, 2, 4, 6] and shown_gammas(8) == [1, 2, 4, 8]
+
+
+def test_the_best_gamma_pays_for_its_tokens() -> None:
+    depths = depths_of([[2, 2, 2, 0]] * 4, [[4] * 4] * 4, 4, is_chain=True)
+
+    assert best_of(depths).depth == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--temperature 0.8", "--temperature 0.8: acceptance is counted beside the model's greedy"),
+        ("--draft none", "--draft none: nothing drafts; leave it out"),
+        ("--draft self:int3", "--draft self:int3 is not known; choose from self, model:NAME"),
+        ("--draft self self", "--draft names self twice; name each once"),
+        ("--draft ngram --budget 33", "--budget does nothing here: drafts of ngram read no KV"),
+        ("--draft self --pooling max", "--pooling does nothing here: no policy of --kv_policy"),
+        ("--kv_policy full --budget 33", "--budget does nothing here: no policy of --kv_policy"),
+        ("--budget 16", "--budget 16 must be larger than --num_sink_tokens 16"),
+        ("--gamma 36", "--gamma 36 is too large; it must be at most 35"),
+        ("--draft eagle:demo-eagle --kv_policy snapkv", "--kv_policy snapkv: an EAGLE-3 head"),
+        ("--prefix_len 64 99999", "--prefix_len 99999"),
+        ("--dataset {short}", "short.txt"),
+        ("--draft eagle:{head}", "--draft eagle:"),
+        ("--plot chart.gif", "--plot chart.gif: the name must end in .png or .svg or .pdf"),
+        ("--lookup_corpus {short}", "--lookup_corpus does nothing here: nothing is looked up"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    words: str, message: str, command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "short.txt").write_text("A few words.")
+    write_head(tmp_path / "head", find_model("--model", "demo-draft").config, HeadForm())
+    places = {"short": tmp_path / "short.txt", "head": tmp_path / "head"}
+    out = tmp_path / "out.jsonl"
+    given = words.format(**places).split()
+    rest = SMALL if "--prefix_len" not in given and "--gamma" not in given else []
+    ended = command("acceptance", *rest, *given, "--out", out)
+    assert ended.code == 2 and message in ended.err, ended.err
+    assert len(ended.err.splitlines()) == 1 and not out.exists()
+
+
+def test_the_same_command_goes_on_with_what_is_left(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["acceptance", *SMALL, "--draft", "self", "ngram", "--budget", 33, "--out", out]
+    record_of = measuring.AcceptanceRunner.record_of
+    made: list[str] = []
+
+    def interrupted_at_the_third(runner: Any, planned: Any, group: Any) -> AcceptanceRecord:
+        made.append(planned.name)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return record_of(runner, planned, group)
+
+    monkeypatch.setattr(measuring.AcceptanceRunner, "record_of", interrupted_at_the_third)
+    ended = command(*words)
+    assert ended.code == 130
+    assert f"interrupted; 2 of 4 cells are in {out}; the same command goes on" in ended.err
+    first = out.read_text()
+    assert len(first.splitlines()) == 2
+    ended = command(*words, "--plot", tmp_path / "chart.svg")
+    assert ended.code == 0 and f"2 of 4 cells are in {out}" in ended.err
+    assert out.read_text().startswith(first) and len(made) == 5
+    records = list(read_records(out, AcceptanceRecord))
+    assert [(r.draft, r.context) for r in records] == [
+        ("self streaming_llm 33", 64),
+        ("ngram", 64),
+        ("self streaming_llm 33", 96),
+        ("ngram", 96),
+    ]
+    assert "<svg" in (tmp_path / "chart.svg").read_text()
+    shown = command("table", out)
+    assert shown.code == 0 and shown.out.count("tokens a step at every position") == 1
+    exported = command("export", out, "--out", tmp_path / "flat.csv")
+    assert exported.code == 0, exported.err
+    rows = (tmp_path / "flat.csv").read_text().splitlines()
+    assert len(rows) == 1 + 4 * 3, "a row for each depth of a cell"
+    ended = command(*words)
+    assert len(made) == 5 and "4 of 4 cells are in" in ended.err, "nothing is measured again"
+    command(*words, "--gamma", 2)
+    assert len(made) == 9, "another number of drafts is another cell"
+
+
+def test_cells_of_other_weights_are_measured(
+    command: Command, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    """The same name, and other weights."""
+    out = tmp_path / "out.jsonl"
+    model = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, model)
+    words = ["acceptance", *SMALL, "--model", model, "--budget", 33, "--out", out, "--ignore_eos"]
+    assert command(*words).code == 0
+    weights = load_file(model / "model.safetensors")
+    norm = next(name for name in weights if "norm" in name)
+    weights[norm] = weights[norm] + 0.5
+    save_file(weights, model / "model.safetensors")
+    ended = command(*words)
+    assert ended.code == 0 and "cells are in" not in ended.err
+    assert len(out.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("every", [8, 1])
+def test_a_continuation_that_ends_early_is_a_shorter_group(
+    every: int, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every `every`-th token ends a text."""
+
+    def ending(section: Any, count: int, ends: Any, number: int) -> Any:
+        return make_params(section, count, tuple(range(0, 4096, every)), number)
+
+    monkeypatch.setattr(groups, "make_params", ending)
+    out = tmp_path / "out.jsonl"
+    ended = command("acceptance", *SMALL, "--budget", 33, "--out", out)
+    if every == 1:
+        assert ended.code == 2 and "every continuation ends with its first token" in ended.err
+        return
+    assert ended.code == 0, ended.err
+    record = next(read_records(out, AcceptanceRecord))
+    lengths = [len(text) for text in record.accepted]
+    assert 0 < record.num_short == sum(length < 8 for length in lengths) <= 4
+    assert f"context 64: {record.num_short} continuations end early" in ended.out
+    assert record.num_positions == sum(lengths)
