@@ -73,16 +73,16 @@ class PassObserver:
     begun_s: float = 0.0
     reads: list[ForwardCounts] = field(default_factory=list)  # of each runner, in decode steps
     _runners: Sequence[ModelRunner] = ()
-    _before: list[ForwardCounts] = field(default_factory=list)  # counts of the runners at the begin
-    _before_step: list[ForwardCounts] | None = None  # None where no prompt is prefilled meanwhile
+    # The counts of the runners when the first of the steps that decode came; None while steps only
+    # prefill.
+    _counted_from: list[ForwardCounts] | None = None
     _num_forwards: int = 0  # so far, by all runners
     _prompt_tokens: int = 0  # that the step which is executed prefills
 
     def begin(self, runners: Sequence[ModelRunner] = ()) -> None:
         """The first step comes now. The forwards of these runners are counted, until `end`."""
         self._runners = runners
-        self._before = [runner.counts.copy() for runner in runners]
-        self._before_step = None
+        self._counted_from = self._copy_counts()
         self.reads = [ForwardCounts() for _ in runners]
         self.note_begin()
         self._num_forwards = self._count_forwards()
@@ -90,14 +90,21 @@ class PassObserver:
 
     def end(self) -> None:
         """The last step has ended."""
-        if self._before_step is None:
-            self._add_reads(self._before)
+        self._count_reads(is_decoding=False)
         self._runners = ()
 
-    def _add_reads(self, before: Sequence[ForwardCounts]) -> None:
-        """Add what the runners have read since they had these counts."""
-        columns = zip(self.reads, self._runners, before, strict=True)
-        self.reads = [reads.plus(runner.counts.minus(then)) for reads, runner, then in columns]
+    def _count_reads(self, is_decoding: bool) -> None:
+        """Count what the runners read from now on, or no longer. Copies of counts take some time,
+        so that there is none from one step that decodes to the next."""
+        if self._counted_from is None and is_decoding:
+            self._counted_from = self._copy_counts()
+        elif self._counted_from is not None and not is_decoding:
+            columns = zip(self.reads, self._runners, self._counted_from, strict=True)
+            self.reads = [reads.plus(runner.counts.minus(then)) for reads, runner, then in columns]
+            self._counted_from = None
+
+    def _copy_counts(self) -> list[ForwardCounts]:
+        return [runner.counts.copy() for runner in self._runners]
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """A context that times a phase of a step, such as "draft"."""
@@ -106,15 +113,13 @@ class PassObserver:
     def watch(self, plan: StepPlan) -> None:
         """A step begins now."""
         self.counts.watch(plan)
-        self._before_step = [runner.counts.copy() for runner in self._runners]
+        self._count_reads(is_decoding=plan.decoding is not None)
         self._num_forwards = self._count_forwards()
         self._prompt_tokens = sum(part.stop - part.start for part in plan.parts)
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         """A step that decodes has ended; other requests may have been prefilled in it."""
         self.verifications.observe(request_ids, output)
-        if self._before_step is not None:
-            self._add_reads(self._before_step)
         before = self._num_forwards
         self._num_forwards = self._count_forwards()
         if self.is_timed:

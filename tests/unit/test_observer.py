@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.runner.request import Request, SamplingParams, StepOutput
+from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
 from magicdec.runner.step_plan import PrefillChunk, StepPlan
 from magicdec.systems.observer import PassObserver
 
@@ -30,13 +30,15 @@ def test_steps_have_the_forwards_between_them() -> None:
     draft.counts.num_forwards = 7  # a preparation, after which the first step comes
     observer.begin(runners)
     assert seen == [5, 5]
-    observer.watch(StepPlan(parts=()))
+    request = Request(9, (1,) * 6, SamplingParams(4))
+    chunk = PrefillChunk(request, 1, 2, 6)
+    observer.watch(StepPlan(decoding=Batch((request,))))
     draft.counts.num_forwards += 3
     target.counts.num_forwards += 1
     observer.observe([4, 2], StepOutput([[1, 2], [3]], 3, [1, 0], [3, 2]), 0.25)
-    target.counts.num_forwards += 10  # between two steps of a running batch
-    request = Request(9, (1,) * 6, SamplingParams(4))
-    observer.watch(StepPlan(parts=(PrefillChunk(request, 1, 2, 6),)))
+    observer.watch(StepPlan(parts=(chunk,)))
+    target.counts.num_forwards += 10  # of a step that decodes nothing
+    observer.watch(StepPlan(parts=(chunk,), decoding=Batch((request,))))
     target.counts.num_forwards += 2
     observer.observe([4], StepOutput([[5]]), 0.5)
     observer.end()
