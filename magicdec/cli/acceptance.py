@@ -64,15 +64,7 @@ ONLY = {
 
 @dataclass(frozen=True)
 class AcceptanceFlags:
-    draft: tuple[str, ...] = same(
-        DraftChoice,
-        "draft",
-        (SELF,),
-        help="What proposes draft tokens, as in `run`, but none; self:int8 and self:int4 draft "
-        "with low-bit weights.",
-        is_set=True,
-        other_defaults="",
-    )
+    draft: tuple[str, ...] = same(DraftChoice, "draft", (SELF,), is_set=True)
     kv_policy: tuple[str, ...] = same(KVSection, "policy", (DEFAULT_KV_POLICY,))
     budget: tuple[int, ...] = same(KVSection, "budget", BUDGETS, least=1, is_set=True)
     prefix_len: tuple[int, ...] = same(WorkloadSection, "prefix_len", (1024, 4096), is_set=True)

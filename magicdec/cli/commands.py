@@ -29,7 +29,7 @@ COMMANDS = {
     "sweep": ("many runs, from a study file or from flags with several values", "sweep:main"),
     "latency": ("time single forwards at fixed cache lengths, over a grid", "latency:main"),
     "acceptance": (
-        "count what drafts are worth at every position, by context and draft",
+        "count what drafts are worth at every position, by context",
         "acceptance:main",
     ),
     "serve": ("serve the same requests in every mode, in one table", "serve:main"),

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "magicdec"
 KINDS = {place.partition(":")[2] for place in RECORDS.values()}
 # Files that read records of several kinds, or show what such a file has.
 OF_SEVERAL = {
+    "cli/acceptance.py",
     "cli/config_of.py",
     "cli/parsing/record_files.py",
     "cli/records.py",
