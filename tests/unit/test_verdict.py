@@ -21,6 +21,7 @@ from magicdec.bench.check.forwards import (
     pairs_of,
 )
 from magicdec.bench.check.judgement import ends_elsewhere, first_wrong, judge_again, walks
+from magicdec.bench.check.passes import Checked, combined
 from magicdec.bench.recording import status_of
 from magicdec.distributed.groups import Group
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
@@ -343,3 +344,41 @@ def test_the_first_wrong_token_is_where_both_differ() -> None:
     ended = replace(step, verdicts=[[0, 4]])
     (wrong,) = first_wrong(ended, walk)
     assert (wrong.index, wrong.expected, wrong.found) == (2, 3, None)
+
+
+TIES = Correctness("static", False, 10, num_excused=2, num_diverged=0)
+UNJUDGED = Correctness("static", False, 10)
+DIVERGED = Correctness("static", False, 10, num_excused=0, num_diverged=1)
+SAME = Correctness("static", True, 10, num_excused=0, num_diverged=0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([(0, SAME), (0, SAME)], Status.VERIFIED),
+        ([(0, SAME), (2, TIES)], Status.VERIFIED_WITH_TIES),
+        ([(2, TIES), (1, DIVERGED)], Status.MISMATCH),
+        ([(2, TIES), (1, UNJUDGED)], Status.UNVERIFIED),
+        ([(1, UNJUDGED), (1, DIVERGED)], Status.MISMATCH),
+    ],
+)
+def test_groups_together_are_as_bad_as_the_worst(
+    groups: list[tuple[int, Correctness]], expected: Status
+) -> None:
+    for order in (groups, groups[::-1]):
+        together = combined([Checked(count, found) for count, found in order])
+        assert status_of(together.num_differing, together.correctness, "bfloat16") == expected
+        assert together.correctness.num_tokens == 20
+
+
+def test_an_alarm_or_a_wrong_step_of_one_group_is_that_of_all() -> None:
+    calm = ForwardErrors(9, 0)
+    alarm = replace(calm, error_ratio=2.0, most_error_ratio=1.3)
+    right = JudgedAgain(4, 4, 10, 0)
+    fine = replace(SAME, forwards=calm, judged_again=right)
+    alarmed = replace(fine, forwards=alarm)
+    misjudged = replace(fine, judged_again=replace(right, num_wrong=1))
+    for bad in (alarmed, misjudged):
+        for order in ([fine, bad], [bad, fine]):
+            together = combined([Checked(0, found) for found in order])
+            assert status_of(0, together.correctness, "float32") == Status.MISMATCH

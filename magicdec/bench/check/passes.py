@@ -107,14 +107,14 @@ def is_asked_alike(expected: Request, found: Request) -> bool:
 
 def combined(checks: Sequence[Checked]) -> Checked:
     """The check of several groups of the same requests together: that of the group that is worst,
-    with the steps and tokens of all, and the forwards of the one in which they were compared."""
+    with the steps and tokens of all, and the forwards of the first in which they are alarming, or
+    else in which they were compared."""
     counts = [checked.num_differing for checked in checks]
     known = [count for count in counts if count is not None]
-    worst = max(
-        (checked.correctness for checked in checks),
-        key=lambda found: (found.num_diverged or 0, found.num_excused or 0, not found.identical),
-    )
-    forwards = [c.correctness.forwards for c in checks if c.correctness.forwards is not None]
+    worst = max((checked.correctness for checked in checks), key=badness)
+    compared = [c.correctness for c in checks if c.correctness.forwards is not None]
+    alarming = [correctness for correctness in compared if correctness.has_alarms]
+    forwards = [correctness.forwards for correctness in (*alarming, *compared)]
     judged = [c.correctness.judged_again for c in checks if c.correctness.judged_again is not None]
     correctness = replace(
         worst,
@@ -123,3 +123,9 @@ def combined(checks: Sequence[Checked]) -> Checked:
         forwards=next(iter(forwards), None),
     )
     return Checked(sum(known) if len(known) == len(counts) else None, correctness)
+
+
+def badness(found: Correctness) -> tuple[int, bool, int]:
+    """Divergences are worse than a difference that was not judged, and that is worse than ties."""
+    is_unjudged = found.identical is False and found.num_diverged is None
+    return found.num_diverged or 0, is_unjudged, found.num_excused or 0
