@@ -16,6 +16,7 @@ from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runn
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import split_draft
 from magicdec.names import BASELINE, SPECULATIVE
+from magicdec.records.acceptance import ReportedCounts
 from magicdec.records.computing import Beside
 from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.metrics import REPORTABLE
@@ -64,7 +65,9 @@ def pass_record(measured: MeasuredPass, checked: Checked, told: Told) -> PassRec
         goodput=told.goodput,
         categories=told.workload.categories,
         gaps_ms=[gap for group in measured.groups for gap in gaps_of(group)],
-        reported_total=measured.groups[0].observer.verifications.reported_total,
+        reported_total=ReportedCounts.sum_of(
+            [group.observer.verifications.reported_total for group in measured.groups]
+        ),
         warmup_calibration_ms=warm_up_calibration_of(measured),
         reference=None if reference in (None, measured) else parts_of(reference),
     )
@@ -123,11 +126,10 @@ def as_if_alone(request: Request, group: MeasuredGroup) -> Request:
     was measured between them, are left out of the times of its later tokens."""
     prefill = group.prefill
     assert prefill is not None, "its prompts were kept"
-    count = 1
     begun_s = group.observer.begun_s
     end_s = prefill.snapshots[0].arrived_s + prefill.seconds + preparation_s(group)
     times_s = [
-        at_s if number < count else end_s + (at_s - begun_s)
+        at_s if number == 0 else end_s + (at_s - begun_s)
         for number, at_s in enumerate(request.token_times_s)
     ]
     return replace(request, token_times_s=times_s, finished_s=times_s[-1])

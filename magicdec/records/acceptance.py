@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,6 +204,24 @@ class ReportedCounts:
             sum(each.emitted for each in verifications),
             tuple(np.bincount(accepted, minlength=1).tolist()),
             tuple((each.drafted, each.accepted) for each in verifications),
+        )
+
+    @classmethod
+    def sum_of(cls, parts: Sequence[ReportedCounts | None]) -> ReportedCounts | None:
+        """The counts of several groups together, but their steps. What one of them does not say is
+        not known of all."""
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            return None
+        histograms = [part.histogram for part in known if part.histogram is not None]
+        columns = zip_longest(*histograms, fillvalue=0)
+        has_histograms = len(histograms) == len(known)
+        return cls(
+            drafted=_sum_of_known([part.drafted for part in known]),
+            accepted=_sum_of_known([part.accepted for part in known]),
+            verifications=_sum_of_known([part.verifications for part in known]),
+            emitted=_sum_of_known([part.emitted for part in known]),
+            histogram=tuple(sum(column) for column in columns) if has_histograms else None,
         )
 
     @property
@@ -563,3 +581,8 @@ def _acceptance_of_group(verifications: Verifications, num_prompts: int) -> Grou
     names = {each.name for each in fields(GroupAcceptance)}
     kept = {name: value for name, value in found.items() if name in names}
     return GroupAcceptance(num_prompts=num_prompts, **kept)
+
+
+def _sum_of_known(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

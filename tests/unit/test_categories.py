@@ -223,3 +223,13 @@ def test_report_and_export_have_the_categories(tmp_path: Path) -> None:
     assert column.notna().sum() == 1
     assert column.dropna().item() == pytest.approx(groups["prose"].mean_acceptance_length)
     assert "acceptance_by_category" not in rows
+
+
+def test_what_is_reported_of_several_groups_is_their_sum_or_unknown() -> None:
+    one = ReportedCounts(9, 3, 3, 6, (1, 1, 1))
+    other = ReportedCounts(8, 5, 2, 7, (0, 0, 1, 1))
+    assert ReportedCounts.sum_of([one, other]) == ReportedCounts(17, 8, 5, 13, (1, 1, 2, 1))
+    assert ReportedCounts.sum_of([one]) == one
+    assert ReportedCounts.sum_of([one, None]) is ReportedCounts.sum_of([None]) is None
+    rates_alone = ReportedCounts(9, 3)
+    assert ReportedCounts.sum_of([one, rates_alone]) == ReportedCounts(18, 6)
