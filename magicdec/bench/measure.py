@@ -15,10 +15,10 @@ from magicdec.bench.check.replays import PrefilledMeans, ServedMeans, whole
 from magicdec.bench.groups import ArrivingRequests, PromptBatches
 from magicdec.bench.prepare import PreparedServing
 from magicdec.bench.records_of import (
+    context_of_modes,
+    context_of_run,
     failed_record,
     pass_record,
-    told_of_modes,
-    told_of_run,
 )
 from magicdec.bench.runner import MeasuredPass, PlannedPass, Runner
 from magicdec.distributed.start import close_groups, start_process_group
@@ -102,7 +102,9 @@ def records_of_run(
     """The records of the passes of a run, the last of which was checked beside the first."""
     checks = [*(reference_check(each, checked) for each in passes[:-1]), checked]
     return [
-        pass_record(measured, of_pass, told_of_run(prepared, passes, measured, environment, taken))
+        pass_record(
+            measured, of_pass, context_of_run(prepared, passes, measured, environment, taken)
+        )
         for measured, of_pass in zip(passes, checks, strict=True)
     ]
 
@@ -237,8 +239,8 @@ class ServedChecks:
             self.wholes.pop(measured.name, None)
             measured.last = None
         if runner.launch.rank == 0 and len(measured.checks) == runner.groups.count:
-            told = told_of_modes(self.prepared, measured, runner)
-            record = pass_record(measured, combined(measured.checks), told)
+            context = context_of_modes(self.prepared, measured, runner)
+            record = pass_record(measured, combined(measured.checks), context)
             self.measured.records.append(record)
             self.measured.traces.append(measured.groups[-1].details.trace)
             self.keep(record)

@@ -20,7 +20,7 @@ from magicdec.records.acceptance import ReportedCounts
 from magicdec.records.computing import Beside
 from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.metrics import REPORTABLE
-from magicdec.records.pass_record import GroupRecord, PassRecord
+from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
 from magicdec.records.record import Status
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import UNKNOWN_ID, Moves, Request
@@ -34,8 +34,8 @@ OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a record says beside the measurements of its pass."""
+class RecordContext:
+    """What the record of a pass says beside its measurements."""
 
     config: dict[str, Any]
     environment: Environment
@@ -45,25 +45,25 @@ class Told:
     memory: MemoryRecord | None = None
 
 
-def pass_record(measured: MeasuredPass, checked: Checked, told: Told) -> PassRecord:
+def pass_record(measured: MeasuredPass, checked: Checked, context: RecordContext) -> PassRecord:
     """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
     planned = measured.planned
     system = planned.system
-    reference = told.reference
+    reference = context.reference
     is_drafting = planned.serving_pass.is_drafting
     is_external = system.is_external
     if reference is not None:
         is_external |= reference.planned.system.is_external
-    dtype = told.config["model"]["dtype"]
+    dtype = context.config["model"]["dtype"]
     status = status_of(checked.num_differing, checked.correctness, dtype, is_external)
     passed = status is not Status.MISMATCH
     parts = parts_of(measured)
     beside = Beside(
         is_drafting=is_drafting,
         is_random=system.run.is_random,
-        bandwidth=told.environment.read_bandwidth_bytes_per_s,
-        goodput=told.goodput,
-        categories=told.workload.categories,
+        bandwidth=context.environment.read_bandwidth_bytes_per_s,
+        goodput=context.goodput,
+        categories=context.workload.categories,
         gaps_ms=[gap for group in measured.groups for gap in gaps_of(group)],
         reported_total=ReportedCounts.sum_of(
             [group.observer.verifications.reported_total for group in measured.groups]
@@ -76,14 +76,14 @@ def pass_record(measured: MeasuredPass, checked: Checked, told: Told) -> PassRec
         parts,
         beside,
         status=status,
-        config=told.config,
-        environment=told.environment,
-        workload=told.workload,
+        config=context.config,
+        environment=context.environment,
+        workload=context.workload,
         correctness=checked.correctness,
         reference=None if reference is None else reference.name,
         num_differing=checked.num_differing,
         details=measured.groups[-1].details.recorded,
-        memory=told.memory if passed else without_measured(told.memory),
+        memory=context.memory if passed else without_measured(context.memory),
     )
     if record.details is None:
         return record
@@ -106,7 +106,7 @@ def parts_of(measured: MeasuredPass) -> MeasuredParts:
     return MeasuredParts(requests, groups)
 
 
-def requests_of(group: MeasuredGroup, run: Prepared) -> list[Any]:
+def requests_of(group: MeasuredGroup, run: Prepared) -> list[RequestRecord]:
     # With random weights a draft and its target agree by chance alone.
     judged = None if run.is_random else group.observer.verifications
     scores = scores_of(run, group.requests)
@@ -227,19 +227,19 @@ def scores_of(prepared: Prepared, requests: Sequence[Request]) -> list[float] | 
     return answer_scores(answers, requests, prepared.tokenizer)
 
 
-# --- What is told of a run, and of modes that serve.
+# --- The contexts of records: of a run, and of modes that serve.
 
 
-def told_of_run(
+def context_of_run(
     prepared: Prepared,
     passes: Sequence[MeasuredPass],
     measured: MeasuredPass,
     environment: Environment,
     taken: MemoryTaken,
-) -> Told:
+) -> RecordContext:
     is_drafting = measured.planned.serving_pass.is_drafting
     config = prepared.config if is_drafting else prepared.config.without_drafts()
-    return Told(
+    return RecordContext(
         config=config.to_dict(),
         environment=environment,
         workload=prepared.describe_workload(),
@@ -249,7 +249,9 @@ def told_of_run(
     )
 
 
-def told_of_modes(prepared: PreparedServing, measured: MeasuredPass, runner: Runner) -> Told:
+def context_of_modes(
+    prepared: PreparedServing, measured: MeasuredPass, runner: Runner
+) -> RecordContext:
     planned = measured.planned
     system = planned.system
     group = measured.groups[-1]
@@ -257,7 +259,7 @@ def told_of_modes(prepared: PreparedServing, measured: MeasuredPass, runner: Run
     memory = None
     if not system.is_external:
         memory = describe_memory(measured.plan, None, measured.memory)
-    return Told(
+    return RecordContext(
         config=describe_config(prepared, planned),
         environment=group.load.add_to(environment),
         workload=replace(system.run, workload=prepared.run.workload).describe_workload(),
