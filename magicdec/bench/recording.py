@@ -41,18 +41,19 @@ class MeasuredParts:
 def status_of(
     num_differing: int | None, correctness: Correctness, dtype: str, is_external: bool = False
 ) -> Status:
-    """The status of a pass. `num_differing` is None if tokens cannot be compared. `is_external`:
-    another program made some of them."""
+    """The status of a pass. `num_differing` is None if the tokens of some requests cannot be
+    compared; others may differ all the same. `is_external`: another program made some of them."""
     if correctness.has_wrong_steps or correctness.has_alarms:
         return Status.MISMATCH
+    if correctness.num_diverged:
+        return Status.MISMATCH
+    differs = bool(num_differing) or correctness.identical is False
+    if differs and correctness.num_diverged is None:  # it was not judged
+        is_wrong = dtype == EXACT_DTYPE and not is_external
+        return Status.MISMATCH if is_wrong else Status.UNVERIFIED
     if num_differing is None:
         return Status.UNVERIFIED
-    if num_differing == 0:
-        return Status.VERIFIED
-    if correctness.num_diverged is not None:
-        return Status.MISMATCH if correctness.num_diverged else Status.VERIFIED_WITH_TIES
-    is_wrong = dtype == EXACT_DTYPE and not is_external
-    return Status.MISMATCH if is_wrong else Status.UNVERIFIED
+    return Status.VERIFIED_WITH_TIES if num_differing else Status.VERIFIED
 
 
 def is_comparable(ours: Measured, theirs: Measured) -> bool:

@@ -131,10 +131,13 @@ def compared_text(record: PassRecord, is_verbose: bool) -> str:
         return f"its {tokens} are compared with nothing, because there is no other pass"
     if record.name == record.reference:
         return f"its {tokens} are the reference of the others"
-    if record.num_differing is None and is_greedy(record.config):
-        return f"its {tokens} are not compared, because a server sent no token ids"
     if record.num_differing is None:
-        return f"its {tokens} are not compared, because drafts are sampled"
+        is_of_server = is_greedy(record.config)
+        reason = "a server sent no token ids" if is_of_server else "drafts are sampled"
+        if found is None or found.identical is not False:
+            return f"its {tokens} are not compared, because {reason}"
+        # In another repeat they were.
+        return f"some of its {tokens} are not compared, because {reason}, and others differ"
     total = len(record.requests)
     if record.num_differing == 0:
         subject = "its request has" if total == 1 else f"all {total} requests have"

@@ -310,7 +310,8 @@ class PassRecord(MeasuredRecord):
         null="if it is the only one, and of a pass that failed before another one",
     )
     num_differing: int | None = recorded(
-        "requests with tokens other than those in `reference`", null="if they cannot be compared"
+        "requests with tokens other than those in `reference`",
+        null="if those of some requests cannot be compared",
     )
     metrics: PassMetrics | None = recorded("its metrics", null="if `mismatch` or `failed`")
     details: RecordedDetails = recorded(
@@ -364,9 +365,12 @@ class PassRecord(MeasuredRecord):
         if self.workload is None and self.status != Status.FAILED:
             return "it has no workload"
         found = self.correctness
+        if found is None and self.status != Status.FAILED:
+            return "it does not say how its tokens compare, although it did not fail"
         if found is not None and (found.has_wrong_steps or found.has_alarms):
             return None if self.status == Status.MISMATCH else "its status hides wrong steps"
-        if self.status == Status.MISMATCH and not self.num_differing:
+        differs = bool(self.num_differing) or (found is not None and found.identical is False)
+        if self.status == Status.MISMATCH and not differs:
             return "it is a mismatch, but no tokens differ, and no steps or forwards are wrong"
         if self.passed and found is not None and found.num_diverged:
             return f"its status is {self.status}, but its tokens diverged"

@@ -39,6 +39,7 @@ from magicdec.records.correctness import (
     JudgedAgain,
     Misjudged,
 )
+from magicdec.records.describe import verdict_of
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes
 from magicdec.records.record import Status, append_together
@@ -336,6 +337,10 @@ METRICS = run_records()[1].metrics
         {"status": Status.VERIFIED, "num_differing": 1},
         {"status": Status.VERIFIED_WITH_TIES, "num_differing": 0},
         {"status": Status.VERIFIED_WITH_TIES, "num_differing": None},
+        MISMATCH | {"num_differing": 0},
+        MISMATCH | {"num_differing": None},
+        {"status": Status.UNVERIFIED, "num_differing": None, "correctness": None},
+        {"correctness": None},
         {"workload": None},
         {"requests": []},
         {"groups": []},
@@ -345,6 +350,16 @@ METRICS = run_records()[1].metrics
 def test_contradictions_cannot_be_made(fields: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         small(**fields)
+
+
+def test_where_some_tokens_cannot_be_compared_others_can_be_wrong() -> None:
+    """As with `--repeats` of a server that once sends no ids."""
+    record = small(**MISMATCH | {"num_differing": None, "correctness": DIVERGED})
+    said = verdict_of(record)
+    assert "some of its 99 tokens are not compared, because a server sent no token ids" in said
+    assert said.startswith("MISMATCH") and "and others differ" in said
+    alone = small(**ALONE | {"reference": "static"})
+    assert verdict_of(alone).startswith("unverified, its 12 tokens are not compared, because a ser")
 
 
 def small(**fields: Any) -> PassRecord:
