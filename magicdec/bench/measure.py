@@ -153,16 +153,17 @@ class MeasuredPasses:
     """What a command has measured so far, on the first rank."""
 
     records: list[PassRecord] = field(default_factory=list)
-    traces: list[PassTrace | None] = field(default_factory=list)  # of each record
+    traces: list[list[PassTrace | None]] = field(default_factory=list)  # of each, by group
 
 
 def measure_modes(
     prepared: PreparedServing, keep: Callable[[PassRecord], None], is_logged: bool = False
 ) -> MeasuredPasses:
     """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
-    only that one. With `is_logged` steps say what was drafted and read, as the gate compares it.
-    All ranks call it; only the first makes records. Raises PeerLost, or the RuntimeError of a
-    collective, if another rank has ended."""
+    only that one; of passes that are not done it gets what they have served by then. With
+    `is_logged` steps say what was drafted and read, as the gate compares it. All ranks call it;
+    only the first makes records. Raises PeerLost, or the RuntimeError of a collective, if another
+    rank has ended."""
     launch = prepared.launch
     session = RankSession(launch, prepared.run.config.parallel)
     session.begin()
@@ -178,9 +179,9 @@ def measure_modes(
     runner = Runner(passes, groups, session, progress, checks, is_timed=is_timed)
     try:
         runner.measure()
-    except NotFinite as error:
-        if launch.rank == 0 and runner.current is not None:
-            keep(failed_record(prepared, runner.current, runner, str(error)))
+    except BaseException as error:
+        if launch.rank == 0:
+            checks.keep_unfinished(runner, error)
         raise
     runner.close()
     close_groups()
@@ -239,11 +240,28 @@ class ServedChecks:
             self.wholes.pop(measured.name, None)
             measured.last = None
         if runner.launch.rank == 0 and len(measured.checks) == runner.groups.count:
-            context = context_of_modes(self.prepared, measured, runner)
-            record = pass_record(measured, combined(measured.checks), context)
-            self.measured.records.append(record)
-            self.measured.traces.append(measured.groups[-1].details.trace)
-            self.keep(record)
+            self.record(runner, measured)
+
+    def record(self, runner: Runner, measured: MeasuredPass) -> None:
+        """Makes the record of a pass from the groups that it has served."""
+        context = context_of_modes(self.prepared, measured, runner)
+        record = pass_record(measured, combined(measured.checks), context)
+        self.measured.records.append(record)
+        self.measured.traces.append([group.details.trace for group in measured.groups])
+        self.keep(record)
+
+    def keep_unfinished(self, runner: Runner, error: BaseException) -> None:
+        """Makes the records of the passes that have not served all groups, where an error or the
+        user ends the command: each has the groups whose tokens were checked by then, and the one
+        whose logits are not finite has failed."""
+        for planned, measured in runner.measured.items():
+            if len(measured.checks) == runner.groups.count:
+                continue  # it has its record
+            del measured.groups[len(measured.checks) :]
+            if isinstance(error, NotFinite) and planned is runner.current:
+                self.keep(failed_record(self.prepared, measured, runner, str(error)))
+            elif measured.groups:
+                self.record(runner, measured)
 
     def means_of(self, runner: Runner, number: int) -> ServedMeans:
         """The means for a group. Forwards are compared once, in the first one."""

@@ -114,6 +114,8 @@ def verdict_of(record: PassRecord, is_verbose: bool = True) -> str:
     text = f"{status.upper() if is_wrong else status}, {compared_text(record, is_verbose)}"
     if record.emulated_by and not record.accepts_by_chance:
         text = f"{text}, EMULATED by {' '.join(record.emulated_by)}"
+    if record.num_missing_repeats:
+        text = f"{text}, {len(record.groups)} repeats of {record.config['workload']['repeats']}"
     found = record.correctness
     if found is not None and (is_verbose or record.status != Status.VERIFIED_WITH_TIES):
         text += judged_text(found.judged_again)
@@ -158,7 +160,11 @@ def verdicts_of(records: Sequence[PassRecord], is_verbose: bool) -> list[tuple[s
     tokens of the first, and otherwise one for each pass of which there is more to say."""
     shown = list(records)
     if not is_verbose:
-        shown = [each for each in records if each.status != Status.VERIFIED or each.emulated_by]
+        shown = [
+            each
+            for each in records
+            if each.status != Status.VERIFIED or each.emulated_by or each.num_missing_repeats
+        ]
     if shown:
         return [
             (f"{each.name}: {verdict_of(each, is_verbose)}", STYLES[Status(each.status)])

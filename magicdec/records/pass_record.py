@@ -315,12 +315,18 @@ class PassRecord(MeasuredRecord):
     )
     metrics: PassMetrics | None = recorded("its metrics", null="if `mismatch` or `failed`")
     details: RecordedDetails = recorded(
-        "what its system measured beside the requests; see the page of the system", null=NO_STAGES
+        "what its system measured beside the requests; see the page of the system. Of several "
+        "groups counts are summed, the largest and the least are of all, and shares and times are "
+        "means over the groups; of what a server reports, that is taken which all groups have",
+        null=NO_STAGES,
     )
     requests: list[RequestRecord] = recorded(
-        "the requests in the order of arrival, group after group; none if `failed`"
+        "the requests in the order of arrival, group after group; if `failed`, those of the groups "
+        "that had ended before"
     )
-    groups: list[GroupRecord] = recorded("the groups in order; none if `failed`")
+    groups: list[GroupRecord] = recorded(
+        "the groups in order; fewer than `--repeats` if the command was ended before"
+    )
     times_by_turn: list[TurnTimes] | None = recorded(
         "the times of requests by their turns in conversations",
         null="without `--turns`; if `mismatch` or `failed`",
@@ -409,6 +415,12 @@ class PassRecord(MeasuredRecord):
         for group in self.groups:
             yield group, self.requests[first : first + group.num_requests]
             first += group.num_requests
+
+    @property
+    def num_missing_repeats(self) -> int:
+        """The `--repeats` that it has not served, because the command was ended before."""
+        repeats: int = self.config["workload"].get("repeats", 1)
+        return max(0, repeats - len(self.groups)) if self.groups else 0
 
     @property
     def concurrency(self) -> int | None:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import Launch
+from conftest import Command, Launch
 from fake_clock import VirtualClock
-from identities import check_metrics
+from identities import check_command, check_metrics
 from rich.console import Console
 from serving_command import prepare_as
 
@@ -25,14 +25,16 @@ from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch as Ranks
+from magicdec.hardware.other_load import LoadWatch, OtherLoad
 from magicdec.hardware.threads import RankThreads
 from magicdec.output import tables as output_tables
 from magicdec.output.console import Progress
 from magicdec.output.tables import Table, text_of
 from magicdec.records.describe import verdict_of
 from magicdec.records.pass_record import PassRecord
-from magicdec.records.reading import parse_line
-from magicdec.runner.request import Batch, Request, StepOutput
+from magicdec.records.reading import parse_line, read_records
+from magicdec.records.record import Status
+from magicdec.runner.request import Batch, NotFinite, Request, StepOutput
 from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
@@ -535,6 +537,71 @@ def test_repeats_give_a_ratio_its_interval(
     low, high = metrics["throughput_ratio_interval"]
     assert low < metrics["throughput_ratio"] < high
     assert metrics["duration_s"] == pytest.approx(sum(64 / ratio for ratio in expected))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), NotFinite("the logits are not finite")])
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        (2, {"sequential": 1, "inflight": 1}),  # the reference is second then
+        (3, {"sequential": 3, "inflight": 2}),
+    ],
+)
+def test_repeats_that_had_ended_are_kept(
+    error: BaseException, failing: int, expected: dict[str, int], toy: Toy, words: list[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command,
+) -> None:  # fmt: skip
+    """What ends the command in one repeat of a mode costs no earlier one, of any mode."""
+    serve_toy = RoundRobin.serve
+
+    def ending(self: RoundRobin, serving_pass: Pass, *rest: Any) -> SystemDetails:
+        served = [name for name, lengths in self.log if len(lengths) == len(SHAPES)]
+        is_last = rest[1].is_measured and served.count("inflight") == failing - 1
+        if serving_pass.name == "inflight" and is_last:
+            raise error
+        return serve_toy(self, serving_pass, *rest)
+
+    monkeypatch.setattr(RoundRobin, "serve", ending)
+    words += ["--repeats", "3"]
+    if isinstance(error, NotFinite):
+        with pytest.raises(NotFinite):
+            toy("sequential", "inflight")
+    else:
+        assert toy("sequential", "inflight")[0] == 130
+    out = tmp_path / "out.jsonl"
+    records = list(read_records(out, PassRecord))
+    assert {record.name: len(record.groups) for record in records} == expected
+    assert check_command(records) == []
+    first, second = records
+    assert first.status == Status.VERIFIED and first.num_missing_repeats == 3 - len(first.groups)
+    assert len(second.requests) == len(second.groups) * len(SHAPES)
+    place = f"repeat {failing} of 3: inflight: "
+    if isinstance(error, NotFinite):
+        assert (second.status, second.metrics) == (Status.FAILED, None)
+        assert second.error == f"{place}the logits are not finite"
+    else:
+        assert second.status == Status.VERIFIED and second.metrics is not None
+        assert len(second.metrics.throughput_ratio_per_group or ()) == expected["inflight"]
+        said = command("table", out).out
+        assert f"inflight: verified, all {len(second.requests)} requests have the" in said
+        assert f", {len(second.groups)} repeats of 3" in said
+
+
+def test_the_load_of_a_mode_is_that_of_its_worst_repeat(
+    toy: Toy, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load of the whole command, which is watched too, is none of them."""
+    shares = iter([0.1, 0.3, 0.2])
+
+    def end(self: LoadWatch) -> None:
+        share = next(shares, 0.9)
+        self.found = OtherLoad(10 * share, 0.0, 1.0, share)
+
+    monkeypatch.setattr(LoadWatch, "end", end)
+    words += ["--repeats", "3"]
+    _, (record,) = toy("sequential")
+    environment = record["environment"]
+    assert (environment["cores_taken"], environment["cores_others"]) == (0.3, 3.0)
 
 
 def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
