@@ -87,8 +87,8 @@ ONLY = {
 class ServeFilesSection(PictureSection):
     trace: Path | None = setting(
         None,
-        "Write what every request and every stage did when in the Chrome trace format, for "
-        "chrome://tracing or ui.perfetto.dev.",
+        "Write what every request and every stage did when, in all repeats, in the Chrome trace "
+        "format, for chrome://tracing or ui.perfetto.dev.",
     )
 
     def check(self, out: Path, is_writer: bool) -> None:

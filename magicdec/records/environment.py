@@ -8,7 +8,7 @@ from magicdec.records.fields import RecordPart, recorded
 
 GPU_NULL = (
     "on CPU; without `nvidia-ml-py`; where the driver refuses; if `failed`; in `probe`, `latency` "
-    "and `inflight`"
+    "and `acceptance`"
 )
 LOAD_NULL = (
     "if unknown; if it took less than a second; if `failed`; where another program computed, as of "

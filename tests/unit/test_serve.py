@@ -541,25 +541,28 @@ def test_repeats_give_a_ratio_its_interval(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), NotFinite("the logits are not finite")])
 @pytest.mark.parametrize(
-    ("failing", "expected"),
+    ("failing", "repeat", "expected"),
     [
-        (2, {"sequential": 1, "inflight": 1}),  # the reference is second then
-        (3, {"sequential": 3, "inflight": 2}),
+        ("inflight", 2, {"sequential": 1, "inflight": 1}),  # the reference is second then
+        ("sequential", 2, {"sequential": 1, "inflight": 1}),  # nothing has checked the other yet
+        ("inflight", 3, {"sequential": 3, "inflight": 2}),
     ],
 )
 def test_repeats_that_had_ended_are_kept(
-    error: BaseException, failing: int, expected: dict[str, int], toy: Toy, words: list[str],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command,
+    error: BaseException, failing: str, repeat: int, expected: dict[str, int], toy: Toy,
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command,
 ) -> None:  # fmt: skip
     """What ends the command in one repeat of a mode costs no earlier one, of any mode."""
     serve_toy = RoundRobin.serve
 
-    def ending(self: RoundRobin, serving_pass: Pass, *rest: Any) -> SystemDetails:
+    def ending(
+        self: RoundRobin, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
         served = [name for name, lengths in self.log if len(lengths) == len(SHAPES)]
-        is_last = rest[1].is_measured and served.count("inflight") == failing - 1
-        if serving_pass.name == "inflight" and is_last:
+        is_last = observer.is_measured and served.count(failing) == repeat - 1
+        if serving_pass.name == failing and is_last:
             raise error
-        return serve_toy(self, serving_pass, *rest)
+        return serve_toy(self, serving_pass, requests, observer)
 
     monkeypatch.setattr(RoundRobin, "serve", ending)
     words += ["--repeats", "3"]
@@ -572,19 +575,23 @@ def test_repeats_that_had_ended_are_kept(
     records = list(read_records(out, PassRecord))
     assert {record.name: len(record.groups) for record in records} == expected
     assert check_command(records) == []
-    first, second = records
-    assert first.status == Status.VERIFIED and first.num_missing_repeats == 3 - len(first.groups)
-    assert len(second.requests) == len(second.groups) * len(SHAPES)
-    place = f"repeat {failing} of 3: inflight: "
-    if isinstance(error, NotFinite):
-        assert (second.status, second.metrics) == (Status.FAILED, None)
-        assert second.error == f"{place}the logits are not finite"
-    else:
-        assert second.status == Status.VERIFIED and second.metrics is not None
-        assert len(second.metrics.throughput_ratio_per_group or ()) == expected["inflight"]
-        said = command("table", out).out
-        assert f"inflight: verified, all {len(second.requests)} requests have the" in said
-        assert f", {len(second.groups)} repeats of 3" in said
+    assert command("export", out, "--out", tmp_path / "out.csv").code == 0
+    assert command("report", out, "--out", tmp_path / "page").code == 0
+    said = command("table", out).out
+    for record in records:
+        assert len(record.requests) == len(record.groups) * len(SHAPES)
+        assert record.num_missing_repeats == 3 - len(record.groups)
+        if record.name == failing and isinstance(error, NotFinite):
+            assert (record.status, record.metrics) == (Status.FAILED, None)
+            place = f"repeat {repeat} of 3: {failing}: "
+            assert record.error == f"{place}the logits are not finite"
+            continue
+        assert record.status == Status.VERIFIED and record.metrics is not None
+        if record.name == "inflight":
+            ratios = record.metrics.throughput_ratio_per_group or ()
+            assert len(ratios) == len(record.groups)
+            assert f"inflight: verified, all {len(record.requests)} requests have the" in said
+            assert f", {len(record.groups)} repeats of 3" in said
 
 
 def test_the_load_of_a_mode_is_that_of_its_worst_repeat(
