@@ -115,7 +115,7 @@ def verdict_of(record: PassRecord, is_verbose: bool = True) -> str:
     if record.emulated_by and not record.accepts_by_chance:
         text = f"{text}, EMULATED by {' '.join(record.emulated_by)}"
     if record.num_missing_repeats:
-        text = f"{text}, {len(record.groups)} repeats of {record.config['workload']['repeats']}"
+        text = f"{text}, {len(record.groups)} of {record.config['workload']['repeats']} repeats"
     found = record.correctness
     if found is not None and (is_verbose or record.status != Status.VERIFIED_WITH_TIES):
         text += judged_text(found.judged_again)

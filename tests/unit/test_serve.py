@@ -591,7 +591,7 @@ def test_repeats_that_had_ended_are_kept(
             ratios = record.metrics.throughput_ratio_per_group or ()
             assert len(ratios) == len(record.groups)
             assert f"inflight: verified, all {len(record.requests)} requests have the" in said
-            assert f", {len(record.groups)} repeats of 3" in said
+            assert f", {len(record.groups)} of 3 repeats" in said
 
 
 def test_the_load_of_a_mode_is_that_of_its_worst_repeat(
