@@ -201,7 +201,8 @@ class AutoLength(DraftLength):
         count = self._then
         ids = [r.request_id for r in batch.requests]
         if self._left == 0 or len(ids) != self._rows:
-            self._rows, before = len(ids), (self._then, self._split)
+            self._rows = len(ids)
+            before = (self._then, self._split)
             decision = upload(self.decide(batch), self.device)
             numbers = self.group.broadcast(decision, 0).tolist()
             costs = [n / COST_UNIT for n in numbers[:4]]

@@ -60,7 +60,8 @@ class MixedDrafter(Drafter):
         self.model.admit(requests)
         self.draft_kv = self.model.draft_kv
         # In drafts that are timed before the next plan:
-        self._uses_model, self._model_tokens = True, self.lookup.max_gamma
+        self._uses_model = True
+        self._model_tokens = self.lookup.max_gamma
 
     def release(self, rows: Sequence[int]) -> None:
         self.lookup.release(rows)

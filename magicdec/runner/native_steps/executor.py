@@ -268,7 +268,8 @@ class Executor:
         `length` - 1 of rows [B] received from the newest queries [B, T, H, D], summed over these
         and a KV head's query heads. `layer` is the number of one in the cache, which has native
         layout. `sinks`, float32 [H]: logits that take part in the softmax."""
-        (num_rows, num_new, num_heads, size), shape = queries.shape, cache.shape
+        (num_rows, num_new, num_heads, size) = queries.shape
+        shape = cache.shape
         assert queries.dtype == cache.k.dtype and num_new <= length - first
         queries = queries.contiguous()
         table = cache.block_table
