@@ -252,7 +252,7 @@ class AutoLength(DraftLength):
         cost = DraftCost(step / seconds[0], token / seconds[0])
         lookup = self._cost_of_lookup(cost)
         costs = [cost.step, cost.token, lookup.step, lookup.token]
-        whole = [round(each * COST_UNIT) for each in costs]
+        whole = [round(cost_s * COST_UNIT) for cost_s in costs]
         return [*whole, first, best, *self._split_rows(batch, best, drafting)]
 
     def _cost_of_lookup(self, cost: DraftCost) -> DraftCost:
