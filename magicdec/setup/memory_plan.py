@@ -29,16 +29,15 @@ def working_bytes(plan: ModelPlan) -> int:
     """The largest of a prompt chunk, a verification, a policy's first choice, loading a matrix and
     the bandwidth buffer; plus rotary table and libraries."""
     config = plan.config
-    w = plan.config.workload
+    room = plan.config.capacity
     longest = max_tokens(plan.config)
-    chunk = min(config.attention.prefill_chunk, w.prefix_len)
-    T = 1 + longest - w.prefix_len - w.num_new_tokens
+    chunk = min(config.attention.prefill_chunk, room.prompt_len)
+    T = 1 + longest - room.max_len
     observes = config.decoding.drafts_itself and load_policy(config.kv.policy).needs_weights
     buffer = BANDWIDTH_BYTES // plan.shard.size
     needs = (
         forward_bytes(plan, (1, chunk, longest)),
-        forward_bytes(plan, (w.batch_size, T, longest), observes)
-        + _logits_bytes(plan, w.batch_size * T),
+        forward_bytes(plan, (room.rows, T, longest), observes) + _logits_bytes(plan, room.rows * T),
         first_choice_bytes(plan),
         _loading_bytes(plan),
         buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES,
@@ -52,12 +51,12 @@ def first_choice_bytes(plan: ModelPlan) -> int:
     scores the keys of a layer by kept queries."""
     config = plan.config
     policy = make_policy(plan.config.kv)
-    w = plan.config.workload
+    room = plan.config.capacity
     if not config.decoding.drafts_itself:
         return 0
-    B = w.batch_size
-    S = w.prefix_len
-    T = policy.rerun_tokens(w.prefix_len)
+    B = room.rows
+    S = room.prompt_len
+    T = policy.rerun_tokens(room.prompt_len)
     forward = forward_bytes(plan, (B, T, S), policy.needs_weights)
     rerun = B * T * plan.bytes_per_token + forward if T else 0
     call = _call_size(plan, (B, min(policy.observed_tokens, S), S))

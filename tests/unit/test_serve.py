@@ -398,8 +398,8 @@ class RoundRobin(System):
     interrupted: ClassVar[str | None] = None  # the pass that a user interrupts
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        workload = self.options.batch_of(run_config.workload, 1)
-        self.run = self.complete(self.find(run_config, workload, cache), cache)
+        capacity = self.options.capacity(1)
+        self.run = self.complete(self.find(run_config, capacity, cache), cache)
         self.clock, self.log = VirtualClock(1.0), list[tuple[str, list[tuple[int, int]]]]()
         self.made.append(self)
 

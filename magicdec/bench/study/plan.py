@@ -137,8 +137,9 @@ def has_room(cell: StudyCell) -> bool:
     assert cell.prepared is not None, "only cells that can run are planned"
     free = cell.prepared.free
     config = cell.resolved.config
-    w = cell.resolved.config.workload
+    asked = config.capacity
     if free is None:
         return True
-    config = replace(config, workload=replace(w, batch_size=w.batch_size * w.num_batches))
+    rows = asked.rows * config.workload.num_batches
+    config = replace(config, capacity=replace(asked, rows=rows))
     return needed(config, cell.resolved.models, cell.resolved.launch).total <= free

@@ -77,8 +77,8 @@ class Servers(System):
     computes = False
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        workload = self.options.batch_of(run_config.workload, self.rows)
-        models = self.find(run_config, workload, cache)
+        capacity = self.options.capacity(self.rows)
+        models = self.find(run_config, capacity, cache)
         self.run = self.complete(of_first_rank_alone(models), cache)
         number = self.passes[0].server
         self.model = self.settings.of_server("endpoint_model", number)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
 from magicdec.distributed.groups import Group, Launch, ParallelGroups, exchange_texts
@@ -156,13 +157,10 @@ class Timing(ABC):
 
     @property
     def config(self) -> ResolvedConfig:
-        workload = replace(
-            self.run.config.workload,
-            batch_size=self.step.rows,
-            prefix_len=self.step.context,
-            gen_len=self.growth * self.step.num_tokens,
-        )
-        return replace(self.run.config, workload=workload)
+        new_tokens = self.growth * self.step.num_tokens
+        context = self.step.context
+        room = Capacity(self.step.rows, context, context + new_tokens, new_tokens)
+        return replace(self.run.config, capacity=room)
 
     @property
     def device(self) -> torch.device:
@@ -220,12 +218,11 @@ class Timing(ABC):
     def load(self, part: StagePart, groups: ParallelGroups, has_ends: bool = False) -> Timer:
         """A timer of a part of the target, whose cache is filled in place of fresh zeros."""
         models = LoadedModels(self.device, make_progress(False))
-        w = self.config.workload
         source = self.run.source
         ranks = groups.target.ranks
         rank = self.run.launch.rank
         plan = ModelPlan(
-            self.config, source.config, ranks, rank, part, row_tokens=w.prefix_len + w.gen_len
+            self.config, source.config, ranks, rank, part, row_tokens=self.config.capacity.max_len
         )
         runner = make_runner(plan, source, groups.target, models)
         runner.caches.fill(0.1)
