@@ -318,8 +318,9 @@ def find_model(args: PlanSection) -> ModelConfig:
     return config
 
 
-def make_plan(args: PlanSection) -> SpeculationPlan:
-    """The plan of the flags. Raises ValueError, one line naming the flag."""
+def make_plan(args: PlanSection, records: RecordsByKind | None = None) -> SpeculationPlan:
+    """The plan of the flags. `records` are those of the file of `--acceptance` that count (None:
+    all). Raises ValueError, one line naming the flag."""
     if args.acceptance is None and args.conditional_acceptance is None:
         raise ValueError("give --acceptance or --conditional_acceptance")
     config = find_model(args)
@@ -336,7 +337,7 @@ def make_plan(args: PlanSection) -> SpeculationPlan:
             args.kv_policy,
             args.acceptance_gamma,
             args.draft_weights,
-            args.records,
+            args.records if records is None else records,
             args.acceptance_curve,
             args.names,
         )

@@ -83,10 +83,12 @@ def curves_of_file(
         unused = ""
     if not curves:
         command = "selfspec" if drafter == "self" else "longspec"
+        drafts = dict.fromkeys(record.draft for record in records.get("acceptance", ()))
+        found = f"; it has acceptance of {', '.join(drafts)}" if drafts else ""
         raise ValueError(
             f"--acceptance {path} has no record with acceptance under a KV budget and --kv_policy "
             f"{policy}{f' --draft_weights {weights}' if weights else ''}; "
-            f"`magicdec {command}` makes one"
+            f"`magicdec {command}` makes one{found}"
         )
     chosen_budgets = sorted(curves) if budgets is None else budgets
     for budget in chosen_budgets:

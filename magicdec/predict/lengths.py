@@ -70,9 +70,9 @@ class AcceptanceLengths:
         return interval(np.array(self.estimates(context, gamma)), 1, 1 + gamma)
 
     def to_dict(self) -> dict[str, Any]:
-        """For a record: lengths by draft tokens, and of several contexts by context first."""
+        """For a record: lengths by context and draft tokens, or by draft tokens alone."""
         lengths = {
             str(context): {str(gamma): of[gamma][0] for gamma in sorted(of)}
             for context, of in sorted(self.by_context.items())
         }
-        return lengths if len(lengths) > 1 else next(iter(lengths.values()))
+        return lengths.get(str(EVERYWHERE), lengths)

@@ -237,15 +237,15 @@ def _cells(record: PlanRecord) -> Table:
     overhead_us = 1e6 * ranks["hardware"]["layer_overhead_s"] * model["num_layers"]
     curves = "; ".join(f"budget {b}: {_curve(a)}" for b, a in workload["acceptance"].items())
     contexts = _contexts(record)
-    where = "by context" if contexts else "the same at every context"
+    is_flat = all(len(of_budget) == 1 for of_budget in contexts.values())
+    where = "the same at every context" if is_flat else "by context"
     lines = [
         PREDICTED,
         f"model       {_name(model)}, {model['dtype']}; draft: {_drafting(record)}",
         f"{describe_machine(ranks)}, {overhead_us:,.0f} us fixed per forward",
         f"acceptance  {workload['acceptance_source']}, {where}; {curves}",
     ]
-    if contexts:
-        lines += _outside(record, contexts)
+    lines += [] if is_flat else _outside(record, contexts)
     limit = model["max_length"]
     beyond = sorted({cell.prefix_len for cell in record.cells if cell.prefix_len > limit})
     if beyond:
@@ -276,12 +276,12 @@ def _table(record: PlanRecord, cells: Sequence[PlanCell], only: Sequence[str]) -
 def _speedups(record: PlanRecord) -> Table | None:
     """The speedups with their intervals, and what the shortest context alone would predict; None of
     an acceptance without texts and contexts."""
-    contexts = _contexts(record)
     has_texts = any(cell.speedup_interval for cell in record.cells)
-    if not contexts and not has_texts:
+    has_contexts = any(cell.flat_speedup is not None for cell in record.cells)
+    if not has_contexts and not has_texts:
         return None
     parts = ["in brackets 95 % intervals over texts"] if has_texts else []
-    parts += [f"flat: with the acceptance at {contexts[0]} alone"] if contexts else []
+    parts += ["flat: with the acceptance of the shortest context alone"] if has_contexts else []
     return replace(_table(record, record.cells, SPEEDUPS), title="; ".join(["speedups", *parts]))
 
 
@@ -290,11 +290,13 @@ def _bare(cell: PlanCell) -> PlanCell:
     return replace(cell, speedup_interval=None, net_speedup_interval=None)
 
 
-def _contexts(record: PlanRecord) -> list[int]:
-    """The contexts at which the acceptance was measured, in rising order; none if it is the same at
-    every one."""
-    curves = record.config["workload"]["acceptance"].values()
-    return sorted({int(key) for curve in curves if _is_by_context(curve) for key in curve})
+def _contexts(record: PlanRecord) -> dict[str, list[int]]:
+    """For each budget, the contexts at which its acceptance was measured, in rising order; none of
+    budgets for which it was given without one."""
+    curves = record.config["workload"]["acceptance"]
+    return {
+        budget: sorted(map(int, curve)) for budget, curve in curves.items() if _is_by_context(curve)
+    }
 
 
 def _is_by_context(acceptance: Any) -> bool:
@@ -302,14 +304,19 @@ def _is_by_context(acceptance: Any) -> bool:
     return is_map and all(isinstance(each, Mapping) for each in acceptance.values())
 
 
-def _outside(record: PlanRecord, contexts: Sequence[int]) -> Iterator[str]:
-    """A line about each prefix that is shorter or longer than what was measured."""
-    first = contexts[0]
-    last = contexts[-1]
-    for prefix in sorted({cell.prefix_len for cell in record.cells}):
-        nearest = min(max(prefix, first), last)
-        if nearest != prefix:
-            yield f"note        no acceptance was measured at {prefix}; that at {nearest} is held"
+def _outside(record: PlanRecord, contexts: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Lines about prefixes that are shorter or longer than what was measured."""
+    budgets: dict[str, list[str]] = {}
+    for budget, of_budget in contexts.items():
+        prefixes = dict.fromkeys(cell.prefix_len for cell in record.cells)
+        outside = [str(S) for S in prefixes if not of_budget[0] <= S <= of_budget[-1]]
+        budgets.setdefault(", ".join(outside), []).append(budget)
+    for prefixes_text, of_text in budgets.items():
+        if prefixes_text:
+            yield (
+                f"note        budget {' '.join(of_text)}: acceptance was not measured at "
+                f"{prefixes_text}; that of the nearest context is held"
+            )
 
 
 def _name(model: dict[str, Any]) -> str:
