@@ -112,7 +112,7 @@ class ResolvedConfig:
     def to_dict(self) -> dict[str, Any]:
         """The `config` of a record, nested by section (docs/record.md)."""
         w = self.workload
-        names = [each.name for each in dataclasses.fields(self)][1:]
+        names = [field.name for field in dataclasses.fields(self)][1:]
         sections = {name: _section(getattr(self, name)) for name in names}
         sections["workload"]["max_len"] = w.prefix_len + w.gen_len
         for name in OF_SERVING:
@@ -125,8 +125,8 @@ def _section(values: Any) -> Any:
     if values is None:
         return None
     entries: dict[str, Any] = {}
-    for each in dataclasses.fields(values):
-        entries[each.name] = value = getattr(values, each.name)
-        if "Choice" in str(each.type):  # a text, such as "Choice | None"
-            entries[f"{each.name}_reason"] = None if value is None else value.why
+    for field in dataclasses.fields(values):
+        entries[field.name] = value = getattr(values, field.name)
+        if "Choice" in str(field.type):  # a text, such as "Choice | None"
+            entries[f"{field.name}_reason"] = None if value is None else value.why
     return entries

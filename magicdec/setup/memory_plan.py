@@ -195,16 +195,16 @@ def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[Mo
 def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPlan:
     """The plan of one rank. `keeps_queries`: prefill keeps the queries that the KV policy asks
     for."""
-    targets = [each for each in plans if not each.is_draft]
-    drafts = [each for each in plans if each.is_draft]
+    targets = [plan for plan in plans if not plan.is_draft]
+    drafts = [plan for plan in plans if plan.is_draft]
     kept = sum(
-        each.policy_bytes + each.state_bytes + keeps_queries * each.query_bytes for each in plans
+        plan.policy_bytes + plan.state_bytes + keeps_queries * plan.query_bytes for plan in plans
     )
     return MemoryPlan(
-        sum(each.weight_bytes for each in targets),
-        sum(each.kv_bytes for each in targets),
-        sum(each.weight_bytes for each in drafts) + sum(each.copy_bytes for each in targets),
-        sum(each.kv_bytes for each in drafts) + kept,
+        sum(target.weight_bytes for target in targets),
+        sum(target.kv_bytes for target in targets),
+        sum(draft.weight_bytes for draft in drafts) + sum(target.copy_bytes for target in targets),
+        sum(draft.kv_bytes for draft in drafts) + kept,
         max(map(working_bytes, targets or drafts), default=0),
     )
 

@@ -86,7 +86,7 @@ class Prepared(ResolvedRun):
             categories=None if w.categories is None else [*w.categories],
             num_later_turns=None
             if w.conversations is None
-            else sum(each.num_left_out for each in w.conversations),
+            else sum(conversation.num_left_out for conversation in w.conversations),
             left_out=w.left_out,
             sha256=w.sha256,
         )

@@ -19,7 +19,8 @@ def counting() -> Any:
 def test_steps_have_the_forwards_between_them() -> None:
     """A target and a draft. What comes before the begin is in no step, and the prefill of a step
     that joins others is in that step."""
-    target, draft = counting(), counting()
+    target = counting()
+    draft = counting()
     runners = [target, draft]
     seen = list[int]()
     observer = PassObserver(

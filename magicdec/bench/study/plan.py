@@ -58,7 +58,9 @@ def make_plan(
     """The plan. Raises ValueError as `make_cells`, and for an unreadable results file."""
     cells = make_cells(configs, launch)
     results = Path(settings.out)
-    for cell in {id(each.resolved.source): each for each in cells}.values():  # one for each target
+    for cell in {
+        id(other.resolved.source): other for other in cells
+    }.values():  # one for each target
         check_agreement(cell.resolved, {"runs of the study": [c.name for c in cells]})
     order = in_order(cells, settings)
     rooms = make_rooms(cells)

@@ -217,7 +217,7 @@ class OpenRing:
             return SystemDetails()
         trace = PassTrace(
             [f"stage {number}" for number in range(len(stages))],
-            [sorted(each, key=lambda span: span.begin_s) for each in stages],
+            [sorted(stage, key=lambda span: span.begin_s) for stage in stages],
             dict(enumerate(samples)),
             frozenset(prompts),
             error_s,

@@ -105,7 +105,7 @@ class Servers(System):
         """Raises ValueError if the server lacks the model."""
         answer = self._object("/models", self._text(self.server, "/models", MODELS_BYTES))
         served = self._parts(answer, "data")
-        names = [str(each["id"]) for each in served if "id" in each]
+        names = [str(model["id"]) for model in served if "id" in model]
         self.model = self.model or next(iter(names), None)
         if self.model not in names:
             choices = ", ".join(names) or "no model"

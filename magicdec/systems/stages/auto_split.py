@@ -83,7 +83,7 @@ def choose_split(
     layers = split_layers(text, len(stages), num_layers, times)
     if not is_auto(text):
         return ChosenSplit(layers, text)
-    counts = [len(each) for each in layers]
+    counts = [len(layer) for layer in layers]
     reason = "" if times is None else explain(counts, times, source)
     return ChosenSplit(layers, ",".join(map(str, counts)), reason)
 
@@ -110,11 +110,12 @@ def stage_times(
 
 def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> str:
     stages = [each.seconds(count) for count, each in zip(counts, times, strict=True)]
-    layers = sorted({1e3 * each.layer_s for each in times})
-    beside = ", ".join(f"{1e3 * each.fixed_s:.3g}" for each in times)
+    layers = sorted({1e3 * time.layer_s for time in times})
+    beside = ", ".join(f"{1e3 * time.fixed_s:.3g}" for time in times)
+    predicted = ", ".join(f"{1e3 * stage_s:.3g}" for stage_s in stages)
+    range_of_layers = " to ".join(dict.fromkeys(f"{ms:.3g}" for ms in (layers[0], layers[-1])))
     return (
-        f"the stages are predicted to take {', '.join(f'{1e3 * each:.3g}' for each in stages)} ms, "
-        f"from {' to '.join(dict.fromkeys(f'{each:.3g}' for each in (layers[0], layers[-1])))} ms "
+        f"the stages are predicted to take {predicted} ms, from {range_of_layers} ms "
         f"a layer and {beside} ms beside layers ({source})"
     )
 
