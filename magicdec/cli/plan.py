@@ -131,7 +131,8 @@ class PlanSection(AcceptanceSection):
 
     acceptance_curve: str | None = setting(
         None,
-        "The curve of a golden file of --acceptance, such as thinking_on. Default: its only one.",
+        "The curve of a golden file of --acceptance, such as thinking_on or self_streaming_llm_65. "
+        "Default: its only one.",
     )
 
     @property

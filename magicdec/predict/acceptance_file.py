@@ -73,7 +73,7 @@ def curves_of_file(
     such record, or if what tells several apart is in no flag."""
     drafter, policy, weights = like
     positions, passes = (
-        [each for each in records.get(kind, ()) if drafting_of(each.config) == like]
+        [record for record in records.get(kind, ()) if drafting_of(record.config) == like]
         for kind in KINDS
     )
     curves, places = _of_every_position(path, positions, names)

@@ -92,8 +92,9 @@ class AcceptanceSection:
     acceptance: tuple[str, ...] | None = setting(
         None,
         "An acceptance rate as in a record (accepted / drafted tokens) such as 0.8. A plan also "
-        "takes a file of records, InferenceX's golden acceptance lengths (a .yaml), or several "
-        "rates, one for each --budget. Default: 0.8 in simulate.",
+        "takes a file of records (of magicdec acceptance by context, or of runs), InferenceX's "
+        "golden acceptance lengths (a .yaml), or several rates, one for each --budget. Default: "
+        "0.8 in simulate.",
         metavar="A",
     )
     conditional_acceptance: tuple[float, ...] | None = setting(

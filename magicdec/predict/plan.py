@@ -280,9 +280,10 @@ def _speedups(record: PlanRecord) -> Table | None:
     has_contexts = any(cell.flat_speedup is not None for cell in record.cells)
     if not has_contexts and not has_texts:
         return None
-    parts = ["in brackets 95 % intervals over texts"] if has_texts else []
-    parts += ["flat: with the acceptance of the shortest context alone"] if has_contexts else []
-    return replace(_table(record, record.cells, SPEEDUPS), title="; ".join(["speedups", *parts]))
+    title = "speedups"
+    title += " [95 % intervals over texts]" if has_texts else ""
+    title += "; flat: by the shortest context alone" if has_contexts else ""
+    return replace(_table(record, record.cells, SPEEDUPS), title=title)
 
 
 def _bare(cell: PlanCell) -> PlanCell:
