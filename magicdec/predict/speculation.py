@@ -119,11 +119,11 @@ class SpeculationCost:
             return step
         ends = tokens_interval(self.acceptance, gamma, S)
         # Of one gamma and place the speedup is a multiple of the tokens of a step.
-        each = step.speedup / step.tokens_per_step
+        per_token = step.speedup / step.tokens_per_step
         return replace(
             step,
             begin_s=self.begin_s(B, S),
-            speedup_interval=ends and [each * end for end in ends],
+            speedup_interval=ends and [per_token * end for end in ends],
         )
 
     def predict_step(self, B: int, S: int, gamma: int) -> Prediction:

@@ -4,15 +4,12 @@ and their acceptance lengths. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from magicdec.bench.acceptance.record import AcceptanceRecord, counts_of, lengths_by_depth
 from magicdec.config.capabilities import policy_called
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.workload import format_mark
-
-Lengths = Mapping[int, tuple[float, ...]]
-"""By draft tokens of a step, the acceptance length of all texts, followed by those without each."""
 
 
 def conditions_of(record: AcceptanceRecord) -> dict[str, str]:
@@ -69,8 +66,8 @@ def _weight(record: AcceptanceRecord) -> tuple[int, int]:
 
 
 def lengths_of(record: AcceptanceRecord) -> dict[int, tuple[float, ...]]:
-    """The acceptance lengths of the numbers of draft tokens that the record knows, computed from
-    its digits."""
+    """By number of draft tokens that the record knows, the acceptance length of all texts, followed
+    by those without each, computed from the digits."""
     lengths = lengths_by_depth([counts_of(text) for text in record.accepted], record.gamma)
     known = [row.depth for row in record.rows if row.tokens_per_step is not None]
     return {gamma: tuple(lengths[:, gamma - 1].tolist()) for gamma in known}
