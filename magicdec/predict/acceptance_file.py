@@ -95,9 +95,9 @@ def curves_of_file(
         if budget not in curves:
             choices = " ".join(map(str, sorted(curves)))
             raise ValueError(f"--budget {budget} is not in {path}; choose from {choices}")
-    of = ", ".join(sorted({places[budget] for budget in chosen_budgets}))
+    place = ", ".join(sorted({places[budget] for budget in chosen_budgets}))
     chosen = {budget: curves[budget] for budget in chosen_budgets}
-    return chosen, f"{path} (measured with {of}, {policy}{unused})"
+    return chosen, f"{path} (measured with {place}, {policy}{unused})"
 
 
 def _of_passes(records: Sequence[PassRecord]) -> tuple[Curves, dict[int, str]]:
@@ -133,18 +133,20 @@ def _of_every_position(
         for record in records
         if record.config["kv"]["budget"] > 0 and not record.workload.is_random
     ]
-    of_budget = defaultdict[int, list[AcceptanceRecord]](list)
+    by_budget = defaultdict[int, list[AcceptanceRecord]](list)
     for record in _told_apart(path, usable, conditions_of, names):
-        of_budget[record.config["kv"]["budget"]].append(record)
+        by_budget[record.config["kv"]["budget"]].append(record)
     curves: Curves = {}
     places: dict[int, str] = {}
-    for budget, of in of_budget.items():
-        chosen = by_context(_told_apart(path, of, settings_of, names))
+    for budget, budget_records in by_budget.items():
+        chosen = by_context(_told_apart(path, budget_records, settings_of, names))
         curves[budget] = AcceptanceLengths(
             {context: lengths_of(record) for context, record in chosen.items()}
         )
         contexts = " ".join(map(str, chosen))
-        places[budget] = f"{of[0].workload.model} at every position after {contexts} tokens"
+        places[budget] = (
+            f"{budget_records[0].workload.model} at every position after {contexts} tokens"
+        )
     return curves, places
 
 

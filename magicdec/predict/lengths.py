@@ -39,7 +39,7 @@ class AcceptanceLengths:
     @cached_property
     def gammas(self) -> list[int]:
         """The numbers of draft tokens that every context has, in rising order."""
-        return sorted(set.intersection(*(set(of) for of in self.by_context.values())))
+        return sorted(set.intersection(*(set(by_gamma) for by_gamma in self.by_context.values())))
 
     @property
     def shortest(self) -> AcceptanceLengths:
@@ -72,7 +72,7 @@ class AcceptanceLengths:
     def to_dict(self) -> dict[str, Any]:
         """For a record: lengths by context and draft tokens, or by draft tokens alone."""
         lengths = {
-            str(context): {str(gamma): of[gamma][0] for gamma in sorted(of)}
-            for context, of in sorted(self.by_context.items())
+            str(context): {str(gamma): by_gamma[gamma][0] for gamma in sorted(by_gamma)}
+            for context, by_gamma in sorted(self.by_context.items())
         }
         return lengths.get(str(EVERYWHERE), lengths)

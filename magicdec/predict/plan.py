@@ -146,8 +146,8 @@ class PlanRecord(Record):
     status: Literal["predicted"] = recorded("`predicted`: nothing has run", default="predicted")
     config: dict[str, Any] = recorded(
         "the inputs: `model` and `draft` (null in self-speculation) with their dtypes and ranks, "
-        "`parallel` with the rates of one rank, `workload` with the acceptance by budget, and the "
-        "`flags` of the command"
+        "`parallel` with the rates of one rank, `workload` with the acceptance by budget (and by "
+        "context where it was measured), and the `flags` of the command"
     )
     cells: list[PlanCell] = recorded("the predictions, each with the best gamma and budget")
     break_even_prefix_len: dict[str, int | None] = recorded(
@@ -237,7 +237,7 @@ def _cells(record: PlanRecord) -> Table:
     overhead_us = 1e6 * ranks["hardware"]["layer_overhead_s"] * model["num_layers"]
     curves = "; ".join(f"budget {b}: {_curve(a)}" for b, a in workload["acceptance"].items())
     contexts = _contexts(record)
-    is_flat = all(len(of_budget) == 1 for of_budget in contexts.values())
+    is_flat = all(len(measured) == 1 for measured in contexts.values())
     where = "the same at every context" if is_flat else "by context"
     lines = [
         PREDICTED,
@@ -267,8 +267,8 @@ def _table(record: PlanRecord, cells: Sequence[PlanCell], only: Sequence[str]) -
     return Table(
         [Column("B", key="batch_size"), Column("prefix", key="prefix_len"), *columns],
         [
-            [cell.batch_size, cell.prefix_len, *of_cell]
-            for cell, of_cell in zip(cells, rows, strict=True)
+            [cell.batch_size, cell.prefix_len, *values]
+            for cell, values in zip(cells, rows, strict=True)
         ],
     )
 
@@ -308,15 +308,15 @@ def _is_by_context(acceptance: Any) -> bool:
 def _outside(record: PlanRecord, contexts: Mapping[str, Sequence[int]]) -> Iterator[str]:
     """Lines about prefixes that are shorter or longer than what was measured."""
     budgets: dict[str, list[str]] = {}
-    for budget, of_budget in contexts.items():
+    for budget, measured in contexts.items():
         prefixes = dict.fromkeys(cell.prefix_len for cell in record.cells)
-        outside = [str(S) for S in prefixes if not of_budget[0] <= S <= of_budget[-1]]
+        outside = [str(S) for S in prefixes if not measured[0] <= S <= measured[-1]]
         budgets.setdefault(", ".join(outside), []).append(budget)
-    for prefixes_text, of_text in budgets.items():
-        if prefixes_text:
+    for outside_text, same in budgets.items():
+        if outside_text:
             yield (
-                f"note        budget {' '.join(of_text)}: acceptance was not measured at "
-                f"{prefixes_text}; that of the nearest context is held"
+                f"note        budget {' '.join(same)}: acceptance was not measured at "
+                f"{outside_text}; that of the nearest context is held"
             )
 
 

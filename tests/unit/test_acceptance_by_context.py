@@ -134,6 +134,17 @@ def test_the_same_acceptance_at_two_contexts_plans_as_one_that_is_given(tmp_path
     assert by_context.break_even(64) == given.break_even(64)
 
 
+def test_drafts_pay_from_where_acceptance_makes_them(tmp_path: Path) -> None:
+    """All is accepted at two powers of 2, and nothing at 3000 tokens between them."""
+    accepted = {2048: "3", 3000: "0", 4096: "3"}
+    several = [acceptance_record(context, [digit] * 5) for context, digit in accepted.items()]
+    found = make(f"{BY_HAND} --acceptance {write_records(tmp_path / 'a.jsonl', several)}")
+    context = found.break_even(64)
+    assert context is not None and 3000 < context < 4096
+    gammas = [found.predict(64, S).gamma for S in (3000, context - 1, context, 4096)]
+    assert gammas[:2] == [0, 0] and min(gammas[2:]) > 0
+
+
 def test_the_record_and_the_tables_have_it(file: Path, command: Command, tmp_path: Path) -> None:
     out = tmp_path / "plan.jsonl"
     flags = f"{BY_HAND} {PLACES} --acceptance {file} --budget 65".split()

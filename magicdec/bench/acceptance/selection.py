@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from magicdec.bench.acceptance.record import AcceptanceRecord, counts_of, lengths_by_depth
 from magicdec.config.capabilities import policy_called
+from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.workload import format_mark
 
@@ -17,12 +18,11 @@ def conditions_of(record: AcceptanceRecord) -> dict[str, str]:
     noun in the plural."""
     workload = record.workload
     model = record.config["model"]
-    weights = model["target_dtype"]
     return {
         "models": workload.model,
         "weights of one model": workload.model_sha256[:12],
         "dtypes": model["dtype"],
-        "dtypes of weights": weights,
+        "dtypes of weights": model["target_dtype"],
         "datasets": f"{workload.text}{format_mark(record.config)}",
     }
 
@@ -30,7 +30,7 @@ def conditions_of(record: AcceptanceRecord) -> dict[str, str]:
 def settings_of(record: AcceptanceRecord) -> dict[str, str]:
     """What records of one draft, policy and budget must share, by its noun in the plural."""
     policy = policy_of(record.config)
-    used = () if policy is None else policy_called(policy).settings
+    used = policy_called(policy).settings if policy in KV_POLICIES else ()
     kv = record.config["kv"] or {}
     draft = record.workload.draft
     settings = " ".join(f"--{name} {kv.get(name)}" for name in used if name != "budget")
@@ -47,7 +47,7 @@ def first_several(found: Iterable[dict[str, str]]) -> tuple[str, list[str]] | No
     for conditions in found:
         for noun, value in conditions.items():
             values.setdefault(noun, set()).add(value)
-    return next(((noun, sorted(of)) for noun, of in values.items() if len(of) > 1), None)
+    return next(((noun, sorted(own)) for noun, own in values.items() if len(own) > 1), None)
 
 
 def by_context(records: Sequence[AcceptanceRecord]) -> dict[int, AcceptanceRecord]:

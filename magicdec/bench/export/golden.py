@@ -28,6 +28,7 @@ from magicdec.output.console import printable
 
 SUFFIXES = (".yaml", ".yml")
 FLAG = "--format golden"
+ALONE = "num_speculative_tokens"  # the keys of InferenceX
 
 
 def rows_of(number: int, source: str, record: AcceptanceRecord) -> Iterator[Row]:
@@ -45,8 +46,8 @@ def collect(rows: Iterable[Row]) -> list[AcceptanceRecord]:
             f"{FLAG}: a file has one model and its texts, and the records are of several {noun}: "
             f"{', '.join(names)}; give records of one"
         )
-    for draft, of_draft in by_draft(records).items():
-        several = first_several(map(settings_of, of_draft))
+    for draft, draft_records in by_draft(records).items():
+        several = first_several(map(settings_of, draft_records))
         if several is not None:
             noun, names = several
             raise ValueError(
@@ -79,31 +80,31 @@ def text_of(records: list[AcceptanceRecord]) -> str:
     has_contexts = len({record.context for record in records}) > 1
     curves: dict[str, Any] = {}
     reasons = []
-    for draft, of_draft in by_draft(records).items():
-        chosen = by_context(of_draft)
+    for draft, draft_records in by_draft(records).items():
+        chosen = by_context(draft_records)
         lengths = {context: _lengths(record) for context, record in chosen.items()}
         curves[curve_name(draft)] = lengths if has_contexts else next(iter(lengths.values()))
-        reason = of_draft[0].inexact
+        reason = draft_records[0].inexact
         reasons += [f"{curve_name(draft)}: {reason}"] if reason else []
-    first = records[0]
-    generation = first.config["workload"]["gen_len"]
-    contexts = " ".join(map(str, sorted({record.context for record in records})))
-    axis = (
-        "context tokens, then num_speculative_tokens"
-        if has_contexts
-        else ("num_speculative_tokens")
-    )
+    workload = records[0].workload
+    contexts = _values(record.context for record in records)
+    output_len = _values(record.config["workload"]["gen_len"] for record in records)
+    keys = "tokens of context, then num_speculative_tokens" if has_contexts else ALONE
     lines = [
         "Acceptance lengths (AL) at every position of the model's own continuations of texts, "
         "measured by `magicdec acceptance`.",
-        f"dataset: {first.workload.text} | context: {contexts} | temperature: 0 | "
-        f"output_len: {generation}",
+        f"dataset: {workload.text} | context: {contexts} | temperature: 0 | "
+        f"output_len: {output_len}",
         *reasons,
-        f"key = {axis}; value = AL",
+        f"key = {keys}; value = AL",
     ]
     head = "".join(f"# {printable(' '.join(line.split()))}\n" for line in lines)
-    content = {first.workload.model: curves}
+    content = {workload.model: curves}
     return head + str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def _values(found: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(set(found))))
 
 
 def _lengths(record: AcceptanceRecord) -> dict[int, float]:
