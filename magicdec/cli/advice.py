@@ -15,6 +15,7 @@ from magicdec.hardware.other_load import busy_share, is_busy
 from magicdec.records.describe import method
 from magicdec.records.intervals import LEVEL, ratio_interval
 from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 
 if TYPE_CHECKING:
     from magicdec.cli.advise import AdviceSection
@@ -256,4 +257,4 @@ def make_plan(
         tp=args.num_ranks,
         prefix_len=tuple(contexts),
     )
-    return plan.make_plan(section)
+    return plan.make_plan(section, {"pass": load_passes(file)})

@@ -203,7 +203,8 @@ class ExportSection(RecordFilesSection):
         EVERY_KIND,
         "table: a row for each pass, forward or prediction, as CSV or Parquet; vllm: passes as "
         "vllm bench serve saves them; pytorch: the same for PyTorch's benchmark database; "
-        "llama-bench: prefill and decoding without drafts, as JSON or Markdown.",
+        "llama-bench: prefill and decoding without drafts, as JSON or Markdown; golden: records of "
+        "acceptance as InferenceX's golden lengths, by context too if there are several.",
         choices=tuple(EXPORTS),
     )
 
@@ -263,6 +264,6 @@ export = LoneCommand(
     "Write records for other programs. By default as one flat table of every kind, with one row "
     "for each pass: pandas reads it in one line, pandas.read_csv(FILE) or "
     "pandas.read_parquet(FILE), and its name ends in .csv or .parquet. --format writes what vLLM's "
-    "benchmark, PyTorch's benchmark database or llama-bench have.",
+    "benchmark, PyTorch's benchmark database, llama-bench or InferenceX have.",
     {"export": ExportSection},
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from acceptance_records import acceptance_record
 from conftest import Command
 from synthetic_records import Batch, command_of, drafts_of
 from written_records import (
@@ -106,6 +107,12 @@ def forwards() -> dict[str, Any]:
     ]
     kept = {key: base[key] for key in ("schema_version", "config", "environment")}
     return kept | {"kind": "latency", "status": "ok", "rows": rows}
+
+
+def everywhere(**workload: Any) -> dict[str, Any]:
+    """A record of `magicdec acceptance`."""
+    found: dict[str, Any] = json.loads(acceptance_record(64, **workload).to_json())
+    return found
 
 
 class Exports:
@@ -356,6 +363,7 @@ HELD: dict[str, tuple[Callable[[], Line], list[Callable[[], Line]]]] = {
     "vllm": (served, [forwards, failed, lambda: mismatch(served())]),
     "pytorch": (served, [forwards, failed, lambda: mismatch(served())]),
     "llama-bench": (run, [served, lambda: mismatch(run()), failed, lambda: run(2), run_line]),
+    "golden": (everywhere, [run, forwards, lambda: everywhere(random_weights=True)]),
 }
 
 
