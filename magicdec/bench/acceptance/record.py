@@ -147,6 +147,27 @@ def counts_of(digits: str) -> list[int]:
     return [DIGITS.index(digit) for digit in digits]
 
 
+def _sums(of_text: Sequence[Any]) -> Array:
+    """[1 + texts, ...]: the sums over the positions of all texts, then without each."""
+    return with_each_left_out(np.array([each.sum(axis=0) for each in of_text], float))
+
+
+def _taken(accepted: Sequence[Sequence[int]], gamma: int) -> tuple[Array, Array]:
+    """The positions that accepted at least 1 to `gamma` tokens [1 + texts, gamma], and all
+    positions [1 + texts, 1]. Texts without a position do not count."""
+    texts: list[Any] = [np.array(text)[:, None] for text in accepted if text]
+    depths = np.arange(1, gamma + 1)
+    return _sums([text >= depths for text in texts]), _sums([text >= 0 for text in texts])
+
+
+def lengths_by_depth(accepted: Sequence[Sequence[int]], gamma: int) -> Array:
+    """[1 + texts, gamma]: the acceptance lengths of drafts of 1 to `gamma` tokens, of all texts,
+    then without each, from the counts of each text and position."""
+    taken, positions = _taken(accepted, gamma)
+    with np.errstate(invalid="ignore"):  # without the only text
+        return np.asarray(1 + (taken / positions).cumsum(axis=1))
+
+
 def depths_of(
     accepted: Sequence[Sequence[int]],
     drafted: Sequence[Sequence[int]],
@@ -157,17 +178,12 @@ def depths_of(
     fewer tokens than `gamma` are the beginnings of those that were judged."""
     texts = [np.array(pair) for pair in zip(accepted, drafted, strict=True) if pair[0]]
     depths = np.arange(1, gamma + 1)
-    positions = with_each_left_out(np.array([text.shape[1] for text in texts], float))
-
-    def sums(of_text: Sequence[Any]) -> Array:
-        return with_each_left_out(np.array([each.sum(axis=0) for each in of_text], float))
-
-    taken = sums([text[0][:, None] >= depths for text in texts])  # [1 + texts, depths]
-    judged = sums([np.minimum(text[0] + 1, text[1])[:, None] >= depths for text in texts])
+    taken, positions = _taken(accepted, gamma)
+    judged = _sums([np.minimum(text[0] + 1, text[1])[:, None] >= depths for text in texts])
     with np.errstate(invalid="ignore"):  # without a position
-        cumulative = taken / positions[:, None]
+        cumulative = taken / positions
         conditional = taken / judged
-    tokens = 1 + cumulative.cumsum(axis=1)
+    tokens = lengths_by_depth(accepted, gamma)
     found = []
     for place, depth in enumerate(depths.tolist()):
         has_tokens = is_chain or depth == gamma
