@@ -19,6 +19,7 @@ import numpy as np
 from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import RULE, Column, Shown, Table
 from magicdec.records.comparison.conditions import policy_of
+from magicdec.records.environment import MemoryRecord
 from magicdec.records.fields import Recorded, RecordPart, recorded
 from magicdec.records.intervals import Array, interval, with_each_left_out
 from magicdec.records.record import MeasuredRecord
@@ -88,6 +89,9 @@ class AcceptanceRecord(MeasuredRecord):
     is_forked: bool = recorded(
         "whether drafts were made in forks of a decoded text, and compared with how it goes on; "
         "else a forward of the target judged each"
+    )
+    memory: MemoryRecord = recorded(
+        "planned of all contexts and drafts of the command, and the peak so far"
     )
     inexact: str | None = recorded(
         "why a run may draft otherwise at a position", null="if it does not"
