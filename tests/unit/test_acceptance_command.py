@@ -15,6 +15,7 @@ from magicdec.bench.acceptance.record import (
     AcceptanceRecord,
     best_of,
     counts_of,
+    cumulative_of_counts,
     depths_of,
     digits_of,
     shown_gammas,
@@ -38,7 +39,8 @@ def test_tokens_a_step_are_those_of_counts() -> None:
     flat = [
         (a, d) for pair in zip(accepted, drafted, strict=True) for a, d in zip(*pair, strict=True)
     ]
-    found = depths_of(accepted, drafted, 3, is_chain=True)
+    cumulative = [cumulative_of_counts(counts, 3) for counts in accepted]
+    found = depths_of(cumulative, drafted, 3, is_chain=True)
     assert [each.depth for each in found] == [1, 2, 3]
     for each in found:
         k = each.depth
@@ -49,16 +51,18 @@ def test_tokens_a_step_are_those_of_counts() -> None:
         assert each.conditional == sum(a >= k for a in judged) / len(judged)
         low, high = each.tokens_per_step_interval or (0, 0)
         assert 1 < low < expected < high < 1 + k
-    alone = depths_of(accepted, drafted, 3, is_chain=False)
+    alone = depths_of(cumulative, drafted, 3, is_chain=False)
     assert [each.tokens_per_step is None for each in alone] == [True, True, False]
     assert alone[-1] == found[-1]
-    nothing = depths_of([[0], [0]], [[1], [0]], 2, is_chain=True)
+    none = [cumulative_of_counts([0], 2)] * 2
+    nothing = depths_of(none, [[1], [0]], 2, is_chain=True)
     assert nothing[1].conditional is None and nothing[0].conditional == 0
     assert shown_gammas(6) == [1, 2, 4, 6] and shown_gammas(8) == [1, 2, 4, 8]
 
 
 def test_the_best_gamma_pays_for_its_tokens() -> None:
-    depths = depths_of([[2, 2, 2, 0]] * 4, [[4] * 4] * 4, 4, is_chain=True)
+    cumulative = [cumulative_of_counts([2, 2, 2, 0], 4)] * 4
+    depths = depths_of(cumulative, [[4] * 4] * 4, 4, is_chain=True)
 
     assert best_of(depths).depth == 2
 
@@ -66,7 +70,8 @@ def test_the_best_gamma_pays_for_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--temperature 0.8", "--temperature 0.8: acceptance is counted beside the model's greedy"),
+        ("--top_k 4", "--top_k 4 does nothing at --temperature 0 (greedy)"),
+        ("--sampling_seed 3", "--sampling_seed does nothing here: --temperature 0 is greedy"),
         ("--draft none", "--draft none: nothing drafts; leave it out"),
         ("--draft self:int3", "--draft self:int3 is not known; choose from self, model:NAME"),
         ("--draft self self", "--draft names self twice; name each once"),
@@ -175,7 +180,7 @@ def test_a_continuation_that_ends_early_is_a_shorter_group(
         return
     assert ended.code == 0, ended.err
     record = next(read_records(out, AcceptanceRecord))
-    lengths = [len(text) for text in record.accepted]
+    lengths = record.lengths
     assert 0 < record.num_short == sum(length < 8 for length in lengths) <= 4
     assert f"context 64: {record.num_short} continuations end early" in ended.out
     assert record.num_positions == sum(lengths)
