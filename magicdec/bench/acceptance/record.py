@@ -358,13 +358,12 @@ def _depth_table(records: Sequence[AcceptanceRecord]) -> Table:
 def _category_table(records: Sequence[AcceptanceRecord]) -> Table:
     """By category what the first draft token and the most of them are worth."""
     lines: list[tuple[Any, ...]] = []
-    name: str | None = None
     for record in records:
         by_category = record.rows_by_category
         if not by_category:
             continue
         lines += [RULE] if lines else []
-        name = record.draft
+        name: str | None = record.draft
         context: int | None = record.context
         num_texts = {category: record.num_texts_of(category) for category in by_category}
         num_texts["all texts"] = sum(length > 0 for length in record.lengths)
@@ -376,7 +375,7 @@ def _category_table(records: Sequence[AcceptanceRecord]) -> Table:
     columns: list[Column | str] = [Column("draft", is_text=True), "context"]
     columns += [Column("category", is_text=True), "texts", "first draft token", "gamma"]
     columns += ["tokens a step"]
-    title = "acceptance by category, with 95 % intervals over its texts, of which at least 4"
+    title = "acceptance by category; in brackets 95 % intervals over its texts, if at least 4"
     return Table(columns, lines, title=title)
 
 
