@@ -44,8 +44,8 @@ class DepthAcceptance(RecordPart):
 
     depth: int = recorded("number of draft tokens", "tokens")
     tokens_per_step: float | None = recorded(
-        "1 + mean accepted tokens of drafts of `depth` tokens: what a step with `--gamma` of that "
-        "number emits on average",
+        "1 + mean accepted tokens of drafts of `depth` tokens over all positions. A run emits "
+        "fewer a step, because it stands more often where drafts are rejected",
         "tokens",
         null=ONE_GAMMA,
     )

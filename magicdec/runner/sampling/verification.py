@@ -126,7 +126,11 @@ class Judgement:
 
     @classmethod
     def of(
-        cls, draft_ids: Tensor, accepted: Tensor, following: Tensor, target_probs: Tensor
+        cls,
+        draft_ids: Tensor,
+        accepted: Tensor,
+        following: Tensor,
+        target_probs: Tensor | None = None,
     ) -> Judgement:
         """The verdict of `accepted` [B] of drafts [B, K], then token `following` [B]."""
         following = following.unsqueeze(1)
