@@ -156,11 +156,11 @@ class Verdict(NamedTuple):
     acceptance: list[float] | None = None  # see `acceptance_of`
 
     @classmethod
-    def of_columns(cls, columns: list[int], num_drafts: int) -> Verdict:
-        """From the columns of `Judgement.columns` of a row, which has `num_drafts` with padding."""
+    def of_columns(cls, columns: list[int], padded_gamma: int) -> Verdict:
+        """From `Judgement.columns` of a row, whose drafts are padded to `padded_gamma`."""
         accepted = columns[0]
-        ids = columns[1 : 2 + num_drafts]
-        units = columns[2 + num_drafts :]
+        ids = columns[1 : 2 + padded_gamma]
+        units = columns[2 + padded_gamma :]
         return cls(accepted, ids, [count / UNITS for count in units] if units else None)
 
 

@@ -149,8 +149,8 @@ class DecodeSteps:
             self._batch.sampling.spoil()
             if self._batch.sampling.flaws is None:
                 raise NotFinite.after(*self._flawed(verification))
-        num_drafts = verification.proposal.ids.shape[1]
-        verdicts = self._read(self._finish(verification), num_drafts)
+        padded_gamma = verification.proposal.ids.shape[1]
+        verdicts = self._read(self._finish(verification), padded_gamma)
         recorder = self.logits_recorder
         if recorder is not None and (places := recorder.wants(batch.rows)):
             logits = verification.logits_of(places)
@@ -168,7 +168,7 @@ class DecodeSteps:
         found = next((r for r in self._shown if r.row in rows), self._shown[0])
         return found.request_id, len(found.output_ids)
 
-    def _read(self, result: Tensor, num_drafts: int) -> list[Verdict]:
+    def _read(self, result: Tensor, padded_gamma: int) -> list[Verdict]:
         lines = result.tolist()
         results = [lines[place] for place in self._places]
         first = 0
@@ -179,7 +179,7 @@ class DecodeSteps:
         for i, runner in enumerate(self._runners, first):
             runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
         first += len(self._runners)
-        return [Verdict.of_columns(row[first:], num_drafts) for row in results]
+        return [Verdict.of_columns(row[first:], padded_gamma) for row in results]
 
     def _begin(self, proposal: Proposal | None) -> PendingVerification:
         runner = self.runner
