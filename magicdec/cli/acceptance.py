@@ -57,7 +57,6 @@ ONLY = {
     "parallel": ("device", "threads"),
     "kv": OF_KV,
     "decoding": ("cuda_graphs", "ignore_eos", "lookup_corpus"),
-    "sampling": ("temperature",),
     "workload": ("dataset", "seed", "skip_tokens", "prompt_format"),
 }
 
@@ -134,12 +133,9 @@ def make_configs(values: ParsedValues) -> list[RunConfig]:
     any model."""
     args = values[AcceptanceFlags]
     base = config_of(values, RunConfig(draft=DraftSection()))
-    if base.sampling.temperature:
-        raise ValueError(
-            f"--temperature {base.sampling.temperature:g}: acceptance is counted beside the "
-            "model's greedy text; leave it at 0"
-        )
     refuse_idle(values, args)
+    if base.sampling.temperature == 0:
+        values.refuse_given(["sampling.seed"], "--temperature 0 is greedy")
     configs = [
         checked(replace(drafting, workload=workload))
         for workload in workloads(base.workload, args)
@@ -237,8 +233,9 @@ def records_in(path: Path) -> list[AcceptanceRecord]:
 main = LoneCommand(
     run,
     "Count the draft tokens that a model accepts at every position of its own continuations of "
-    "texts, by context, draft, KV budget and number of draft tokens. A cell that is in the file "
-    "of records is not measured again.",
+    "texts, by context, draft, KV budget and number of draft tokens; with --temperature the "
+    "probability that they are accepted. A cell that is in the file of records is not measured "
+    "again.",
     {
         "file": ConfigFile(),
         **{name: getattr(RunConfig(draft=DraftSection()), name) for name in SECTIONS},

@@ -4,7 +4,8 @@ on. The texts are the model's own, decoded once for all these drafts of a contex
 
 This serves drafts that follow from the target's cache of the text, which are those of the target
 itself or a low-bit copy of it under a policy that chooses by lengths, and lookups, which need no
-forward at all. Another policy's state, or another model's cache, is made step by step.
+forward at all. Another policy's state, or another model's cache, is made step by step. So are
+sampled drafts, which the target's distribution after them judges, and not how a text goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.config.sections import NGRAM, SELF
+from magicdec.config.sections import NGRAM, SELF, SamplingSection
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.hardware.timing import synchronize
 from magicdec.names import BASELINE
@@ -44,7 +45,11 @@ BLOCK = 64  # tokens of a block, of which a fork copies at most one
 
 
 def can_fork(config: ResolvedConfig) -> bool:
-    """Whether a draft at a position follows from the text and the target's cache of it."""
+    """Whether a draft at a position follows from the text and the target's cache of it, and how
+    many of its tokens are accepted from how the text goes on."""
+    sampling = config.sampling
+    if sampling != SamplingSection(seed=sampling.seed):  # also where penalties follow the drafts
+        return False
     policy = make_policy(config.kv)
     by_length = not (policy.needs_weights or policy.is_copied or policy.observed_tokens)
     return config.decoding.drafter == NGRAM or (config.decoding.drafter == SELF and by_length)

@@ -1,6 +1,7 @@
 """Measures acceptance at every position: in forks of the model's own texts (`forks.py`) or, for
 drafts that cannot fork, by the passes of a run, in which the target judges the drafts and emits its
-own next token alone (`CountedAcceptance`).
+own next token alone (`CountedAcceptance`). Of sampled drafts the probability of being accepted is
+noted, which varies less than what is drawn with it.
 
 Drafts of a context that can fork share one prefill and one text, the others another prefill, and
 those of an EAGLE head one of their own, which keeps states. The largest gamma stands for the
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from magicdec.bench.acceptance.forks import (
     CONTINUATIONS,
@@ -22,7 +23,14 @@ from magicdec.bench.acceptance.forks import (
     can_fork,
 )
 from magicdec.bench.acceptance.memory import demand_of, plan_of_cells
-from magicdec.bench.acceptance.record import AcceptanceRecord, depths_of, digits_of
+from magicdec.bench.acceptance.record import (
+    AcceptanceRecord,
+    cumulative_of,
+    cumulative_of_counts,
+    depths_by_category,
+    depths_of,
+    digits_of,
+)
 from magicdec.bench.groups import PromptBatches
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
 from magicdec.bench.study.cells import StudyCell, config_key
@@ -160,44 +168,70 @@ class AcceptanceRunner(Runner):
         run = planned.system.run
         config = run.config
         ids = [request.request_id for request in group.requests]
-        accepted, drafted = counts_by_request(group.observer, ids)
-        if not any(accepted):
+        noted = noted_by_request(group.observer, ids)
+        if not any(noted):
             raise ValueError(
                 "every continuation ends with its first token, so that nothing can be drafted; "
                 "give --ignore_eos, or other texts"
             )
         gamma = config.decoding.max_gamma
+        is_sampled = config.sampling.temperature > 0
+        accepted = [[each.accepted for each in of_text] for of_text in noted]
+        drafted = [[each.drafted for each in of_text] for of_text in noted]
+        chances = [[each.acceptance for each in of_text] for of_text in noted]
         is_always = all(count == gamma for of_text in drafted for count in of_text)
+        if is_sampled:
+            cumulative = [cumulative_of(of_text, gamma) for of_text in chances]
+        else:
+            cumulative = [cumulative_of_counts(of_text, gamma) for of_text in accepted]
+        workload = run.describe_workload()
+        by_category = depths_by_category(
+            workload.categories or (), cumulative, drafted, gamma, is_chain(config)
+        )
         outputs = repr([request.output_ids for request in group.requests])
         return AcceptanceRecord(
             config=config.to_dict(),
             environment=group.load.add_to(self.session.describe_environment()),
-            workload=run.describe_workload(),
+            workload=workload,
             seconds=sum(step.seconds for step in group.observer.steps),
             outputs_sha256=hashlib.sha256(outputs.encode()).hexdigest(),
-            accepted=[digits_of(of_text) for of_text in accepted],
+            accepted=None if is_sampled else [digits_of(of_text) for of_text in accepted],
+            acceptance_probabilities=rounded(chances) if is_sampled else None,
             drafted=None if is_always else [digits_of(of_text) for of_text in drafted],
-            rows=depths_of(accepted, drafted, gamma, is_chain(config)),
+            rows=depths_of(cumulative, drafted, gamma, is_chain(config)),
+            rows_by_category=by_category or None,
             inexact=inexact_reason(config),
             memory=describe_memory(self.common.plan, run.free, group.ranks.memory),
             is_forked=isinstance(planned.system, ForkedDrafts),
         )
 
 
-def counts_by_request(
-    observer: PassObserver, ids: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The accepted and the drafted tokens at each position of each request."""
-    accepted: dict[int, list[int]] = {number: [] for number in ids}
-    drafted: dict[int, list[int]] = {number: [] for number in ids}
+class NotedDraft(NamedTuple):
+    """The number of tokens of a draft, and of those that were accepted; of a sampled one, the
+    probabilities that the first 1, 2, ... are."""
+
+    drafted: int
+    accepted: int
+    acceptance: list[float]
+
+
+def noted_by_request(observer: PassObserver, ids: Sequence[int]) -> list[list[NotedDraft]]:
+    """The draft at each position of each request."""
+    noted: dict[int, list[NotedDraft]] = {number: [] for number in ids}
     for step in observer.steps:
         assert set(step.num_emitted) == {1}, "no draft is kept"
         for place, number in enumerate(step.request_ids):
             count = 0 if step.num_drafted is None else step.num_drafted[place]
             taken = 0 if step.num_accepted is None else step.num_accepted[place]
-            drafted[number].append(count)
-            accepted[number].append(min(taken, count))
-    return [*accepted.values()], [*drafted.values()]
+            acceptance = [] if step.acceptance is None else step.acceptance[place]
+            noted[number].append(NotedDraft(count, min(taken, count), acceptance))
+    return [*noted.values()]
+
+
+def rounded(chances: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
+    return [
+        [[round(chance, 4) for chance in position] for position in of_text] for of_text in chances
+    ]
 
 
 def key_of(config: dict[str, Any], workload: Any) -> tuple[object, ...]:
