@@ -57,7 +57,6 @@ ONLY = {
     "parallel": ("device", "threads"),
     "kv": OF_KV,
     "decoding": ("cuda_graphs", "ignore_eos", "lookup_corpus"),
-    "sampling": ("temperature",),
     "workload": ("dataset", "seed", "skip_tokens", "prompt_format"),
 }
 
@@ -83,7 +82,13 @@ def run(values: ParsedValues) -> int:
     check_files({"--plot": args.plot})
     check_record_file("--out", args.out)
     configs = make_configs(values)
-    from magicdec.bench.acceptance.measuring import cell_key, measure_cells, record_key
+    from magicdec.bench.acceptance.measuring import (
+        cell_key,
+        groups_of,
+        measure_cells,
+        record_key,
+    )
+    from magicdec.bench.acceptance.memory import check_memory
     from magicdec.bench.study.progress import PassProgress
     from magicdec.output.console import make_progress
 
@@ -93,6 +98,9 @@ def run(values: ParsedValues) -> int:
     num_done = len(cells) - len(todo)
     if num_done:
         say(f"{num_done} of {len(cells)} cells are in {args.out}")
+
+    if todo:
+        say(f"memory: {check_memory(groups_of(todo))}")
 
     def keep(cell: StudyCell, record: AcceptanceRecord) -> None:
         append_records("--out", args.out, [record])
@@ -125,12 +133,9 @@ def make_configs(values: ParsedValues) -> list[RunConfig]:
     any model."""
     args = values[AcceptanceFlags]
     base = config_of(values, RunConfig(draft=DraftSection()))
-    if base.sampling.temperature:
-        raise ValueError(
-            f"--temperature {base.sampling.temperature:g}: acceptance is counted beside the "
-            "model's greedy text; leave it at 0"
-        )
     refuse_idle(values, args)
+    if base.sampling.temperature == 0:
+        values.refuse_given(["sampling.seed"], "--temperature 0 is greedy")
     configs = [
         checked(replace(drafting, workload=workload))
         for workload in workloads(base.workload, args)
@@ -205,9 +210,10 @@ def prepare(configs: Sequence[RunConfig]) -> Iterator[StudyCell]:
     from magicdec.setup.prepare import SetupCache, complete, find
 
     cache = SetupCache()
+    longest = max(config.workload.prefix_len for config in configs)
     for config in configs:
         resolved = find(config, Launch(), cache)
-        prepared = complete(resolved, cache)
+        prepared = complete(resolved, cache, cut_from=longest)
         resolved = replace(resolved, config=prepared.config)
         yield StudyCell(resolved, name_of(prepared.config), prepared)
 
@@ -227,8 +233,9 @@ def records_in(path: Path) -> list[AcceptanceRecord]:
 main = LoneCommand(
     run,
     "Count the draft tokens that a model accepts at every position of its own continuations of "
-    "texts, by context, draft, KV budget and number of draft tokens. A cell that is in the file "
-    "of records is not measured again.",
+    "texts, by context, draft, KV budget and number of draft tokens; with --temperature the "
+    "probability that they are accepted. A cell that is in the file of records is not measured "
+    "again.",
     {
         "file": ConfigFile(),
         **{name: getattr(RunConfig(draft=DraftSection()), name) for name in SECTIONS},

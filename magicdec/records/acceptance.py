@@ -568,12 +568,17 @@ def acceptance_by(
 ) -> dict[str, GroupAcceptance]:
     """The acceptance of each group, by its name in the order of the alphabet. `groups` has the name
     of the group of request 0, 1, ...; a request without one is in none."""
-    names = sorted({name for name in groups if name is not None})
-    requests = {name: [i for i, each in enumerate(groups) if each == name] for name in names}
     return {
         name: _acceptance_of_group(verifications.of_requests(of), len(of))
-        for name, of in requests.items()
+        for name, of in members_of(groups).items()
     }
+
+
+def members_of(groups: Sequence[str | None]) -> dict[str, list[int]]:
+    """The places of the members of each group, by its name in the order of the alphabet. `groups`
+    has the name of the group at each place, None for one that is in none."""
+    names = sorted({name for name in groups if name is not None})
+    return {name: [i for i, each in enumerate(groups) if each == name] for name in names}
 
 
 def _acceptance_of_group(verifications: Verifications, num_prompts: int) -> GroupAcceptance:

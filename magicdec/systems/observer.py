@@ -31,7 +31,8 @@ def do_nothing() -> None:
 @dataclass(frozen=True)
 class ObservedStep:
     """A decode step. Lists are by request, in the order of `request_ids`; `num_drafted` and
-    `num_accepted` are None without drafts, `digests` where no log is kept (`DraftLog`)."""
+    `num_accepted` are None without drafts, `digests` where no log is kept (`DraftLog`),
+    `acceptance` where drafts are only counted (`StepOutput`)."""
 
     request_ids: tuple[int, ...]
     seconds: float
@@ -42,6 +43,7 @@ class ObservedStep:
     num_drafted: list[int] | None
     num_accepted: list[int] | None
     digests: list[Digest] | None
+    acceptance: list[list[float]] | None
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class PassObserver:
                 num_drafted=output.num_drafted,
                 num_accepted=output.num_accepted,
                 digests=output.digests,
+                acceptance=output.acceptance,
             )
             self.steps.append(step)
         self.advance(output.num_tokens)

@@ -59,7 +59,8 @@ from magicdec.model.linear import triton as linear
 from magicdec.names import EAGLE, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.observers.hidden_states import HiddenStates
-from magicdec.runner.request import Batch, Request
+from magicdec.runner.request import Batch, Request, StepOutput
+from magicdec.runner.sampling.model_tokens import CountedAcceptance
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.speculation.draft_length import DraftLength, Measure
 from magicdec.speculation.drafter import DraftModel
@@ -379,6 +380,39 @@ TOUCHES: dict[str, Callable[[torch.Tensor], object]] = {
     "from a list": lambda x: x + torch.tensor([1, 2, 3]),
     "by a list": lambda x: x[[0, 1]],
 }
+
+
+def noted(
+    engine: Engine, snapshots: Sequence[Request], drafter: str, recorder: AnyRecorder
+) -> tuple[list[list[int]], list[StepOutput]]:
+    """The texts and the steps if drafts are judged at every position, and none is kept."""
+    engine.rewind(snapshots)
+    decoding = DecodingSection("speculative", drafter, 3)
+    kv = KVSection("streaming_llm", 24, 4)
+    setup = Setup(engine.runner, decoding, kv, recorder=recorder, rule=CountedAcceptance())
+    steps: list[StepOutput] = []
+    finished = decode(engine, "speculative", setup, lambda ids, out, s: steps.append(out))
+    assert {len(tokens) for out in steps for tokens in out.token_ids} == {1}
+    return [list(r.output_ids) for r in finished], steps
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+@pytest.mark.parametrize("kind", ["greedy", "filters", "penalties"])
+@pytest.mark.parametrize("drafter", ["self", "ngram", "ngram+self"])
+def test_replayed_steps_have_the_same_probabilities_of_acceptance(drafter: str, kind: str) -> None:
+    engine, snapshots = started(kind)
+    texts, steps = noted(engine, snapshots, drafter, Eager())
+    replayed_texts, replayed = noted(engine, snapshots, drafter, StandInRecorder())
+    assert replayed_texts == texts
+    for ours, theirs in zip(replayed, steps, strict=True):
+        if kind == "greedy":
+            assert ours.acceptance is theirs.acceptance is None
+            continue
+        assert (ours.acceptance is None) == (theirs.acceptance is None) == (not ours.padded_gamma)
+        rows = zip(ours.acceptance or [], theirs.acceptance or [], strict=True)
+        assert all(our_row == pytest.approx(row, abs=1e-12) for our_row, row in rows)
+        assert [len(row) for row in ours.acceptance or []] == (ours.num_drafted or [])
+    assert any(out.padded_gamma for out in steps)
 
 
 @pytest.mark.parametrize("name", TOUCHES)

@@ -1,9 +1,12 @@
 """`magicdec acceptance`: its numbers from counts, what it refuses, and how it goes on."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas
 import pytest
 from conftest import Command
 from eagle_heads import HeadForm, write_head
@@ -15,6 +18,9 @@ from magicdec.bench.acceptance.record import (
     AcceptanceRecord,
     best_of,
     counts_of,
+    cumulative_of,
+    cumulative_of_counts,
+    depths_by_category,
     depths_of,
     digits_of,
     shown_gammas,
@@ -38,7 +44,8 @@ def test_tokens_a_step_are_those_of_counts() -> None:
     flat = [
         (a, d) for pair in zip(accepted, drafted, strict=True) for a, d in zip(*pair, strict=True)
     ]
-    found = depths_of(accepted, drafted, 3, is_chain=True)
+    cumulative = [cumulative_of_counts(counts, 3) for counts in accepted]
+    found = depths_of(cumulative, drafted, 3, is_chain=True)
     assert [each.depth for each in found] == [1, 2, 3]
     for each in found:
         k = each.depth
@@ -49,16 +56,96 @@ def test_tokens_a_step_are_those_of_counts() -> None:
         assert each.conditional == sum(a >= k for a in judged) / len(judged)
         low, high = each.tokens_per_step_interval or (0, 0)
         assert 1 < low < expected < high < 1 + k
-    alone = depths_of(accepted, drafted, 3, is_chain=False)
+    alone = depths_of(cumulative, drafted, 3, is_chain=False)
     assert [each.tokens_per_step is None for each in alone] == [True, True, False]
     assert alone[-1] == found[-1]
-    nothing = depths_of([[0], [0]], [[1], [0]], 2, is_chain=True)
+    none = [cumulative_of_counts([0], 2)] * 2
+    nothing = depths_of(none, [[1], [0]], 2, is_chain=True)
     assert nothing[1].conditional is None and nothing[0].conditional == 0
     assert shown_gammas(6) == [1, 2, 4, 6] and shown_gammas(8) == [1, 2, 4, 8]
 
 
+def test_probabilities_count_as_shares_of_positions() -> None:
+    """Two texts, of which a position has a draft of one token, and one has none."""
+    texts = [[[0.9, 0.5], [0.4]], [[], [0.2, 0.3]]]
+    drafted = [[2, 1], [0, 2]]
+    found = depths_of([cumulative_of(text, 2) for text in texts], drafted, 2, is_chain=True)
+    assert [each.cumulative for each in found] == pytest.approx([1.5 / 4, 0.8 / 4])
+    assert [each.tokens_per_step for each in found] == pytest.approx([1 + 1.5 / 4, 1 + 2.3 / 4])
+    # Of the three positions with a draft, and of the 0.9 + 0.2 of two that go on.
+    assert [each.conditional for each in found] == pytest.approx([1.5 / 3, 0.8 / 1.1])
+    rising = depths_of([cumulative_of([[0.5, 0.6]], 2)], [[2]], 2, is_chain=True)
+    assert rising[1].conditional == 1, "by chance more, and never above 1"
+
+
+def test_a_category_has_the_acceptance_of_its_texts_alone() -> None:
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 4, size=n).tolist() for n in (5, 6, 0, 7, 8, 0, 9, 4)]
+    names = ["code", "prose", "code", None, "code", "empty", "code", "code"]
+    cumulative = [cumulative_of_counts(text, 3) for text in texts]
+    drafted = [[3] * len(text) for text in texts]
+    found = depths_by_category(names, cumulative, drafted, 3, is_chain=True)
+    assert [*found] == ["code", "prose"], "in the order of the alphabet, with a position"
+    for name, places in (("code", (0, 2, 4, 6, 7)), ("prose", (1,))):
+        alone = [[each[place] for place in places] for each in (cumulative, drafted)]
+        assert found[name] == depths_of(*alone, 3, is_chain=True)
+        positions = [count for place in places for count in texts[place]]
+        assert found[name][2].tokens_per_step == pytest.approx(1 + np.mean(positions))
+    assert found["code"][0].cumulative_interval and not found["prose"][0].cumulative_interval
+
+
+SAYINGS = {
+    "code": "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return add(a, a)\n",
+    "prose": "The ships in the harbour were waiting for the tide to turn, and for the morning.",
+    "talk": "- Where are you going?\n- To the market.\n- Will you bring me some apples?",
+}
+
+
+@pytest.mark.parametrize("sampled", ["", "--temperature 0.8"])
+def test_prompts_with_categories_have_a_table_by_category(
+    sampled: str, command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "set.jsonl"
+    items = [
+        {"category": name, "turns": [f"{number}. {text}"]}
+        for number in range(4)
+        for name, text in SAYINGS.items()
+    ]
+    path.write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    out = tmp_path / "out.jsonl"
+    words = f"--dataset spec_bench:{path} --prefix_len 24 --gen_len 9 --gamma 3 --B 12 --budget 17"
+    words += f" --draft self ngram --dtype float32 --threads 1 --ignore_eos {sampled}"
+    ended = command("acceptance", *words.split(), "--out", out)
+    assert ended.code == 0, ended.err
+    for record in read_records(out, AcceptanceRecord):
+        categories = record.workload.categories or []
+        assert sorted(map(str, categories)) == sorted([*SAYINGS] * 4)
+        assert record.rows_by_category is not None and [*record.rows_by_category] == [*SAYINGS]
+        chances = record.acceptance_probabilities
+        assert (chances is None) == (sampled == "") != (record.accepted is None)
+        for name, rows in record.rows_by_category.items():
+            places = [place for place, each in enumerate(categories) if each == name]
+            if chances is None:
+                counts = [count for n in places for count in counts_of((record.accepted or [])[n])]
+            else:
+                counts = [sum(drafts) for n in places for drafts in chances[n]]
+            expected = 1 + sum(counts) / len(counts)
+            assert record.num_texts_of(name) == 4 and len(counts) == 32
+            assert rows[-1].tokens_per_step == pytest.approx(expected, abs=1e-3)
+    _, title, table = ended.out.partition("acceptance by category")
+    assert title and [table.count(name) for name in SAYINGS] == [2, 2, 2]
+    assert table.count("all texts") == 2
+    assert (f"({sampled})" in ended.out) == (sampled != "")
+    exported = command("export", out, "--out", tmp_path / "flat.csv")
+    assert exported.code == 0, exported.err
+    flat = pandas.read_csv(tmp_path / "flat.csv")
+    assert len(flat) == 2 * 3 * (1 + 3), "a row for each depth of a cell, and of a category"
+    assert flat["category"].value_counts().to_dict() == dict.fromkeys(SAYINGS, 6)
+
+
 def test_the_best_gamma_pays_for_its_tokens() -> None:
-    depths = depths_of([[2, 2, 2, 0]] * 4, [[4] * 4] * 4, 4, is_chain=True)
+    cumulative = [cumulative_of_counts([2, 2, 2, 0], 4)] * 4
+    depths = depths_of(cumulative, [[4] * 4] * 4, 4, is_chain=True)
 
     assert best_of(depths).depth == 2
 
@@ -66,7 +153,8 @@ def test_the_best_gamma_pays_for_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--temperature 0.8", "--temperature 0.8: acceptance is counted beside the model's greedy"),
+        ("--top_k 4", "--top_k 4 does nothing at --temperature 0 (greedy)"),
+        ("--sampling_seed 3", "--sampling_seed does nothing here: --temperature 0 is greedy"),
         ("--draft none", "--draft none: nothing drafts; leave it out"),
         ("--draft self:int3", "--draft self:int3 is not known; choose from self, model:NAME"),
         ("--draft self self", "--draft names self twice; name each once"),
@@ -122,10 +210,10 @@ def test_the_same_command_goes_on_with_what_is_left(
     assert out.read_text().startswith(first) and len(made) == 5
     records = list(read_records(out, AcceptanceRecord))
     assert [(r.draft, r.context) for r in records] == [
-        ("self streaming_llm 33", 64),
-        ("ngram", 64),
         ("self streaming_llm 33", 96),
         ("ngram", 96),
+        ("self streaming_llm 33", 64),
+        ("ngram", 64),
     ]
     assert "<svg" in (tmp_path / "chart.svg").read_text()
     shown = command("table", out)
@@ -175,7 +263,7 @@ def test_a_continuation_that_ends_early_is_a_shorter_group(
         return
     assert ended.code == 0, ended.err
     record = next(read_records(out, AcceptanceRecord))
-    lengths = [len(text) for text in record.accepted]
+    lengths = record.lengths
     assert 0 < record.num_short == sum(length < 8 for length in lengths) <= 4
-    assert f"context 64: {record.num_short} continuations end early" in ended.out
+    assert f"context {record.context}: {record.num_short} continuations end early" in ended.out
     assert record.num_positions == sum(lengths)

@@ -2,6 +2,7 @@
 rejection, and the cases in which rounding matters."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from magicdec.runner.sampling.metadata import Filters
 from magicdec.runner.sampling.model_tokens import Proposal, join
 from magicdec.runner.sampling.randomness import Purpose, uniforms
 from magicdec.runner.sampling.sampling import probabilities, sample
-from magicdec.runner.sampling.verification import count_accepted, residual, verify
+from magicdec.runner.sampling.verification import acceptance_of, count_accepted, residual, verify
 
 
 def exact(values: object) -> Tensor:
@@ -161,3 +162,108 @@ def test_a_gpu_accepts_the_same_drafts() -> None:
 
 
 BELOW_ONE = 1 - 2.0**-53
+
+
+SIZE = 3  # of a vocabulary whose chains can all be written down
+DEPTH = 3
+
+
+def trees(seed: int) -> list[dict[tuple[int, ...], list[float]]]:
+    """The distributions p and q after each chain of drafts."""
+    rng = torch.Generator().manual_seed(seed)
+    chains = [chain for k in range(DEPTH + 1) for chain in product(range(SIZE), repeat=k)]
+    found = []
+    for _ in "pq":
+        weights = torch.rand(len(chains), SIZE, generator=rng, dtype=torch.float64)
+        weights[weights < 0.2] = 0.0
+        weights[:, 0] += 0.05
+        rows = (weights / weights.sum(dim=1, keepdim=True)).tolist()
+        found.append(dict(zip(chains, rows, strict=True)))
+    return found
+
+
+def along(tree: dict[tuple[int, ...], list[float]], chain: tuple[int, ...]) -> Tensor:
+    return exact([[tree[chain[:k]] for k in range(DEPTH + 1)]])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_probability_of_acceptance_is_unbiased_over_drafts_from_q(seed: int) -> None:
+    """Summed over all chains that may be drafted, each as often as it is, it is the probability
+    that so many drafts are accepted: of all chains of so many tokens, the sum of the product of
+    min(p, q). The first is that for every chain."""
+    p, q = trees(seed)
+    accepted = [
+        sum(
+            math.prod(min(p[c[:k]][x], q[c[:k]][x]) for k, x in enumerate(c))
+            for c in product(range(SIZE), repeat=depth)
+        )
+        for depth in range(1, DEPTH + 1)
+    ]
+    mean = torch.zeros(DEPTH, dtype=torch.float64)
+    for chain in product(range(SIZE), repeat=DEPTH):
+        weight = math.prod(q[chain[:k]][x] for k, x in enumerate(chain))
+        draft_ids = torch.tensor([chain])
+        found = acceptance_of(draft_ids, along(q, chain)[:, :DEPTH], along(p, chain))[0]
+        assert float(found[0]) == pytest.approx(accepted[0], abs=1e-12)
+        mean += weight * found
+    assert mean.tolist() == pytest.approx(accepted, abs=1e-12)
+    assert 0.05 < accepted[-1] < accepted[0] < 0.95
+
+
+def test_the_probability_of_acceptance_by_its_definition() -> None:
+    """The first row is drawn from q, of the second two drafts are real. Without q they were looked
+    up, and are accepted with p."""
+    p, q = trees(4)
+    chains = [(1, 0, 2), (0, 2, 1)]
+    target = torch.cat([along(p, chain) for chain in chains])
+    drawn = torch.cat([along(q, chain) for chain in chains])[:, :DEPTH]
+    ids = torch.tensor(chains)
+    counts = torch.tensor([3, 2])
+    expected = []
+    looked_up = []
+    for chain, count in zip(chains, counts.tolist(), strict=True):
+        before = 1.0
+        row = list[float]()
+        lookups = list[float]()
+        for k, x in enumerate(chain):
+            p_k, q_k = p[chain[:k]], q[chain[:k]]
+            overlap = sum(map(min, p_k, q_k))
+            row.append(before * overlap if k < count else 0.0)
+            before *= min(1.0, p_k[x] / q_k[x]) if q_k[x] else float(p_k[x] > 0)
+            lookups.append((lookups or [1.0])[-1] * p_k[x] if k < count else 0.0)
+        expected.append(row)
+        looked_up.append(lookups)
+    torch.testing.assert_close(acceptance_of(ids, drawn, target, counts), exact(expected))
+    torch.testing.assert_close(acceptance_of(ids, None, target, counts), exact(looked_up))
+    one_hot = torch.nn.functional.one_hot(ids, SIZE).double()
+    torch.testing.assert_close(acceptance_of(ids, one_hot, target, counts), exact(looked_up))
+    equal = acceptance_of(ids, target[:, :DEPTH], target)
+    assert equal.max() <= 1
+    torch.testing.assert_close(equal, torch.ones(2, DEPTH).double())
+
+
+def test_drafts_are_accepted_as_often_as_their_probabilities_say() -> None:
+    """By many verifications of drafts from q, within 4 standard errors at each depth."""
+    p, q = trees(5)
+    rows = 20_000
+    seeds = torch.arange(rows)
+    places = torch.arange(DEPTH).expand(rows, -1)
+    u = uniforms(seeds, places, Purpose.DRAFT)
+    chains = torch.zeros(rows, 0, dtype=torch.int64)
+    target, drawn = [], []
+    for k in range(DEPTH + 1):
+        known = [tuple(chain) for chain in chains.tolist()]
+        target.append(exact([p[chain] for chain in known]))
+        drawn.append(exact([q[chain] for chain in known]))
+        if k < DEPTH:
+            chains = torch.cat([chains, sample(drawn[-1], u[:, k]).unsqueeze(1)], dim=1)
+    target_probs = torch.stack(target, dim=1)
+    draft_probs = torch.stack(drawn, dim=1)[:, :DEPTH]
+    accept = uniforms(seeds, places, Purpose.ACCEPT)
+    resample = torch.zeros(rows, DEPTH + 1).double()
+    accepted, _ = verify(chains, draft_probs, target_probs, accept, resample)
+    is_accepted = (accepted.unsqueeze(1) > torch.arange(DEPTH)).double()
+    chances = acceptance_of(chains, draft_probs, target_probs)
+    off = is_accepted - chances
+    assert (off.mean(dim=0).abs() < 4 * off.std(dim=0) / rows**0.5).all(), off.mean(dim=0)
+    assert (chances.var(dim=0) < 0.5 * is_accepted.var(dim=0)).all(), "it varies less"

@@ -1,6 +1,7 @@
 """Measures acceptance at every position: in forks of the model's own texts (`forks.py`) or, for
 drafts that cannot fork, by the passes of a run, in which the target judges the drafts and emits its
-own next token alone (`CountedAcceptance`).
+own next token alone (`CountedAcceptance`). Of sampled drafts the probability of being accepted is
+noted, which varies less than what is drawn with it.
 
 Drafts of a context that can fork share one prefill and one text, the others another prefill, and
 those of an EAGLE head one of their own, which keeps states. The largest gamma stands for the
@@ -12,11 +13,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from magicdec.bench.acceptance.forks import ForkedDrafts, can_fork, num_forks
-from magicdec.bench.acceptance.record import AcceptanceRecord, depths_of, digits_of
+from magicdec.bench.acceptance.forks import (
+    CONTINUATIONS,
+    ForkedDrafts,
+    TextDrafts,
+    can_fork,
+)
+from magicdec.bench.acceptance.memory import demand_of, plan_of_cells
+from magicdec.bench.acceptance.record import (
+    AcceptanceRecord,
+    cumulative_of,
+    cumulative_of_counts,
+    depths_by_category,
+    depths_of,
+    digits_of,
+)
 from magicdec.bench.groups import PromptBatches
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
 from magicdec.bench.study.cells import StudyCell, config_key
@@ -27,15 +41,17 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import NGRAM
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.names import FULL_KV_POLICY
+from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import CountedAcceptance
-from magicdec.setup.memory_sampler import MemoryWatch
+from magicdec.setup.memory_plan import MemoryPlan
+from magicdec.setup.memory_sampler import MemoryWatch, describe_memory
 from magicdec.setup.prepare import Prepared
-from magicdec.setup.session import Sessions
+from magicdec.setup.session import RankSession, Sessions
 from magicdec.speculation.draft_length import WholeLookups
+from magicdec.systems.modes import DRAFTING, Pass
 from magicdec.systems.observer import PassObserver
-from magicdec.systems.prefilled_batching import DRAFTING, PrefilledBatching
 from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
-from magicdec.systems.system import System
+from magicdec.systems.system import System, SystemDetails
 
 Keep = Callable[[StudyCell, AcceptanceRecord], None]
 
@@ -70,7 +86,7 @@ def is_chain(config: ResolvedConfig) -> bool:
     return not decoding.looks_up and not policy_called(config.kv.policy).needs_weights
 
 
-class CountedDrafts(PrefilledBatching):
+class CountedDrafts(TextDrafts):
     """Drafts that are judged at every position of the target's own text. Lookups are judged
     whole: how many tokens of one a run drafts follows from what it has seen of others."""
 
@@ -89,6 +105,13 @@ class CountedDrafts(PrefilledBatching):
         if decoding.drafter == NGRAM:
             self.draft_length = WholeLookups(decoding.max_gamma)
 
+    def serve(
+        self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
+        # What it writes behind the prompts takes the place of what forks would read.
+        self.caches.results.pop((CONTINUATIONS, 0), None)
+        return super().serve(serving_pass, requests, observer)
+
 
 @dataclass
 class ColdBatches(PromptBatches):
@@ -98,32 +121,38 @@ class ColdBatches(PromptBatches):
         return None
 
 
+@dataclass(frozen=True)
+class Common:
+    """What all cells of a command share: models and texts, and their memory."""
+
+    shared: SharedPrefill
+    watch: MemoryWatch
+    plan: MemoryPlan
+
+
 class AcceptanceRunner(Runner):
-    """The passes of the drafts of a context, whose prompts are the same."""
+    """The pass of a draft at a context."""
 
     def __init__(
         self,
-        cells: Sequence[StudyCell],
-        sessions: Sessions,
-        shared: SharedPrefill,
+        cell: StudyCell,
+        session: RankSession,
+        common: Common,
         room: CacheDemand,
         pace: PassProgress,
         keep: Keep,
     ) -> None:
         self.pace = pace
         self.keep = keep
-        self.cells: dict[PlannedPass, StudyCell] = {}
-        memory: dict[System, MemoryWatch] = {}
-        for cell in cells:
-            assert cell.prepared is not None, "only cells that can run are measured"
-            session = sessions.begin(cell.prepared)
-            watch = MemoryWatch(session.device)
-            kind = ForkedDrafts if can_fork(cell.prepared.config) else CountedDrafts
-            system = kind(cell.prepared, session.groups, session.device, shared, room)
-            memory[system] = watch
-            self.cells[PlannedPass(cell.name, DRAFTING, system)] = cell
-        groups = ColdBatches(next(iter(self.cells)).system.run)
-        super().__init__([*self.cells], groups, session, pace, memory=memory, is_timed=False)
+        self.cell = cell
+        self.common = common
+        assert cell.prepared is not None, "only cells that can run are measured"
+        kind = ForkedDrafts if can_fork(cell.prepared.config) else CountedDrafts
+        system = kind(cell.prepared, session.groups, session.device, common.shared, room)
+        planned = PlannedPass(cell.name, DRAFTING, system)
+        groups = ColdBatches(system.run)
+        memory: dict[System, MemoryWatch] = {system: common.watch}
+        super().__init__([planned], groups, session, pace, memory=memory, is_timed=False)
 
     def begins_pass(self, planned: PlannedPass, number: int) -> bool:
         self.pace.begin(planned.name)
@@ -131,7 +160,7 @@ class AcceptanceRunner(Runner):
 
     def measure_pass(self, planned: PlannedPass, number: int) -> None:
         super().measure_pass(planned, number)
-        self.keep(self.cells[planned], self.record_of(planned, self.measured[planned].groups[-1]))
+        self.keep(self.cell, self.record_of(planned, self.measured[planned].groups[-1]))
         self.measured[planned].groups.clear()  # what it held is in the record
         self.pace.end()
 
@@ -139,43 +168,70 @@ class AcceptanceRunner(Runner):
         run = planned.system.run
         config = run.config
         ids = [request.request_id for request in group.requests]
-        accepted, drafted = counts_by_request(group.observer, ids)
-        if not any(accepted):
+        noted = noted_by_request(group.observer, ids)
+        if not any(noted):
             raise ValueError(
                 "every continuation ends with its first token, so that nothing can be drafted; "
                 "give --ignore_eos, or other texts"
             )
         gamma = config.decoding.max_gamma
+        is_sampled = config.sampling.temperature > 0
+        accepted = [[each.accepted for each in of_text] for of_text in noted]
+        drafted = [[each.drafted for each in of_text] for of_text in noted]
+        chances = [[each.acceptance for each in of_text] for of_text in noted]
         is_always = all(count == gamma for of_text in drafted for count in of_text)
+        if is_sampled:
+            cumulative = [cumulative_of(of_text, gamma) for of_text in chances]
+        else:
+            cumulative = [cumulative_of_counts(of_text, gamma) for of_text in accepted]
+        workload = run.describe_workload()
+        by_category = depths_by_category(
+            workload.categories or (), cumulative, drafted, gamma, is_chain(config)
+        )
         outputs = repr([request.output_ids for request in group.requests])
         return AcceptanceRecord(
             config=config.to_dict(),
             environment=group.load.add_to(self.session.describe_environment()),
-            workload=run.describe_workload(),
+            workload=workload,
             seconds=sum(step.seconds for step in group.observer.steps),
             outputs_sha256=hashlib.sha256(outputs.encode()).hexdigest(),
-            accepted=[digits_of(of_text) for of_text in accepted],
+            accepted=None if is_sampled else [digits_of(of_text) for of_text in accepted],
+            acceptance_probabilities=rounded(chances) if is_sampled else None,
             drafted=None if is_always else [digits_of(of_text) for of_text in drafted],
-            rows=depths_of(accepted, drafted, gamma, is_chain(config)),
+            rows=depths_of(cumulative, drafted, gamma, is_chain(config)),
+            rows_by_category=by_category or None,
             inexact=inexact_reason(config),
+            memory=describe_memory(self.common.plan, run.free, group.ranks.memory),
             is_forked=isinstance(planned.system, ForkedDrafts),
         )
 
 
-def counts_by_request(
-    observer: PassObserver, ids: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The accepted and the drafted tokens at each position of each request."""
-    accepted: dict[int, list[int]] = {number: [] for number in ids}
-    drafted: dict[int, list[int]] = {number: [] for number in ids}
+class NotedDraft(NamedTuple):
+    """The number of tokens of a draft, and of those that were accepted; of a sampled one, the
+    probabilities that the first 1, 2, ... are."""
+
+    drafted: int
+    accepted: int
+    acceptance: list[float]
+
+
+def noted_by_request(observer: PassObserver, ids: Sequence[int]) -> list[list[NotedDraft]]:
+    """The draft at each position of each request."""
+    noted: dict[int, list[NotedDraft]] = {number: [] for number in ids}
     for step in observer.steps:
         assert set(step.num_emitted) == {1}, "no draft is kept"
         for place, number in enumerate(step.request_ids):
             count = 0 if step.num_drafted is None else step.num_drafted[place]
             taken = 0 if step.num_accepted is None else step.num_accepted[place]
-            drafted[number].append(count)
-            accepted[number].append(min(taken, count))
-    return [*accepted.values()], [*drafted.values()]
+            acceptance = [] if step.acceptance is None else step.acceptance[place]
+            noted[number].append(NotedDraft(count, min(taken, count), acceptance))
+    return [*noted.values()]
+
+
+def rounded(chances: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
+    return [
+        [[round(chance, 4) for chance in position] for position in of_text] for of_text in chances
+    ]
 
 
 def key_of(config: dict[str, Any], workload: Any) -> tuple[object, ...]:
@@ -194,21 +250,40 @@ def record_key(record: AcceptanceRecord) -> tuple[object, ...]:
 
 
 def group_key(cell: StudyCell) -> object:
-    """A key of cells that share a prefill."""
-    return cell.model_key, cell.prompts_key, can_fork(cell.resolved.config)
+    """A key of cells that share a prefill, also those of several contexts: prompts of the shorter
+    ones are the beginnings of the longer ones, if they are cut from books. An EAGLE head needs
+    states of its prompts. With a sliding window, a draft's choice depends on the length of a
+    row."""
+    config = cell.resolved.config
+    states = () if config.draft is None else config.draft.state_layers
+    window = cell.resolved.source.config.narrowest_window
+    return cell.model_key, states, None if window is None else config.workload.prefix_len
+
+
+def in_order(cell: StudyCell) -> tuple[int, bool]:
+    """The longest context first, and in a context first those that share the decoded texts."""
+    config = cell.resolved.config
+    return -config.workload.prefix_len, not can_fork(config)
 
 
 def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) -> None:
-    """Measures the cells, those with the same prompts after one prefill; `keep` gets each record
-    as soon as it is made."""
+    """Measures the cells, those of a model after one prefill of the longest prompts; `keep` gets
+    each record as soon as it is made."""
     pace.expect(len(cells), 1)
+    groups = groups_of(cells)
     sessions = Sessions()
-    shared: SharedPrefill | None = None
-    for group in grouped(cells, group_key):
-        assert group[0].prepared is not None, "only cells that can run are measured"
-        session = sessions.begin(group[0].prepared)
-        shared = shared or SharedPrefill(session.device, pace)
-        room = CacheDemand.of([cell.resolved.config for cell in group])
-        config = group[0].resolved.config
-        room = replace(room, num_forks=num_forks(config) if can_fork(config) else 0)
-        AcceptanceRunner(group, sessions, shared, room, pace, keep).measure_groups()
+    common: Common | None = None
+    for group in groups:
+        room = demand_of([cell.resolved.config for cell in group])
+        for cell in group:
+            assert cell.prepared is not None, "only cells that can run are measured"
+            session = sessions.begin(cell.prepared)
+            if common is None:
+                shared = SharedPrefill(session.device, pace)
+                common = Common(shared, MemoryWatch(session.device), plan_of_cells(groups))
+            AcceptanceRunner(cell, session, common, room, pace, keep).measure_groups()
+
+
+def groups_of(cells: Sequence[StudyCell]) -> list[list[StudyCell]]:
+    """The cells by what shares a prefill, in the order in which they are measured."""
+    return [sorted(group, key=in_order) for group in grouped(cells, group_key)]

@@ -2,14 +2,15 @@
 docs/record.md is made. Imports no torch.
 
 A draft at a position is judged as in a run. How many of its tokens lead the target's own text is
-noted, and none is kept. What drafts of fewer tokens would have done follows from that, because they
-are the beginnings of the same chains.
+noted or, of sampled drafts, with which probability the first of them are accepted, and none is
+kept. What drafts of fewer tokens would have done follows from that, because they are the beginnings
+of the same chains.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -18,7 +19,9 @@ import numpy as np
 
 from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import RULE, Column, Shown, Table
-from magicdec.records.comparison.conditions import policy_of
+from magicdec.records.acceptance import members_of
+from magicdec.records.comparison.conditions import flags_of_sampling, policy_of
+from magicdec.records.environment import MemoryRecord
 from magicdec.records.fields import Recorded, RecordPart, recorded
 from magicdec.records.intervals import Array, interval, with_each_left_out
 from magicdec.records.record import MeasuredRecord
@@ -42,8 +45,8 @@ class DepthAcceptance(RecordPart):
 
     depth: int = recorded("number of draft tokens", "tokens")
     tokens_per_step: float | None = recorded(
-        "1 + mean accepted tokens of drafts of `depth` tokens: what a step with `--gamma` of that "
-        "number emits on average",
+        "1 + mean accepted tokens of drafts of `depth` tokens over all positions. A run emits "
+        "fewer a step, because it stands more often where drafts are rejected",
         "tokens",
         null=ONE_GAMMA,
     )
@@ -51,14 +54,17 @@ class DepthAcceptance(RecordPart):
         "its 95 % interval over texts", "tokens", null=f"{FEW_TEXTS}; {ONE_GAMMA}"
     )
     cumulative: float = recorded(
-        "share of all positions at which the first `depth` draft tokens were accepted", "0 to 1"
+        "share of all positions at which the first `depth` draft tokens are accepted; of sampled "
+        "drafts the mean probability of it",
+        "0 to 1",
     )
     cumulative_interval: list[float] | None = recorded(
         "its 95 % interval over texts", "0 to 1", null=FEW_TEXTS
     )
     conditional: float | None = recorded(
-        "share of the positions at which the draft token of this depth was accepted, of those "
-        "that drafted it and accepted all before it",
+        "share of the positions at which the draft token of this depth is accepted, of those "
+        "that drafted it and accepted all before it; of sampled drafts each position counts with "
+        "the probability of that",
         "0 to 1",
         null="if there is no such position",
     )
@@ -77,17 +83,33 @@ class AcceptanceRecord(MeasuredRecord):
         "hash over the continuations; drafts of one context with other hashes were judged beside "
         "texts that differ by the rounding of the target's forwards"
     )
-    accepted: list[str] = recorded(
+    accepted: list[str] | None = recorded(
         "for each text, a digit for each position of its continuation from the second token on: "
-        "the accepted draft tokens, 0 to 9 and a to z"
+        "the accepted draft tokens, 0 to 9 and a to z",
+        null="if the continuations are sampled",
+    )
+    acceptance_probabilities: list[list[list[float]]] | None = recorded(
+        "for each text and likewise each position, to 4 digits: the probabilities with which "
+        "speculative sampling accepts the first 1, 2, ... draft tokens. The k-th is that of "
+        "accepting the k - 1 tokens that were drafted there, times that of accepting a next one",
+        "0 to 1",
+        null="if the continuations are greedy",
     )
     drafted: list[str] | None = recorded(
         "for each text likewise the drafted tokens", null="if they are always `decoding.gamma`"
     )
     rows: list[DepthAcceptance] = recorded("by number of draft tokens, from 1 on, as below")
+    rows_by_category: dict[str, list[DepthAcceptance]] | None = recorded(
+        "the same of the texts of each category of `workload.categories` that have a position, by "
+        "its name",
+        null="if no text has a category",
+    )
     is_forked: bool = recorded(
         "whether drafts were made in forks of a decoded text, and compared with how it goes on; "
         "else a forward of the target judged each"
+    )
+    memory: MemoryRecord = recorded(
+        "planned of all contexts and drafts of the command, and the peak so far"
     )
     inexact: str | None = recorded(
         "why a run may draft otherwise at a position", null="if it does not"
@@ -95,9 +117,10 @@ class AcceptanceRecord(MeasuredRecord):
 
     @property
     def command(self) -> tuple[object, ...]:
-        """Cells of one model and data set stand in one table, also of a command that went on."""
+        """Cells of one model, data set and way of sampling stand in one table, also of a command
+        that went on."""
         w = self.workload
-        return w.model, w.model_sha256, w.dataset, self.config["model"]["dtype"]
+        return w.model, w.model_sha256, w.dataset, self.config["model"]["dtype"], self.sampling
 
     @property
     def context(self) -> int:
@@ -108,14 +131,39 @@ class AcceptanceRecord(MeasuredRecord):
         return int(self.config["decoding"]["gamma"])
 
     @property
+    def sampling(self) -> str:
+        """How the continuations were chosen, such as `--temperature 0.8`; empty if greedily."""
+        return " ".join(flags_of_sampling(self.config["sampling"]))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of positions of each text."""
+        texts: Sequence[Sized] = self.accepted or self.acceptance_probabilities or ()
+        return [len(text) for text in texts]
+
+    @property
     def num_positions(self) -> int:
-        return sum(map(len, self.accepted))
+        return sum(self.lengths)
+
+    @property
+    def cumulative_by_text(self) -> list[Array]:
+        """For each text [positions, gamma]: whether the first 1, 2, ... drafts were accepted, or
+        the probability of it."""
+        if self.acceptance_probabilities is not None:
+            return [cumulative_of(text, self.gamma) for text in self.acceptance_probabilities]
+        return [cumulative_of_counts(counts_of(text), self.gamma) for text in self.accepted or ()]
 
     @property
     def num_short(self) -> int:
         """Texts whose continuation ended early."""
         most = self.config["workload"]["gen_len"] - 1
-        return sum(len(text) < most for text in self.accepted)
+        return sum(length < most for length in self.lengths)
+
+    def num_texts_of(self, category: str) -> int:
+        """Texts of a category that have a position."""
+        categories = self.workload.categories or ()
+        pairs = zip(categories, self.lengths, strict=True)
+        return sum(each == category and length > 0 for each, length in pairs)
 
     @property
     def draft(self) -> str:
@@ -147,43 +195,56 @@ def counts_of(digits: str) -> list[int]:
     return [DIGITS.index(digit) for digit in digits]
 
 
-def _sums(of_text: Sequence[Any]) -> Array:
+def cumulative_of_counts(accepted: Sequence[int], gamma: int) -> Array:
+    """Whether the first 1, 2, ..., `gamma` drafts were accepted at each position of a text, from
+    its counts: [positions, gamma]."""
+    counts = np.array(accepted, int).reshape(-1, 1)
+    return (counts >= np.arange(1, gamma + 1)).astype(float)
+
+
+def cumulative_of(probabilities: Sequence[Sequence[float]], gamma: int) -> Array:
+    """Probabilities of a text with 0 for what was not drafted, [positions, gamma]."""
+    padded = [[*of_drafts, *[0.0] * (gamma - len(of_drafts))] for of_drafts in probabilities]
+    return np.array(padded, float).reshape(-1, gamma)
+
+
+def _sums(by_text: Sequence[Array]) -> Array:
     """[1 + texts, ...]: the sums over the positions of all texts, then without each."""
-    return with_each_left_out(np.array([each.sum(axis=0) for each in of_text], float))
+    return with_each_left_out(np.array([positions.sum(axis=0) for positions in by_text], float))
 
 
-def _taken(accepted: Sequence[Sequence[int]], gamma: int) -> tuple[Array, Array]:
-    """The positions that accepted at least 1 to `gamma` tokens [1 + texts, gamma], and all
-    positions [1 + texts, 1]. Texts without a position do not count."""
-    texts: list[Any] = [np.array(text)[:, None] for text in accepted if text]
-    depths = np.arange(1, gamma + 1)
-    return _sums([text >= depths for text in texts]), _sums([text >= 0 for text in texts])
-
-
-def lengths_by_depth(accepted: Sequence[Sequence[int]], gamma: int) -> Array:
-    """[1 + texts, gamma]: the acceptance lengths of drafts of 1 to `gamma` tokens, of all texts,
-    then without each, from the counts of each text and position."""
-    taken, positions = _taken(accepted, gamma)
+def _cumulative(cumulative_by_text: Sequence[Array]) -> Array:
+    """[1 + texts, gamma]: the share of positions that accepted the first 1 to `gamma` tokens, of
+    all texts, then without each. Texts without a position do not count."""
+    texts = [text for text in cumulative_by_text if len(text)]
     with np.errstate(invalid="ignore"):  # without the only text
-        return np.asarray(1 + (taken / positions).cumsum(axis=1))
+        return np.asarray(_sums(texts) / _sums([np.ones((len(text), 1)) for text in texts]))
+
+
+def lengths_by_depth(cumulative_by_text: Sequence[Array]) -> Array:
+    """[1 + texts, gamma]: the acceptance lengths of drafts of 1 to `gamma` tokens, of all texts,
+    then without each, from the cumulative acceptance of each text and position."""
+    return np.asarray(1 + _cumulative(cumulative_by_text).cumsum(axis=1))
 
 
 def depths_of(
-    accepted: Sequence[Sequence[int]],
+    cumulative_by_text: Sequence[Array],
     drafted: Sequence[Sequence[int]],
     gamma: int,
     is_chain: bool,
 ) -> list[DepthAcceptance]:
-    """The acceptance by depth from the counts of each text and position. `is_chain`: drafts of
-    fewer tokens than `gamma` are the beginnings of those that were judged."""
-    texts = [np.array(pair) for pair in zip(accepted, drafted, strict=True) if pair[0]]
+    """The acceptance by depth of the texts that have a position. `cumulative_by_text`: for each
+    text [positions, gamma], whether the first 1, 2, ... drafts were accepted, or the probability of
+    it. `is_chain`: drafts of fewer tokens than `gamma` are the beginnings of those that were
+    judged."""
+    texts = [pair for pair in zip(cumulative_by_text, drafted, strict=True) if len(pair[0])]
     depths = np.arange(1, gamma + 1)
-    taken, positions = _taken(accepted, gamma)
-    judged = _sums([np.minimum(text[0] + 1, text[1])[:, None] >= depths for text in texts])
+    taken = _sums([text for text, _ in texts])  # [1 + texts, depths]
+    judged = _sums([reached(*text) for text in texts])
     with np.errstate(invalid="ignore"):  # without a position
-        cumulative = taken / positions
         conditional = taken / judged
-    tokens = lengths_by_depth(accepted, gamma)
+    cumulative = _cumulative(cumulative_by_text)
+    tokens = lengths_by_depth(cumulative_by_text)
     found = []
     for place, depth in enumerate(depths.tolist()):
         has_tokens = is_chain or depth == gamma
@@ -197,10 +258,36 @@ def depths_of(
                 else None,
                 cumulative=float(cumulative[0, place]),
                 cumulative_interval=interval(cumulative[:, place], 0, 1),
-                conditional=None if math.isnan(rate) else rate,
+                # Probabilities depend on what was drafted: by chance their ratio may exceed 1.
+                conditional=None if math.isnan(rate) else min(1.0, rate),
                 conditional_interval=interval(conditional[:, place], 0, 1),
             )
         )
+    return found
+
+
+def reached(cumulative: Array, drafted: Sequence[int]) -> Array:
+    """Whether each draft token is judged, because it was drafted and all before it are accepted, or
+    the probability of it: [positions, gamma]."""
+    before = np.pad(cumulative, ((0, 0), (1, 0)), constant_values=1.0)[:, :-1]
+    is_drafted = np.array(drafted)[:, None] >= np.arange(1, cumulative.shape[1] + 1)
+    return np.where(is_drafted, before, 0.0)
+
+
+def depths_by_category(
+    categories: Sequence[str | None],
+    cumulative_by_text: Sequence[Array],
+    drafted: Sequence[Sequence[int]],
+    gamma: int,
+    is_chain: bool,
+) -> dict[str, list[DepthAcceptance]]:
+    """The acceptance by depth of the texts of each category that have a position."""
+    found = {}
+    for category, places in members_of(categories).items():
+        texts = [cumulative_by_text[place] for place in places]
+        if any(map(len, texts)):
+            counts = [drafted[place] for place in places]
+            found[category] = depths_of(texts, counts, gamma, is_chain)
     return found
 
 
@@ -210,10 +297,13 @@ def shown_gammas(gamma: int) -> list[int]:
 
 
 def tables(records: Sequence[AcceptanceRecord]) -> list[Table]:
-    """Tokens a step by draft and context, and acceptance by depth."""
+    """Tokens a step by draft and context, acceptance by depth and, if there are several, by
+    category."""
     drafts = list(dict.fromkeys(record.draft for record in records))
     ordered = sorted(records, key=lambda r: (drafts.index(r.draft), r.context))
-    return [_tokens_table(ordered), _depth_table(ordered)]
+    found = [_tokens_table(ordered), _depth_table(ordered)]
+    has_several = any(len(record.rows_by_category or ()) > 1 for record in records)
+    return [*found, _category_table(ordered)] if has_several else found
 
 
 def _tokens_table(records: Sequence[AcceptanceRecord]) -> Table:
@@ -240,7 +330,8 @@ def _tokens_table(records: Sequence[AcceptanceRecord]) -> Table:
     first = records[0]
     title = (
         f"{first.workload.model} ({first.config['model']['dtype']}), {first.workload.text}: tokens "
-        f"a step at every position of the model's own continuations of "
+        f"a step at every position of the model's own continuations "
+        f"{f'({first.sampling}) ' if first.sampling else ''}of "
         f"{first.workload.num_prompts} texts, with 95 % intervals over texts"
     )
     return Table(columns, lines, title=title, below=_remarks(records))
@@ -288,6 +379,30 @@ def _depth_table(records: Sequence[AcceptanceRecord]) -> Table:
     columns: list[Column | str] = [Column("draft", is_text=True), "context"]
     columns += [Column("acceptance", is_text=True), *(f"{n + 1}" for n in range(gamma))]
     return Table(columns, lines, title="acceptance by depth: of the k-th draft token")
+
+
+def _category_table(records: Sequence[AcceptanceRecord]) -> Table:
+    """By category what the first draft token and the most of them are worth."""
+    lines: list[tuple[Any, ...]] = []
+    for record in records:
+        by_category = record.rows_by_category
+        if not by_category:
+            continue
+        lines += [RULE] if lines else []
+        name: str | None = record.draft
+        context: int | None = record.context
+        num_texts = {category: record.num_texts_of(category) for category in by_category}
+        num_texts["all texts"] = sum(length > 0 for length in record.lengths)
+        for category, count in num_texts.items():
+            rows = by_category.get(category, record.rows)
+            cells = (_rate(rows[0], "cumulative"), rows[-1].depth, _tokens(rows[-1]))
+            lines.append((name, context, category, count, *cells))
+            name = context = None
+    columns: list[Column | str] = [Column("draft", is_text=True), "context"]
+    columns += [Column("category", is_text=True), "texts", "first draft token", "gamma"]
+    columns += ["tokens a step"]
+    title = "acceptance by category; in brackets 95 % intervals over its texts, if at least 4"
+    return Table(columns, lines, title=title)
 
 
 def _rate(depth: DepthAcceptance, kind: str) -> object:

@@ -91,8 +91,8 @@ def first_wrong(step: KeptStep, walk: Walk) -> list[Misjudged]:
     """The first wrong token of a row, in the step's decision or in the request's output, if any."""
     request = step.requests[walk.row]
     before = step.num_output[walk.row]
-    accepted, *ids = step.verdicts[walk.row]
-    decided = ids[: 1 + accepted]
+    verdict = step.verdicts[walk.row]
+    decided = verdict.ids[: 1 + verdict.accepted]
     got = request.output_ids[before : before + len(walk.tokens)]
     should = walk.tokens[: len(got)]
     is_right = decided == walk.tokens and got == should

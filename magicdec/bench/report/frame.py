@@ -90,9 +90,13 @@ def flat_rows(
                 head.setdefault(key, inner)  # the config has more of a draft
         elif name in ("error", "reference", "num_differing"):
             head[name] = value
+    head |= {"pass": values.get("name")}
     for part in values.get("rows") or values.get("cells") or [values["metrics"]]:
         kind = PassMetrics if part is None else type(part)
-        yield head | {"pass": values.get("name")} | metric_row(part, kind)
+        yield head | metric_row(part, kind)
+    for category, parts in (values.get("rows_by_category") or {}).items():
+        for part in parts:
+            yield head | {"category": category} | metric_row(part, type(part))
 
 
 # The instructions that decide how fast the CPU kernels are, the fastest first.

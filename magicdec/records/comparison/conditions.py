@@ -213,7 +213,7 @@ def flags_of(
     emulated = decoding.get("emulate_acceptance")
     if emulated is not None:
         words.append(f"--emulate_acceptance {' '.join(f'{rate:g}' for rate in emulated)}")
-    words += _flags_of_sampling(config.get("sampling"))
+    words += flags_of_sampling(config.get("sampling"))
     return " ".join(words + _flags_of_ranks(config, num_ranks))
 
 
@@ -236,7 +236,8 @@ def _flags_of_ranks(config: Mapping[str, Any], num_ranks: int | None) -> list[st
     return words
 
 
-def _flags_of_sampling(section: Any) -> list[str]:
+def flags_of_sampling(section: Any) -> list[str]:
+    """The flags of the settings that are not the defaults."""
     if not isinstance(section, Mapping):  # of a record from elsewhere
         return []
     known = declared(SamplingSection)

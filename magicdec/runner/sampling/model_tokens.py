@@ -18,7 +18,13 @@ from magicdec.runner.sampling.coupled import perturb
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.randomness import Purpose, uniforms
 from magicdec.runner.sampling.sampling import probabilities, process, sample
-from magicdec.runner.sampling.verification import Judgement, count_accepted, leading, verify
+from magicdec.runner.sampling.verification import (
+    Judgement,
+    acceptance_of,
+    count_accepted,
+    leading,
+    verify,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,10 @@ class Proposal:
     ids: Tensor  # int64 [B, K]
     probabilities: Tensor | None = None  # float64 [B, K, V] over the whole vocabulary
     counts: Sequence[int] | None = None  # None: K for each row
+
+    @property
+    def counts_on_device(self) -> Tensor | None:
+        return None if self.counts is None else upload(self.counts, self.ids.device)
 
     def first(self, count: int) -> Proposal:
         probs = self.probabilities
@@ -136,7 +146,12 @@ class AcceptanceRule(Protocol):
     """What becomes of the drafts that the target has judged."""
 
     def judge(
-        self, proposal: Proposal, target: Judgement, newest: Tensor, starts: Tensor
+        self,
+        proposal: Proposal,
+        target: Judgement,
+        sampling: SamplingMetadata,
+        newest: Tensor,
+        starts: Tensor,
     ) -> Judgement:
         """The verdict in place of the target's. `newest` tokens [B, any] and lengths `starts` [B]
         are those of the rows before it."""
@@ -148,12 +163,29 @@ class AcceptanceRule(Protocol):
 @dataclass(frozen=True)
 class CountedAcceptance:
     """The target's verdict, of which no draft is kept: every step emits the target's next token
-    alone, so that drafts are judged at every position of its own text. Greedy only."""
+    alone, so that drafts are judged at every position of its own text.
+
+    A sampled text is that of decoding without drafts, whose random numbers are the same. It does
+    not depend on the drafts, so that these are drawn from q at each position, as in a run."""
 
     def judge(
-        self, proposal: Proposal, target: Judgement, newest: Tensor, starts: Tensor
+        self,
+        proposal: Proposal,
+        target: Judgement,
+        sampling: SamplingMetadata,
+        newest: Tensor,
+        starts: Tensor,
     ) -> Judgement:
-        return target
+        draws = sampling.draws
+        probs = target.target_probs
+        if draws is None or probs is None:
+            return target
+        token = sample(probs[:, 0], draws.ahead(1, Purpose.RESAMPLE)[:, 0])
+        acceptance = acceptance_of(
+            proposal.ids, proposal.probabilities, probs, proposal.counts_on_device
+        )
+        ids = torch.cat([token.unsqueeze(1), target.ids[:, 1:]], dim=1)
+        return Judgement(target.accepted, ids, acceptance=acceptance)
 
     def kept(self, accepted: Count) -> Count:
         return accepted * 0
@@ -167,7 +199,12 @@ class EmulatedAcceptance:
     rates: Tensor
 
     def judge(
-        self, proposal: Proposal, target: Judgement, newest: Tensor, starts: Tensor
+        self,
+        proposal: Proposal,
+        target: Judgement,
+        sampling: SamplingMetadata,
+        newest: Tensor,
+        starts: Tensor,
     ) -> Judgement:
         """Accept drafts [B, K] themselves; after them comes a token of the `target`. The random
         numbers follow from each row's place, its `newest` tokens [B, any] and its length `starts`
@@ -178,8 +215,7 @@ class EmulatedAcceptance:
         for tokens in newest.unbind(1):
             seeds = seeds * PRIME + tokens
         u = uniforms(seeds, starts.unsqueeze(1) + steps, Purpose.ACCEPT)
-        counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
-        accepted = leading(u < self.rates[: drafts.shape[1]], counts)
+        accepted = leading(u < self.rates[: drafts.shape[1]], proposal.counts_on_device)
         place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         is_draft = place < accepted.unsqueeze(1)
         return Judgement(accepted, torch.where(is_draft, F.pad(drafts, (0, 1)), target.ids))
@@ -200,7 +236,7 @@ def judge(
     row's among the N."""
     draws = sampling.draws
     drafts = proposal.ids
-    counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
+    counts = proposal.counts_on_device
     # Where only the likeliest tokens are needed, no logits are copied.
     is_copied = draws is not None or sampling.penalties is not None
     if places is not None and is_copied:
@@ -216,4 +252,4 @@ def judge(
     accept = draws.ahead(drafts.shape[1], Purpose.ACCEPT)
     resample = draws.ahead(drafts.shape[1] + 1, Purpose.RESAMPLE)
     verdict = verify(drafts, proposal.probabilities, probs, accept, resample, counts)
-    return Judgement.of(drafts, *verdict)
+    return Judgement.of(drafts, *verdict, probs)

@@ -12,6 +12,7 @@ Shapes: B rows, K drafts, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,17 +46,50 @@ def verify(
     draft_ids [B, K], of which `counts` [B] are real. draft_probs float64 [B, K, V]: their
     distributions q, None if one-hot. target_probs float64 [B, K+1, V]: p at each position, given
     the drafts before. u_accept [B, K] and u_resample [B, K+1] are independent and uniform."""
-    gamma = draft_ids.shape[1]
-    p = target_probs[:, :gamma].gather(2, draft_ids.unsqueeze(2)).squeeze(2)  # [B, K]
-    if draft_probs is None:
-        is_kept = u_accept < p
-    else:
-        # This is u < p / q without the division. A token with p = 0 is never accepted.
-        is_kept = u_accept * draft_probs.gather(2, draft_ids.unsqueeze(2)).squeeze(2) < p
-    accepted = leading(is_kept, counts)
+    p, q = _of_drafts(draft_ids, draft_probs, target_probs)
+    # This is u < p / q without the division. A token with p = 0 is never accepted.
+    accepted = leading(u_accept * q < p, counts)
     following = residual(draft_ids, draft_probs, target_probs, accepted, counts)
     u = u_resample.gather(1, accepted.unsqueeze(1)).squeeze(1)
     return accepted, sample(following, u)
+
+
+def acceptance_of(
+    draft_ids: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """The probability with which `verify` accepts the first 1, 2, ..., K drafts, float64 [B, K], 0
+    from padding on. At the k-th it is that of accepting these k - 1 drafts, the product of min(1,
+    p(x)/q(x)), times that of accepting the next one, whichever is drawn: the sum of min(p, q).
+
+    Its mean over drafts drawn from q is the probability that so many are accepted, for q times
+    min(1, p/q) is min(p, q). What `verify` draws has the same mean and varies most; with p(x)/q(x)
+    of the k-th draft too it would vary more than so. A product of the sums alone would have another
+    mean: the drafts that are accepted before come from min(p, q), and not from q."""
+    p, q = _of_drafts(draft_ids, draft_probs, target_probs)
+    ratio = torch.where(p < q, p / q, (p > 0).double())  # padding may have q = 0
+    overlap = p  # with a one-hot q
+    if draft_probs is not None:
+        overlap = torch.minimum(target_probs[:, : draft_ids.shape[1]], draft_probs).sum(dim=2)
+        overlap = overlap.clamp(max=1)
+    if counts is not None:
+        is_real = torch.arange(draft_ids.shape[1], device=p.device) < counts.unsqueeze(1)
+        ratio = ratio * is_real
+        overlap = overlap * is_real
+    before = torch.cat([torch.ones_like(p[:, :1]), ratio[:, :-1].cumprod(dim=1)], dim=1)
+    return before * overlap
+
+
+def _of_drafts(
+    draft_ids: Tensor, draft_probs: Tensor | None, target_probs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """p and q of the drafts themselves, float64 [B, K]; q is 1 if it is one-hot."""
+    index = draft_ids.unsqueeze(2)
+    p = target_probs[:, : draft_ids.shape[1]].gather(2, index).squeeze(2)
+    q = torch.ones_like(p) if draft_probs is None else draft_probs.gather(2, index).squeeze(2)
+    return p, q
 
 
 def residual(
@@ -87,13 +121,47 @@ class Judgement:
 
     accepted: Tensor  # int64 [B]
     ids: Tensor  # int64 [B, 1 + most drafts that can be accepted]
+    target_probs: Tensor | None = None  # see `verify`; None: nothing was drawn
+    acceptance: Tensor | None = None  # see `acceptance_of`; None: nobody asked
 
     @classmethod
-    def of(cls, draft_ids: Tensor, accepted: Tensor, following: Tensor) -> Judgement:
+    def of(
+        cls,
+        draft_ids: Tensor,
+        accepted: Tensor,
+        following: Tensor,
+        target_probs: Tensor | None = None,
+    ) -> Judgement:
         """The verdict of `accepted` [B] of drafts [B, K], then token `following` [B]."""
         following = following.unsqueeze(1)
         ids = torch.cat([draft_ids, following], dim=1)
-        return cls(accepted, ids.scatter(1, accepted.unsqueeze(1), following))
+        return cls(accepted, ids.scatter(1, accepted.unsqueeze(1), following), target_probs)
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """What the host reads, int64 [B, any] (`Verdict.of_columns`)."""
+        columns = [self.accepted.unsqueeze(1), self.ids]
+        return columns if self.acceptance is None else [*columns, (self.acceptance * UNITS).long()]
+
+
+UNITS = 1 << 53  # in one: probabilities are read by the host as whole numbers, with ids
+
+
+class Verdict(NamedTuple):
+    """A row's judgement as the host has read it: `ids` as in `Judgement`, of which the row emits
+    those of the accepted drafts that are kept, and one more."""
+
+    accepted: int
+    ids: list[int]
+    acceptance: list[float] | None = None  # see `acceptance_of`
+
+    @classmethod
+    def of_columns(cls, columns: list[int], padded_gamma: int) -> Verdict:
+        """From `Judgement.columns` of a row, whose drafts are padded to `padded_gamma`."""
+        accepted = columns[0]
+        ids = columns[1 : 2 + padded_gamma]
+        units = columns[2 + padded_gamma :]
+        return cls(accepted, ids, [count / UNITS for count in units] if units else None)
 
 
 def remaining(p: Tensor, drawn_from: Tensor) -> Tensor:

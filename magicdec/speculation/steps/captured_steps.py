@@ -13,6 +13,7 @@ from magicdec.runner.device_batch import NEWEST, DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import AcceptanceRule, Proposal
+from magicdec.runner.sampling.verification import Verdict
 from magicdec.speculation.drafter import Drafter, DraftShape
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
@@ -133,11 +134,11 @@ class CapturedSteps(DecodeSteps):
         probs = self._pending_proposal.first(gamma).probabilities
         return Proposal(ids, None if probs is None else probs[self._place_index])
 
-    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[Verdict]:
         self._show(batch)
         count = 0 if proposal is None else self._hand_over(proposal)
         result = self._work("verify", count, 0)()
-        verdict = self._read(result)
+        verdict = self._read(result, count)
         recorder = self.logits_recorder
         if self._seen is not None and recorder is not None:
             places = recorder.wants(batch.rows)

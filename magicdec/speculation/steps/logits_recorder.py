@@ -16,6 +16,7 @@ from torch import Tensor
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.runner.sampling.verification import Verdict
 
 MOST_BYTES = 1 << 26  # of the logits of a pass over a batch, on each rank
 LEAST_STEPS = 8  # for which there is room: where rows are many, only some of them are kept
@@ -27,9 +28,7 @@ class KeptStep:
 
     requests: tuple[Request, ...]
     num_output: tuple[int, ...]  # tokens that each request had emitted before
-    verdicts: list[
-        list[int]
-    ]  # of each row: the number of accepted drafts, then ids (`DecodeSteps`)
+    verdicts: list[Verdict]  # of each row
     logits: Tensor  # [R, K+1, V]
     drafts: Tensor  # int64 [R, K]
     counts: tuple[int, ...]  # how many of the K are drafts of a row, and not padding
@@ -81,7 +80,7 @@ class LogitsRecorder:
         self,
         requests: Sequence[Request],
         proposal: Proposal | None,
-        verdicts: Sequence[Sequence[int]],
+        verdicts: Sequence[Verdict],
         places: Sequence[int],
         logits: Tensor,
     ) -> None:
@@ -96,7 +95,7 @@ class LogitsRecorder:
         step = KeptStep(
             tuple(requests),
             tuple(len(request.output_ids) for request in requests),
-            [list(verdicts[place]) for place in places],
+            [verdicts[place] for place in places],
             logits,
             drafts,
             tuple(counts),

@@ -23,6 +23,7 @@ from magicdec.runner.sampling.model_tokens import (
     Proposal,
     join,
 )
+from magicdec.runner.sampling.verification import Verdict
 from magicdec.speculation.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.speculation.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.speculation.no_drafter import NoDrafter
@@ -95,7 +96,7 @@ class Speculative:
         if self.log is not None:
             self.log.begin()
         drafts = list[StepDraft]()
-        verdicts = dict[Request, list[int]]()
+        verdicts = dict[Request, Verdict]()
         for groups in self._groups(batch):
             together = self._draft(groups)
             verdicts |= self._verify(together)
@@ -114,8 +115,8 @@ class Speculative:
         drafts = [self._draft_rows(rows, count) for rows, count in groups]
         return DraftsTogether(drafts, started, is_alone)
 
-    def _verify(self, together: DraftsTogether) -> dict[Request, list[int]]:
-        """The verdicts of `DecodeSteps.verify` by request, of which the draft length learns."""
+    def _verify(self, together: DraftsTogether) -> dict[Request, Verdict]:
+        """The verdicts by request, of which the draft length learns."""
         drafts = together.drafts
         rows = Batch(tuple(r for draft in drafts for r in draft.batch.requests))
         proposal = self._join(drafts)
@@ -128,13 +129,14 @@ class Speculative:
         return verdicts
 
     def _accept(
-        self, batch: Batch, drafts: Sequence[StepDraft], verdicts: dict[Request, list[int]]
+        self, batch: Batch, drafts: Sequence[StepDraft], verdicts: dict[Request, Verdict]
     ) -> StepOutput:
         """What each row emits: its accepted drafts, if they are kept, and a token of the target."""
         log = self.log
-        accepted = [verdicts[request][0] for request in batch.requests]
+        of_rows = [verdicts[request] for request in batch.requests]
+        accepted = [verdict.accepted for verdict in of_rows]
         kept = map(self.steps.kept, accepted)
-        emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, kept, strict=True)]
+        emitted = [verdict.ids[: 1 + n] for verdict, n in zip(of_rows, kept, strict=True)]
         padded_gamma = max(draft.padded_gamma for draft in drafts)
         if padded_gamma == 0:
             return StepOutput(emitted, digests=None if log is None else [])
@@ -143,7 +145,13 @@ class Speculative:
             proposed |= zip(draft.batch.requests, draft.counts, strict=True)
         digests = None if log is None else log.digests(batch.rows)
         counts = [proposed[r] for r in batch.requests]
-        return StepOutput(emitted, padded_gamma, accepted, counts, digests=digests)
+        acceptance = None
+        if any(verdict.acceptance for verdict in of_rows):
+            pairs = zip(of_rows, counts, strict=True)
+            acceptance = [(verdict.acceptance or [])[:count] for verdict, count in pairs]
+        return StepOutput(
+            emitted, padded_gamma, accepted, counts, digests=digests, acceptance=acceptance
+        )
 
     def _draft_rows(self, batch: Batch, count: int) -> StepDraft:
         can_join = self.steps.can_join
@@ -169,11 +177,13 @@ class Speculative:
     def _observe(
         self,
         draft: StepDraft,
-        verdicts: dict[Request, list[int]],
+        verdicts: dict[Request, Verdict],
         seconds: float | None,
         is_ragged: bool,
     ) -> None:
-        accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.padded_gamma else ()
+        accepted = (
+            [verdicts[r].accepted for r in draft.batch.requests] if draft.padded_gamma else ()
+        )
         judged = draft.plan.judged
         verified = draft.padded_gamma
         if is_ragged:

@@ -19,6 +19,7 @@ from magicdec.runner.forward_batch import EnqueuedForward, ForwardBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, NotFinite, Request
 from magicdec.runner.sampling.model_tokens import AcceptanceRule, Count, Proposal, judge
+from magicdec.runner.sampling.verification import Verdict
 from magicdec.speculation.drafter import Drafter, DraftShape
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import Phase
@@ -92,7 +93,7 @@ class DecodeSteps:
         self.drafter.release(rows)
 
     def decode(self, batch: Batch) -> list[list[int]]:
-        return [row[1:] for row in self.verify(batch, None)]
+        return [verdict.ids for verdict in self.verify(batch, None)]
 
     @torch.inference_mode()
     def draft(self, batch: Batch, gamma: int) -> Proposal:
@@ -102,10 +103,8 @@ class DecodeSteps:
             return self._drafted(batch, gamma)
 
     @torch.inference_mode()
-    def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
-        """For each row: the number n of accepted drafts, then ids, of which the row emits those of
-        the drafts that are `kept`, and one more. Ragged proposals (`Proposal.counts`) need
-        `can_join`."""
+    def verify(self, batch: Batch, proposal: Proposal | None) -> list[Verdict]:
+        """The verdict of each row. Ragged proposals (`Proposal.counts`) need `can_join`."""
         with self.phase("decode" if proposal is None else "verify"):
             return self._judged(batch, proposal)
 
@@ -141,7 +140,7 @@ class DecodeSteps:
         pending = self.drafter.prepare(batch.requests, gamma)
         return self.drafter.propose(self._batch, DraftShape(gamma, pending))
 
-    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[Verdict]:
         """Verify, and read the result: the step's only read."""
         self._show(batch)
         verification = self._begin(proposal)
@@ -150,7 +149,8 @@ class DecodeSteps:
             self._batch.sampling.spoil()
             if self._batch.sampling.flaws is None:
                 raise NotFinite.after(*self._flawed(verification))
-        verdicts = self._read(self._finish(verification))
+        padded_gamma = verification.proposal.ids.shape[1]
+        verdicts = self._read(self._finish(verification), padded_gamma)
         recorder = self.logits_recorder
         if recorder is not None and (places := recorder.wants(batch.rows)):
             logits = verification.logits_of(places)
@@ -168,7 +168,7 @@ class DecodeSteps:
         found = next((r for r in self._shown if r.row in rows), self._shown[0])
         return found.request_id, len(found.output_ids)
 
-    def _read(self, result: Tensor) -> list[list[int]]:
+    def _read(self, result: Tensor, padded_gamma: int) -> list[Verdict]:
         lines = result.tolist()
         results = [lines[place] for place in self._places]
         first = 0
@@ -178,7 +178,8 @@ class DecodeSteps:
                 self._batch.sampling.check(request, line)
         for i, runner in enumerate(self._runners, first):
             runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
-        return [row[first + len(self._runners) :] for row in results]
+        first += len(self._runners)
+        return [Verdict.of_columns(row[first:], padded_gamma) for row in results]
 
     def _begin(self, proposal: Proposal | None) -> PendingVerification:
         runner = self.runner
@@ -220,9 +221,8 @@ class DecodeSteps:
         return forwards, upload(places, tokens.device)
 
     def _finish(self, verification: PendingVerification, tells_drafter: bool = True) -> Tensor:
-        """int64 [B, 1 + caches + 1 + ids]: the row's flaw, if noted (`SamplingMetadata.check`),
-        the length of each cache, the number of accepted drafts, and ids, of which the row emits
-        the first."""
+        """int64 [B, any]: the row's flaw, if noted (`SamplingMetadata.check`), the length of each
+        cache, and the columns of its judgement."""
         batch = self._batch
         runner = self.runner
         proposal = verification.proposal
@@ -233,7 +233,9 @@ class DecodeSteps:
             runner, batch.sampling, proposal, verification.logits(), verification.places
         )
         if self.rule is not None and proposal.ids.shape[1] > 0:
-            judgement = self.rule.judge(proposal, judgement, batch.newest, before.tensor)
+            judgement = self.rule.judge(
+                proposal, judgement, batch.sampling, batch.newest, before.tensor
+            )
         accepted = judgement.accepted
         ids = judgement.ids
         kept = self.kept(accepted)
@@ -250,7 +252,7 @@ class DecodeSteps:
         if tells_drafter:
             self.drafter.commit(rows, new_lengths)
         lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
-        columns = [*lengths, accepted.unsqueeze(1), ids]
+        columns = [*lengths, *judgement.columns]
         is_noted = batch.sampling.flaws is not None
         return batch.sampling.with_flaws(columns) if is_noted else torch.cat(columns, dim=1)
 

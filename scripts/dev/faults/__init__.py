@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from faults import (
     choices,
+    everywhere,
     figures,
     gate,
     gguf_families,
@@ -38,6 +39,7 @@ PROPERTIES = (
     *gate.PROPERTIES,
     *choices.PROPERTIES,
     *verdict.PROPERTIES,
+    *everywhere.PROPERTIES,
     *weights.PROPERTIES,
     *heads.PROPERTIES,
     *mixtures.PROPERTIES,

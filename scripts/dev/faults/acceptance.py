@@ -469,7 +469,7 @@ LOOKUPS = (
         "ngram+model:demo-draft --kv_policy full --gamma 4",
     ),
 )
-DRAWN = "u_accept * draft_probs.gather(2, draft_ids.unsqueeze(2)).squeeze(2) < p"
+DRAWN = "leading(u_accept * q < p, counts)"
 SAMPLES = (
     regression(
         "sampled drafts are refused more often",
