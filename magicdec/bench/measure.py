@@ -100,7 +100,7 @@ def records_of_run(
     taken: MemoryTaken,
 ) -> list[PassRecord]:
     """The records of the passes of a run, the last of which was checked beside the first."""
-    checks = [*(reference_check(each, checked) for each in passes[:-1]), checked]
+    checks = [*(reference_check(serving_pass, checked) for serving_pass in passes[:-1]), checked]
     return [
         pass_record(
             measured, of_pass, context_of_run(prepared, passes, measured, environment, taken)
@@ -123,7 +123,7 @@ def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool
     reference = passes[0]
     system = measured.planned.system
     assert isinstance(system, PrefilledBatching), "a run keeps its prompts"
-    judged = [each for of_pass in passes for each in of_pass.judged]
+    judged = [judgement for of_pass in passes for judgement in of_pass.judged]
     last: tuple[PassOutput, PassOutput] | None = None
     if is_whole and reference.last is not None and measured.last is not None:
         last = reference.last, measured.last
@@ -265,7 +265,7 @@ class ServedChecks:
 
     def means_of(self, runner: Runner, number: int) -> ServedMeans:
         """The means for a group. Forwards are compared once, in the first one."""
-        planned = {each.serving_pass: each for each in runner.passes}
+        planned = {plan.serving_pass: plan for plan in runner.passes}
         return ServedMeans(
             open=lambda serving_pass: runner.open(planned[serving_pass]),
             systems=self.prepared.systems,

@@ -68,7 +68,9 @@ def pass_record(measured: MeasuredPass, checked: Checked, context: RecordContext
         goodput=context.goodput,
         categories=context.workload.categories,
         gaps_ms=[gap for group in measured.groups for gap in gaps_of(group)],
-        reported_total=ReportedCounts.sum_of([each.reported_total for each in verifications]),
+        reported_total=ReportedCounts.sum_of(
+            [verification.reported_total for verification in verifications]
+        ),
         warmup_calibration_ms=warm_up_calibration_of(measured),
         reference=None if reference in (None, measured) else parts_of(reference),
     )
@@ -89,7 +91,7 @@ def pass_record(measured: MeasuredPass, checked: Checked, context: RecordContext
     if record.details is None:
         return record
     missing = [name for name in REPORTABLE if getattr(record.metrics, name, None) is None]
-    has_drafts = any(each.has_drafts for each in verifications)
+    has_drafts = any(verification.has_drafts for verification in verifications)
     return replace(record, details=record.details.completed(missing, has_drafts))
 
 
@@ -103,7 +105,7 @@ def parts_of(measured: MeasuredPass) -> MeasuredParts:
     is_random = system.run.is_random
     has_counts = measured.planned.serving_pass.is_drafting and not is_random
     pairs = zip(measured.groups, verifications_by_group(measured), strict=True)
-    requests = [each for group, of in pairs for each in requests_of(group, of, system.run)]
+    requests = [request for group, of in pairs for request in requests_of(group, of, system.run)]
     groups = [group_of(group, has_counts, system.counts_reads) for group in measured.groups]
     return MeasuredParts(requests, groups)
 
@@ -112,9 +114,9 @@ def verifications_by_group(measured: MeasuredPass) -> list[Verifications]:
     """Those of each group. What a server reports of its requests counts if it does so in every
     group, as its counters do: sums of some groups would stand beside the tokens of all."""
     found = [group.observer.verifications for group in measured.groups]
-    if all(each.reported for each in found):
+    if all(own.reported for own in found):
         return found
-    return [replace(each, reported={}) for each in found]
+    return [replace(own, reported={}) for own in found]
 
 
 def details_of(measured: MeasuredPass) -> Details | None:

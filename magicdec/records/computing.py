@@ -412,7 +412,9 @@ def acceptance_by_context(
         )
         for most, members in sorted(places.items())
     ]
-    return groups if any(each.num_draft_tokens or each.num_spec_steps for each in groups) else None
+    return (
+        groups if any(group.num_draft_tokens or group.num_spec_steps for group in groups) else None
+    )
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, Any]:

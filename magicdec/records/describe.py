@@ -161,14 +161,14 @@ def verdicts_of(records: Sequence[PassRecord], is_verbose: bool) -> list[tuple[s
     shown = list(records)
     if not is_verbose:
         shown = [
-            each
-            for each in records
-            if each.status != Status.VERIFIED or each.emulated_by or each.num_missing_repeats
+            record
+            for record in records
+            if record.status != Status.VERIFIED or record.emulated_by or record.num_missing_repeats
         ]
     if shown:
         return [
-            (f"{each.name}: {verdict_of(each, is_verbose)}", STYLES[Status(each.status)])
-            for each in shown
+            (f"{record.name}: {verdict_of(record, is_verbose)}", STYLES[Status(record.status)])
+            for record in shown
         ]
     first = records[0]
     others = "the other pass has" if len(records) == 2 else "all other passes have"
@@ -240,7 +240,7 @@ STEADY = "in the speedup a stalled step counts as the median of its kind; in the
 
 def stalls_of(records: Sequence[PassRecord]) -> list[str]:
     """A line for each pass in which steps stalled, and one that says what they count for."""
-    measured = [(each.name, each.metrics) for each in records if each.metrics is not None]
+    measured = [(record.name, record.metrics) for record in records if record.metrics is not None]
     lines = [f"{name}: {stalls_in(metrics)}" for name, metrics in measured if metrics.stalled_steps]
     has_speedup = any(metrics.speedup is not None for _, metrics in measured)
     return [*lines, STEADY] if lines and has_speedup else lines

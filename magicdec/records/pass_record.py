@@ -552,7 +552,7 @@ def commands_of(passes: Iterable[PassRecord]) -> list[list[PassRecord]]:
     for record in passes:
         environment = record.environment
         own = environment.time_utc, environment.argv
-        names = [each.name for each in commands[-1]] if commands else []
+        names = [known.name for known in commands[-1]] if commands else []
         if own != key or record.name in names:
             commands.append([])
         key = own
@@ -565,4 +565,4 @@ def reference_of(record: PassRecord, command: Iterable[PassRecord]) -> PassRecor
     itself is the reference."""
     if record.reference in (None, record.name):
         return None
-    return next((each for each in command if each.name == record.reference), None)
+    return next((candidate for candidate in command if candidate.name == record.reference), None)

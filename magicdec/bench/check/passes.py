@@ -116,7 +116,7 @@ def combined(checks: Sequence[Checked]) -> Checked:
     compared = [correctness for correctness in found if correctness.forwards is not None]
     alarming = [correctness for correctness in compared if correctness.has_alarms]
     forwards = [correctness.forwards for correctness in (*alarming, *compared)]
-    judged = [each.judged_again for each in found if each.judged_again is not None]
+    judged = [checked.judged_again for checked in found if checked.judged_again is not None]
     if worst.num_diverged is not None:
         worst = replace(
             worst,

@@ -406,8 +406,8 @@ PROPERTIES = (
             Fault(
                 "answers of some repeats counted",
                 "bench/records_of.py",
-                "if all(each.reported for each in found):",
-                "if any(each.reported for each in found):",
+                "if all(own.reported for own in found):",
+                "if any(own.reported for own in found):",
             ),
             Fault(
                 "a source named that one repeat lacks",
