@@ -178,6 +178,18 @@ class ModelRunner:
             shared_counts=self.counts,
         )
 
+    def with_rows(self, num_rows: int, max_following: int) -> ModelRunner:
+        """This runner, with its caches and counts, for its first rows alone."""
+        draft = self.draft_runner
+        return replace(
+            self,
+            num_rows=num_rows,
+            max_following=max_following,
+            draft_runner=None if draft is None else draft.with_rows(num_rows, max_following),
+            shared_caches=self.caches,
+            shared_counts=self.counts,
+        )
+
     @property
     def drafting_runner(self) -> ModelRunner:
         """The one that drafts in self-speculation."""

@@ -37,7 +37,7 @@ def working_bytes(plan: ModelPlan) -> int:
     buffer = BANDWIDTH_BYTES // plan.shard.size
     needs = (
         forward_bytes(plan, (1, chunk, longest)),
-        forward_bytes(plan, (room.rows, T, longest), observes) + _logits_bytes(plan, room.rows * T),
+        forward_bytes(plan, (room.rows, T, longest), observes) + logits_bytes(plan, room.rows * T),
         first_choice_bytes(plan),
         _loading_bytes(plan),
         buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES,
@@ -120,7 +120,7 @@ def _call_size(plan: ModelPlan, shape: tuple[int, int, int]) -> CallSize:
     return CallSize(*shape, num_heads, num_kv_heads, model.cached_head_dim, dtype_bytes)
 
 
-def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
+def logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
     """This rank's logits; to sample, all logits in float32 and three times in float64."""
     config = plan.config
     vocab_size = plan.model.vocab_size

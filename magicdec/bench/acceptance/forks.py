@@ -40,8 +40,8 @@ from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
 from magicdec.systems.system import SystemDetails
 
 CONTINUATIONS = "continuations"  # the name of a result that drafts share
-MOST_FORKS = 128  # rows of a batch, beside those of the texts
-BLOCK = 64  # tokens of a block, of which a fork copies at most one
+MOST_FORKS = 256  # rows of a batch, beside those of the texts
+BLOCK = 16  # tokens of a block, of which a fork copies at most one
 
 
 def can_fork(config: ResolvedConfig) -> bool:

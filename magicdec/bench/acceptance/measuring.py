@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from magicdec.bench.acceptance.forks import (
@@ -45,12 +45,13 @@ from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import CountedAcceptance
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import MemoryWatch, describe_memory
+from magicdec.setup.model_plan import max_following, max_tokens
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, Sessions
 from magicdec.speculation.draft_length import WholeLookups
 from magicdec.systems.modes import DRAFTING, Pass
 from magicdec.systems.observer import PassObserver
-from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
+from magicdec.systems.shared_prefill import CacheDemand, KeptPrompts, SharedPrefill
 from magicdec.systems.system import System, SystemDetails
 
 Keep = Callable[[StudyCell, AcceptanceRecord], None]
@@ -104,6 +105,14 @@ class CountedDrafts(TextDrafts):
         decoding = prepared.config.decoding
         if decoding.drafter == NGRAM:
             self.draft_length = WholeLookups(decoding.max_gamma)
+
+    def _with_copy(self, kept: KeptPrompts) -> KeptPrompts:
+        """With a runner of the rows of texts alone, so that no policy keeps anything of forks."""
+        kept = super()._with_copy(kept)
+        config = self.run.config
+        following = max_following(config, max_tokens(config))
+        runner = kept.engine.runner.with_rows(config.capacity.rows, following)
+        return replace(kept, engine=kept.engine.with_runner(runner))
 
     def serve(
         self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver

@@ -12,7 +12,14 @@ from magicdec.bench.acceptance.forks import can_fork, num_forks, with_forks
 from magicdec.bench.study.cells import StudyCell
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.setup.memory_check import MemoryBudget, describe_place
-from magicdec.setup.memory_plan import MemoryPlan, model_plans_of, plan_of
+from magicdec.setup.memory_plan import (
+    MemoryPlan,
+    forward_bytes,
+    logits_bytes,
+    model_plans_of,
+    plan_of,
+)
+from magicdec.setup.model_plan import ModelPlan
 from magicdec.systems.shared_prefill import CacheDemand
 
 
@@ -32,19 +39,26 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
         for cell in group:
             config = cell.resolved.config
             target, *drafts = model_plans_of(config, cell.resolved.models, 0)
-            target = replace(target, row_tokens=room.max_tokens, rewound=None)
-            if room.num_forks:
-                target = with_forks(target, room.num_forks)
-            plan = plan_of([target, *drafts])
+            own = plan_of([target, *drafts])  # but for the cache that all share
+            shared = replace(target, row_tokens=room.max_tokens, rewound=None)
+            forked = with_forks(shared, room.num_forks) if room.num_forks else shared
             draft = None if config.draft is None else config.draft.model
-            draft_weights[draft, config.low_bit] = plan.draft_weights
-            plans.append(plan)
+            draft_weights[draft, config.low_bit] = own.draft_weights
+            working = max(own.working, fork_bytes(shared, room))
+            plans.append(replace(own, kv=forked.kv_bytes, working=working))
     return MemoryPlan(
         weights=max(plan.weights for plan in plans),
         kv=max(plan.kv for plan in plans),
         draft_weights=sum(draft_weights.values()),
         draft_kv=max(plan.draft_kv for plan in plans),
         working=max(plan.working for plan in plans),
+    )
+
+
+def fork_bytes(plan: ModelPlan, room: CacheDemand) -> int:
+    """The working memory of a draft step of all forks."""
+    return forward_bytes(plan, (room.num_forks, 1, plan.tokens)) + logits_bytes(
+        plan, room.num_forks
     )
 
 
