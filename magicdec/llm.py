@@ -7,10 +7,11 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import torch
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     NONE,
@@ -51,7 +52,6 @@ FEWEST = 2  # tokens of a request: one of its prompt, and one new one
 MOST_OF_FREE = {"cpu": 0.5, "cuda": 0.9}
 MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory
 ENDED = (RequestStatus.FINISHED, RequestStatus.CANCELLED)
-W = TypeVar("W", bound=WorkloadSection)
 
 
 class LLM:
@@ -123,8 +123,8 @@ class LLM:
         run = find(asked, Launch(), cache)
         self.max_tokens = choose_max_tokens(run, max_tokens, max_new_tokens, sizes)
         self.max_new_tokens = min(max_new_tokens or self.max_tokens, self.max_tokens)
-        workload = of_length(asked.workload, self.max_tokens, max_new_tokens)
-        run = find(replace(asked, workload=workload), Launch(), cache)
+        capacity = capacity_of(max_concurrency, self.max_tokens, max_new_tokens)
+        run = find(asked, Launch(), cache, capacity=capacity)
         _, self.tokenizer = check_models(run, cache)
         self.model = run.source.config
         self.is_random = run.is_random  # random weights have no acceptance
@@ -268,10 +268,10 @@ class CacheSizes:
     prefix_cache: bool
 
 
-def of_length(w: W, max_tokens: int, max_new_tokens: int | None) -> W:
-    """The workload with requests of so many tokens at most, and new tokens."""
-    extra = min(max_new_tokens or max_tokens, max_tokens) - 1
-    return replace(w, prefix_len=max_tokens - 1, extra_new_tokens=extra)
+def capacity_of(rows: int, max_tokens: int, max_new_tokens: int | None) -> Capacity:
+    """The capacity for requests of so many tokens at most, and new tokens."""
+    new_tokens = min(max_new_tokens or max_tokens, max_tokens)
+    return Capacity(rows, max_tokens - 1, max_tokens, new_tokens)
 
 
 def plans_of(run: ResolvedRun, sizes: CacheSizes) -> list[ModelPlan]:
@@ -311,9 +311,11 @@ def choose_max_tokens(
     if asked is None and free is not None:
         room = replace(room, free=int(MOST_OF_FREE[device] * free))
 
+    rows = run.config.capacity.rows
+
     def refusal(max_tokens: int) -> str | None:
-        workload = of_length(run.config.workload, max_tokens, max_new_tokens)
-        config = replace(run.config, workload=workload)
+        capacity = capacity_of(rows, max_tokens, max_new_tokens)
+        config = replace(run.config, capacity=capacity)
         return room.refusal(plan_of(plans_of(replace(run, config=config), sizes)))
 
     wanted = longest if asked is None else asked
@@ -322,7 +324,6 @@ def choose_max_tokens(
     most = largest(lambda number: number >= FEWEST and refusal(number) is None, wanted)
     if asked is None and most:
         return most
-    rows = run.config.workload.batch_size
     fitting = f"max_tokens {most} would fit, or give fewer" if most else "give fewer"
     raise ValueError(f"max_tokens {wanted} x max_concurrency {rows} needs {needed}; {fitting}")
 

@@ -93,6 +93,7 @@ EXPORTS = {
     "vllm": "magicdec.bench.export.vllm:VLLM",
     "pytorch": "magicdec.bench.export.pytorch:PYTORCH",
     "llama-bench": "magicdec.bench.export.llama_bench:LLAMA_BENCH",
+    "golden": "magicdec.bench.export.golden:GOLDEN",
 }
 EVERY_KIND = "table"  # the format that holds records of every kind
 # What computes norms, rotation and gates.

@@ -164,7 +164,7 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
-            return [plain(each) for each in value]
+            return [plain(item) for item in value]
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
     return {name: plain(value) for name, value in values.items()}
@@ -467,7 +467,9 @@ def read(path: Path) -> str:
 def with_ratios(records: Sequence[Any]) -> list[Any]:
     """The records, in which served modes have their ratios to the first mode of their command."""
     changed = {}
-    for command in commands_of(each for each in records if isinstance(each, PassRecord)):
+    for command in commands_of(
+        candidate for candidate in records if isinstance(candidate, PassRecord)
+    ):
         for record in command:
             metrics = record.metrics
             reference = reference_of(record, command)

@@ -43,10 +43,10 @@ def values_of(files: Sequence[Path], names: Iterable[str]) -> dict[str, Tensor]:
         expert = EXPERT.fullmatch(name)
         merged = name if expert is None else f"{expert['before']}.{expert['after']}"
         known = [
-            table.get_name(each, try_suffixes=(".weight", ".bias"))
-            for each in (merged, f"{merged}.weight")
+            table.get_name(theirs_name, try_suffixes=(".weight", ".bias"))
+            for theirs_name in (merged, f"{merged}.weight")
         ]
-        theirs = next((each for each in known if each in stored), None)
+        theirs = next((candidate for candidate in known if candidate in stored), None)
         if theirs is None:
             raise ValueError(f"the gguf package finds no tensor {name}")
         if expert is None:

@@ -92,7 +92,7 @@ class ArrivingRequests:
     def num_tokens(self) -> int:
         lengths = [shape.output_len for shape in self.prepared.options.shapes]
         talks = self.prepared.run.workload.conversations
-        counts = [1] * len(lengths) if talks is None else [len(each.turns) for each in talks]
+        counts = [1] * len(lengths) if talks is None else [len(talk.turns) for talk in talks]
         return sum(count * length for count, length in zip(counts, lengths, strict=True))
 
     def num_warm_ups(self, measured: MeasuredPass) -> int | None:

@@ -151,9 +151,9 @@ def config_of(name: str, dtype: str, longest: int, linear: str = "auto") -> RunC
 def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
     c = source.config
     tensors = source.tensors.values()
-    dtypes = sorted({each.dtype for each in tensors})
-    files = {each.file for each in tensors}
-    num_parameters = sum(torch.Size(each.shape).numel() for each in tensors)
+    dtypes = sorted({tensor.dtype for tensor in tensors})
+    files = {tensor.file for tensor in tensors}
+    num_parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
     biases = {
         "q, k, v": c.qkv_bias,
         "output": c.output_bias,
@@ -257,7 +257,7 @@ def is_dequantised(source: ModelSource) -> bool:
 
 
 def _float32_bytes(source: ModelSource) -> int:
-    sizes = [4 * torch.Size(each.shape).numel() for each in source.tensors.values()]
+    sizes = [4 * torch.Size(tensor.shape).numel() for tensor in source.tensors.values()]
     return sum(sizes) + 2 * max(sizes)
 
 

@@ -150,7 +150,8 @@ def describe_drafts(judged: Verifications, request_id: int) -> dict[str, Any]:
     positions = [each.position for each in steps if each.position is not None]
     digests = [each.digest for each in steps if each.digest is not None]
     is_logged = bool(digests) and len(digests) == len(steps)
-    drafted, accepted = None, None
+    drafted = None
+    accepted = None
     if counts.steps is not None:
         drafted, accepted = ([step[part] for step in counts.steps] for part in range(2))
     return {

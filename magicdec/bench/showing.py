@@ -182,7 +182,7 @@ def above(records: Sequence[PassRecord], is_verbose: bool) -> list[Line]:
 def below(records: Sequence[PassRecord]) -> list[str]:
     """Sentences about what the passes have shown."""
     workload = records[-1].workload
-    paying = [line for each in records for line in pays_of(each, break_even(each, records))]
+    paying = [line for record in records for line in pays_of(record, break_even(record, records))]
     return [
         *(paying or winner(records)),
         *stalls_of(records),
@@ -200,7 +200,7 @@ def rows_of(
     metrics = [record.metrics for record in records]
     counts = [len(record.requests) for record in records if record.requests]
     count = min(counts, default=0)
-    has_stalls = any(each is not None and each.stalled_steps for each in metrics)
+    has_stalls = any(metric is not None and metric.stalled_steps for metric in metrics)
     for heading, keys in groups.items():
         shown = [
             key for key in keys if has_enough(key, count) and (has_stalls or key not in OF_STALLS)
@@ -228,7 +228,7 @@ def completed(row: TableRow, records: Sequence[PassRecord]) -> TableRow:
             label = label._replace(text=f"{label.text}, median of {count}")
     if key == "acceptance_per_position":
         has_room = len(records) <= FEWEST_COLUMNS
-        texts = [each.metrics and positions_of(each.metrics, has_room) for each in records]
+        texts = [record.metrics and positions_of(record.metrics, has_room) for record in records]
         cells = [cell and cell._replace(text=text) for cell, text in zip(cells, texts, strict=True)]
     return [label, *cells]
 
@@ -261,10 +261,10 @@ def break_even(record: PassRecord, records: Sequence[PassRecord]) -> float | Non
     metrics = record.metrics
     if metrics is None or not has_drafts(record):
         return None
-    num_tokens = sum(each.output_len - 1 for each in record.requests)
+    num_tokens = sum(request.output_len - 1 for request in record.requests)
     speedup = metrics.speedup
     if speedup is None:
-        plain = next((each for each in records if is_plain_of(each, record)), None)
+        plain = next((candidate for candidate in records if is_plain_of(candidate, record)), None)
         theirs = None if plain is None else plain.metrics
         if theirs is None or not metrics.mean_tpot_ms or not theirs.mean_tpot_ms:
             return None
@@ -295,16 +295,16 @@ def context_tables(records: Sequence[PassRecord]) -> list[Table]:
     """A table of acceptance by context, if the prompts have several lengths."""
     shown = [record for record in records if record.acceptance_by_context]
     groups = {
-        record.name: {each.most_context: each for each in record.acceptance_by_context or ()}
+        record.name: {group.most_context: group for group in record.acceptance_by_context or ()}
         for record in shown
     }
-    contexts = sorted({most for each in groups.values() for most in each})
+    contexts = sorted({most for group in groups.values() for most in group})
     if len(contexts) < 2:
         return []
     keys = ("draft_acceptance_rate", "mean_acceptance_length")
     rows = list[list[object]]()
     for most in contexts:
-        parts = [each.get(most) for each in groups.values()]
+        parts = [group.get(most) for group in groups.values()]
         count = next(part.num_requests for part in parts if part is not None)
         noun = "request" if count == 1 else "requests"
         heading = f"up to {most:,} tokens: {count} {noun}"
@@ -323,7 +323,7 @@ def turn_tables(records: Sequence[PassRecord]) -> list[Table]:
     if num_turns < 2:
         return []
     rows = list[list[object]]()
-    count = min(each.num_requests for r in shown for each in r.times_by_turn or ())
+    count = min(times.num_requests for r in shown for times in r.times_by_turn or ())
     for key in ("mean_prompt_len", "mean_ttft_ms", "p90_ttft_ms", "prefix_hit_rate"):
         group = dict[str, list[object]]()
         for record in shown if has_enough(key, count) else ():
@@ -486,14 +486,16 @@ def without_interval(cell: object) -> object:
 
 def kinds_of(records: Sequence[PassRecord]) -> list[type[Details]]:
     """The kinds of details of these records."""
-    return list(dict.fromkeys(type(each.details) for each in records if each.details is not None))
+    return list(
+        dict.fromkeys(type(record.details) for record in records if record.details is not None)
+    )
 
 
 def detail_rows(records: Sequence[PassRecord]) -> list[TableRow]:
     """The rows of what systems measured, those of each below its heading."""
     rows = list[TableRow]()
     for kind in kinds_of(records):
-        details = [each.details if type(each.details) is kind else None for each in records]
+        details = [record.details if type(record.details) is kind else None for record in records]
         own = metric_rows(kind, details)
         rows += [[Heading(kind.heading), *[None] * len(records)], *own] if own else []
     return rows

@@ -93,7 +93,7 @@ def draw_timeline(
     """Draw when each request waited, was prefilled and decoded, with a panel for each record; below
     that of a mode with stages, which of them computed what when, for `plot_ms` from its first token
     on. The format is that which the name of `path` ends in."""
-    end_s = max(request.finished_ms for each in records for request in each.requests) / 1e3
+    end_s = max(request.finished_ms for of_pass in records for request in of_pass.requests) / 1e3
     panels = []
     for record, trace in zip(records, traces, strict=True):
         panels.append(timeline(record, end_s))

@@ -15,6 +15,7 @@ from magicdec.hardware.other_load import busy_share, is_busy
 from magicdec.records.describe import method
 from magicdec.records.intervals import LEVEL, ratio_interval
 from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 
 if TYPE_CHECKING:
     from magicdec.cli.advise import AdviceSection
@@ -92,7 +93,7 @@ def _equals_of(found: Finding) -> str:
     if not found.equals or found.best.interval is None:
         return ""
     ordered = sorted(found.equals, key=lambda each: -each.speedup)
-    named = [f"`{each.draft}` {each}" for each in ordered[:MOST_EQUALS]]
+    named = [f"`{draft.draft}` {draft}" for draft in ordered[:MOST_EQUALS]]
     more = len(ordered) - len(named)
     drafts = ", ".join(named) + (f" and {more} more" if more else "")
     return (
@@ -127,7 +128,7 @@ def net_speedup(record: PassRecord) -> float:
 def describe_runs(records: Mapping[str, PassRecord]) -> list[str]:
     """A line for each run, the best first, with intervals that hold for all of them together."""
     level = joint_level(len(records))
-    drafts = {each.draft: each for each in measured_drafts(records)}
+    drafts = {draft.draft: draft for draft in measured_drafts(records)}
     unmeasured = MeasuredDraft("", 0.0)
     ordered = sorted(records, key=lambda flags: -drafts.get(flags, unmeasured).least)
     lines = list[str]()
@@ -143,7 +144,7 @@ def describe_runs(records: Mapping[str, PassRecord]) -> list[str]:
         if flags in drafts:
             parts.append(f"net {drafts[flags]}")
         lines.append(f"{'run':<10} {method(record)}: {', '.join(parts)}")
-    if any(each.interval for each in drafts.values()):
+    if any(draft.interval for draft in drafts.values()):
         of_all = f"of all {len(records)} drafts together" if len(records) > 1 else "of the draft"
         lines.append(f"{'':<10} in brackets: 95 % intervals {of_all}")
     return lines
@@ -166,8 +167,8 @@ def find_best(drafts: Sequence[MeasuredDraft]) -> tuple[MeasuredDraft, list[Meas
     surely faster: the spread of a ratio is at least the difference of the spreads of both."""
     level = joint_level(len(drafts))
     best = max(drafts, key=lambda each: each.least)
-    others = [each for each in drafts if each is not best]
-    return best, [each for each in others if not is_surely_faster(best, each, level)]
+    others = [draft for draft in drafts if draft is not best]
+    return best, [other for other in others if not is_surely_faster(best, other, level)]
 
 
 def is_surely_faster(one: MeasuredDraft, other: MeasuredDraft, level: float) -> bool:
@@ -192,7 +193,7 @@ def find_advice(
     config = records[best.draft].config
     if plan is not None and config["decoding"]["drafter"] == SELF:
         candidate = next(
-            each for each in plan.candidates() if each.budget == config["kv"]["budget"]
+            planned for planned in plan.candidates() if planned.budget == config["kv"]["budget"]
         )
         here = candidate.predict(args.B, args.prefix_len, args.gamma)
         best = replace(best, predicted=here.net_speedup(args.num_new_tokens))
@@ -235,7 +236,7 @@ def make_plan(
         and record.metrics
         and record.metrics.acceptance_per_position
     }
-    drafts = [each for each in measured_drafts(records) if each.draft in own]
+    drafts = [draft for draft in measured_drafts(records) if draft.draft in own]
     if not drafts:
         return None
     config = own[find_best(drafts)[0].draft].config
@@ -256,4 +257,4 @@ def make_plan(
         tp=args.num_ranks,
         prefix_len=tuple(contexts),
     )
-    return plan.make_plan(section)
+    return plan.make_plan(section, {"pass": load_passes(file)})

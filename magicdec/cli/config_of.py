@@ -55,7 +55,7 @@ def write_flags(values: ParsedValues) -> int:
 
 def find_record(args: RecordSection) -> Record:
     """The chosen record. Raises ValueError if the file has fewer records of that kind."""
-    records = [each for each in read_records(args.records, Record) if each.kind == args.kind]
+    records = [record for record in read_records(args.records, Record) if record.kind == args.kind]
     if not 1 <= abs(args.record) <= len(records):
         raise ValueError(
             f"--record {args.record}: {args.records} holds {len(records)} records of --kind "

@@ -67,12 +67,12 @@ EVERYDAY = (
 
 
 def sections_of(config: RunConfig) -> dict[str, Any]:
-    sections = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {name: section for name, section in sections.items() if section is not None}
 
 
 def config_of(values: ParsedValues, base: RunConfig) -> RunConfig:
-    names = [each.name for each in dataclasses.fields(base) if each.name in values.sections]
+    names = [field.name for field in dataclasses.fields(base) if field.name in values.sections]
     return dataclasses.replace(base, **{name: values.sections[name] for name in names})
 
 

@@ -182,7 +182,7 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
         )
     check_record_file("--out", args.out)
     new_tokens = tuple(sorted({1, *args.T}))
-    copies = [each for each in args.draft_weights or () if each != SAME]
+    copies = [dtype for dtype in args.draft_weights or () if dtype != SAME]
     grid = LatencyGrid(
         batch_sizes=args.B,
         contexts=args.prefix_len,

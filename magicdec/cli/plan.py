@@ -42,6 +42,7 @@ from magicdec.names import (
 )
 from magicdec.output.tables import print_tables
 from magicdec.output.writing import check_record_file, check_writable, write_text
+from magicdec.predict.acceptance_file import RecordsByKind, load_by_kind
 from magicdec.predict.curves import (
     AcceptanceSection,
     find_conditional,
@@ -54,8 +55,6 @@ from magicdec.predict.draft_table import FORMATS, DraftTable, fastest_runs
 from magicdec.predict.golden import is_golden
 from magicdec.predict.plan import SpeculationPlan, describe_model, make_record, tables
 from magicdec.predict.speculation import SelectionCost
-from magicdec.records.pass_record import PassRecord
-from magicdec.records.reading import load_passes
 from magicdec.records.record import append_records
 
 MAX_GAMMA = 8
@@ -132,7 +131,8 @@ class PlanSection(AcceptanceSection):
 
     acceptance_curve: str | None = setting(
         None,
-        "The curve of a golden file of --acceptance, such as thinking_on. Default: its only one.",
+        "The curve of a golden file of --acceptance, such as thinking_on or self_streaming_llm_65. "
+        "Default: its only one.",
     )
 
     @property
@@ -150,12 +150,19 @@ class PlanSection(AcceptanceSection):
         return pairs
 
     @cached_property
-    def records(self) -> list[PassRecord]:
+    def records(self) -> RecordsByKind:
         """The records of the file of `--acceptance`, read once; empty if it is none of records.
         Raises ValueError if it cannot be read."""
         source, *others = self.acceptance or ("",)
         has_records = is_file(source) and not is_golden(source) and not others
-        return load_passes(Path(source)) if has_records else []
+        return load_by_kind(Path(source)) if has_records else {}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Which of several models, dtypes and draft models in a file of records counts."""
+        draft = self.draft.removeprefix(MODEL_PREFIX)
+        found = {"models": self.model, "draft models": draft}
+        return {noun: Path(name).name for noun, name in found.items()} | {"dtypes": self.dtype}
 
     @property
     def drafter(self) -> str:
@@ -213,7 +220,7 @@ def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:
     target = describe_model(plan.target, args.dtype)
     target = {key: target[key] for key in ("dtype", "target_dtype")} | {"model": args.model}
     like = args.drafter, args.kv_policy, args.draft_weights
-    runs = fastest_runs(args.records, target, draft, like)
+    runs = fastest_runs(args.records.get("pass", ()), target, draft, like)
     # With a single context, entries have none, as vLLM's releases take them.
     contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
     batch_sizes = tuple(sorted({1, *plan.batch_sizes}))
@@ -312,8 +319,9 @@ def find_model(args: PlanSection) -> ModelConfig:
     return config
 
 
-def make_plan(args: PlanSection) -> SpeculationPlan:
-    """The plan of the flags. Raises ValueError, one line naming the flag."""
+def make_plan(args: PlanSection, records: RecordsByKind | None = None) -> SpeculationPlan:
+    """The plan of the flags. `records` are those of the file of `--acceptance` that count (None:
+    all). Raises ValueError, one line naming the flag."""
     if args.acceptance is None and args.conditional_acceptance is None:
         raise ValueError("give --acceptance or --conditional_acceptance")
     config = find_model(args)
@@ -330,8 +338,9 @@ def make_plan(args: PlanSection) -> SpeculationPlan:
             args.kv_policy,
             args.acceptance_gamma,
             args.draft_weights,
-            args.records,
+            args.records if records is None else records,
             args.acceptance_curve,
+            args.names,
         )
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:

@@ -96,7 +96,9 @@ def show(values: ParsedValues) -> int:
     if listing.rows or not commands:
         print_tables([listing.table(args.format)], args.format, NARROW)
         if tables and args.format == "csv":
-            counts = Counter(NOUNS.get(each.kind, each.kind) for of in commands for each in of)
+            counts = Counter(
+                NOUNS.get(record.kind, record.kind) for of in commands for record in of
+            )
             text = " and ".join(f"{count} of {noun}" for noun, count in counts.items())
             print(
                 f"other records are left out, {text}; name files without runs, or see --kind",
@@ -139,9 +141,9 @@ def runs_of(
         for command in commands_of(read_records(path, Record, args.strict)):
             if command[0].kind not in kinds:
                 continue
-            passes = [each for each in command if isinstance(each, PassRecord)]
-            if any(each.shares_prefill for each in passes):
-                yield from (each for each in passes if not each.is_reference)
+            passes = [record for record in command if isinstance(record, PassRecord)]
+            if any(record.shares_prefill for record in passes):
+                yield from (record for record in passes if not record.is_reference)
             else:
                 others.append(command)
 
@@ -201,7 +203,8 @@ class ExportSection(RecordFilesSection):
         EVERY_KIND,
         "table: a row for each pass, forward or prediction, as CSV or Parquet; vllm: passes as "
         "vllm bench serve saves them; pytorch: the same for PyTorch's benchmark database; "
-        "llama-bench: prefill and decoding without drafts, as JSON or Markdown.",
+        "llama-bench: prefill and decoding without drafts, as JSON or Markdown; golden: records of "
+        "acceptance as InferenceX's golden lengths, by context too if there are several.",
         choices=tuple(EXPORTS),
     )
 
@@ -261,6 +264,6 @@ export = LoneCommand(
     "Write records for other programs. By default as one flat table of every kind, with one row "
     "for each pass: pandas reads it in one line, pandas.read_csv(FILE) or "
     "pandas.read_parquet(FILE), and its name ends in .csv or .parquet. --format writes what vLLM's "
-    "benchmark, PyTorch's benchmark database or llama-bench have.",
+    "benchmark, PyTorch's benchmark database, llama-bench or InferenceX have.",
     {"export": ExportSection},
 )

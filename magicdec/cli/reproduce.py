@@ -88,7 +88,7 @@ def reproduce(values: ParsedValues) -> int:
 def check_hardware(table: PublishedTable) -> None:
     """Raises ValueError if the published runs need more GPUs than this machine has."""
     words = [command.split() for command in table.commands(is_demo=False)]
-    needed = max(int(each[each.index("--nproc") + 1]) for each in words)
+    needed = max(int(command[command.index("--nproc") + 1]) for command in words)
     import torch
 
     num_gpus = torch.cuda.device_count()

@@ -272,7 +272,7 @@ def is_used(name: str, values: ParsedValues, passes: Sequence[Pass]) -> bool:
     """Whether a pass uses a setting, such as `serving.turns`: one of all runs, or of its system."""
     section, _, own_name = name.partition(".")
     drafts = any(serving_pass.is_drafting for serving_pass in passes)
-    owners = [SYSTEMS[each] for each in values.owners[name] if each in SYSTEMS]
+    owners = [SYSTEMS[owner] for owner in values.owners[name] if owner in SYSTEMS]
     if section in SYSTEMS:
         used = [serving_pass for serving_pass in passes if serving_pass.system in owners]
         return any(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.choices.backend import (
     AttentionCase,
     check_returns_weights,
@@ -52,14 +53,17 @@ def resolve(
     target: ModelTraits = ModelTraits(),
     draft: ModelTraits = ModelTraits(),
     placement: Placement = Placement(),
+    capacity: Capacity | None = None,
 ) -> ResolvedConfig:
-    """The config that runs on `machine`, with every `auto` decided. Raises ValueError if the
+    """The config that runs on `machine`, with every `auto` decided. Its models hold `capacity`
+    (None: a batch). Raises ValueError if the
     machine lacks what the user asked for, such as a device or a compiler."""
     device = choose_device(config.parallel.device, machine)
     dtype = choose_dtype(config, device, machine)
     is_staged = placement.is_staged
     decoding = config.decoding
     w = config.workload
+    capacity = capacity or Capacity.of_batch(w)
     parallel = ResolvedParallel(
         config.parallel.rank_group or tuple(range(machine.world_size)),
         device,
@@ -74,7 +78,7 @@ def resolve(
     is_self = decoding.drafts_itself
 
     def backend_for(traits: ModelTraits, policy: str | None) -> Choice:
-        case = AttentionCase(device, dtype, traits, tokens_of_rows(w, decoding), policy)
+        case = AttentionCase(device, dtype, traits, tokens_of_rows(capacity, decoding), policy)
         return choose_backend(config.attention.backend, machine, case)
 
     backend = backend_for(target, kv.policy if is_self else None)
@@ -106,6 +110,7 @@ def resolve(
     sizes = {"gen_len": w.num_new_tokens, "num_batches": w.most_batches}
     return ResolvedConfig(
         run_config=config,
+        capacity=capacity,
         model=model,
         draft=section,
         parallel=parallel,

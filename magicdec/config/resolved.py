@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.choices.choice import Choice
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -21,7 +22,7 @@ from magicdec.config.sections import (
 )
 from magicdec.names import BASELINE
 
-OF_SERVING = ("extra_new_tokens", "turns")  # of a workload; a run has none of them
+UNRECORDED = ("run_config", "capacity")  # of a config
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,18 @@ class ResolvedWorkload(WorkloadSection):
     num_batches: int = DEFAULT_BATCHES
 
 
-def tokens_of_rows(workload: WorkloadSection, decoding: DecodingSection) -> int:
+def tokens_of_rows(capacity: Capacity, decoding: DecodingSection) -> int:
     """The most cached tokens of a row: not the newest token, but drafts."""
     max_gamma = 0 if decoding.strategy == BASELINE else decoding.max_gamma
-    return workload.prefix_len + workload.num_new_tokens + max_gamma
+    return capacity.max_len + max_gamma
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The resolved sections, and `run_config`, the user's, for messages."""
+    """The resolved sections; `run_config`, the user's, for messages; and what models must hold."""
 
     run_config: RunConfig
+    capacity: Capacity
     model: ResolvedModel
     draft: ResolvedDraft | None
     parallel: ResolvedParallel
@@ -112,11 +114,9 @@ class ResolvedConfig:
     def to_dict(self) -> dict[str, Any]:
         """The `config` of a record, nested by section (docs/record.md)."""
         w = self.workload
-        names = [each.name for each in dataclasses.fields(self)][1:]
-        sections = {name: _section(getattr(self, name)) for name in names}
+        names = [field.name for field in dataclasses.fields(self)]
+        sections = {name: _section(getattr(self, name)) for name in names if name not in UNRECORDED}
         sections["workload"]["max_len"] = w.prefix_len + w.gen_len
-        for name in OF_SERVING:
-            del sections["workload"][name]
         return sections
 
 
@@ -125,8 +125,8 @@ def _section(values: Any) -> Any:
     if values is None:
         return None
     entries: dict[str, Any] = {}
-    for each in dataclasses.fields(values):
-        entries[each.name] = value = getattr(values, each.name)
-        if "Choice" in str(each.type):  # a text, such as "Choice | None"
-            entries[f"{each.name}_reason"] = None if value is None else value.why
+    for field in dataclasses.fields(values):
+        entries[field.name] = value = getattr(values, field.name)
+        if "Choice" in str(field.type):  # a text, such as "Choice | None"
+            entries[f"{field.name}_reason"] = None if value is None else value.why
     return entries

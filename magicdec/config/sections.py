@@ -402,8 +402,6 @@ class WorkloadSection:
         choices=PROMPT_FORMATS,
         synonyms=("apply_chat_template", "chat_template", "chat"),
     )
-    extra_new_tokens: int = 0  # by which a request with a shorter prompt may exceed `gen_len`
-    turns: int = 1  # of a conversation that are asked at most, where requests are served
 
     @property
     def num_new_tokens(self) -> int:

@@ -75,7 +75,7 @@ def same(
     section: type, name: str, default: Any = None, is_default: bool = False, **more: Any
 ) -> Any:
     """A field with another section's setting, in another type or with another `default`."""
-    field = next(each for each in dataclasses.fields(section) if each.name == name)
+    field = next(found for found in dataclasses.fields(section) if found.name == name)
     declared = dataclasses.replace(field.metadata[KEY], **more)
     return _field(field.default if default is None and not is_default else default, declared)
 
@@ -142,7 +142,7 @@ class Declared:
             declared = self.setting
             is_set = declared.is_set or (bool(declared.choices) and not declared.can_repeat)
             if self.is_list and is_set and len(set(value)) < len(value):
-                twice = next(each for each in value if value.count(each) > 1)
+                twice = next(item for item in value if value.count(item) > 1)
                 raise ValueError(f"names {twice} twice; name each once")
             return value
         except ValidationError as error:
@@ -152,8 +152,8 @@ class Declared:
             raise ValueError(f"{self.flag} {error}") from None
 
     def _joined(self, values: list[Any]) -> str:
-        texts = [str(each) for each in values]
-        if with_comma := next((each for each in texts if "," in each and len(texts) > 1), None):
+        texts = [str(value) for value in values]
+        if with_comma := next((text for text in texts if "," in text and len(texts) > 1), None):
             self._refuse(with_comma, "has a comma, with which several are joined; give it alone")
         return ",".join(texts)
 

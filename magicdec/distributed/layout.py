@@ -172,7 +172,7 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> PipelineL
     num_apart = int(split.is_apart)
     any_times = [StageTimes(0.0, 1.0)] * grid.num_stages
     layers = split_layers(split.stages, grid.num_stages, num_layers, any_times)
-    computing = (each for each in layers for _ in range(grid.tensor_parallel))
+    computing = (layers_of_stage for layers_of_stage in layers for _ in range(grid.tensor_parallel))
     empty = (range(0),)
     draft_rank = world_size - 1 if num_apart else 0
     return PipelineLayout(

@@ -23,9 +23,9 @@ class Arrivals:
 
     def __init__(self, requests: Sequence[Request], concurrency: int | None = None) -> None:
         self._all = list(requests)
-        following = {each for each in requests if each.previous and not each.prompt_ids}
-        first = [each for each in requests if each not in following]
-        self._following = {each.previous: each for each in following}
+        following = {request for request in requests if request.previous and not request.prompt_ids}
+        first = [request for request in requests if request not in following]
+        self._following = {request.previous: request for request in following}
         assert concurrency is not None or not self._following, "later turns have no arrival"
         first.sort(key=lambda r: (r.arrived_s, r.request_id))
         self.concurrency = concurrency

@@ -106,11 +106,11 @@ def read_cores(
         ]
     except (OSError, ValueError, IndexError):
         return None
-    total = sum(sum(each[:GUESTS]) for each in counts)
-    if total == 0 or any(len(each) <= STOLEN for each in counts):
+    total = sum(sum(count[:GUESTS]) for count in counts)
+    if total == 0 or any(len(count) <= STOLEN for count in counts):
         return None
-    stolen = sum(each[STOLEN] for each in counts)
-    idle = sum(each[index] for each in counts for index in IDLE)
+    stolen = sum(count[STOLEN] for count in counts)
+    idle = sum(count[index] for count in counts for index in IDLE)
     family = dict(_family(root, _top() if top is None else top))
     return Reading(
         time.monotonic(),
@@ -182,6 +182,6 @@ def busy_share(cores_taken: float | None) -> str:
 
 def warn_of_load(environments: Sequence[Environment], what: str) -> None:
     """Warns in one line if another load took cores. `what` names the measurements."""
-    text = load_text([each.cores_taken for each in environments], what)
+    text = load_text([environment.cores_taken for environment in environments], what)
     if text:
         print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -58,4 +58,4 @@ class ForwardCounts:
         return ForwardCounts(*(getattr(self, name) + getattr(other, name) for name in COUNTS))
 
 
-COUNTS = tuple(each.name for each in fields(ForwardCounts) if each.compare)
+COUNTS = tuple(field.name for field in fields(ForwardCounts) if field.compare)

@@ -111,7 +111,7 @@ class LayerCaches:
                 beside=caches[0] if caches else None,
             )
             caches.append(cache)
-        held = tuple(each.held for each in storages)
+        held = tuple(kept.held for kept in storages)
         prefixes = None
         if shares_prefixes:
             assert not any(held), "what a window has lost cannot be shared"

@@ -89,10 +89,10 @@ class PrefixCache:
         rest = self._tokens(text[:-1], len(path))
         source = None
         num_copied = LEAST_COPIED - 1
-        for each in node.after.values():
-            count = num_common(each.tokens, rest)
+        for child in node.after.values():
+            count = num_common(child.tokens, rest)
             if count > num_copied:
-                source = each
+                source = child
                 num_copied = count
         return Beginning(path) if source is None else Beginning(path, source, num_copied)
 
@@ -147,12 +147,14 @@ class PrefixCache:
         path += new
         last = path[-1] if path else self._root
         rest = self._tokens(text, len(path))
-        if rest and all(num_common(each.tokens, rest) < len(rest) for each in last.after.values()):
+        if rest and all(
+            num_common(child.tokens, rest) < len(rest) for child in last.after.values()
+        ):
             partial = self._add(last, rest, blocks[len(path)])
             self._hold([partial])
             path.append(partial)
-        for each in reversed(path):
-            self._let_go(each)
+        for held in reversed(path):
+            self._let_go(held)
         return {node.block for node in path} & set(blocks)
 
     def evict(self, count: int) -> list[int]:
@@ -189,7 +191,7 @@ class PrefixCache:
     def _add(self, before: TextBlock, tokens: tuple[int, ...], block: int) -> TextBlock:
         """A new node, in place of those that have only the beginning of its tokens."""
         shorter = [
-            each for each in before.after.values() if tokens[: len(each.tokens)] == each.tokens
+            child for child in before.after.values() if tokens[: len(child.tokens)] == child.tokens
         ]
         self._replaced += map(self._forget, shorter)
         node = before.after[tokens] = TextBlock(tokens, block, before)

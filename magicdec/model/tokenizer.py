@@ -176,7 +176,7 @@ def load_json(path: Path, data: bytes) -> Tokenizer:
 
     pieces = {i: piece for piece, i in backend.get_vocab(with_added_tokens=True).items()}
     around = _around(path, backend)
-    for i in (each for end in around for each in end):
+    for i in (place for end in around for place in end):
         if i not in pieces:
             raise ValueError(
                 f"{path}: its post_processor adds the id {i}, which is no token; {AGAIN}"
@@ -189,7 +189,7 @@ def _around(path: Path, backend: Any) -> Around:
     say."""
     with _refusing(path, "its post_processor cannot be used"):
         whole = backend.encode("a")
-    is_added = [bool(each) for each in whole.special_tokens_mask]
+    is_added = [bool(flag) for flag in whole.special_tokens_mask]
     first = is_added.index(False) if False in is_added else len(is_added)
     last = len(is_added) - is_added[::-1].index(False) if False in is_added else len(is_added)
     return tuple(whole.ids[:first]), tuple(whole.ids[last:])

@@ -244,7 +244,7 @@ class Transformer(nn.Module):
     def with_linears(self, make: Callable[[Linear], Linear]) -> Transformer:
         """A model that shares all but its linear layers, which `make` makes, and the routers of
         experts. A tied head becomes a layer of its own."""
-        memo: dict[int, Any] = {id(each): each for each in self.parameters()}
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in self.parameters()}
         layers = [
             module
             for name, module in self.named_modules()

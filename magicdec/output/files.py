@@ -180,7 +180,7 @@ def nearest(path: Path) -> Path | None:
     for parent in (path.parent, nearest(path.parent) if path.parent.name else None):
         names = list[str]()
         with suppress(OSError):
-            names = [each.name for each in parent.iterdir()] if parent is not None else []
+            names = [sibling.name for sibling in parent.iterdir()] if parent is not None else []
         if parent is not None and (close := difflib.get_close_matches(path.name, names, n=1)):
             return parent / close[0]
     here = Path(path.name)

@@ -63,12 +63,12 @@ class Table:
 
     @property
     def headings(self) -> list[Column]:
-        return [Column(each) if isinstance(each, str) else each for each in self.columns]
+        return [Column(column) if isinstance(column, str) else column for column in self.columns]
 
     @property
     def lead(self) -> list[Line]:
         lines = [*self.above, *([Line(self.title, "italic")] if self.title else [])]
-        styled = [Line(each) if isinstance(each, str) else each for each in lines]
+        styled = [Line(line) if isinstance(line, str) else line for line in lines]
         return [Line(printable(text), style) for text, style in styled]
 
     @property
@@ -104,7 +104,7 @@ class Table:
             console.print(self._framed(body))
             return
         is_narrow = self._least_width() > console.width
-        widths = narrowed(widths, [each or is_narrow for each in is_text], console.width)
+        widths = narrowed(widths, [is_wide or is_narrow for is_wide in is_text], console.width)
         for line in row_lines(labels, is_text, widths, is_heading=True):
             console.print(line, style="table.header", soft_wrap=True)
         body_lines = chain.from_iterable(row_lines(row, is_text, widths) for row in rows[1:])

@@ -3,27 +3,26 @@ plan` ([Leviathan et al.](https://arxiv.org/abs/2211.17192), section 3.1). Impor
 
 A record's *acceptance rate* is accepted / drafted tokens. The *conditional rate*, the probability
 that a draft token is accepted if all before it in the step were, is larger, because tokens after a
-rejected one are drafted too. All contexts share one curve per KV budget, as acceptance hardly
-depends on them.
+rejected one are drafted too. Rates and curves of passes hold at every context; records of `magicdec
+acceptance` and golden files may have lengths for several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from magicdec.config.setting import setting
 from magicdec.names import DEFAULT_KV_POLICY
+from magicdec.predict.acceptance_file import RecordsByKind, curves_of_file, load_by_kind
 from magicdec.predict.golden import is_golden, load_golden
-from magicdec.records.comparison.conditions import sampling
-from magicdec.records.pass_record import PassRecord
-from magicdec.records.reading import load_passes
+from magicdec.predict.lengths import EVERYWHERE, AcceptanceLengths
 
-AcceptanceCurve = float | tuple[float, ...] | Mapping[int, float]
+AcceptanceCurve = float | tuple[float, ...] | AcceptanceLengths
 """One conditional rate; or the shares of verifications that accept at least 1, 2, ... draft tokens
-(a record's `acceptance_per_position`); or acceptance lengths by the draft tokens of a step."""
+(a record's `acceptance_per_position`); or acceptance lengths by context and the draft tokens of a
+step. The first two hold at every context."""
 
 PRECISION = 1e-9  # of a converted rate
 
@@ -46,18 +45,37 @@ def survival(acceptance: float | tuple[float, ...], position: int) -> float:
     return acceptance**position
 
 
-def expected_tokens(acceptance: AcceptanceCurve, gamma: int) -> float:
+def expected_tokens(acceptance: AcceptanceCurve, gamma: int, context: int = EVERYWHERE) -> float:
     """Expected tokens per row and verification with the bonus token: 1 to gamma + 1. `gamma` is 0
-    or one of `known_gammas`."""
-    if isinstance(acceptance, Mapping):
-        return acceptance[gamma] if gamma else 1.0
+    or one of `known_gammas`; `context` is needed where the acceptance depends on it."""
+    if isinstance(acceptance, AcceptanceLengths):
+        return acceptance.length(context, gamma) if gamma else 1.0
     return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
+
+
+def tokens_interval(acceptance: AcceptanceCurve, gamma: int, context: int) -> list[float] | None:
+    """The 95 % interval over texts of `expected_tokens`; None where texts are not known."""
+    if not isinstance(acceptance, AcceptanceLengths):
+        return None
+    return acceptance.interval(context, gamma)
+
+
+def contexts_of(acceptance: AcceptanceCurve) -> Sequence[int]:
+    """The contexts at which the acceptance is known; none if it is the same at every one."""
+    if not isinstance(acceptance, AcceptanceLengths):
+        return ()
+    return acceptance.contexts if len(acceptance.contexts) > 1 else ()
+
+
+def held(acceptance: AcceptanceCurve) -> AcceptanceCurve:
+    """The acceptance of the shortest context, at every one."""
+    return acceptance.shortest if isinstance(acceptance, AcceptanceLengths) else acceptance
 
 
 def known_gammas(acceptance: AcceptanceCurve, max_gamma: int) -> Sequence[int]:
     """The draft tokens of a step, 1 to `max_gamma`, of which the acceptance is known."""
-    if isinstance(acceptance, Mapping):
-        return [gamma for gamma in sorted(acceptance) if gamma <= max_gamma]
+    if isinstance(acceptance, AcceptanceLengths):
+        return [gamma for gamma in acceptance.gammas if gamma <= max_gamma]
     return range(1, max_gamma + 1)
 
 
@@ -74,8 +92,9 @@ class AcceptanceSection:
     acceptance: tuple[str, ...] | None = setting(
         None,
         "An acceptance rate as in a record (accepted / drafted tokens) such as 0.8. A plan also "
-        "takes a file of records, InferenceX's golden acceptance lengths (a .yaml), or several "
-        "rates, one for each --budget. Default: 0.8 in simulate.",
+        "takes a file of records (of magicdec acceptance by context, or of runs), InferenceX's "
+        "golden acceptance lengths (a .yaml), or several rates, one for each --budget. Default: "
+        "0.8 in simulate.",
         metavar="A",
     )
     conditional_acceptance: tuple[float, ...] | None = setting(
@@ -102,28 +121,45 @@ def find_curves(
     policy: str | None = None,
     gamma: int = DEFAULT_GAMMA,
     weights: str | None = None,
-    records: Sequence[PassRecord] | None = None,
+    records: RecordsByKind | None = None,
     golden_curve: str | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> tuple[dict[int, AcceptanceCurve], str]:
     """Returns budget -> acceptance, and a text that names the source.
 
-    `values` are one for all budgets, one per budget, or one file. The records of a file
-    (`records`, if already read) count if they have this `drafter` (`self` or `model`), draft
-    `weights` and KV policy (None: the default); a golden file has `golden_curve` for all budgets
-    (None: its only one). A rate was measured with `gamma` draft tokens. `budgets` None stands for
-    all in the file of records, or the default. Raises ValueError for other values.
+    `values` are one for all budgets, one per budget, or one file. The records of a file (`records`,
+    if already read) count if they have this `drafter` (`self` or `model`), draft `weights` and KV
+    policy (None: the default), and `names` as `curves_of_file` has them; a golden file has
+    `golden_curve` for all budgets (None: its only one). A rate was measured with `gamma` draft
+    tokens. `budgets` None stands for all in the file of records, or the default. Raises ValueError
+    for other values.
     """
     if len(values) == 1 and is_golden(values[0]):
         lengths, what = load_golden(Path(values[0]), golden_curve)
+        check_common(values[0], [lengths])
         source = f"{values[0]} (InferenceX, {what}, of its own draft)"
         return _spread("--acceptance", [lengths], budgets), source
     if len(values) == 1 and is_file(values[0]):
         path = Path(values[0])
         like = (drafter, policy or DEFAULT_KV_POLICY, weights)
-        return _from_records(path, records or load_passes(path), budgets, like)
+        by_kind = load_by_kind(path) if records is None else records
+        found, source = curves_of_file(path, by_kind, budgets, like, names or {})
+        check_common(values[0], found.values())
+        return {**found}, source
     rates = [conditional_rate(parse_acceptance(value), gamma) for value in values]
     source = f"{' '.join(values)} of {gamma} draft tokens a step"
     return _spread("--acceptance", rates, budgets), source
+
+
+def check_common(file: str, curves: Iterable[AcceptanceCurve]) -> None:
+    """Raises ValueError unless the contexts of each curve share a number of draft tokens."""
+    for curve in curves:
+        if isinstance(curve, AcceptanceLengths) and not curve.gammas:
+            contexts = ", ".join(map(str, curve.contexts))
+            raise ValueError(
+                f"--acceptance {file}: the contexts {contexts} have no number of draft tokens in "
+                "common; measure them with one --gamma"
+            )
 
 
 def find_conditional(
@@ -157,71 +193,10 @@ def parse_acceptance(text: str) -> float:
 
 def longest(curves: dict[int, AcceptanceCurve]) -> int | None:
     """The largest gamma that all curves reach; None if all are rates."""
-    reached = [c for c in curves.values() if isinstance(c, tuple | Mapping)]
-    return min((max(c) if isinstance(c, Mapping) else len(c) for c in reached), default=None)
+    lengths = [max(c.gammas) for c in curves.values() if isinstance(c, AcceptanceLengths)]
+    shares = [len(c) for c in curves.values() if isinstance(c, tuple)]
+    return min([*lengths, *shares], default=None)
 
 
 def is_file(text: str) -> bool:
     return Path(text).suffix == ".jsonl" or is_golden(text) or Path(text).is_file()
-
-
-Drafting = tuple[str, str, str | None]
-"""The drafter, the KV policy and the draft weights of a run."""
-
-
-def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
-    """Drafter, policy and weights in a record's config. None without drafts that read a cache, and
-    for chains unlike those of a plan, which end early (`--pa`) or whose lengths a given cost
-    chose."""
-    decoding = config["decoding"]
-    is_other = any(decoding.get(name) is not None for name in ("pa", "step_cost"))
-    if is_other or decoding["drafter"] is None or config.get("kv") is None:
-        return None
-    return decoding["drafter"], config["kv"]["policy"], decoding.get("draft_weights")
-
-
-def is_plain(config: Mapping[str, Any]) -> bool:
-    """Whether requests were greedy, and the policy chose once."""
-    return sampling(config) == "greedy" and not config["kv"].get("reselect_every")
-
-
-def _from_records(
-    path: Path, records: Sequence[PassRecord], budgets: Sequence[int] | None, like: Drafting
-) -> tuple[dict[int, AcceptanceCurve], str]:
-    """The longest curve of each budget; among curves of equal length that of most verifications,
-    and the newest of these. Of records that
-    drafted as `like` says, and of those the greedy ones that chose once, if there are any."""
-    drafter, policy, weights = like
-    curves: dict[int, tuple[float, ...]] = {}
-    places: dict[int, str] = {}
-    weights_of: dict[int, tuple[int, int]] = {}
-    likes = [record for record in records if drafting_of(record.config) == like]
-    plain = [record for record in likes if is_plain(record.config)]
-    for record in plain or likes:
-        config = record.config
-        metrics = record.metrics
-        budget = config["kv"]["budget"]
-        curve = metrics and metrics.acceptance_per_position
-        if metrics is None or budget <= 0 or not curve:
-            continue
-        weight = len(curve), (metrics.judged_per_position or [0])[0]
-        if weight >= weights_of.get(budget, (0, 0)):
-            weights_of[budget] = weight
-            place = f"{config['model']['model']} at {config['workload']['prefix_len']} tokens"
-            curves[budget] = tuple(curve)
-            places[budget] = place
-    if not curves:
-        command = "selfspec" if drafter == "self" else "longspec"
-        raise ValueError(
-            f"--acceptance {path} has no record with acceptance under a KV budget and --kv_policy "
-            f"{policy}{f' --draft_weights {weights}' if weights else ''}; "
-            f"`magicdec {command}` makes one"
-        )
-    chosen_budgets = sorted(curves) if budgets is None else budgets
-    for budget in chosen_budgets:
-        if budget not in curves:
-            choices = " ".join(map(str, sorted(curves)))
-            raise ValueError(f"--budget {budget} is not in {path}; choose from {choices}")
-    of = ", ".join(sorted({places[budget] for budget in chosen_budgets}))
-    chosen: dict[int, AcceptanceCurve] = {budget: curves[budget] for budget in chosen_budgets}
-    return chosen, f"{path} (measured with {of}, {policy})"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from magicdec.output.tables import csv_text
-from magicdec.predict.curves import Drafting, drafting_of
+from magicdec.predict.acceptance_file import Drafting, drafting_of
 from magicdec.predict.plan import PlanCell
 from magicdec.records.pass_record import PassRecord
 

@@ -1,12 +1,16 @@
 """Reads the golden acceptance lengths of [InferenceX](https://github.com/SemiAnalysisAI/InferenceX)
 (`golden_al_distribution/*.yaml`): for a model and a thinking mode, the mean acceptance length by
-draft tokens of a step (`num_speculative_tokens`), which its benchmark prescribes. Imports no torch.
+draft tokens of a step (`num_speculative_tokens`), which its benchmark prescribes; and the same with
+a context axis, as `bench/export/golden.py` writes it. Imports no torch.
 
-    minimax-m3:
-      thinking_on: {1: 1.79, 2: 2.39, 3: 2.78}
+    minimax-m3:                                  smollm2-135m:
+      thinking_on: {1: 1.79, 2: 2.39, 3: 2.78}     self_streaming_llm_65:
+                                                     1024: {1: 1.84, 2: 2.52}
+                                                     4096: {1: 1.81, 2: 2.43}
 
-A length is 1 + accepted draft tokens / verifications, as `mean_acceptance_length` of a record is,
-measured on the category `coding` of SPEED-Bench. Lengths that were not measured are absent.
+A length is 1 + accepted draft tokens / verifications, as `mean_acceptance_length` of a record is;
+those of InferenceX were measured on the category `coding` of SPEED-Bench. Lengths that were not
+measured are absent.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from magicdec.bench.export.golden import SUFFIXES
 from magicdec.output.files import read_text
+from magicdec.predict.lengths import EVERYWHERE, AcceptanceLengths
 
-SUFFIXES = (".yaml", ".yml")
 MOST_BYTES = 1 << 20
 ABOUT = "_metadata"  # a key that is no model
 
@@ -27,10 +32,10 @@ def is_golden(text: str) -> bool:
     return Path(text).suffix in SUFFIXES
 
 
-def load_golden(path: Path, mode: str | None) -> tuple[dict[int, float], str]:
-    """The acceptance lengths by draft tokens of a step, and the model with its thinking mode.
-    `mode` None stands for the only one. Raises ValueError, one line, if the file cannot be read or
-    has no such mode."""
+def load_golden(path: Path, mode: str | None) -> tuple[AcceptanceLengths, str]:
+    """The acceptance lengths of a curve, and the model with the curve's name, such as a thinking
+    mode. `mode` None stands for the only one. Raises ValueError, one line, if the file cannot be
+    read or has no such mode."""
     try:
         modes, model = _modes(_parsed(path))
         names = ", ".join(modes)
@@ -39,7 +44,7 @@ def load_golden(path: Path, mode: str | None) -> tuple[dict[int, float], str]:
         chosen = next(iter(modes)) if mode is None else mode
         if chosen not in modes:
             raise ValueError(f"it has no --acceptance_curve {chosen}; choose from {names}")
-        return _lengths(chosen, modes[chosen]), f"{model}, {chosen}"
+        return _by_context(chosen, modes[chosen]), f"{model}, {chosen}"
     except OSError as error:
         raise ValueError(f"--acceptance {path}: {error.strerror}") from None
     except ValueError as error:
@@ -72,6 +77,23 @@ def _modes(raw: Any) -> tuple[dict[str, Any], str]:
 
 def _is_map(value: Any) -> bool:
     return isinstance(value, Mapping)
+
+
+def _by_context(mode: str, raw: Any) -> AcceptanceLengths:
+    """The lengths of a mode; of one without contexts they hold everywhere. Raises ValueError as
+    `_lengths` does, and for a context that cannot be."""
+    contexts = raw if _is_map(raw) and any(map(_is_map, raw.values())) else {EVERYWHERE: raw}
+    found = {}
+    for context, lengths in contexts.items():
+        is_known = contexts is raw
+        if is_known and (type(context) is not int or context < 1):
+            raise ValueError(
+                f"{mode} has a context of {context}; a whole number of tokens from 1 on is needed"
+            )
+        where = f"{mode} at {context} tokens" if is_known else mode
+        of_context = _lengths(where, lengths)
+        found[context] = {gamma: (length,) for gamma, length in of_context.items()}
+    return AcceptanceLengths(dict(sorted(found.items())))
 
 
 def _lengths(mode: str, raw: Any) -> dict[int, float]:

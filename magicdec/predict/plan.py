@@ -4,14 +4,15 @@ rates; and PlanRecord with its tables, from which docs/record.md is made. Import
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from magicdec.hardware.costs import Deployment
 from magicdec.names import NARROW
 from magicdec.output.tables import Column, Table
-from magicdec.predict.curves import AcceptanceCurve, expected_tokens
+from magicdec.predict.curves import AcceptanceCurve, contexts_of, expected_tokens, held
+from magicdec.predict.lengths import AcceptanceLengths
 from magicdec.predict.speculation import (
     Prediction,
     SelectionCost,
@@ -54,6 +55,14 @@ class SpeculationPlan:
     def predict(self, batch_size: int, prefix_len: int) -> Prediction:
         return best_gamma(self.candidates(), batch_size, prefix_len, self.max_gamma)
 
+    def flat_speedup(self, batch_size: int, prefix_len: int) -> float | None:
+        """The speedup of steps that follows from the acceptance of the shortest context; None if
+        the acceptance is the same at every one."""
+        if not any(map(contexts_of, self.curves.values())):
+            return None
+        flat = replace(self, curves={budget: held(curve) for budget, curve in self.curves.items()})
+        return flat.predict(batch_size, prefix_len).speedup
+
     @property
     def longest(self) -> int:
         return min(self.target.config.max_length, self.draft.config.max_length)
@@ -63,6 +72,23 @@ class SpeculationPlan:
 
 
 NOTHING_DRAFTED = "if drafts never pay, so that nothing is drafted"
+WITHOUT_TEXTS = (
+    "where the acceptance is not of acceptance records, or of fewer than 4 texts; between two "
+    "contexts with different numbers of texts; if drafts never pay"
+)
+COSTS = (
+    "decode_ms",
+    "gamma",
+    "budget",
+    "draft_ms",
+    "verify_ms",
+    "tokens_per_step",
+    "speedup",
+    "begin_ms",
+    "net_speedup",
+    "break_even_gen_len",
+)  # the columns of the first table
+SPEEDUPS = ("gamma", "speedup", "net_speedup", "flat_speedup")
 PREDICTED = "predicted, not measured: no kernel reaches its ceiling everywhere"
 
 
@@ -85,11 +111,17 @@ class PlanCell(RecordPart):
         "tokens of a row that a step emits", label="tokens/step", digits=2
     )
     speedup: float = recorded("of decode steps", label="speedup", digits=2, suffix="x")
+    speedup_interval: list[float] | None = recorded(
+        "its 95 % interval over the texts of the acceptance", "ratio", null=WITHOUT_TEXTS
+    )
     begin_ms: float = recorded(
         "between prefill and the first step", "ms", label="before, ms", digits=2
     )
     net_speedup: float = recorded(
         "from the end of prefill to the last token", label="net", digits=2, suffix="x"
+    )
+    net_speedup_interval: list[float] | None = recorded(
+        "its 95 % interval over the texts of the acceptance", "ratio", null=WITHOUT_TEXTS
     )
     break_even_gen_len: int | None = recorded(
         "the smallest output length with a net speedup above 1",
@@ -97,6 +129,14 @@ class PlanCell(RecordPart):
         label="net pays from",
         suffix=" tokens",
         null="if there is none",
+    )
+    flat_speedup: float | None = recorded(
+        "of decode steps, if the acceptance of its shortest context held at every one, with the "
+        "gamma and budget that are best then",
+        label="flat",
+        digits=2,
+        suffix="x",
+        null="unless the acceptance is of several contexts",
     )
 
 
@@ -106,8 +146,8 @@ class PlanRecord(Record):
     status: Literal["predicted"] = recorded("`predicted`: nothing has run", default="predicted")
     config: dict[str, Any] = recorded(
         "the inputs: `model` and `draft` (null in self-speculation) with their dtypes and ranks, "
-        "`parallel` with the rates of one rank, `workload` with the acceptance by budget, and the "
-        "`flags` of the command"
+        "`parallel` with the rates of one rank, `workload` with the acceptance by budget (and by "
+        "context where it was measured), and the `flags` of the command"
     )
     cells: list[PlanCell] = recorded("the predictions, each with the best gamma and budget")
     break_even_prefix_len: dict[str, int | None] = recorded(
@@ -124,7 +164,10 @@ def make_record(plan: SpeculationPlan) -> PlanRecord:
         "draft_weights": plan.draft.low_bit or plan.dtype,
         "parallel": describe_ranks(plan.target, plan.machine_source),
         "workload": {
-            "acceptance": {str(budget): curve for budget, curve in plan.curves.items()},
+            "acceptance": {
+                str(budget): curve.to_dict() if isinstance(curve, AcceptanceLengths) else curve
+                for budget, curve in plan.curves.items()
+            },
             "acceptance_source": plan.acceptance_source,
             "max_gamma": plan.max_gamma,
             "gen_len": plan.gen_len,
@@ -133,7 +176,7 @@ def make_record(plan: SpeculationPlan) -> PlanRecord:
     places = [(B, S) for B in plan.batch_sizes for S in plan.prefix_lens]
     return PlanRecord(
         config=inputs,
-        cells=[_cell(B, S, plan.gen_len, plan.predict(B, S)) for B, S in places],
+        cells=[_cell(plan, B, S) for B, S in places],
         break_even_prefix_len={str(B): plan.break_even(B) for B in plan.batch_sizes},
     )
 
@@ -155,7 +198,8 @@ def describe_ranks(model: Deployment, machine_source: str) -> dict[str, Any]:
     return {"machine": machine_source, "hardware": asdict(model.hardware)}
 
 
-def _cell(batch_size: int, prefix_len: int, gen_len: int, p: Prediction) -> PlanCell:
+def _cell(plan: SpeculationPlan, batch_size: int, prefix_len: int) -> PlanCell:
+    p = plan.predict(batch_size, prefix_len)
     return PlanCell(
         batch_size=batch_size,
         prefix_len=prefix_len,
@@ -166,15 +210,24 @@ def _cell(batch_size: int, prefix_len: int, gen_len: int, p: Prediction) -> Plan
         verify_ms=None if p.verify_s is None else 1e3 * p.verify_s,
         tokens_per_step=p.tokens_per_step,
         speedup=p.speedup,
+        speedup_interval=p.speedup_interval,
         begin_ms=1e3 * p.begin_s,
-        net_speedup=p.net_speedup(gen_len),
+        net_speedup=p.net_speedup(plan.gen_len),
+        net_speedup_interval=p.net_speedup_interval(plan.gen_len),
         break_even_gen_len=p.break_even_gen_len,
+        flat_speedup=plan.flat_speedup(batch_size, prefix_len),
     )
 
 
 def tables(records: Sequence[PlanRecord]) -> list[Table]:
-    """For each record a table with a line per batch size and prefix, and a map of speedups."""
-    return [table for record in records for table in (_cells(record), _map(record))]
+    """For each record a table with a line per batch size and prefix, a map of speedups, and of
+    measured acceptance a table of its intervals and of what one context alone would predict."""
+    return [
+        table
+        for record in records
+        for table in (_cells(record), _map(record), _speedups(record))
+        if table is not None
+    ]
 
 
 def _cells(record: PlanRecord) -> Table:
@@ -183,12 +236,16 @@ def _cells(record: PlanRecord) -> Table:
     ranks = record.config["parallel"]
     overhead_us = 1e6 * ranks["hardware"]["layer_overhead_s"] * model["num_layers"]
     curves = "; ".join(f"budget {b}: {_curve(a)}" for b, a in workload["acceptance"].items())
+    contexts = _contexts(record)
+    is_flat = all(len(measured) == 1 for measured in contexts.values())
+    where = "the same at every context" if is_flat else "by context"
     lines = [
         PREDICTED,
         f"model       {_name(model)}, {model['dtype']}; draft: {_drafting(record)}",
         f"{describe_machine(ranks)}, {overhead_us:,.0f} us fixed per forward",
-        f"acceptance  {workload['acceptance_source']}, the same at every context; {curves}",
+        f"acceptance  {workload['acceptance_source']}, {where}; {curves}",
     ]
+    lines += [] if is_flat else _outside(record, contexts)
     limit = model["max_length"]
     beyond = sorted({cell.prefix_len for cell in record.cells if cell.prefix_len > limit})
     if beyond:
@@ -197,16 +254,70 @@ def _cells(record: PlanRecord) -> Table:
         lines.append(f"note        {supported}; a run refuses prefixes of {lengths}")
     if model.get("planned_only"):
         lines.append(f"note        a run refuses this model: {model['planned_only']}")
-    columns, rows = metric_columns(PlanCell, record.cells)
+    return replace(
+        _table(record, [_bare(cell) for cell in record.cells], COSTS),
+        title=f"predicted, with the best gamma and budget; net: of {workload['gen_len']} output "
+        "tokens",
+        above=lines,
+    )
+
+
+def _table(record: PlanRecord, cells: Sequence[PlanCell], only: Sequence[str]) -> Table:
+    columns, rows = metric_columns(PlanCell, cells, only)
     return Table(
         [Column("B", key="batch_size"), Column("prefix", key="prefix_len"), *columns],
         [
-            [cell.batch_size, cell.prefix_len, *cells]
-            for cell, cells in zip(record.cells, rows, strict=True)
+            [cell.batch_size, cell.prefix_len, *values]
+            for cell, values in zip(cells, rows, strict=True)
         ],
-        f"predicted, with the best gamma and budget; net: of {workload['gen_len']} output tokens",
-        above=lines,
     )
+
+
+def _speedups(record: PlanRecord) -> Table | None:
+    """The speedups with their intervals, and what the shortest context alone would predict; None of
+    an acceptance without texts and contexts."""
+    has_texts = any(cell.speedup_interval for cell in record.cells)
+    has_contexts = any(cell.flat_speedup is not None for cell in record.cells)
+    if not has_contexts and not has_texts:
+        return None
+    title = "speedups"
+    title += " [95 % intervals over texts]" if has_texts else ""
+    title += "; flat: by the shortest context alone" if has_contexts else ""
+    return replace(_table(record, record.cells, SPEEDUPS), title=title)
+
+
+def _bare(cell: PlanCell) -> PlanCell:
+    """A cell without intervals, which stand in a table of their own."""
+    return replace(cell, speedup_interval=None, net_speedup_interval=None)
+
+
+def _contexts(record: PlanRecord) -> dict[str, list[int]]:
+    """For each budget, the contexts at which its acceptance was measured, in rising order; none of
+    budgets for which it was given without one."""
+    curves = record.config["workload"]["acceptance"]
+    return {
+        budget: sorted(map(int, curve)) for budget, curve in curves.items() if _is_by_context(curve)
+    }
+
+
+def _is_by_context(acceptance: Any) -> bool:
+    is_map = isinstance(acceptance, Mapping)
+    return is_map and all(isinstance(each, Mapping) for each in acceptance.values())
+
+
+def _outside(record: PlanRecord, contexts: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Lines about prefixes that are shorter or longer than what was measured."""
+    budgets: dict[str, list[str]] = {}
+    for budget, measured in contexts.items():
+        prefixes = dict.fromkeys(cell.prefix_len for cell in record.cells)
+        outside = [str(S) for S in prefixes if not measured[0] <= S <= measured[-1]]
+        budgets.setdefault(", ".join(outside), []).append(budget)
+    for outside_text, same in budgets.items():
+        if outside_text:
+            yield (
+                f"note        budget {' '.join(same)}: acceptance was not measured at "
+                f"{outside_text}; that of the nearest context is held"
+            )
 
 
 def _name(model: dict[str, Any]) -> str:
@@ -236,7 +347,12 @@ def describe_machine(ranks: dict[str, Any]) -> str:
     )
 
 
-def _curve(acceptance: float | Sequence[float] | Mapping[Any, float]) -> str:
+def _curve(acceptance: Any) -> str:
+    if _is_by_context(acceptance):
+        most = min(max(map(int, of)) for of in acceptance.values())
+        return f"acceptance lengths of {most} draft tokens " + ", ".join(
+            f"{of[str(most)]:.2f} at {context}" for context, of in acceptance.items()
+        )
     if isinstance(acceptance, Mapping):
         lengths = " ".join(f"{gamma}: {length:.2f}" for gamma, length in acceptance.items())
         return f"acceptance lengths by gamma {lengths}"

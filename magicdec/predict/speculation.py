@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from magicdec.hardware.costs import Deployment, attention_flops, kv_bytes_per_token, slowest_shard
-from magicdec.predict.curves import AcceptanceCurve, expected_tokens, known_gammas
+from magicdec.predict.curves import (
+    AcceptanceCurve,
+    contexts_of,
+    expected_tokens,
+    known_gammas,
+    tokens_interval,
+)
 
 CHUNK = 512  # prompt tokens of a prefill forward, the default of `--prefill_chunk`
 
@@ -56,7 +62,8 @@ def prefill_seconds(model: Deployment, B: int, S: int) -> float:
 @dataclass(frozen=True)
 class Prediction:
     """Predicted seconds of one step, and before the first (`begin_s`). `draft_s` is the sum of
-    gamma forwards. Inapplicable fields are None for gamma 0."""
+    gamma forwards. Inapplicable fields are None for gamma 0; `speedup_interval` also where the
+    acceptance has none."""
 
     gamma: int
     budget: int | None
@@ -66,12 +73,18 @@ class Prediction:
     tokens_per_step: float
     speedup: float  # tokens per second of steps, relative to autoregressive decoding
     begin_s: float = 0.0
+    speedup_interval: list[float] | None = None
 
-    def net_speedup(self, gen_len: int) -> float:
+    def net_speedup(self, gen_len: int, speedup: float | None = None) -> float:
         """The speedup from the end of prefill to the last of `gen_len` tokens, the first of which
-        prefill emits."""
+        prefill emits, with steps of this `speedup` (None: the predicted one)."""
         baseline = (gen_len - 1) * self.decode_s
-        return baseline / (self.begin_s + baseline / self.speedup) if baseline else 1.0
+        steps_s = baseline / (self.speedup if speedup is None else speedup)
+        return baseline / (self.begin_s + steps_s) if baseline else 1.0
+
+    def net_speedup_interval(self, gen_len: int) -> list[float] | None:
+        ends = self.speedup_interval
+        return ends and [self.net_speedup(gen_len, end) for end in ends]
 
     @property
     def break_even_gen_len(self) -> int | None:
@@ -102,7 +115,16 @@ class SpeculationCost:
     def predict(self, B: int, S: int, gamma: int) -> Prediction:
         """Decoding of B rows with S cached tokens; gamma 0 is autoregressive."""
         step = self.predict_step(B, S, gamma)
-        return replace(step, begin_s=self.begin_s(B, S)) if gamma else step
+        if not gamma:
+            return step
+        ends = tokens_interval(self.acceptance, gamma, S)
+        # Of one gamma and place the speedup is a multiple of the tokens of a step.
+        per_token = step.speedup / step.tokens_per_step
+        return replace(
+            step,
+            begin_s=self.begin_s(B, S),
+            speedup_interval=ends and [per_token * end for end in ends],
+        )
 
     def predict_step(self, B: int, S: int, gamma: int) -> Prediction:
         decode = self.target.seconds(B, 1, S)
@@ -111,7 +133,7 @@ class SpeculationCost:
         # The k-th draft forward also sees the k - 1 draft tokens before it.
         draft = sum(self.draft.seconds(B, 1, min(S, self.budget) + k) for k in range(gamma))
         verify = self.target.seconds(B, gamma + 1, S)
-        tokens = expected_tokens(self.acceptance, gamma)
+        tokens = expected_tokens(self.acceptance, gamma, S)
         speedup = tokens * decode / (draft + verify)
         return Prediction(gamma, self.budget, decode, draft, verify, tokens, speedup)
 
@@ -137,7 +159,9 @@ def break_even_context(
         return any(way.predict_step(B, S, gamma).speedup > 1 for way, gamma in gammas)
 
     powers = (1 << n for n in range(limit.bit_length()))
-    places = sorted({limit, *powers, *(min(way.budget, limit) for way in candidates)})
+    bends = {way.budget for way in candidates}
+    bends |= {context for way in candidates for context in contexts_of(way.acceptance)}
+    places = sorted({limit, *powers, *(S for S in bends if 0 < S < limit)})
     low = max((S for S in places if not pays(S)), default=0)
     high = next((S for S in places if low < S), None)
     return high and low + 1 + bisect_left(range(low + 1, high), True, key=pays)

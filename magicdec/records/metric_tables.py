@@ -58,9 +58,11 @@ def metric_rows(
     ]
 
 
-def metric_columns(kind: type, metrics: Sequence[Any]) -> tuple[list[Column], list[list[Any]]]:
+def metric_columns(
+    kind: type, metrics: Sequence[Any], only: Sequence[str] | None = None
+) -> tuple[list[Column], list[list[Any]]]:
     """The transpose of `metric_rows`: columns for fields, and a row for each of `metrics`."""
-    fields = _labelled(kind, metrics)
+    fields = _labelled(kind, metrics, only)
     columns = [Column(described.label, key=key) for key, described in fields]
     rows = [[cell(each, key, about) for key, about in fields] for each in metrics]
     return columns, rows

@@ -8,7 +8,7 @@ import shlex
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -38,30 +38,34 @@ def load_passes(path: Path, is_strict: bool = False) -> list[PassRecord]:
     return list(read_records(path, PassRecord, is_strict))
 
 
-def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> Iterator[R]:
-    """Yields the records of one type in a file (of `Record`: of every kind), one at a time. Warns
-    on stderr of lines that are no records, and says how many of other kinds were left out.
+def read_records(
+    path: Path, record_type: type[R], is_strict: bool = False, kinds: Collection[str] = ()
+) -> Iterator[R]:
+    """Yields the records of one type in a file (of `Record`: of these `kinds`, or of every one),
+    one at a time. Warns on stderr of lines that are no records, and says how many of other kinds
+    were left out.
 
     Raises ValueError, one line, if the file cannot be read or has no record of the type, for
     another schema version, and with `is_strict` for a line that is no record.
     """
-    for _, record in numbered_records(path, record_type, is_strict):
+    for _, record in numbered_records(path, record_type, is_strict, kinds):
         yield record
 
 
 def numbered_records(
-    path: Path, record_type: type[R], is_strict: bool = False
+    path: Path, record_type: type[R], is_strict: bool = False, kinds: Collection[str] = ()
 ) -> Iterator[tuple[int, R]]:
     """Yields records as `read_records` does, each with the number of its line, from 1. The
     exception is `Unreadable` if no line of the file is a record of any kind."""
     unreadable = list[str]()
     num_records = 0
     left_out = Counter[str]()
-    wanted_kind = vars(record_type).get("kind")  # the default of the field; `Record` has none
+    own_kind = vars(record_type).get("kind")  # the default of the field; `Record` has none
+    wanted = (own_kind,) if own_kind else kinds or tuple(RECORDS)
     for number, line in _lines(path):
         try:
-            kind = _kind_at_start(line, wanted_kind) or kind_of(line)
-            if wanted_kind not in (kind, None):
+            kind = _kind_at_start(line, wanted) or kind_of(line)
+            if kind not in wanted:
                 left_out[kind] += 1
                 continue
             parsed = _parse_known(line, load_named(RECORDS, kind))
@@ -107,14 +111,14 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 BEGINNING = re.compile(rb'\{"kind": "(\w+)", "schema_version": %d, ' % SCHEMA_VERSION)
 
 
-def _kind_at_start(line: bytes, wanted_kind: str | None) -> str | None:
+def _kind_at_start(line: bytes, wanted: Collection[str]) -> str | None:
     """The kind of a wanted record, from the beginning of a line that this program wrote, so that
     the line is parsed once. None where `kind_of` must look, as for NaN, which is no JSON."""
     found = BEGINNING.match(line)
     if found is None or b"NaN" in line or b"Infinity" in line:
         return None
     kind = found[1].decode()
-    return kind if kind in RECORDS and wanted_kind in (kind, None) else None
+    return kind if kind in wanted else None
 
 
 def kind_of(line: bytes) -> str:

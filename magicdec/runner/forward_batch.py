@@ -129,11 +129,11 @@ class EnqueuedForward:
     @property
     def state_layers(self) -> list[int]:
         """Those that observers need, one after the other."""
-        return [layer for each in self.observers for layer in each.state_layers]
+        return [layer for observer in self.observers for layer in observer.state_layers]
 
     def show_states(self, states: Tensor) -> None:
         """Show observers the hidden states [N, B, T, hidden] after the `state_layers`."""
-        parts = states.split([len(each.state_layers) for each in self.observers])
+        parts = states.split([len(observer.state_layers) for observer in self.observers])
         for each, own in zip(self.observers, parts, strict=True):
             if len(own):
                 each.on_states(self, own)

@@ -185,14 +185,14 @@ class ModelRunner:
 
     def observer(self, kind: type[OneObserver]) -> OneObserver | None:
         """The observer of this kind, if there is one."""
-        for each in self.observers:
-            if isinstance(each, kind):
-                return each
+        for observer in self.observers:
+            if isinstance(observer, kind):
+                return observer
         return None
 
     def set_observer(self, kind: type[OneObserver], observer: OneObserver | None) -> None:
         """Let `observer`, or none, take the place of that of its kind."""
-        others = [each for each in self.observers if not isinstance(each, kind)]
+        others = [other for other in self.observers if not isinstance(other, kind)]
         self.observers[:] = others if observer is None else [*others, observer]
 
     @contextmanager
@@ -203,8 +203,8 @@ class ModelRunner:
         try:
             yield
         finally:
-            for each in observers:
-                self.observers.remove(each)
+            for observer in observers:
+                self.observers.remove(observer)
 
     def storages(self) -> list[Storage]:
         """The storage of the layers with each of the windows."""
@@ -266,11 +266,11 @@ class ModelRunner:
     def _ask_observers(self, forward: EnqueuedForward) -> None:
         if forward.is_draft:
             self._show_draft(forward.rows, forward.views, 1)
-        forward.observers = [each for each in self.observers if each.wants(forward)]
+        forward.observers = [observer for observer in self.observers if observer.wants(forward)]
 
     def _show_draft(self, rows: BatchRows, views: LayerViews, num_forwards: int) -> None:
-        for each in self.observers:
-            each.on_draft(rows, views, self.offsets, num_forwards)
+        for observer in self.observers:
+            observer.on_draft(rows, views, self.offsets, num_forwards)
 
     def make_views(
         self,
@@ -335,20 +335,20 @@ class ModelRunner:
             backend.plan(planned)
         of_layer = self.windows.of_layer
         numbers = self.windows.numbers
-        see_queries = [each for each in forward.observers if each.needs_queries]
-        see_weights = [each for each in forward.observers if each.needs_weights]
+        see_queries = [observer for observer in forward.observers if observer.needs_queries]
+        see_weights = [observer for observer in forward.observers if observer.needs_weights]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             index = layer - first
             backend = backends[of_layer[index]]
             view = views[of_layer[index]]
-            for each in see_queries:
-                each.on_queries(forward, index, q)
+            for observer in see_queries:
+                observer.on_queries(forward, index, q)
             if not see_weights:
                 return backend.run(numbers[index], q, k, v, view)
             out, weights = backend.run_with_weights(numbers[index], q, k, v, view)
-            for each in see_weights:
-                each.on_weights(forward, index, weights)
+            for observer in see_weights:
+                observer.on_weights(forward, index, weights)
             return out
 
         def before_layer(layer: int) -> None:

@@ -156,10 +156,10 @@ def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: i
     host, None if unknown. Raises ValueError if the plan needs more."""
     plan = needed(config, models, launch)
     room = MemoryBudget(tuple(launch.local_ranks), describe_place(config, launch), free)
-    w = config.workload
+    asked = config.capacity
     if free is not None and (refusal := room.refusal(plan)):
         raise ValueError(
-            f"--B {w.batch_size} --prefix_len {w.prefix_len} needs {refusal}; "
+            f"--B {asked.rows} --prefix_len {asked.prompt_len} needs {refusal}; "
             f"{advice(config, models, launch, free)}"
         )
     return room.describe(plan)
@@ -190,21 +190,20 @@ def advice(config: ResolvedConfig, models: Models, launch: Launch, free: int) ->
     """The largest B at this prefix and the largest prefix at this B, or that there is none."""
 
     def fits(batch_size: int, prefix_len: int) -> bool:
-        w = config.workload
-        smaller = replace(w, batch_size=batch_size, prefix_len=prefix_len)
-        changed = replace(config, workload=smaller)
+        smaller = config.capacity.resized(batch_size, prefix_len)
+        changed = replace(config, capacity=smaller)
         return needed(changed, models, launch).total <= free
 
-    w = config.workload
-    B = largest(lambda b: fits(b, w.prefix_len), w.batch_size)
-    prefix = largest(lambda p: fits(w.batch_size, p), w.prefix_len)
+    asked = config.capacity
+    B = largest(lambda b: fits(b, asked.prompt_len), asked.rows)
+    prefix = largest(lambda p: fits(asked.rows, p), asked.prompt_len)
     if B and prefix:
         return f"--B {B} at this prefix or --prefix_len {prefix} at this B would fit"
     if B:
         return f"--B {B} at this prefix would fit"
     if prefix:
         return f"--prefix_len {prefix} at this B would fit, at this prefix not even --B 1"
-    alone = largest(lambda p: fits(1, p), w.prefix_len)
+    alone = largest(lambda p: fits(1, p), asked.prompt_len)
     if alone:
         return f"--B 1 --prefix_len {alone} would fit"
     return "no --B and --prefix_len would fit: choose a smaller model, or more ranks elsewhere"

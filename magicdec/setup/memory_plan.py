@@ -29,16 +29,15 @@ def working_bytes(plan: ModelPlan) -> int:
     """The largest of a prompt chunk, a verification, a policy's first choice, loading a matrix and
     the bandwidth buffer; plus rotary table and libraries."""
     config = plan.config
-    w = plan.config.workload
+    room = plan.config.capacity
     longest = max_tokens(plan.config)
-    chunk = min(config.attention.prefill_chunk, w.prefix_len)
-    T = 1 + longest - w.prefix_len - w.num_new_tokens
+    chunk = min(config.attention.prefill_chunk, room.prompt_len)
+    T = 1 + longest - room.max_len
     observes = config.decoding.drafts_itself and load_policy(config.kv.policy).needs_weights
     buffer = BANDWIDTH_BYTES // plan.shard.size
     needs = (
         forward_bytes(plan, (1, chunk, longest)),
-        forward_bytes(plan, (w.batch_size, T, longest), observes)
-        + _logits_bytes(plan, w.batch_size * T),
+        forward_bytes(plan, (room.rows, T, longest), observes) + _logits_bytes(plan, room.rows * T),
         first_choice_bytes(plan),
         _loading_bytes(plan),
         buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES,
@@ -52,12 +51,12 @@ def first_choice_bytes(plan: ModelPlan) -> int:
     scores the keys of a layer by kept queries."""
     config = plan.config
     policy = make_policy(plan.config.kv)
-    w = plan.config.workload
+    room = plan.config.capacity
     if not config.decoding.drafts_itself:
         return 0
-    B = w.batch_size
-    S = w.prefix_len
-    T = policy.rerun_tokens(w.prefix_len)
+    B = room.rows
+    S = room.prompt_len
+    T = policy.rerun_tokens(room.prompt_len)
     forward = forward_bytes(plan, (B, T, S), policy.needs_weights)
     rerun = B * T * plan.bytes_per_token + forward if T else 0
     call = _call_size(plan, (B, min(policy.observed_tokens, S), S))
@@ -195,16 +194,16 @@ def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[Mo
 def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPlan:
     """The plan of one rank. `keeps_queries`: prefill keeps the queries that the KV policy asks
     for."""
-    targets = [each for each in plans if not each.is_draft]
-    drafts = [each for each in plans if each.is_draft]
+    targets = [plan for plan in plans if not plan.is_draft]
+    drafts = [plan for plan in plans if plan.is_draft]
     kept = sum(
-        each.policy_bytes + each.state_bytes + keeps_queries * each.query_bytes for each in plans
+        plan.policy_bytes + plan.state_bytes + keeps_queries * plan.query_bytes for plan in plans
     )
     return MemoryPlan(
-        sum(each.weight_bytes for each in targets),
-        sum(each.kv_bytes for each in targets),
-        sum(each.weight_bytes for each in drafts) + sum(each.copy_bytes for each in targets),
-        sum(each.kv_bytes for each in drafts) + kept,
+        sum(target.weight_bytes for target in targets),
+        sum(target.kv_bytes for target in targets),
+        sum(draft.weight_bytes for draft in drafts) + sum(target.copy_bytes for target in targets),
+        sum(draft.kv_bytes for draft in drafts) + kept,
         max(map(working_bytes, targets or drafts), default=0),
     )
 

@@ -93,22 +93,21 @@ def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
     """The draft's positions must reach over the text, or with a rolling cache over the budget and
     what follows it."""
     model = draft.config
-    w = config.workload
+    room = config.capacity
     kv = config.kv
     reach = model.max_length
     if is_rolling(config):  # its positions are no longer those of the text: no window is moved
         reach = min(reach, model.windows[0] or reach)
-    length = w.prefix_len + w.num_new_tokens
-    if length <= reach:
+    if room.max_len <= reach:
         return
     if not is_rolling(config):
         rolling = list_policies(lambda p: p.can_roll)
         rolls = f"; --kv_policy {rolling} would serve" if model.positions == "rope" else ""
         raise ValueError(
-            f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length} exceeds "
-            f"the {reach} positions of the draft {label} under --kv_policy {kv.policy}{rolls}"
+            f"{room.described} exceeds the {reach} positions of the draft {label} under "
+            f"--kv_policy {kv.policy}{rolls}"
         )
-    tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.max_gamma)
+    tail = max(min(config.attention.prefill_chunk, room.prompt_len), config.decoding.max_gamma)
     if kv.budget + tail > reach:
         raise ValueError(
             f"--budget {kv.budget} and the --prefill_chunk "
@@ -125,7 +124,7 @@ def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None
     """A policy's single choice must stay in the widest window of the model's layers."""
     window = source.config.windows[0]
     kv = config.kv
-    after = config.workload.num_new_tokens + config.decoding.max_gamma
+    after = config.capacity.after_longest_prompt + config.decoding.max_gamma
     is_once = policy_called(kv.policy).is_copied and not kv.reselect_every
     if is_once and window is not None and after >= window:
         again = "" if config.draft is not None else " or --reselect_every"
@@ -238,11 +237,9 @@ def check_bos(label: str, source: ModelSource, tokenizer: Tokenizer) -> None:
 def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> None:
     """Raises ValueError if the run exceeds the model's maximum length, the attention backend does
     not support it, or the ranks cannot share its heads."""
-    w = config.workload
+    room = config.capacity
     flag = flag_of(config.run_config.model, "model")
-    length = w.prefix_len + w.num_new_tokens
-    flags_text = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
-    check_length(flags_text, length, flag, source)
+    check_length(room.described, room.max_len, flag, source)
     check_backend(config, config.attention.backend, flag, source)
     if config.decoding.drafts_itself:
         check_choice(config, flag, source)

@@ -29,21 +29,21 @@ from magicdec.speculation.rolling_runner import BLOCK_SIZE, MOST_REWOUND, blocks
 
 def max_tokens(config: ResolvedConfig) -> int:
     """The most cached tokens of a row."""
-    return tokens_of_rows(config.workload, config.decoding)
+    return tokens_of_rows(config.capacity, config.decoding)
 
 
 def max_following(config: ResolvedConfig, row_tokens: int) -> int:
     """The most tokens after a prompt in a row of `row_tokens`, drafts included. More may follow a
     short prompt than the longest one."""
-    w = config.workload
-    return min(row_tokens, row_tokens - w.prefix_len + w.extra_new_tokens)
+    room = config.capacity
+    return min(row_tokens, row_tokens - room.max_len + room.new_tokens)
 
 
 def rewound_by_step(config: ResolvedConfig) -> int:
     """The most tokens by which a step truncates a row: drafts, and what an observing policy runs
     again."""
     policy = make_policy(config.kv)
-    rerun = policy.rerun_tokens(config.workload.prefix_len)
+    rerun = policy.rerun_tokens(config.capacity.prompt_len)
     return config.decoding.max_gamma + NEWEST + max(policy.observed_tokens, rerun)
 
 
@@ -153,7 +153,7 @@ class ModelPlan:
 
     @property
     def num_rows(self) -> int:
-        return self.config.workload.batch_size
+        return self.config.capacity.rows
 
     @property
     def tokens(self) -> int:
@@ -172,7 +172,7 @@ class ModelPlan:
     def tail(self) -> int:
         """Tokens after the window of a cache that forgets: a chunk of a prompt, or drafts and, of
         an EAGLE-3 head, slots that are filled again."""
-        chunk = min(self.config.attention.prefill_chunk, self.config.workload.prefix_len)
+        chunk = min(self.config.attention.prefill_chunk, self.config.capacity.prompt_len)
         return max(chunk, self.most_rewound) + self.config.decoding.max_gamma
 
     @property
@@ -304,7 +304,7 @@ class ModelPlan:
         if not (self.is_draft or is_self):
             return 0
         if policy.is_copied:  # with room for the tokens that follow
-            chosen = policy.copied_tokens(config.workload.prefix_len)
+            chosen = policy.copied_tokens(config.capacity.prompt_len)
             copied = min(chosen + max_following(config, self.tokens), self.tokens)
             block = backend_class(self.backend)().block_size(copied)
             num_tokens = self.num_rows * -(-copied // block) * block
@@ -323,9 +323,9 @@ class ModelPlan:
         policy."""
         if not (self.is_draft or self.config.decoding.drafts_itself):
             return 0
-        w = self.config.workload
+        room = self.config.capacity
         first, last = self.shard.heads(self.model.num_heads, self.model.num_kv_heads)[0]
-        tokens = w.batch_size * min(make_policy(self.config.kv).observed_tokens, w.prefix_len)
+        tokens = room.rows * min(make_policy(self.config.kv).observed_tokens, room.prompt_len)
         numbers = self.part_model.num_layers * (last - first) * self.model.cached_head_dim
         return tokens * numbers * DTYPE_BYTES[self.config.model.dtype]
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import Placement, resolve
 from magicdec.config.resolved import ResolvedConfig
@@ -86,7 +87,7 @@ class Prepared(ResolvedRun):
             categories=None if w.categories is None else [*w.categories],
             num_later_turns=None
             if w.conversations is None
-            else sum(each.num_left_out for each in w.conversations),
+            else sum(conversation.num_left_out for conversation in w.conversations),
             left_out=w.left_out,
             sha256=w.sha256,
         )
@@ -150,9 +151,10 @@ def find(
     launch: Launch,
     cache: SetupCache,
     placement: Placement = Placement(),
+    capacity: Capacity | None = None,
 ) -> ResolvedRun:
-    """The run with its models found and its config resolved. Raises ValueError as `prepare`
-    does."""
+    """The run with its models found, which hold `capacity`, and its config resolved. Raises
+    ValueError as `prepare` does."""
     run_config.check(launch.world_size)
 
     def find_source(section: ModelSection | DraftSection) -> ModelSource:
@@ -164,7 +166,7 @@ def find(
     draft = None if run_config.draft is None else find_source(run_config.draft)
     machine = cache.get(("machine",), lambda: probe_machine(launch))
     run_config = as_stored(run_config, source, draft)
-    return resolve_run(run_config, launch, machine, source, draft, placement)
+    return resolve_run(run_config, launch, machine, source, draft, placement, capacity)
 
 
 def resolve_run(
@@ -174,6 +176,7 @@ def resolve_run(
     source: ModelSource,
     draft: ModelSource | None,
     placement: Placement = Placement(),
+    capacity: Capacity | None = None,
 ) -> ResolvedRun:
     """The run of found models. Raises ValueError as `resolve` does."""
     check_target(flag_of(run_config.model, "model"), source)
@@ -185,7 +188,7 @@ def resolve_run(
             check_head(source, draft, placement.is_staged)
             layers = state_layers(run_config, source, draft)
             of_draft = replace(of_draft, state_layers=layers)
-    config = resolve(run_config, machine, traits_of(source.config), of_draft, placement)
+    config = resolve(run_config, machine, traits_of(source.config), of_draft, placement, capacity)
     return ResolvedRun(config, launch, machine, source, draft)
 
 
@@ -266,16 +269,16 @@ def _workload_of(
     is_chat = w.prompt_format == CHAT  # a template has its own words before a text
     bos = None if is_chat else tokenizer.bos_of(run.source.config.bos_token_id)
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
-    most_new = w.num_new_tokens + w.extra_new_tokens
+    room = run.config.capacity
     wanted = Wanted(
-        w.prefix_len,
+        room.prompt_len,
         count,
         w.seed,
-        gen_len=w.num_new_tokens if w.turns == 1 else most_new,
+        gen_len=room.after_longest_prompt if room.turns == 1 else room.new_tokens,
         counted_by=counted_by,
         is_whole=num_prompts is not None,
         batch=batch,
-        turns=w.turns,
+        turns=room.turns,
     )
     chat: ChatTemplate | None = None
     if is_chat:

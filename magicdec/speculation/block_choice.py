@@ -118,7 +118,7 @@ def add_mean_keys(
     """Fill means [L, R, G, blocks, D] for blocks `first` to `last` - 1 of `rows` from the cache."""
     assert means.is_contiguous() and means.dtype == torch.float32
     kind = KINDS.index((cache.shape.layout, cache.k.dtype))
-    lists = [torch.tensor(each, dtype=torch.int64) for each in (rows, first, last)]
+    lists = [torch.tensor(numbers, dtype=torch.int64) for numbers in (rows, first, last)]
     layers, num_rows, heads, blocks, size = means.shape
     library().magicdec_mean_keys(
         kind,
@@ -127,7 +127,7 @@ def add_mean_keys(
         cache.block_table.data_ptr(),
         cache.block_table.shape[1],
         cache.shape.block_size,
-        *(each.data_ptr() for each in lists),
+        *(list.data_ptr() for list in lists),
         layers,
         len(rows),
         heads,

@@ -201,7 +201,8 @@ class AutoLength(DraftLength):
         count = self._then
         ids = [r.request_id for r in batch.requests]
         if self._left == 0 or len(ids) != self._rows:
-            self._rows, before = len(ids), (self._then, self._split)
+            self._rows = len(ids)
+            before = (self._then, self._split)
             decision = upload(self.decide(batch), self.device)
             numbers = self.group.broadcast(decision, 0).tolist()
             costs = [n / COST_UNIT for n in numbers[:4]]
@@ -251,7 +252,7 @@ class AutoLength(DraftLength):
         cost = DraftCost(step / seconds[0], token / seconds[0])
         lookup = self._cost_of_lookup(cost)
         costs = [cost.step, cost.token, lookup.step, lookup.token]
-        whole = [round(each * COST_UNIT) for each in costs]
+        whole = [round(cost_s * COST_UNIT) for cost_s in costs]
         return [*whole, first, best, *self._split_rows(batch, best, drafting)]
 
     def _cost_of_lookup(self, cost: DraftCost) -> DraftCost:

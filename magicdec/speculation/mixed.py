@@ -60,7 +60,8 @@ class MixedDrafter(Drafter):
         self.model.admit(requests)
         self.draft_kv = self.model.draft_kv
         # In drafts that are timed before the next plan:
-        self._uses_model, self._model_tokens = True, self.lookup.max_gamma
+        self._uses_model = True
+        self._model_tokens = self.lookup.max_gamma
 
     def release(self, rows: Sequence[int]) -> None:
         self.lookup.release(rows)
@@ -86,7 +87,9 @@ class MixedDrafter(Drafter):
         cost = draft_length.cost or DraftCost(LOOKUP.step, LOOKUP.token + DRAFT_COST)
         lookup_cost = draft_length.lookup_cost or LOOKUP
         alone, worth = best_length(of_lookup, lookup_cost, can_join)
-        plan = DraftPlan([min(alone, len(each)) for each in of_lookup], [0] * len(requests))
+        plan = DraftPlan(
+            [min(alone, len(probabilities)) for probabilities in of_lookup], [0] * len(requests)
+        )
         self._uses_model = False
         if gamma == 0:
             return plan
@@ -96,13 +99,16 @@ class MixedDrafter(Drafter):
             for request in requests
         ]
         if can_join:  # A token must bring more than its time would bring in a step of lookups.
-            cut = [[p for p in each if p > lookup_cost.token * worth] for each in of_lookup]
+            cut = [
+                [p for p in probabilities if p > lookup_cost.token * worth]
+                for probabilities in of_lookup
+            ]
         else:
-            cut = [each[:gamma] for each in of_lookup]
+            cut = [probabilities[:gamma] for probabilities in of_lookup]
         takes = [sum(a) > sum(b) for a, b in zip(cut, of_model, strict=True)]
         chosen = [a if take else b for take, a, b in zip(takes, cut, of_model, strict=True)]
         expected = 1 + sum(map(sum, chosen)) / len(requests)
-        more = sum(max(0, len(each) - gamma) for each in chosen) / len(requests)
+        more = sum(max(0, len(choice) - gamma) for choice in chosen) / len(requests)
         if alone and expected / (cost(gamma) + lookup_cost.token * more) < worth:
             return plan
         self._uses_model = True
@@ -110,7 +116,7 @@ class MixedDrafter(Drafter):
         rows = [request.row for request in requests if request.row is not None]
         self._is_looked_up = dict(zip(rows, takes, strict=True))
         judged = [0 if take else gamma for take in takes]
-        return DraftPlan([len(each) for each in chosen], judged)
+        return DraftPlan([len(choice) for choice in chosen], judged)
 
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         self.lookup.prepare(requests, gamma)

@@ -68,11 +68,11 @@ class NgramDrafter(Drafter):
     ) -> DraftPlan:
         most = min(gamma, self.max_gamma)
         if draft_length.is_whole:
-            found = [len(each) for each in self.look_up(requests, most, least=0.0)]
+            found = [len(proposal) for proposal in self.look_up(requests, most, least=0.0)]
             return DraftPlan(found, found)
         survivals = self.look_up(requests, most)
         count, _ = best_length(survivals, draft_length.cost or LOOKUP, can_join)
-        counts = [min(count, len(each)) for each in survivals]
+        counts = [min(count, len(survival)) for survival in survivals]
         return DraftPlan(counts, counts)
 
     def look_up(

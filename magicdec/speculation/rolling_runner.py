@@ -43,7 +43,8 @@ class RollingRunner(ModelRunner):
         assert self.max_tail > 0
         assert self.model.config.positions == "rope", "other positions cannot be turned"
         self.rule = cast("SinksAndWindow", self.policy)
-        self.num_sinks, self.budget = self.rule.num_sink_tokens, self.rule.budget
+        self.num_sinks = self.rule.num_sink_tokens
+        self.budget = self.rule.budget
         super().__post_init__(shared_caches, shared_counts)
         self.settled = [0] * self.num_rows  # committed tokens at which each row's window ends
         self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'

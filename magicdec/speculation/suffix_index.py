@@ -192,4 +192,4 @@ class Lookup:
             for length, place in index.places(end)
         ]
         places.sort(key=lambda each: -each[0])
-        return [each for each in places if 2 * each[0] >= places[0][0]]
+        return [found for found in places if 2 * found[0] >= places[0][0]]

@@ -41,7 +41,7 @@ class Details(RecordPart):
     @classmethod
     def name(cls) -> str:
         """The `kind` of all of its objects."""
-        return str(next(each.default for each in fields(cls) if each.name == "kind"))
+        return str(next(field.default for field in fields(cls) if field.name == "kind"))
 
     @property
     def program(self) -> str | None:

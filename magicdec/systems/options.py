@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
@@ -212,21 +213,10 @@ class ServeOptions:
         total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
         return total // len(self.shapes)
 
-    def batch_of(self, workload: WorkloadSection, rows: int) -> WorkloadSection:
-        """`workload` with one batch of `rows` rows that hold the longest request; another one may
-        have the longest prompt or output."""
-        prompt = self.longest_prompt
-        new = self.longest - prompt
-        extra = max(shape.output_len for shape in self.shapes) - new
-        return replace(
-            workload,
-            batch_size=rows,
-            prefix_len=prompt,
-            gen_len=new,
-            num_batches=1,
-            extra_new_tokens=extra,
-            turns=self.turns,
-        )
+    def capacity(self, rows: int) -> Capacity:
+        """What a system must hold that serves `rows` requests together."""
+        new_tokens = max(shape.output_len for shape in self.shapes)
+        return Capacity(rows, self.longest_prompt, self.longest, new_tokens, self.turns)
 
     @property
     def counted_by(self) -> str:

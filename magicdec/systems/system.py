@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.choices.collectives import Transport
 from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import SamplingSection, WorkloadSection
+from magicdec.config.sections import SamplingSection
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.timing import RealClock
 from magicdec.output.console import Progress
@@ -123,14 +124,14 @@ class System(ABC):
     def find(
         self,
         run_config: RunConfig,
-        workload: WorkloadSection,
+        capacity: Capacity,
         cache: SetupCache,
         placement: Placement = Placement(),
     ) -> ResolvedRun:
-        """The models for such a batch, as by `setup.prepare.find`; without a draft model if no pass
-        drafts."""
+        """The models that hold `capacity`, as by `setup.prepare.find`; without a draft model if no
+        pass drafts."""
         config = run_config if self.has_drafts else run_config.without_drafts()
-        models = find(replace(config, workload=workload), self.launch, cache, placement)
+        models = find(config, self.launch, cache, placement, capacity)
         most = models.source.config.max_length
         name = config.model.model
         self.options.check_lengths(most, f"--model {name}")
@@ -266,7 +267,14 @@ def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
     draft = None if asked.draft is None else replace(asked.draft, rank_group=(0,))
     config = replace(asked, parallel=parallel, draft=draft)
     alone = replace(machine, world_size=1, local_world_size=1, first_rank=0)
-    return resolve_run(config, Launch(0, 1, 0, 1), alone, models.source, models.draft_source)
+    return resolve_run(
+        config,
+        Launch(0, 1, 0, 1),
+        alone,
+        models.source,
+        models.draft_source,
+        capacity=models.config.capacity,
+    )
 
 
 def make_requests(

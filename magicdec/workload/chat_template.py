@@ -229,7 +229,7 @@ def _find_template(directory: Path, config: Mapping[str, Any]) -> tuple[Path, st
             f"nor a chat_template in {CONFIG_FILE}; {WAY_OUT}, or a model that is made for chats"
         )
     if isinstance(template, list):  # several, each with a name
-        named = [each for each in template if isinstance(each, dict)]
+        named = [entry for entry in template if isinstance(entry, dict)]
         template = next((t.get("template") for t in named if t.get("name") == DEFAULT), None)
         if template is None:
             _refuse(path, f"is a list without one that is named {DEFAULT!r}")
@@ -282,7 +282,7 @@ def render(
     if "error" in answer:
         raise ValueError(f"cannot be rendered ({answer['error']})")
     return answer["used"], [
-        Rendered(each.get("text", ""), each.get("error")) for each in answer["rendered"]
+        Rendered(rendered.get("text", ""), rendered.get("error")) for rendered in answer["rendered"]
     ]
 
 

@@ -68,7 +68,7 @@ def conversation_of(
 
 def _after_answers(questions: Sequence[Sequence[int]]) -> list[Sequence[int] | None]:
     """The messages of an answer, which is not known, and of a question, for each question."""
-    return [each for question in questions for each in (None, question)]
+    return [place for question in questions for place in (None, question)]
 
 
 def _placed(frame: Frame | Refusal, texts: Sequence[Sequence[int] | None]) -> Pieces | None:

@@ -50,7 +50,7 @@ class PromptItem:
         if not self.is_chat or USER not in roles or ASSISTANT not in roles[roles.index(USER) :]:
             return self
         end = roles.index(ASSISTANT, roles.index(USER))
-        later = [each.content for each in self.messages[end:] if each.role == USER]
+        later = [message.content for message in self.messages[end:] if message.role == USER]
         return replace(self, messages=self.messages[:end], later=(*later, *self.later))
 
     @property
@@ -169,7 +169,7 @@ def is_prompt_set(dataset: str) -> bool:
 
 def sets_of(dataset: str) -> list[tuple[str, str]]:
     """The kind and the name of each prompt set of a dataset, in which commas join them."""
-    parts = (each.partition(":") for each in BETWEEN_SETS.split(dataset))
+    parts = (name.partition(":") for name in BETWEEN_SETS.split(dataset))
     return [(kind, name) for kind, _, name in parts]
 
 
@@ -220,7 +220,7 @@ def category_at(item: Any, key: str, place: str) -> str | None:
 
 
 def _in_words(messages: Sequence[ChatMessage]) -> str:
-    lines = [f"{each.role.capitalize()}: {each.content}\n\n" for each in messages]
+    lines = [f"{message.role.capitalize()}: {message.content}\n\n" for message in messages]
     return "".join([*lines, f"{ASSISTANT.capitalize()}:"])
 
 

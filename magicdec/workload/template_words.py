@@ -36,8 +36,8 @@ def stated_tokens(
 ) -> dict[str, str | None]:
     """What tokenizer_config.json, special_tokens_map.json and added_tokens.json call tokens, with
     the id that they say, if any."""
-    listed = [each for file in (config, names) for each in _listed(file)]
-    found = {str(each): None for each in listed if isinstance(each, str) and each}
+    listed = [word for file in (config, names) for word in _listed(file)]
+    found = {str(word): None for word in listed if isinstance(word, str) and word}
     numbered = {name: str(number) for name, number in added.items()}
     decoder = config.get("added_tokens_decoder")
     for number, entry in (decoder if isinstance(decoder, dict) else {}).items():

@@ -228,7 +228,7 @@ class DrawnItems:
             items = [item.in_turns() for item in items]
         asked = [(i, item) for i, item in enumerate(items) if item.is_asked]
         random.Random(self.wanted.seed).shuffle(asked)
-        roles = [each for _, item in asked for each in roles_of_turns(item, turns)]
+        roles = [name for _, item in asked for name in roles_of_turns(item, turns)]
         frames = None if chat is None else chat.of(roles)
         for index, item in asked:
             if len(self.taken) == self.wanted.num_prompts:
@@ -306,15 +306,15 @@ def _of_prompt_set(
             f"{drawn.refused_text}"
         )
     talks = tuple(drawn.conversations)
-    if wanted.turns > 1 and all(len(each.turns) == 1 for each in talks):
+    if wanted.turns > 1 and all(len(talk.turns) == 1 for talk in talks):
         raise ValueError(
             f"--turns {wanted.turns}: no prompt of --dataset {name} has a second question that "
             f"fits into --prefix_len {wanted.prefix_len} behind an answer of --gen_len "
             f"{wanted.gen_len}; choose a larger --prefix_len, or a set of conversations such as "
             "mt_bench, or leave it out"
         )
-    prompts = tuple(each.prompt_after([]) for each in talks)
-    later = [piece for each in talks for pieces in each.turns[1:] for piece in pieces]
+    prompts = tuple(talk.prompt_after([]) for talk in talks)
+    later = [piece for talk in talks for pieces in talk.turns[1:] for piece in pieces]
     return Workload(
         name,
         prompts,

@@ -51,9 +51,9 @@ def concepts() -> dict[tuple[str, str], list[tuple[str, Declared]]]:
     """The settings of all commands by flag and meaning, each with the names of its commands."""
     rows: dict[tuple[str, str], list[tuple[str, Declared]]] = {}
     for name, parser in parsers().items():
-        for each in parser.settings.values():
-            if each.flag.startswith("-"):
-                rows.setdefault((each.flag, each.setting.help), []).append((name, each))
+        for setting in parser.settings.values():
+            if setting.flag.startswith("-"):
+                rows.setdefault((setting.flag, setting.setting.help), []).append((name, setting))
     return rows
 
 
@@ -63,7 +63,7 @@ def page() -> str:
     rows += [vocabulary_row(uses) for _, uses in sorted(concepts().items())]
     parts = [HEAD, "".join(f"| {' | '.join(row)} |\n" for row in rows)]
     for name, parser in parsers().items():
-        flags = " ".join(f"`{each.flag}`" for each in parser.settings.values())
+        flags = " ".join(f"`{setting.flag}`" for setting in parser.settings.values())
         parts.append(f"## {name}\n\n{parser.description}\n" + (f"\n{flags}\n" if flags else ""))
     return "\n".join([*parts, DRIVERS])
 
@@ -91,9 +91,9 @@ def values_of(uses: list[Declared]) -> str:
     first = uses[0]
     if first.kind is bool:
         return ""
-    choices = dict.fromkeys(choice for each in uses for choice in each.setting.choices)
+    choices = dict.fromkeys(choice for use in uses for choice in use.setting.choices)
     kind = ", ".join(f"`{choice}`" for choice in choices) or first.metavar.replace("|", " or ")
-    return f"{kind}; one or more" if any(each.is_list for each in uses) else kind
+    return f"{kind}; one or more" if any(use.is_list for use in uses) else kind
 
 
 if __name__ == "__main__":

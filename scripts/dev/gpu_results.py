@@ -39,7 +39,7 @@ def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
     if not found:
         raise ValueError(f"FOLDER {folder} has no file of {COMMAND}; give the one that came back")
     made = [content["made_with"] for content in found.values()]
-    if not all(is_alike(each, made[0]) for each in made):
+    if not all(is_alike(suite, made[0]) for suite in made):
         raise ValueError(f"FOLDER {folder} holds files of several machines: {made}")
     if made[0]["device"] != "cuda" or made[0]["tiny"]:
         raise ValueError(f"FOLDER {folder} was not measured on a GPU: {made[0]}")
@@ -49,9 +49,9 @@ def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
 def section(folder: Path, parts: dict[str, dict[str, Any]]) -> str:
     """The README's section: where it was measured, what failed, and forwards."""
     made = next(iter(parts.values()))["made_with"]
-    dates = sorted(date for each in parts.values() for date in each.get("dates", {}).values())
-    failed = sum(len(each["failed"]) for each in parts.values())
-    measured = sum(len(each["cells"]) for each in parts.values())
+    dates = sorted(date for part in parts.values() for date in part.get("dates", {}).values())
+    failed = sum(len(part["failed"]) for part in parts.values())
+    measured = sum(len(part["cells"]) for part in parts.values())
     words = [
         "With CUDA the same commands use the GPU: attention by Triton, steps as CUDA graphs.",
         f"Measured on {made['gpu']} (driver {made['driver']}, torch {made['torch']}) on "

@@ -111,7 +111,7 @@ def plant(
 ) -> int:
     """Plant the faults whose line has one of the texts, or all, and print a line for each, and one
     for their tests without a fault if `runs_without`. Returns the exit code."""
-    cases = [PlantedCase(fault, (each.test,)) for each in properties for fault in each.faults]
+    cases = [PlantedCase(fault, (prop.test,)) for prop in properties for fault in prop.faults]
     if texts:
         cases = [case for case in cases if any(text in case.line("") for text in texts)]
     tests = dict.fromkeys(test for case in cases for test in case.tests)
@@ -196,6 +196,6 @@ def wait_for_one(running: dict[int, int], codes: list[int]) -> None:
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words == ["--one"]:
-        first = [replace(each, faults=each.faults[:1]) for each in PROPERTIES]
+        first = [replace(prop, faults=prop.faults[:1]) for prop in PROPERTIES]
         sys.exit(plant(first, runs_without=False))
     sys.exit(plant(PROPERTIES, words))

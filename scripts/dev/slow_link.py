@@ -114,10 +114,12 @@ class Switch:
         to = frame[VNET_HDR : VNET_HDR + 6]
         source = frame[VNET_HDR + 6 : VNET_HDR + 12]
         self.hosts[source] = place
-        others = [each for each in range(len(self.taps)) if each != place]
-        for each in [self.hosts[to]] if to in self.hosts else others:
+        others = [
+            place_of_host for place_of_host in range(len(self.taps)) if place_of_host != place
+        ]
+        for host in [self.hosts[to]] if to in self.hosts else others:
             with contextlib.suppress(OSError):  # that host's device is down
-                os.write(self.taps[each], frame)
+                os.write(self.taps[host], frame)
 
     def describe(self) -> str:
         cuts = statistics.quantiles([0.0, 0.0, *self.late_s], n=100)

@@ -28,7 +28,9 @@ from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.watching.processes import PeerLost
 
-DEPTH, WIDTH, CAPACITY = 6, 24, 5000
+DEPTH = 6
+WIDTH = 24
+CAPACITY = 5000
 CPU = torch.device("cpu")
 
 
@@ -82,7 +84,8 @@ def check_large(ends: Ends) -> None:
 
 def check_apart(place: tuple[Any, ...], grid: StageGrid, is_first: bool) -> None:
     """Payloads go by process groups of their own; a message without one sends its header alone."""
-    form, ends = place[2], Connector(*place, "gloo", depth=DEPTH, capacity=CAPACITY).ring(grid)
+    form = place[2]
+    ends = Connector(*place, "gloo", depth=DEPTH, capacity=CAPACITY).ring(grid)
     check(ends, is_first, rounds=10)
     assert isinstance(ends.outbound, ChannelSender) and ends.outbound.payloads is not None
     payload_bytes = sum(m.payload.numel() * 2 for m in messages() if m.payload is not None)
@@ -117,7 +120,8 @@ def main(collectives: str, task: str) -> None:
         check_apart(place, grid, is_first)
     elif task == "time":
         if is_first:
-            payload, seconds = torch.zeros(1, 1, width, dtype=torch.bfloat16), []
+            payload = torch.zeros(1, 1, width, dtype=torch.bfloat16)
+            seconds = []
             for _ in range(1000):
                 begin_s = time.perf_counter()
                 ends.outbound.send(Message(Kind.HIDDEN, payload=payload))

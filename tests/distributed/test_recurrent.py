@@ -27,12 +27,26 @@ DRAFTS = "--draft", "ngram", "--gamma", 3
     ("num_ranks", "flags", "layers"),
     [
         pytest.param(1, ["--n_samples", 3], [2], marks=pytest.mark.wide),
-        (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5", "--plot", "gantt.png",
-             *DRAFTS], [1, 1]),
-        pytest.param(4, ["--layer_split", "auto:2", "--collectives", "gloo"], [1, 1],
-                     marks=pytest.mark.wide),
+        (
+            2,
+            [
+                "--n_samples",
+                6,
+                "--B",
+                2,
+                "--layer_split",
+                "0.5,0.5",
+                "--plot",
+                "gantt.png",
+                *DRAFTS,
+            ],
+            [1, 1],
+        ),
+        pytest.param(
+            4, ["--layer_split", "auto:2", "--collectives", "gloo"], [1, 1], marks=pytest.mark.wide
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_pass_has_the_same_tokens_and_a_record(
     num_ranks: int,
     flags: list[object],
@@ -67,7 +81,8 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert ring["measured_round_ms"] > 0
     if num_ranks == 1 or ring["link_ms"] is not None:  # some stage was idle
         assert (ring["link_ms"] or 0) > 0 or num_ranks == 1
-    header, hidden = 8 * (6 + ring["lane_size"]), 48 * 4 * ring["lane_size"]
+    header = 8 * (6 + ring["lane_size"])
+    hidden = 48 * 4 * ring["lane_size"]
     assert ring["decode_hop_bytes"] == header + hidden
     if num_ranks > 1:  # prompts go to the last stage whole, and come home as one token
         prompts = [request["prompt_len"] for request in records[-1]["requests"]]
@@ -91,7 +106,8 @@ def check_drafts(ring: dict[str, Any], metrics: dict[str, Any], lengths: list[in
     assert metrics["draft_acceptance_rate"] == rate
     assert sum(length - 1 for length in lengths) >= ring["tokens_per_round"] >= 1
     assert ring["draft_ms"] > 0
-    header, hidden = 8 * (6 + 2 * ring["lane_size"]), 48 * 4 * ring["lane_size"]
+    header = 8 * (6 + 2 * ring["lane_size"])
+    hidden = 48 * 4 * ring["lane_size"]
     assert ring["decode_hop_bytes"] in {header + hidden * (1 + n) for n in range(4)}
 
 
@@ -108,10 +124,26 @@ def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
 ) -> None:
     """Two samples a message, beside one sample at a time and all at once in one process."""
     done = launch(
-        "recurrent_benchmark.py", "--model", deep_checkpoint, "--dataset", text_file, *FLAGS,
-        "--dtype", "bfloat16", "--attention", "native", "--linear", "packed", "--B", 2,
-        "--modes", "sequential", "inflight", "ring", num_ranks=3,
-    )  # fmt: skip
+        "recurrent_benchmark.py",
+        "--model",
+        deep_checkpoint,
+        "--dataset",
+        text_file,
+        *FLAGS,
+        "--dtype",
+        "bfloat16",
+        "--attention",
+        "native",
+        "--linear",
+        "packed",
+        "--B",
+        2,
+        "--modes",
+        "sequential",
+        "inflight",
+        "ring",
+        num_ranks=3,
+    )
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
     assert [r["name"] for r in records] == ["sequential", "inflight", "ring"]
@@ -130,11 +162,30 @@ def test_a_thousand_samples_leave_nothing_behind(
     whole arenas of 1 MB. A leak grows in every interval, a buffer that a thread allocates or a
     table that doubles in one, so that the median interval decides."""
     done = launch(
-        "distributed/watched_ring.py", "--model", deep_checkpoint, "--num_requests", 1000,
-        "--n_samples", 6, "--prefix_len", "uniform:4:20", "--prefill_chunk", 32, "--gen_len", 6,
-        "--ignore_eos", "--threads", 1, "--dtype", "float32", "--modes", "ring",
-        "--out", "r.jsonl", num_ranks=3,
-    )  # fmt: skip
+        "distributed/watched_ring.py",
+        "--model",
+        deep_checkpoint,
+        "--num_requests",
+        1000,
+        "--n_samples",
+        6,
+        "--prefix_len",
+        "uniform:4:20",
+        "--prefill_chunk",
+        32,
+        "--gen_len",
+        6,
+        "--ignore_eos",
+        "--threads",
+        1,
+        "--dtype",
+        "float32",
+        "--modes",
+        "ring",
+        "--out",
+        "r.jsonl",
+        num_ranks=3,
+    )
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         held = read_records(tmp_path / f"rank{rank}.jsonl")[4:]  # from the 500th sample on

@@ -211,7 +211,8 @@ class ByPastAttention(PlainReference):
     def choose(self, text: Sequence[int], gamma: int) -> None:
         """With a sliding window, only of what stays in it until the next choice or the end."""
         self.num_choices += 1
-        self.chosen, self.until = tuple(text), self.most_tokens
+        self.chosen = tuple(text)
+        self.until = self.most_tokens
         self.until = min(self.until, len(text) + self.most_following)
         every = self.kv.reselect_every
         if every and self.window is not None:

@@ -88,7 +88,8 @@ def make_pair(
 ) -> tuple[ModelRunner, ModelRunner]:
     """Two runners with the same weights and cached tokens: layer by layer, and native."""
     model = model or pack(tiny_transformer(config, dtype=dtype))
-    group, place = Group((0,), 0), (len(lengths), MOST)
+    group = Group((0,), 0)
+    place = (len(lengths), MOST)
     first = ModelRunner(model, NativeBackend(), group, *place)
     second = replace(first, backend=NativeBackend(), executor=Executor(model, group))
     for runner in (first, second):
@@ -97,7 +98,8 @@ def make_pair(
         generator = torch.Generator().manual_seed(1)
         for row, length in enumerate(lengths):  # written by the layers in both
             ids = torch.randint(config.vocab_size, (1, length), generator=generator)
-            native, runner.executor = runner.executor, None
+            native = runner.executor
+            runner.executor = None
             runner.forward(ForwardBatch(ids, [row], num_outputs=1))
             runner.executor = native
     return first, second
@@ -111,7 +113,8 @@ def ids_for(num_rows: int, count: int) -> Tensor:
 def chain(
     runner: ModelRunner, ids: Tensor, visible: Visible, count: int, pa: float = 0.0
 ) -> Tensor:
-    kv, rows = DraftKV(runner, visible), BatchRows.of(range(len(ids)), runner.device)
+    kv = DraftKV(runner, visible)
+    rows = BatchRows.of(range(len(ids)), runner.device)
     committed = runner.cache.lengths_of(rows)
     drafts = draft_chain(kv, rows, committed, ids, SamplingMetadata(), count, pa).ids
     kv.rewind(rows, committed)
@@ -269,8 +272,10 @@ def test_a_step_that_fails_leaves_nothing_enqueued(monkeypatch: pytest.MonkeyPat
 def test_a_native_chain_stops_where_the_forwards_do(dtype: torch.dtype) -> None:
     """Where every row has had an unlikely token: `pa` just above and below the confidences of a
     chain that goes on."""
-    lengths, count = [70, 3, 131], 5
-    pair, ids = make_pair(TINY, dtype, lengths), ids_for(len(lengths), 2)
+    lengths = [70, 3, 131]
+    count = 5
+    pair = make_pair(TINY, dtype, lengths)
+    ids = ids_for(len(lengths), 2)
     seen: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_kv, "confidence", lambda *of: seen.append(confidence(*of)) or seen[-1])
@@ -291,8 +296,11 @@ def test_a_native_chain_stops_where_the_forwards_do(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ends", ["ring", "chain"])
 def test_native_stages_have_the_bits_of_their_layers(ends: str, dtype: torch.dtype) -> None:
     """In a ring the first stage has the head, in a chain the last one."""
-    config, group, lengths = replace(TINY, num_layers=4), Group((0,), 0), [70, 3]
-    native, layered = [], []
+    config = replace(TINY, num_layers=4)
+    group = Group((0,), 0)
+    lengths = [70, 3]
+    native = []
+    layered = []
     for layers in (range(0, 1), range(1, 3), range(3, 4)):
         has_ends = None if ends == "chain" else layers.start == 0
         model = pack(tiny_transformer(config, dtype=dtype, layers=layers, has_ends=has_ends))
@@ -305,7 +313,8 @@ def test_native_stages_have_the_bits_of_their_layers(ends: str, dtype: torch.dty
     for count, num_outputs in ((20, 1), (1, 1), (5, None), (5, 1), (1, None), (6, 0)):
         shown = []
         for stages in (native, layered):
-            x, passed = ids_for(2, count), []
+            x = ids_for(2, count)
+            passed = []
             for runner in stages:
                 x = runner.forward(ForwardBatch(x, [0, 1], num_outputs=num_outputs))
                 passed.append(x)
@@ -332,7 +341,8 @@ def test_ragged_rows(
     lengths: list[int], count: int, budget: int, dtype: torch.dtype, drafts: int
 ) -> None:
     pair = make_pair(TINY, dtype, lengths)
-    rows, ids = list(range(len(lengths))), ids_for(len(lengths), count)
+    rows = list(range(len(lengths)))
+    ids = ids_for(len(lengths), count)
     visible = SinksAndWindow(4, budget)
     check_same(pair, chain, ids, visible, drafts)
     check_same(pair, ModelRunner.forward, ForwardBatch(ids, rows, visible))
@@ -371,7 +381,8 @@ def test_ranges_of_single_heads_are_read() -> None:
         def most_visible(self, committed: int) -> int:
             return 7
 
-    pair, ids = make_pair(TINY, torch.float32, [100, 120]), ids_for(2, 1)
+    pair = make_pair(TINY, torch.float32, [100, 120])
+    ids = ids_for(2, 1)
     drafts = check_same(pair, chain, ids, OfHeads(), 5)
     assert not torch.equal(drafts, chain(pair[0], ids, FULL, 5))
 

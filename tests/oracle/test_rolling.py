@@ -72,7 +72,8 @@ class WrittenOut:
             return self.model(torch.tensor([ids]), nowhere, attend, lambda x: x)[0]
 
     def truncate(self, length: int) -> None:
-        self.k, self.v = [k[:length] for k in self.k], [v[:length] for v in self.v]
+        self.k = [k[:length] for k in self.k]
+        self.v = [v[:length] for v in self.v]
 
 
 def make_rolling(

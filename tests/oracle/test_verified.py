@@ -145,7 +145,9 @@ def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None
         told.append((layer, mass.clone()))
         return out, mass
 
-    runner.backend.run, runner.backend.run_with_weights = spy, spy_weights  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    runner.backend.run = spy
+    runner.backend.run_with_weights = spy_weights
     chosen = []
     for _ in range(4):
         settled = list(runner.cache.lengths)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from acceptance_records import acceptance_record, write_records
 from conftest import ROOT, Command
 
 from magicdec.attention import native
@@ -463,6 +464,21 @@ def test_a_prediction_stops_at_the_longest_context_of_the_model(tmp_path: Path) 
     assert shorter_plan.break_even(1) is None
     said = advice.expectation_of(shorter_plan, args)
     assert f"not to pay up to {pays_from - 1} tokens, the longest context" in said
+
+
+def test_a_prediction_has_the_acceptance_of_runs_whatever_else_the_file_has(
+    tmp_path: Path,
+) -> None:
+    machine_file().save(tmp_path / "machine.json")
+    record = next(r for r in gate_runs() if r.config["kv"]["policy"] == "streaming_llm")
+    args = read("--machine", str(tmp_path / "machine.json"), "--prefix_len", "4096")
+    several = [acceptance_record(64, dataset=name) for name in ("books", "code")]
+    file = write_records(tmp_path / "runs.jsonl", several)
+    with file.open("ab") as lines:
+        lines.write(BASELINES.read_bytes())
+    plan = advice.make_plan(args, {"": record}, file)
+    expected = advice.make_plan(args, {"": record}, BASELINES)
+    assert plan is not None and expected is not None and plan.curves == expected.curves
 
 
 def test_a_machine_file_of_another_machine_is_told(

@@ -78,7 +78,8 @@ def test_the_engine_keeps_so_many_in_flight(tiny_checkpoint: Path, tmp_path: Pat
     """With the tokens of lone runs. Requests wait where a mode has fewer than 3 rows."""
     torch.set_num_threads(1)  # as its command would
     batching = make_batching(tiny_checkpoint, tmp_path, 2)
-    prompts, shapes = batching.run.workload.prompts, batching.options.shapes
+    prompts = batching.run.workload.prompts
+    shapes = batching.options.shapes
     expected = lone_outputs(batching)
     for concurrency, mode in product(AT_ONCE, ("sequential", "static", "dynamic", "inflight")):
         batching.clock = GroupClock(VirtualClock(1e-3), Group((0,), 0), CPU)
@@ -174,9 +175,11 @@ def test_each_concurrency_is_a_pass_of_its_own(tmp_path: Path) -> None:
     options = parse_as("serve", tmp_path, *words).options
     names = [serving_pass.full_name for serving_pass in options.passes]
     assert names == [
-        "sequential, 1 at once", "sequential, 4 at once",
-        "inflight, 1 at once", "inflight, 4 at once",
-    ]  # fmt: skip
+        "sequential, 1 at once",
+        "sequential, 4 at once",
+        "inflight, 1 at once",
+        "inflight, 4 at once",
+    ]
     assert list(map(Pass.named, names)) == list(options.passes)
     settings = options.settings_of(options.passes[0])
     assert settings.rows(options, world_size=1) == 4 and {

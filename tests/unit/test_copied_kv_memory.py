@@ -40,10 +40,10 @@ FLAGS = "--dtype", "float32", "--threads", "1", "--attention", "grouped"
 
 def query_bytes(prepared: Prepared) -> int:
     """What the plan of the draft's KV has beside caches: the newest queries of prompts."""
-    w = prepared.config.workload
+    room = prepared.config.capacity
     policy = make_policy(prepared.config.kv)
-    record_file = w.batch_size * min(policy.observed_tokens, w.prefix_len)
-    return 4 * record_file * TINY.num_layers * TINY.num_heads * TINY.head_dim
+    num_queries = room.rows * min(policy.observed_tokens, room.prompt_len)
+    return 4 * num_queries * TINY.num_layers * TINY.num_heads * TINY.head_dim
 
 
 def mixed_lengths(random: Random) -> list[tuple[int, int]]:

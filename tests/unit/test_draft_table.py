@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.cli.plan import PlanSection, main, make_draft_table, make_plan
-from magicdec.predict.curves import drafting_of
+from magicdec.predict.acceptance_file import drafting_of
 from magicdec.predict.draft_table import DraftTable
 from magicdec.predict.plan import PlanCell
 from magicdec.records.reading import load_passes

@@ -171,7 +171,8 @@ def test_only_messages_between_ranks_are_late(
     monkeypatch.setattr(connect, "PacketCarrier", NoCarrier)
     form = MessageForm(1, torch.float32, 0)
     place = Launch(0, 2, 0, 2), headers, form, CPU
-    late, usual = LateConnector(LINK_S, None, *place), Connector(*place)
+    late = LateConnector(LINK_S, None, *place)
+    usual = Connector(*place)
     sender, _ = late.edge(0, 1, form)
     assert isinstance(sender, LateSender) and sender.delay_s == LINK_S
     assert isinstance(sender.sender, ChannelSender)

@@ -268,9 +268,12 @@ def records_of(tmp_path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("learning")
 def test_a_server_is_measured_and_compared_like_a_mode(
-    words: list[str], server: StandInServer, tmp_path: Path, command: Command,
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
+    command: Command,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     ours, theirs = records_of(tmp_path)
     assert (theirs["name"], theirs["status"]) == ("endpoint", "verified")
@@ -349,7 +352,8 @@ def test_no_prompt_begins_as_one_of_the_warm_up(words: list[str], server: StandI
     """A server may keep what it has computed of them."""
     assert run([*words, "--modes", "endpoint"]) == 0
     prompts = [body["prompt"] for body in server.bodies]
-    warm, measured = prompts[:3], prompts[3:]
+    warm = prompts[:3]
+    measured = prompts[3:]
     assert len(measured) == 3 and {p[0] for p in warm}.isdisjoint(p[0] for p in measured)
 
 
@@ -422,16 +426,23 @@ OF_LLAMA_CPP = {"draft_n": 3, "draft_n_accepted": 1}
     ],
 )
 def test_acceptance_is_a_column_beside_our_modes(
-    api: str, program: str, report: dict[str, Any], length: float | None,
-    words: list[str], server: StandInServer, tmp_path: Path, command: Command,
+    api: str,
+    program: str,
+    report: dict[str, Any],
+    length: float | None,
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
+    command: Command,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     server.report = report
     modes = ["--modes", "sequential", "endpoint", "--endpoint_api", api, "--verbose"]
     assert run([*words, *modes]) == 0
     _, record = records_of(tmp_path)
     assert (record["status"], record["num_differing"]) == ("verified", 0)
-    metrics, said = record["metrics"], record["details"]
+    metrics = record["metrics"]
+    said = record["details"]
     assert (said["program"], said["source"], said["problems"]) == (program, "answers", [])
     assert (metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]) == (9, 3)
     assert metrics["draft_acceptance_rate"] == 1 / 3
@@ -494,9 +505,13 @@ vllm:spec_decode_num_accepted_tokens_total {}
     ],
 )
 def test_counters_are_read_around_the_pass(
-    after: tuple[int, ...], extra: str, problem: str | None,
-    words: list[str], server: StandInServer, tmp_path: Path,
-) -> None:  # fmt: skip
+    after: tuple[int, ...],
+    extra: str,
+    problem: str | None,
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
+) -> None:
     """The first reading is the check before the command, and the second after the warm-up."""
     before = COUNTERS.format(5, 10, 3)
     server.counters = [before, before, COUNTERS.format(*after) + extra]
@@ -504,7 +519,8 @@ def test_counters_are_read_around_the_pass(
     flags = ("--modes", "sequential", "endpoint", "--endpoint_metrics", f"{address}/metrics")
     assert run([*words, *flags]) == 0
     _, record = records_of(tmp_path)
-    said, metrics = record["details"], record["metrics"]
+    said = record["details"]
+    metrics = record["metrics"]
     assert record["acceptance_by_context"] is None
     if problem is None:
         assert (said["source"], said["problems"]) == ("counters", [])
@@ -524,7 +540,8 @@ def test_counters_are_read_around_the_pass(
 def test_a_server_may_count_a_moment_after_it_answers(
     words: list[str], server: StandInServer, tmp_path: Path
 ) -> None:
-    before, late = COUNTERS.format(0, 0, 0), COUNTERS.format(4, 8, 4)
+    before = COUNTERS.format(0, 0, 0)
+    late = COUNTERS.format(4, 8, 4)
     behind = before.replace("{0}", "10")  # the warm-up had 9 tokens
     server.counters = [before, before, behind, behind, late]
     address = server.address.removesuffix("/v1")
@@ -536,9 +553,12 @@ def test_a_server_may_count_a_moment_after_it_answers(
 
 @pytest.mark.usefixtures("learning")
 def test_several_servers_have_a_column_each(
-    words: list[str], server: StandInServer, tmp_path: Path, command: Command,
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
+    command: Command,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     server.report = {"timings": {"predicted_n": 4} | OF_LLAMA_CPP}
     other = server.address.replace("127.0.0.1", "localhost")
     flags = ["--endpoint", server.address, other, "--endpoint_model", "tiny", "other"]
@@ -583,11 +603,15 @@ def test_drafts_of_a_server_break_even_beside_the_same_server_without_them(
 @pytest.mark.usefixtures("learning")
 @pytest.mark.parametrize("has_usage", [True, False])
 def test_tokens_without_ids_are_counted_and_not_compared(
-    has_usage: bool, words: list[str], server: StandInServer, tmp_path: Path,
+    has_usage: bool,
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """Three texts are four tokens, if the server says so."""
-    server.has_ids, server.has_usage = False, has_usage
+    server.has_ids = False
+    server.has_usage = has_usage
     assert run([*words, "--modes", "endpoint", "sequential", "--endpoint_model", "other"]) == 0
     for record in records_of(tmp_path):
         assert (record["status"], record["num_differing"]) == ("unverified", None)
@@ -664,7 +688,8 @@ def test_an_odd_stream_is_one_line(
     tmp_path: Path,
     command: Command,
 ) -> None:
-    server.fault, server.odd = "odd", odd
+    server.fault = "odd"
+    server.odd = odd
     code, _, err = command("serve", *words, "--modes", "sequential", "endpoint")
     assert code == 2 and message in err.splitlines()[-1], err
     assert f"--endpoint {server.address}" in err and len(err.splitlines()[-1]) < 400
@@ -678,7 +703,8 @@ def test_an_odd_stream_is_one_line(
 def test_what_says_nothing_is_passed_over(
     odd: Any, words: list[str], server: StandInServer, tmp_path: Path
 ) -> None:
-    server.fault, server.odd = "odd", odd
+    server.fault = "odd"
+    server.odd = odd
     assert run([*words, "--modes", "sequential", "endpoint"]) == 0
     assert records_of(tmp_path)[1]["status"] == "verified"
 
@@ -695,7 +721,8 @@ def test_what_says_nothing_is_passed_over(
 def test_odd_models_are_one_line(
     odd: Any, message: str, words: list[str], server: StandInServer, command: Command
 ) -> None:
-    server.fault, server.odd = "odd models", odd
+    server.fault = "odd models"
+    server.odd = odd
     code, _, err = command("serve", *words, "--modes", "endpoint")
     assert code == 2 and message in err.splitlines()[-1], err
 
@@ -789,9 +816,13 @@ SECRET = "sk-0123456789"
 
 @pytest.mark.parametrize("fault", ["", "repeats the key"])
 def test_a_key_is_sent_and_never_said(
-    fault: str, words: list[str], server: StandInServer, tmp_path: Path, command: Command,
+    fault: str,
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Not even if the server says it."""
     monkeypatch.setenv("SERVERS_KEY", SECRET)
     server.fault = fault

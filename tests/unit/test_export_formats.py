@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from acceptance_records import acceptance_record
 from conftest import Command
 from synthetic_records import Batch, command_of, drafts_of
 from written_records import (
@@ -92,12 +93,26 @@ def forwards() -> dict[str, Any]:
     times = {"ms_median": 4.0, "ms_p10": 2.0, "ms_p90": 8.0, "bytes": 9, "roofline_fraction": 0.5}
     places = [("decode", 1, 1), ("verify", 1, 5), ("decode", 2, 1)]
     rows = [
-        {"phase": phase, "B": B, "context": 8192, "T": T, "tokens": B * T, "budget": None,
-         "kv_policy": None} | times
+        {
+            "phase": phase,
+            "B": B,
+            "context": 8192,
+            "T": T,
+            "tokens": B * T,
+            "budget": None,
+            "kv_policy": None,
+        }
+        | times
         for phase, B, T in places
-    ]  # fmt: skip
+    ]
     kept = {key: base[key] for key in ("schema_version", "config", "environment")}
     return kept | {"kind": "latency", "status": "ok", "rows": rows}
+
+
+def everywhere(**workload: Any) -> dict[str, Any]:
+    """A record of `magicdec acceptance`."""
+    found: dict[str, Any] = json.loads(acceptance_record(64, **workload).to_json())
+    return found
 
 
 class Exports:
@@ -126,22 +141,50 @@ def exports(tmp_path: Path, command: Command) -> Exports:
 UNCOMPARED = UNVERIFIED | {"emulated": False}
 # By hand: TTFT 1, 2 and 4.5 s, TPOT 1, 2 and 4 s, ITL 1, 1, 1.5, 2.5 and 4 s, E2EL 3, 6 and 8.5 s.
 RESULT = {
-    "date": "20261122-050000", "endpoint_type": "magicdec", "backend": "magicdec",
-    "label": "inflight+draft", "model_id": "demo", "tokenizer_id": "demo", "num_prompts": 3,
-    "request_rate": "inf", "duration": 10.0, "completed": 3, "failed": 0, "total_input_tokens": 28,
-    "total_output_tokens": 8, "request_throughput": 0.3, "request_goodput": None,
-    "output_throughput": 0.8, "total_token_throughput": 3.6, "input_lens": [4, 8, 16],
-    "output_lens": [3, 3, 2], "ttfts": [1.0, 2.0, 4.5], "latencies": [3.0, 6.0, 8.5],
+    "date": "20261122-050000",
+    "endpoint_type": "magicdec",
+    "backend": "magicdec",
+    "label": "inflight+draft",
+    "model_id": "demo",
+    "tokenizer_id": "demo",
+    "num_prompts": 3,
+    "request_rate": "inf",
+    "duration": 10.0,
+    "completed": 3,
+    "failed": 0,
+    "total_input_tokens": 28,
+    "total_output_tokens": 8,
+    "request_throughput": 0.3,
+    "request_goodput": None,
+    "output_throughput": 0.8,
+    "total_token_throughput": 3.6,
+    "input_lens": [4, 8, 16],
+    "output_lens": [3, 3, 2],
+    "ttfts": [1.0, 2.0, 4.5],
+    "latencies": [3.0, 6.0, 8.5],
     "start_times": [0.0, 0.0, 1.5],
-    "mean_ttft_ms": 2500.0, "median_ttft_ms": 2000.0, "std_ttft_ms": 1e3 * (13 / 6) ** 0.5,
-    "p90_ttft_ms": 4000.0, "p99_ttft_ms": 4450.0,
-    "mean_tpot_ms": 7000 / 3, "median_tpot_ms": 2000.0, "std_tpot_ms": 1e3 * (14 / 9) ** 0.5,
-    "p90_tpot_ms": 3600.0, "p99_tpot_ms": 3960.0,
-    "mean_itl_ms": 2000.0, "median_itl_ms": 1500.0, "p90_itl_ms": 3400.0, "p99_itl_ms": 3940.0,
-    "mean_e2el_ms": 17500 / 3, "median_e2el_ms": 6000.0, "std_e2el_ms": 1e3 * (91 / 18) ** 0.5,
-    "p90_e2el_ms": 8000.0, "p99_e2el_ms": 8450.0,
-    "correctness": UNCOMPARED, "random_weights": False,
-}  # fmt: skip
+    "mean_ttft_ms": 2500.0,
+    "median_ttft_ms": 2000.0,
+    "std_ttft_ms": 1e3 * (13 / 6) ** 0.5,
+    "p90_ttft_ms": 4000.0,
+    "p99_ttft_ms": 4450.0,
+    "mean_tpot_ms": 7000 / 3,
+    "median_tpot_ms": 2000.0,
+    "std_tpot_ms": 1e3 * (14 / 9) ** 0.5,
+    "p90_tpot_ms": 3600.0,
+    "p99_tpot_ms": 3960.0,
+    "mean_itl_ms": 2000.0,
+    "median_itl_ms": 1500.0,
+    "p90_itl_ms": 3400.0,
+    "p99_itl_ms": 3940.0,
+    "mean_e2el_ms": 17500 / 3,
+    "median_e2el_ms": 6000.0,
+    "std_e2el_ms": 1e3 * (91 / 18) ** 0.5,
+    "p90_e2el_ms": 8000.0,
+    "p99_e2el_ms": 8450.0,
+    "correctness": UNCOMPARED,
+    "random_weights": False,
+}
 
 TRAFFIC = ("request_rate", "burstiness", "max_concurrency")
 
@@ -320,6 +363,7 @@ HELD: dict[str, tuple[Callable[[], Line], list[Callable[[], Line]]]] = {
     "vllm": (served, [forwards, failed, lambda: mismatch(served())]),
     "pytorch": (served, [forwards, failed, lambda: mismatch(served())]),
     "llama-bench": (run, [served, lambda: mismatch(run()), failed, lambda: run(2), run_line]),
+    "golden": (everywhere, [run, forwards, lambda: everywhere(random_weights=True)]),
 }
 
 

@@ -19,7 +19,8 @@ def counting() -> Any:
 def test_steps_have_the_forwards_between_them() -> None:
     """A target and a draft. What comes before the begin is in no step, and the prefill of a step
     that joins others is in that step."""
-    target, draft = counting(), counting()
+    target = counting()
+    draft = counting()
     runners = [target, draft]
     seen = list[int]()
     observer = PassObserver(
@@ -68,6 +69,15 @@ def test_steps_that_wait_for_each_other_are_not_kept() -> None:
     observer = PassObserver()
     observer.observe([4, 2], StepOutput([[1, 2], [3]], 3, [1, 0], [3, 2]), 0.25)
     assert observer.steps == [] and observer.verifications.num_drafted == 5
+
+
+def test_a_row_without_drafts_has_no_verification() -> None:
+    """Of two rows the first drafts 3 tokens, then none, and the second none, then 2."""
+    observer = PassObserver()
+    observer.observe([4, 2], StepOutput([[1, 2, 3], [1]], 3, [2, 0], [3, 0]), 0.1)
+    observer.observe([4, 2], StepOutput([[1], [1, 2, 3]], 2, [0, 2], [0, 2]), 0.1)
+    found = observer.verifications.by_request
+    assert {request: [v.drafted for v in found[request]] for request in found} == {4: [3], 2: [2]}
 
 
 def test_digests_of_all_ranks_take_the_place_of_those_of_one() -> None:

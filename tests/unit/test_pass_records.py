@@ -112,7 +112,8 @@ def test_a_prediction_is_printed_repeated_and_compared(
     assert code == 0 and len(path.read_text().splitlines()) == count
     assert command("table", path).out == shown
     assert r"\begin{tabular}" in command("table", path, "--kind", kind, "--format", "latex").out
-    file, again = tmp_path / "again.toml", tmp_path / "again.jsonl"
+    file = tmp_path / "again.toml"
+    again = tmp_path / "again.jsonl"
     assert command(config_of, path, "--kind", kind, "--out", file).code == 0
     assert command(of_kind, "--config", file, "--out", again).out == shown
     assert command(compare, again, path).code == 0
@@ -199,7 +200,8 @@ def test_a_file_may_have_records_of_several_kinds(
 
 
 def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command) -> None:
-    old, new = measured("pipeinfer"), measured("pipeinfer", "later")
+    old = measured("pipeinfer")
+    new = measured("pipeinfer", "later")
     assert old.metrics is not None and new.metrics is not None
     slower = replace(new.metrics, duration_s=1.25 * old.metrics.duration_s)
     environment = replace(new.environment, threads=7)
@@ -243,7 +245,8 @@ def test_forwards_are_compared_with_those_of_the_same_weights(
     old = {key: base[key] for key in ("schema_version", "config", "environment")}
     old |= {"kind": "latency", "status": "ok", "rows": rows}
     new = old | {"rows": [rows[0] | {"ms_median": 3.0}, rows[1]]}
-    first, second = write(tmp_path / "old.jsonl", old), write(tmp_path / "new.jsonl", new)
+    first = write(tmp_path / "old.jsonl", old)
+    second = write(tmp_path / "new.jsonl", new)
     assert "+50.0 %" in command(compare, second, first).out
     model = base["config"]["model"] | {"target_dtype": "int8"}
     third = write(tmp_path / "third.jsonl", new | {"config": base["config"] | {"model": model}})

@@ -21,7 +21,9 @@ from magicdec.systems.stages.spans import SpanKind
 
 
 def test_every_stage_hears_of_every_cancellation() -> None:
-    own, boards, channels = CancelBoard(), [CancelBoard() for _ in range(2)], []
+    own = CancelBoard()
+    boards = [CancelBoard() for _ in range(2)]
+    channels = []
     threads = []
     for board in boards:
         channels.append(Loopback())
@@ -57,10 +59,8 @@ def test_the_drafter_is_asked_about_the_text_of_the_request(lanes: int) -> None:
 
 
 def test_a_head_that_comes_after_another_has_new_numbers() -> None:
-    parts, options = (
-        [FakeStage(3, index == 1) for index in range(2)],
-        Options(mode="pipeline+draft"),
-    )
+    parts = [FakeStage(3, index == 1) for index in range(2)]
+    options = Options(mode="pipeline+draft")
     first, again, alone = (make_requests([(9,)], num_new) for num_new in (20, 7, 7))
     found = serve(parts, always(False, [1]), options, again, before=first)
     assert first[0].output_ids == list(range(1, 21))
@@ -72,7 +72,8 @@ def test_a_head_that_comes_after_another_has_new_numbers() -> None:
 def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
     """Not when it arrives: with one lane it waits for the end of the request before it. And not
     when the last run of its prompt is launched."""
-    before, served = make_requests([(9,)] * 4, 3), make_requests([(1, 2, 3), (1, 2), (1,)], 4)
+    before = make_requests([(9,)] * 4, 3)
+    served = make_requests([(1, 2, 3), (1, 2), (1,)], 4)
     options = Options(mode="pipeline", lanes=1)
     found = serve([FakeStage(1, True)], always(True, [1]), options, served, 1, before=before)
     prompts = [s for s in found.head if s.what is SpanKind.PROMPT and s.run >= found.first_run]
@@ -137,7 +138,8 @@ def test_a_head_waits_for_a_draft_that_nobody_needs_any_more() -> None:
 def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
     """Run 0 served the first request. The newest token of the second is run 2, and its result comes
     when the wrong draft, run 3, is under way."""
-    board, run_3_is_out = CancelBoard(), Event()
+    board = CancelBoard()
+    run_3_is_out = Event()
 
     def at_first(run: int) -> None:
         if run == 3:

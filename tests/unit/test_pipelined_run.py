@@ -40,9 +40,13 @@ from magicdec.systems.pipeinfer.run_stage import SLOTS, CancelBoard, Canceller, 
 from magicdec.systems.pipeinfer.scripted_drafter import ScriptedPathDrafter
 from magicdec.systems.stages.spans import Span, SpanKind
 
-LENGTHS, NEW, MAX_TOKENS, CHUNK = [5, 40, 1, 33], [20, 9, 20, 14], 90, 16
+LENGTHS = [5, 40, 1, 33]
+NEW = [20, 9, 20, 14]
+MAX_TOKENS = 90
+CHUNK = 16
 PATIENCE_S = 60.0
-GREEDY, SAMPLED = SamplingSection(), SamplingSection(temperature=0.9, top_p=0.95, seed=4)
+GREEDY = SamplingSection()
+SAMPLED = SamplingSection(temperature=0.9, top_p=0.95, seed=4)
 PENALISED = SamplingSection(repetition_penalty=1.3, presence_penalty=0.5)
 SAMPLED_PENALISED = replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5)
 
@@ -55,7 +59,8 @@ def target() -> Transformer:
 @cache
 def similar() -> Transformer:
     """The target with other numbers here and there: it is often right, and often wrong."""
-    draft, generator = tiny_transformer(replace(TINY, num_layers=5)), torch.Generator()
+    draft = tiny_transformer(replace(TINY, num_layers=5))
+    generator = torch.Generator()
     generator.manual_seed(0)
     for p in draft.parameters():
         p.add_(torch.randn(p.shape, generator=generator) * 0.02 * p.std())
@@ -101,9 +106,16 @@ def make_drafter(name: str, lanes: int) -> PathDrafter:
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     "drafter",
-    ["model full", "model streaming_llm", "self streaming_llm", "self snapkv", "lookup", "right",
-     "wrong"],
-)  # fmt: skip
+    [
+        "model full",
+        "model streaming_llm",
+        "self streaming_llm",
+        "self snapkv",
+        "lookup",
+        "right",
+        "wrong",
+    ],
+)
 @pytest.mark.parametrize(
     ("mode", "lanes"), [("pipeline", 3), ("pipeline+draft", 1), ("pipeinfer", 1), ("pipeinfer", 3)]
 )
@@ -124,7 +136,8 @@ def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str
 
 def least_margin(request: Request) -> float:
     """By how much the largest logit exceeds the second, at the output token where this is least."""
-    text, runner = [*request.prompt_ids, *request.output_ids], make_runner(target(), 1, MAX_TOKENS)
+    text = [*request.prompt_ids, *request.output_ids]
+    runner = make_runner(target(), 1, MAX_TOKENS)
     runner.allocate(0)
     logits = runner.forward(ForwardBatch(torch.tensor([text[:-1]]), [0]))[
         0, len(request.prompt_ids) - 1 :
@@ -165,7 +178,8 @@ def test_sampled_tokens_are_those_of_one_process(
 ) -> None:
     """The same noise chooses them, whatever is drafted, and the last stage and the drafter know the
     text that penalties depend on. If the target drafts for itself, every candidate is right."""
-    served, sampling = requests(section), CoupledSampling(section)
+    served = requests(section)
+    sampling = CoupledSampling(section)
     options = Options(mode=mode, gamma=3, pa=0.05, lanes=2)
     parts = [RunStage(make_runner(part, 2, MAX_TOKENS), sampling) for part in divide(target(), 2)]
     drafts: PathDrafter = LookupPathDrafter()
@@ -190,7 +204,8 @@ def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
         draft = make_draft(similar(), kv, 2, MAX_TOKENS, make_backend(backend))
         return ModelPathDrafter(draft, kv, TINY.vocab_size)
 
-    drafter, seen = make(), list[int]()
+    drafter = make()
+    seen = list[int]()
     forward = drafter.kv.forward
     drafter.kv.forward = lambda *of: seen.append(of[0].numel()) or forward(*of)  # type: ignore
     text = list(random_prompts([50], 97)[0])
@@ -215,7 +230,8 @@ def gated_round() -> tuple[ServedInThreads, CancelBoard]:
     """Runs 1 (the newest token), 2 and 3 (wrong drafts) are in flight. The middle one of three
     stages stops in run 2 before its layer 2 until the runs are cancelled; run 1 goes home when run
     3 has left the first stage."""
-    board, run_3_is_out = CancelBoard(), Event()
+    board = CancelBoard()
+    run_3_is_out = Event()
 
     def at_first(run: int) -> None:
         if run == 3:

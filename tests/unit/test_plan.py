@@ -14,13 +14,9 @@ from synthetic_records import parse_record
 from magicdec.cli import plan
 from magicdec.cli.plan import PlanSection
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
-from magicdec.predict.curves import (
-    conditional_rate,
-    drafting_of,
-    find_conditional,
-    find_curves,
-    is_plain,
-)
+from magicdec.predict.acceptance_file import drafting_of, is_plain
+from magicdec.predict.curves import conditional_rate, find_conditional, find_curves
+from magicdec.predict.lengths import AcceptanceLengths
 from magicdec.predict.speculation import SelectionCost
 from magicdec.records.reading import load_passes
 
@@ -176,7 +172,8 @@ def test_acceptance_of_a_golden_file(tmp_path: Path) -> None:
     path.write_text(GOLDEN)
     flags = f"{BY_HAND} --acceptance {path} --model llama-3.1-8b --budget 512 257"
     found = make(f"{flags} --acceptance_curve thinking_on")
-    assert found.curves == {budget: {1: 1.8, 2: 2.4, 4: 4.6} for budget in (512, 257)}
+    lengths = AcceptanceLengths.flat({1: 1.8, 2: 2.4, 4: 4.6})
+    assert found.curves == {512: lengths, 257: lengths}
     assert found.max_gamma == 4 and "mini, thinking_on" in found.acceptance_source
     (_, way) = found.candidates()  # of the smaller budget, which is never slower
     steps = {gamma: way.predict_step(8, 32000, gamma) for gamma in (1, 2, 4)}

@@ -287,7 +287,8 @@ class CountingWeights(WeightSource):
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         values = self.source.read(name, index)
-        self.largest, self.reads = max(self.largest, values.numel()), self.reads + 1
+        self.largest = max(self.largest, values.numel())
+        self.reads = self.reads + 1
         return values
 
 

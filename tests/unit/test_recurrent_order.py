@@ -47,7 +47,8 @@ from magicdec.systems.observer import PassObserver
 from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
-CHUNK, LIMITS = 8, BatchLimits(60, prefill_tokens=16)
+CHUNK = 8
+LIMITS = BatchLimits(60, prefill_tokens=16)
 
 
 class OrderedRing:
@@ -103,7 +104,9 @@ def serve(
 ) -> OrderedRing:
     model = SleepingModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1), EmulatedTime())
     stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
-    ring, runner, speculation = OrderedRing(clock), stage.runner, None
+    ring = OrderedRing(clock)
+    runner = stage.runner
+    speculation = None
     if gamma:
         drafter = NgramDrafter(runner.num_rows, gamma, runner.device)
         speculation = RingSpeculation(runner, drafter, gamma)
@@ -141,7 +144,8 @@ def test_a_freed_row_is_taken_by_the_lanes_next_step() -> None:
 
 
 def test_a_ring_drains_and_begins_again_with_the_next_request() -> None:
-    clock, arrivals = VirtualClock(), [0.0, 50.0, 100.0]
+    clock = VirtualClock()
+    arrivals = [0.0, 50.0, 100.0]
     requests = make_requests([(5,) * 4] * 3, 6)
     for request, arrived_s in zip(requests, arrivals, strict=True):
         request.arrived_s = arrived_s
@@ -188,9 +192,13 @@ def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
     ring = serve(requests, num_lanes=1, lane_size=2, gamma=3)
     assert [request.output_ids for request in requests] == [[1] * 3, [1] * 9, [1] * 2]
     assert [(m.status, m.words) for m in ring.sent if m.kind is Kind.HIDDEN and m.status] == [
-        (ENDS_PROMPT, (0,)), (ENDS_PROMPT, (1,)), (VERIFY, (0, 1, 4, 6)),
-        (ENDS_PROMPT, (0,)), (VERIFY, (1, 10)), (VERIFY, (0, 9)),
-    ]  # fmt: skip
+        (ENDS_PROMPT, (0,)),
+        (ENDS_PROMPT, (1,)),
+        (VERIFY, (0, 1, 4, 6)),
+        (ENDS_PROMPT, (0,)),
+        (VERIFY, (1, 10)),
+        (VERIFY, (0, 9)),
+    ]
     drafts = [m.payload for m in ring.sent if m.status == VERIFY]
     assert all(payload is not None and payload.shape[1] == 1 + 3 for payload in drafts)
 
@@ -228,7 +236,8 @@ class ScriptedDrafter(Drafter):
 @pytest.mark.parametrize("lanes", [(1, 3), (2, 2)])
 def test_a_ring_counts_what_was_proposed_and_accepted_of_each_row(lanes: tuple[int, int]) -> None:
     """Rows of a message have different numbers of drafts, and their padding would be right."""
-    drafter, made = ScriptedDrafter(), list[RingSpeculation]()
+    drafter = ScriptedDrafter()
+    made = list[RingSpeculation]()
 
     def speculate(runner: ModelRunner) -> RingSpeculation:
         made.append(RingSpeculation(runner, drafter, 4))
@@ -246,15 +255,15 @@ def test_a_ring_counts_what_was_proposed_and_accepted_of_each_row(lanes: tuple[i
 
 
 PROMPTS = random_prompts([5, 40, 1, 33, 9, 21], TINY.vocab_size)
-NEW, NUM_DRAFTS, MAX_TOKENS = [20, 9, 20, 1, 14, 6], 3, 80
+NEW = [20, 9, 20, 1, 14, 6]
+NUM_DRAFTS = 3
+MAX_TOKENS = 80
 
 
 def alone(eos: tuple[int, ...] = ()) -> list[list[int]]:
     """The tokens of one process without drafts."""
-    runner, requests = (
-        make_runner(tiny_transformer(), 6, MAX_TOKENS),
-        make_requests(PROMPTS, NEW, eos),
-    )
+    runner = make_runner(tiny_transformer(), 6, MAX_TOKENS)
+    requests = make_requests(PROMPTS, NEW, eos)
     engine = Engine(runner, 16)
     engine.prefill(requests)
     decoded = decode(engine, "autoregressive", Setup(runner, DecodingSection(), KVSection()))
@@ -267,7 +276,8 @@ def test_an_end_token_among_accepted_drafts_ends_the_sample(lanes: tuple[int, in
     unended = alone()
     place = next(i for i in range(1, 3) if unended[0][i] not in unended[0][:i])
     end = (unended[0][place],)
-    expected, requests = alone(end), make_requests(PROMPTS, NEW, end)
+    expected = alone(end)
+    requests = make_requests(PROMPTS, NEW, end)
     draft = make_draft(tiny_transformer(), KVSection("full", -1), lanes[0] * lanes[1], MAX_TOKENS)
     counts = serve_with_drafts(
         tiny_transformer(), requests, lanes, MAX_TOKENS, NUM_DRAFTS, "model", draft

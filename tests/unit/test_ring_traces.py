@@ -36,7 +36,8 @@ from magicdec.systems.system import PassTrace
 def served() -> tuple[RecurrentPipeline, list[Request]]:
     """Five samples of two chunks and four tokens each, three of them in flight."""
     model = SleepingModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1), EmulatedTime())
-    stage, ring = Stage(make_runner(model, 3, 60), is_last=False), OrderedRing()
+    stage = Stage(make_runner(model, 3, 60), is_last=False)
+    ring = OrderedRing()
     pipeline = RecurrentPipeline(stage, Ends(ring, ring), 3, 1, LIMITS, CHUNK)
     requests = make_requests([(5,) * 12] * 5, 4)
     pipeline.serve(requests)
@@ -45,7 +46,8 @@ def served() -> tuple[RecurrentPipeline, list[Request]]:
 
 def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
     pipeline, requests = served()
-    stages, heads = pipeline.spans.of(SpanKind.STAGE), pipeline.spans.of(SpanKind.HEAD)
+    stages = pipeline.spans.of(SpanKind.STAGE)
+    heads = pipeline.spans.of(SpanKind.HEAD)
     assert [span.run for span in stages] == list(range(5 * (2 + 3)))
     assert [span.run for span in heads] == [-1, *range(5 * (2 + 3))]
     assert [pipeline.samples.count([request.request_id]) for request in requests] == [5] * 5
@@ -58,7 +60,8 @@ def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
 def test_queues_by_the_times_of_both_sides() -> None:
     """A message is queued from its sending until it is taken: four seconds on the way to the second
     stage, and two on the way home."""
-    first, second = Spans(), Spans()
+    first = Spans()
+    second = Spans()
     for run in range(3):
         first.append(Span(SpanKind.STAGE, run, 10.0 + run, 10.5 + run))
         second.append(Span(SpanKind.STAGE, run, 14.5 + run, 15.0 + run))
@@ -93,8 +96,13 @@ def test_a_chart_has_a_row_for_each_stage() -> None:
     assert list(panel.rows) == ["stage 0", "stage 1"] and (panel.begin_s, panel.end_s) == (0, 7.25)
     first = [bar for bar in panel.bars if bar.row == 0 and bar.text]
     assert [(bar.begin_s, bar.text) for bar in first] == [
-        (0.0, "0"), (1.0, "1"), (2.0, "2"), (3.0, "0"), (4.0, "1"), (5.0, "2"),
-    ]  # fmt: skip
+        (0.0, "0"),
+        (1.0, "1"),
+        (2.0, "2"),
+        (3.0, "0"),
+        (4.0, "1"),
+        (5.0, "2"),
+    ]
     assert [bar.look.hatch for bar in first[:4]] == [OF_STAGES[PROMPT].hatch] * 3 + [""]
     assert sum(bar.look == OF_STAGES[HEAD] for bar in panel.bars) == 6
     late = replace(
@@ -143,7 +151,9 @@ def test_a_stage_between_others_has_a_span_from_taking_to_sending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What frees rows has none, since it belongs to no run."""
-    inbound, clock, spans = Loopback(), FakeClock(), Spans()
+    inbound = Loopback()
+    clock = FakeClock()
+    spans = Spans()
     monkeypatch.setattr("time.perf_counter", clock)
     begin_s = clock.now
     for run, kind in enumerate((Kind.HIDDEN, Kind.FREE, Kind.VOID, Kind.END)):
@@ -157,7 +167,8 @@ def test_a_stage_between_others_has_a_span_from_taking_to_sending(
 
 def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other clock is 50 s ahead. Messages take 3 s there and 1 s back, but once 0.25 s."""
-    clock, slow = FakeClock(), [3.0, 1.0]
+    clock = FakeClock()
+    slow = [3.0, 1.0]
     ways = iter(slow * 7 + [0.25, 0.25] + slow * (clocks.ROUNDS - 8))
 
     def receive(answer: torch.Tensor, rank: int) -> None:
@@ -176,7 +187,8 @@ def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
     theirs = Spans(
         [Span(SpanKind.STAGE, 7, 102.5, 103.0, 3), Span(SpanKind.DRAFT, 2, 103.0, 103.25)]
     )
-    ours, aheads = Spans([Span(SpanKind.LAUNCH, 7, 1.0, 1.0, 2)]), [Ahead(), Ahead(100.0)]
+    ours = Spans([Span(SpanKind.LAUNCH, 7, 1.0, 1.0, 2)])
+    aheads = [Ahead(), Ahead(100.0)]
     monkeypatch.setattr(clocks, "all_gather_values", lambda own, kind, size: [own, theirs])
     expected = [Span(SpanKind.STAGE, 7, 2.5, 3.0, 3), Span(SpanKind.DRAFT, 2, 3.0, 3.25, 0)]
     assert [list(each) for each in clocks.gather_spans(ours, aheads)] == [list(ours), expected]

@@ -115,7 +115,7 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--plot x.jpeg", "--plot x.jpeg: the name must end in .png or .svg or .pdf"),
     (1, "--plot_ms 3", "--plot_ms does nothing without --plot; leave it out"),
     (1, "--rate 4", "unknown argument --rate"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("world_size", "flags", "message"), REFUSALS)
@@ -147,7 +147,7 @@ DEFAULTS = [  # (command, ranks, flags, modes)
     ("pipeline", 2, "", ["sequential", *PIPELINED]),
     ("pipeline", 2, "--draft none", ["sequential", "pipeline"]),
     ("pipeline", 2, "--emulate_stage_ms 3 --emulate_acceptance 0.4", [*PIPELINED]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("command", "world_size", "flags", "names"), DEFAULTS)
@@ -209,9 +209,14 @@ ALL = (
     ],
 )
 def test_every_mode_serves_the_tokens_of_the_first(
-    draft: str, rows: int, pa: float, words: list[str], tiny_checkpoint: Path, tmp_path: Path,
+    draft: str,
+    rows: int,
+    pa: float,
+    words: list[str],
+    tiny_checkpoint: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """With all files that the command can write, and with more rows than requests. The model that
     drafts is the target itself."""
     drafter = "ngram" if draft == "ngram" else f"model:{tiny_checkpoint}"
@@ -229,7 +234,8 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert (record["kind"], record["reference"]) == ("pass", "sequential")
         assert (record["status"], record["num_differing"]) == ("verified", 0), record["name"]
         assert check_metrics(parse_line(json.dumps(record), PassRecord)) == [], record["name"]
-        serving_pass, config = Pass.named(record["name"]), record["config"]
+        serving_pass = Pass.named(record["name"])
+        config = record["config"]
         assert config["workload"]["mode"] == serving_pass.mode and len(record["requests"]) == 4
         settings = config["workload"]  # of the load, and of its own system alone
         assert settings.get("batch_size") == (None if "lanes" in settings else rows)
@@ -280,9 +286,11 @@ def check_events(events: list[dict[str, Any]]) -> None:
 
 
 def test_a_lost_record_still_prints_the_table(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     def full(path: Path, line: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -298,7 +306,8 @@ def test_a_lost_record_still_prints_the_table(
         "--gen_len",
         "2",
     ]
-    code, out = COMMANDS["recurrent"].parse(words, ALONE).run(words, ALONE), tmp_path / "out.jsonl"
+    code = COMMANDS["recurrent"].parse(words, ALONE).run(words, ALONE)
+    out = tmp_path / "out.jsonl"
     said = capsys.readouterr()
     assert code == 1 and "has the most output tokens/s" in said.out
     lost = [line for line in said.err.splitlines() if line.endswith("the record is lost")]
@@ -308,10 +317,14 @@ def test_a_lost_record_still_prints_the_table(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_the_modes_before_a_failure_are_recorded_and_printed(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], error: type[BaseException],
-) -> None:  # fmt: skip
-    original, out = Flover.serve, tmp_path / "out.jsonl"
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: type[BaseException],
+) -> None:
+    original = Flover.serve
+    out = tmp_path / "out.jsonl"
 
     def interrupted(batching: Flover, serving_pass: Pass, *work: Any) -> SystemDetails:
         if serving_pass.mode == "inflight":
@@ -344,10 +357,25 @@ def test_the_modes_before_a_failure_are_recorded_and_printed(
 
 def test_the_driver_prints_one_table(launch: Launch, tiny_checkpoint: Path, tmp_path: Path) -> None:
     done = launch(
-        "inflight_benchmark.py", "--model", tiny_checkpoint, "--num_requests", 3, "--prefix_len",
-        20, "--gen_len", "uniform:2:5", "--arrival", "constant:1", "--modes", "inflight",
-        "static", "--dtype", "float32", "--out", tmp_path / "out.jsonl",
-    )  # fmt: skip
+        "inflight_benchmark.py",
+        "--model",
+        tiny_checkpoint,
+        "--num_requests",
+        3,
+        "--prefix_len",
+        20,
+        "--gen_len",
+        "uniform:2:5",
+        "--arrival",
+        "constant:1",
+        "--modes",
+        "inflight",
+        "static",
+        "--dtype",
+        "float32",
+        "--out",
+        tmp_path / "out.jsonl",
+    )
     assert done.returncode == 0, done.stderr
     assert "verified: the other pass has the " in done.stdout
     assert len([line for line in done.stdout.splitlines() if line.startswith("│")]) == 2
@@ -370,8 +398,8 @@ class RoundRobin(System):
     interrupted: ClassVar[str | None] = None  # the pass that a user interrupts
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        workload = self.options.batch_of(run_config.workload, 1)
-        self.run = self.complete(self.find(run_config, workload, cache), cache)
+        capacity = self.options.capacity(1)
+        self.run = self.complete(self.find(run_config, capacity, cache), cache)
         self.clock, self.log = VirtualClock(1.0), list[tuple[str, list[tuple[int, int]]]]()
         self.made.append(self)
 
@@ -403,12 +431,14 @@ class RoundRobin(System):
         if observer.is_measured and serving_pass.name == self.interrupted:
             raise KeyboardInterrupt
         observer.counts.now = self.clock.now
-        waiting, order = list(requests), list[Request]()
+        waiting = list(requests)
+        order = list[Request]()
         with observer.threads.during():
             while waiting or order:
                 self.clock.wait_until(0.0 if order else waiting[0].arrived_s)
                 arrived = [r for r in waiting if r.arrived_s <= self.clock.now()]
-                waiting, order = waiting[len(arrived) :], order + arrived
+                waiting = waiting[len(arrived) :]
+                order = order + arrived
                 request = order.pop(0)
                 row = request.request_id
                 admitted = tuple((each, row) for each in arrived)
@@ -485,8 +515,10 @@ def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
         assert metrics["mean_in_flight"] == 1
         stamps = [(r["arrival_ms"], r["joined_ms"], r["finished_ms"]) for r in record["requests"]]
         assert stamps == [
-            (0, [0], 6000), (500, [1000], 3000), (60_000, [60_000], 64_000),
-        ]  # fmt: skip
+            (0, [0], 6000),
+            (500, [1000], 3000),
+            (60_000, [60_000], 64_000),
+        ]
 
 
 @pytest.mark.parametrize("wrong", [None, "inflight"])
@@ -552,8 +584,12 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     summary, table, *_ = tables(records)
     labels = [text_of(row[0]) for row in table.rows]
     assert labels[:5] == [
-        "Throughput", "duration, s", "requests/s", "output tokens/s", "  times sequential"
-    ]  # fmt: skip
+        "Throughput",
+        "duration, s",
+        "requests/s",
+        "output tokens/s",
+        "  times sequential",
+    ]
     assert list(map(text_of, table.rows[4][1:])) == ["", "2.00x"]
     assert "TTFT p50, ms" in labels and not [label for label in labels if "p9" in label]
     (said,) = summary.below
@@ -732,9 +768,11 @@ def test_a_rank_with_other_threads_ends_every_rank(
     ],
 )
 def test_the_memory_of_a_pass_is_the_sum_over_its_ranks(
-    others: list[tuple[RankThreads, int | None]], expected: int | None,
-    toy: Toy, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    others: list[tuple[RankThreads, int | None]],
+    expected: int | None,
+    toy: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original: Callable[..., list[Any]] = runner_module.all_gather_values
 
     def all_gather(ours: Any, kind: Any, size: int) -> list[Any]:

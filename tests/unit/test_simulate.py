@@ -208,7 +208,8 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def test_the_command_prints_draws_and_records(command: Command, tmp_path: Path) -> None:
-    out, chart = tmp_path / "new" / "out.jsonl", tmp_path / "chart.png"
+    out = tmp_path / "new" / "out.jsonl"
+    chart = tmp_path / "chart.png"
     words = ("--gen_len", 40, "--pr", 0.1, "--conditional_acceptance", 0.7)
     code, shown, _ = command("simulate", *words, "--out", out, "--plot", chart)
     printed = shown.splitlines()

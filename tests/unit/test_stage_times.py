@@ -35,7 +35,8 @@ from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
 from magicdec.systems.stages.stage import StageLoop
 
-STAGE_S, LINK_S = 0.5, 0.25
+STAGE_S = 0.5
+LINK_S = 0.25
 
 
 @pytest.fixture
@@ -84,10 +85,13 @@ def hidden(run: int, num_tokens: int, status: int, words: tuple[int, ...] = (0,)
 
 # The first chunk of a prompt, its last one, a decoded token, rows that drafts follow, and the end.
 ARRIVALS = [
-    (9.0, hidden(0, 8, 0)), (2.0, hidden(1, 4, WANTED)), (1.0, hidden(2, 1, WANTED)),
-    (4.0, hidden(3, 3, VERIFY, (0, 13))), (0.25, Message(Kind.FREE, words=(0,))),
+    (9.0, hidden(0, 8, 0)),
+    (2.0, hidden(1, 4, WANTED)),
+    (1.0, hidden(2, 1, WANTED)),
+    (4.0, hidden(3, 3, VERIFY, (0, 13))),
+    (0.25, Message(Kind.FREE, words=(0,))),
     (0.5, Message(Kind.END)),
-]  # fmt: skip
+]
 WAITS_S = 2.0 + 1.0 + 4.0 + 0.25 + 0.5  # all but the first
 
 
@@ -116,7 +120,8 @@ def use_of(spans: Spans, end_s: float, prompts: set[int]) -> StageUse:
 
 def test_another_stage_waits_from_its_first_message_on(clock: FakeClock) -> None:
     """The last stage sends VOID for the first chunk, and does not pass on what frees rows."""
-    (ends, ring), spans = scripted(clock, ARRIVALS), Spans()
+    (ends, ring) = scripted(clock, ARRIVALS)
+    spans = Spans()
     StageLoop(make_stage(), ring, spans).serve()
     assert [message.kind for message in ends.sent] == [
         *(Kind.VOID, Kind.HIDDEN, Kind.HIDDEN, Kind.HIDDEN, Kind.END),
@@ -151,7 +156,8 @@ class Distant(OrderedRing):
 
 def first_stage(clock: FakeClock) -> RecurrentPipeline:
     """Five samples of two chunks and four tokens each, of which two are in flight."""
-    first, ring = make_stage(is_first=True, num_rows=2), Distant(clock)
+    first = make_stage(is_first=True, num_rows=2)
+    ring = Distant(clock)
     pipeline = RecurrentPipeline(first, Ends(ring, ring), 2, 1, LIMITS, CHUNK)
     pipeline.serve(make_requests([(5,) * 12] * 5, 4))
     return pipeline
@@ -172,8 +178,10 @@ def test_the_first_stage_waits_for_prompts_too(clock: FakeClock) -> None:
 
 
 def test_the_spans_of_the_first_stage_are_its_work_alone(clock: FakeClock) -> None:
-    begin_s, spans = clock.now, first_stage(clock).spans
-    stages, heads = spans.of(SpanKind.STAGE), spans.of(SpanKind.HEAD)
+    begin_s = clock.now
+    spans = first_stage(clock).spans
+    stages = spans.of(SpanKind.STAGE)
+    heads = spans.of(SpanKind.HEAD)
     assert [span.seconds for span in stages] == [STAGE_S] * NUM_MESSAGES
     assert stages[0].begin_s == begin_s
     assert sum(span.seconds for span in heads) == STAGE_S * NUM_MESSAGES
@@ -181,7 +189,8 @@ def test_the_spans_of_the_first_stage_are_its_work_alone(clock: FakeClock) -> No
 
 def test_a_message_is_queued_from_its_sending_until_it_is_taken(clock: FakeClock) -> None:
     """It is sent when the sender begins to send. Before the taker waits, the end is sent too."""
-    sender, taker = Spans(), Spans()
+    sender = Spans()
+    taker = Spans()
     for spans in (sender, taker):
         arrivals = [(1.0, hidden(0, 1, WANTED)), (0.0, Message(Kind.END))]
         StageLoop(make_stage(), scripted(clock, arrivals)[1], spans).serve()
@@ -216,10 +225,8 @@ class LaunchedStage(Stage):
 def test_a_message_that_decodes_takes_until_the_device_is_done(
     clock: FakeClock, device: Device
 ) -> None:
-    launched, spans = (
-        LaunchedStage(make_stage(seconds=0.0).runner, is_last=True, device=device),
-        Spans(),
-    )
+    launched = LaunchedStage(make_stage(seconds=0.0).runner, is_last=True, device=device)
+    spans = Spans()
     StageLoop(launched, scripted(clock, ARRIVALS)[1], spans).serve()
     assert [span.seconds for span in spans] == [STAGE_S] * 4
 
@@ -258,7 +265,8 @@ def runs(first: int, num_runs: int, wait_s: float) -> Iterator[tuple[float, Mess
 def served(clock: FakeClock, device: Device) -> Spans:
     """The spans of a stage that waits 2 s for each of two runs, and 4 s for each of two others."""
     arrivals = [*runs(0, 2, 2.0), *runs(2, 2, 4.0), (1.0, Message(Kind.END))]
-    (_, ends), spans = scripted(clock, arrivals), Spans()
+    (_, ends) = scripted(clock, arrivals)
+    spans = Spans()
     launched = LaunchedRuns(3, is_last=False, board=CancelBoard(), device=device)
     StageLoop(launched, ends, spans).serve()
     return spans
@@ -267,7 +275,8 @@ def served(clock: FakeClock, device: Device) -> Spans:
 def test_a_span_is_from_the_arrival_of_a_run_until_the_device_is_done(
     clock: FakeClock, device: Device
 ) -> None:
-    begin_s, each_s = clock.now, STAGE_S + LINK_S
+    begin_s = clock.now
+    each_s = STAGE_S + LINK_S
     arrived_s = [2.0, 4.0 + each_s, 8.0 + 2 * each_s, 12.0 + 3 * each_s]
     assert list(served(clock, device)) == [
         Span(SpanKind.STAGE, run, begin_s + at_s, begin_s + at_s + STAGE_S, 3)
@@ -284,7 +293,8 @@ def test_a_rank_is_idle_from_the_first_token_on(clock: FakeClock) -> None:
     second.append([1], 1000.0)
     second.append([2, 3], 1006.0)
     head = [Span(SpanKind.RESULT, run, 1019.0, 1019.0) for run in range(4)]
-    layout, spans = PipelineLayout((range(0), range(3)), 0), served(clock, Device("cpu", clock))
+    layout = PipelineLayout((range(0), range(3)), 0)
+    spans = served(clock, Device("cpu", clock))
     observed = Observed.of_requests(layout, [head, spans], [first, second])
     use = speculation_metrics(observed, Counts(), has_drafts=False)
     assert use.idle_s == [14.5, 14.5 - 3.5 * STAGE_S]

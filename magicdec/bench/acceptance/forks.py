@@ -89,10 +89,10 @@ class ForkedDrafts(PrefilledBatching):
         w = plan.config.workload
         per_text = -(-row_tokens // BLOCK) * BLOCK
         per_fork = (-(-plan.config.decoding.max_gamma // BLOCK) + 1) * BLOCK
-        rows = replace(w, batch_size=w.batch_size + forks)
+        room = replace(plan.config.capacity, rows=w.batch_size + forks)
         return replace(
             plan,
-            config=replace(plan.config, workload=rows),
+            config=replace(plan.config, capacity=room),
             block_tokens=BLOCK,
             cache_tokens=w.batch_size * per_text + forks * per_fork,
         )

@@ -138,6 +138,16 @@ class AcceptanceRecord(MeasuredRecord):
         return [len(text) for text in texts]
 
     @property
+    def cumulative_by_text(self) -> list[Array]:
+        """For each text [positions, gamma], whether the first 1, 2, ... drafts are accepted, or the
+        probability of it."""
+        chances = self.acceptance_probabilities
+        if chances is not None:
+            return [cumulative_of(of_text, self.gamma) for of_text in chances]
+        counts = map(counts_of, self.accepted or ())
+        return [cumulative_of_counts(of_text, self.gamma) for of_text in counts]
+
+    @property
     def num_positions(self) -> int:
         return sum(self.lengths)
 
@@ -196,6 +206,26 @@ def cumulative_of(probabilities: Sequence[Sequence[float]], gamma: int) -> Array
     return np.array(padded, float).reshape(-1, gamma)
 
 
+def _sums(of_text: Sequence[Array]) -> Array:
+    """[1 + texts, ...]: the sums over the positions of all texts, then without each."""
+    return with_each_left_out(np.array([each.sum(axis=0) for each in of_text], float))
+
+
+def _shares(cumulative_by_text: Sequence[Array]) -> Array:
+    """[1 + texts, gamma]: the share of positions that accept the first 1, 2, ... drafts, of all
+    texts, then without each. Texts without a position do not count."""
+    texts = [text for text in cumulative_by_text if len(text)]
+    positions = _sums([np.ones((len(text), 1)) for text in texts])
+    with np.errstate(invalid="ignore"):  # without the only text
+        return np.asarray(_sums(texts) / positions)
+
+
+def lengths_by_depth(cumulative_by_text: Sequence[Array]) -> Array:
+    """[1 + texts, gamma]: the acceptance lengths of drafts of 1 to `gamma` tokens, of all texts,
+    then without each, as in `depths_of`."""
+    return np.asarray(1 + _shares(cumulative_by_text).cumsum(axis=1))
+
+
 def depths_of(
     cumulative_by_text: Sequence[Array],
     drafted: Sequence[Sequence[int]],
@@ -208,17 +238,11 @@ def depths_of(
     judged."""
     texts = [pair for pair in zip(cumulative_by_text, drafted, strict=True) if len(pair[0])]
     depths = np.arange(1, gamma + 1)
-    positions = with_each_left_out(np.array([len(text) for text, _ in texts], float))
-
-    def sums(of_text: Sequence[Any]) -> Array:
-        return with_each_left_out(np.array([each.sum(axis=0) for each in of_text], float))
-
-    taken = sums([text for text, _ in texts])  # [1 + texts, depths]
-    judged = sums([reached(*text) for text in texts])
+    judged = _sums([reached(*text) for text in texts])
+    cumulative = _shares(cumulative_by_text)
     with np.errstate(invalid="ignore"):  # without a position
-        cumulative = taken / positions[:, None]
-        conditional = taken / judged
-    tokens = 1 + cumulative.cumsum(axis=1)
+        conditional = _sums([text for text, _ in texts]) / judged
+    tokens = lengths_by_depth(cumulative_by_text)
     found = []
     for place, depth in enumerate(depths.tolist()):
         has_tokens = is_chain or depth == gamma

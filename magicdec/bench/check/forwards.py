@@ -191,14 +191,14 @@ def numbers_of(
 def compare(pairs: Sequence[PairedLogits], wider: Sequence[Tensor], runner: ModelRunner) -> Tensor:
     """[P, 5] on the host: the numbers of `Errors` for each position."""
     shares = [[pair.decode for pair in pairs], [pair.verify for pair in pairs], wider]
-    stacked = torch.stack([torch.stack(list(each)).to(FLOAT) for each in shares])  # [3, P, V]
+    stacked = torch.stack([torch.stack(list(share)).to(FLOAT) for share in shares])  # [3, P, V]
     decode, verify, true = gather_vocab(stacked, runner.vocab_places, runner.group)
     best = decode.topk(2).indices
     columns = [
         root_mean_square(decode, true),
         root_mean_square(verify, true),
         (decode.argmax(dim=-1) != verify.argmax(dim=-1)).to(FLOAT),
-        *(each.gather(-1, best).diff(dim=-1).neg()[:, 0] for each in (decode, true)),
+        *(logits.gather(-1, best).diff(dim=-1).neg()[:, 0] for logits in (decode, true)),
     ]
     return torch.stack(columns, dim=1).cpu()
 
@@ -212,7 +212,7 @@ def judge_errors(
     errors: Errors, num_positions: int, num_unequal: int, allowed: float
 ) -> ForwardErrors:
     """The errors beside their limits; `num_unequal` of `num_positions` differ in a bit."""
-    decode, verify = (each.clamp(min=SMALLEST).log() for each in (errors.decode, errors.verify))
+    decode, verify = (logits.clamp(min=SMALLEST).log() for logits in (errors.decode, errors.verify))
     ratios = verify - decode
     chances = chances_to_change(errors)
     most, seen = mean_limits(block_means(ratios, errors.places), allowed)

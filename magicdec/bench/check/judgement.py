@@ -42,7 +42,7 @@ def judge_again(
         for walk in walks(step, runner):
             num_tokens += len(walk.tokens)
             wrong += first_wrong(step, walk)
-    wrong += [each for request in requests for each in ends_elsewhere(request)]
+    wrong += [ending for request in requests for ending in ends_elsewhere(request)]
     return JudgedAgain(
         num_steps=len(recorder.steps),
         num_steps_of_all=recorder.num_seen,

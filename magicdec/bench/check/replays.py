@@ -345,20 +345,22 @@ class ServedMeans:
         pair = reference, output
         if not self.compares_forwards or reference.name == output.name:
             return None
-        if not all(each.system.is_watched(each.serving_pass) for each in pair):
+        if not all(measured.system.is_watched(measured.serving_pass) for measured in pair):
             return None
         if output.system is reference.system:
             return compare_forwards(output.system, *pair, self.progress)
         # One of them is on the first rank alone, and the other's ranks share the vocabulary.
-        alone = min((each.system for each in pair), key=lambda system: system.ranks_of_layer)
+        alone = min(
+            (measured.system for measured in pair), key=lambda system: system.ranks_of_layer
+        )
         whole_pair = self.wholes[reference.name], self.wholes[output.name]
         self.open(alone.passes[0])
         return compare_forwards(alone, *whole_pair, self.progress)
 
     def replays(self, reference: PassOutput, output: PassOutput) -> Replays | None:
         first, other = (
-            engine_pass(each.system, each.serving_pass, self.systems)
-            for each in (reference, output)
+            engine_pass(tokens.system, tokens.serving_pass, self.systems)
+            for tokens in (reference, output)
         )
         is_plain = all(request.sampling.is_plain for request in output.requests)
         if first is None or other is None or not is_plain:

@@ -130,5 +130,5 @@ class WiderTexts:
         for at in range(cache.first_held[row], length, TILE_TOKENS):
             positions = torch.arange(at, min(at + TILE_TOKENS, length), device=device)[None]
             entries = self.source.caches.read(of_model, source, positions)  # [1, G, tokens, D] each
-            k, v = (each.to(runner.cache.k.dtype) for each in entries)
+            k, v = (entry.to(runner.cache.k.dtype) for entry in entries)
             runner.caches.write(layer, target, positions, k, v)

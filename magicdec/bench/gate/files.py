@@ -66,7 +66,7 @@ def void_on_others(path: Path, renewed: Path, changed: Sequence[PassRecord]) -> 
     """Leave the lines of these cases in the files of other kinds of CPU to statistics: what has
     changed and was accepted on this kind has changed there too, and cannot be measured here. Such
     a line no longer names its kernels. Returns the files in which there were any."""
-    names = {describe(each) for each in changed}
+    names = {describe(case) for case in changed}
     voided = list[Path]()
     for other in (path, *(beside(path, kind) for kind in KINDS)):
         if other == renewed or not other.exists():

@@ -131,7 +131,7 @@ def measure(
         shares_of(alike, groups_of(ranks, num_processes))
         for (ranks, _), alike in sorted(by_ranks.items())
     ]
-    costs = {number: cost for part in parts for each in part for number, cost in costs_of(each)}
+    costs = {number: cost for part in parts for record in part for number, cost in costs_of(record)}
     total = sum(costs.values())
     for shares in parts:
         _measure_shares(shares, keep)
@@ -236,7 +236,7 @@ def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:
             del running[ready]
             # One that has given all its results may take its time to end.
             if worker.left and (loss := worker.loss()):
-                yield from ((number, loss) for each in workers for number in each.left)
+                yield from ((number, loss) for lost in workers for number in lost.left)
                 return
 
 
@@ -287,7 +287,10 @@ def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[
             yield number, result
         if launch.world_size > 1 and isinstance(result, str):
             stop_watching()
-            yield from ((each, APART) for each in (*left, *(number for number, _ in arriving)))
+            yield from (
+                (number_apart, APART)
+                for number_apart in (*left, *(number for number, _ in arriving))
+            )
             return
     if groups:
         close_groups()
@@ -311,7 +314,7 @@ def serve_cases(cases: Sequence[Numbered], launch: Launch) -> Iterator[tuple[int
             if launch.rank == 0 or isinstance(result, str):
                 yield number, result
             if launch.world_size > 1 and isinstance(result, str):
-                yield from ((each, APART) for each in left)
+                yield from ((number_apart, APART) for number_apart in left)
                 return
 
 

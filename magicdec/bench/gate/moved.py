@@ -56,7 +56,7 @@ def _other_model(config: RunConfig, found: ResolvedRun, theirs: WorkloadRecord) 
     if describe_model(found.source).model_sha256 != theirs.model_sha256:
         return f"--model {config.model.model}: its weights are not those"
     draft = None if found.draft_source is None else describe_model(found.draft_source)
-    drafts = [each and each.model_sha256 for each in (draft, theirs.draft)]
+    drafts = [weights and weights.model_sha256 for weights in (draft, theirs.draft)]
     if config.draft is not None and drafts[0] != drafts[1]:
         return f"--draft {MODEL_PREFIX}{config.draft.model}: its weights are not those"
     return None

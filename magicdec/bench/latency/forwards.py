@@ -21,6 +21,7 @@ from torch import Tensor
 
 from magicdec.bench.latency.record import LatencyCell, LatencyGrid, LatencyRow, TimedCell, summarise
 from magicdec.bench.roofline import bytes_read
+from magicdec.config.capacity import Capacity
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group, Launch
@@ -384,7 +385,7 @@ def place_config(config: ResolvedConfig, grid: LatencyGrid, B: int, context: int
             drafter="self",
             gamma=max(grid.new_tokens) - 1,
         ),
-        workload=replace(config.workload, batch_size=B, prefix_len=context, gen_len=1),
+        capacity=Capacity(rows=B, prompt_len=context, max_len=context + 1, new_tokens=1),
     )
 
 

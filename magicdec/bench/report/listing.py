@@ -216,7 +216,7 @@ class Listing:
             if {first, second} <= {*columns}:
                 columns = [key for key in columns if key != second]
                 pairs = [[row[key] for key in (first, second)] for row in rows]
-                texts = [" ".join(str(each) for each in pair if each is not None) for pair in pairs]
+                texts = [" ".join(str(part) for part in pair if part is not None) for pair in pairs]
                 rows = [row | {first: text} for row, text in zip(rows, texts, strict=True)]
         return Listing(columns, rows)
 

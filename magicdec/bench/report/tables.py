@@ -35,7 +35,7 @@ PLACE = ("B", "prefix_len")  # what says, beside the way to decode, of what a ro
 METRICS = tuple(
     f.name for f in fields(PassMetrics) if "list" not in str(f.type) and "dict" not in str(f.type)
 )
-OF_CATEGORY = [each for each in described_fields(GroupAcceptance) if each[2].label]
+OF_CATEGORY = [field for field in described_fields(GroupAcceptance) if field[2].label]
 PER_RUN = (
     "time_utc",
     "argv",

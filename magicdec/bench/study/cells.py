@@ -100,4 +100,4 @@ def results_in(path: Path) -> list[PassRecord]:
     with open_regular(path) as file:
         if not file.readline(MOST_LINE_BYTES).endswith(b"\n"):
             return []
-    return [each for each in read_records(path, PassRecord) if not each.is_reference]
+    return [record for record in read_records(path, PassRecord) if not record.is_reference]

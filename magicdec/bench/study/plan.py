@@ -58,7 +58,9 @@ def make_plan(
     """The plan. Raises ValueError as `make_cells`, and for an unreadable results file."""
     cells = make_cells(configs, launch)
     results = Path(settings.out)
-    for cell in {id(each.resolved.source): each for each in cells}.values():  # one for each target
+    for cell in {
+        id(other.resolved.source): other for other in cells
+    }.values():  # one for each target
         check_agreement(cell.resolved, {"runs of the study": [c.name for c in cells]})
     order = in_order(cells, settings)
     rooms = make_rooms(cells)
@@ -135,8 +137,9 @@ def has_room(cell: StudyCell) -> bool:
     assert cell.prepared is not None, "only cells that can run are planned"
     free = cell.prepared.free
     config = cell.resolved.config
-    w = cell.resolved.config.workload
+    asked = config.capacity
     if free is None:
         return True
-    config = replace(config, workload=replace(w, batch_size=w.batch_size * w.num_batches))
+    rows = asked.rows * config.workload.num_batches
+    config = replace(config, capacity=replace(asked, rows=rows))
     return needed(config, cell.resolved.models, cell.resolved.launch).total <= free

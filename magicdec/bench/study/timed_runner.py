@@ -66,7 +66,7 @@ class TimedRunner(Runner):
         self.is_interrupted = False
         self.error: Exception | None = None  # that has ended a pass
         self.is_broken = False  # a pass has not come to its end
-        room = CacheDemand.of([each.config for each in prepared.values()])
+        room = CacheDemand.of([of_cell.config for of_cell in prepared.values()])
         self.sessions: dict[System, RankSession] = {}
         memory: dict[System, MemoryWatch] = {}
         passes = list[PlannedPass]()
@@ -90,7 +90,9 @@ class TimedRunner(Runner):
         super().__init__(passes, groups, session, pace, memory=memory, is_timed=is_timed)
         self.group = session.groups.target
         self.baseline = passes[0]
-        self.seconds: dict[PlannedPass, list[float]] = {each: [] for each in passes}  # by batch
+        self.seconds: dict[PlannedPass, list[float]] = {
+            planned: [] for planned in passes
+        }  # by batch
         self.prefill_s = 0.0
         self.left_out: list[str] = []  # the names of the runs for which there was no time
 
@@ -101,7 +103,7 @@ class TimedRunner(Runner):
     @property
     def num_batches(self) -> int:
         """The batches that are done for at least one draft."""
-        return max((self.num_done(each) for each in self.drafting), default=0)
+        return max((self.num_done(planned) for planned in self.drafting), default=0)
 
     def num_done(self, planned: PlannedPass) -> int:
         pair = self.measured[self.baseline], self.measured[planned]
@@ -128,7 +130,7 @@ class TimedRunner(Runner):
 
     @property
     def expected_s(self) -> float:
-        return self.prefill_s + sum(self.seconds[each][-1] for each in self.passes)
+        return self.prefill_s + sum(self.seconds[planned][-1] for planned in self.passes)
 
     @property
     def most_s(self) -> float:
@@ -174,7 +176,7 @@ class TimedRunner(Runner):
 
     def records(self) -> dict[str, list[PassRecord]]:
         """The passes of each draft, that without a draft first."""
-        found = {self.names[each]: self.passes_of(each) for each in self.drafting}
+        found = {self.names[planned]: self.passes_of(planned) for planned in self.drafting}
         return {name: passes for name, passes in found.items() if passes}
 
     def passes_of(self, planned: PlannedPass) -> list[PassRecord]:
@@ -183,9 +185,7 @@ class TimedRunner(Runner):
         num_batches = self.num_done(planned)
         if not num_batches:
             return []
-        passes = [
-            first_groups(self.measured[each], num_batches) for each in (self.baseline, planned)
-        ]
+        passes = [first_groups(self.measured[one], num_batches) for one in (self.baseline, planned)]
         taken = NOT_MEASURED
         if not self.is_broken:
             taken = replace(passes[-1].memory, process=None)

@@ -41,7 +41,7 @@ class ParsedValues:
     owners: Mapping[str, Sequence[str]]
 
     def __getitem__(self, kind: type[SectionType]) -> SectionType:
-        return next(each for each in self.sections.values() if type(each) is kind)
+        return next(section for section in self.sections.values() if type(section) is kind)
 
     @property
     def given(self) -> frozenset[str]:
@@ -207,10 +207,10 @@ class Parser(argparse.ArgumentParser):
         """A hint at the flag that an unknown word means, by its name here or in other programs."""
         flag = word.partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")
-        for each in self.settings.values():
-            if each.flag.startswith("-") and name in (each.name, *each.setting.synonyms):
-                return f"did you mean {each.flag}?"
-        return most_like(flag, [flag for each in self._actions for flag in each.option_strings])
+        for placed in self.settings.values():
+            if placed.flag.startswith("-") and name in (placed.name, *placed.setting.synonyms):
+                return f"did you mean {placed.flag}?"
+        return most_like(flag, [flag for action in self._actions for flag in action.option_strings])
 
     def read_file(self, file: TomlFile) -> dict[str, Any]:
         values: dict[str, Any] = {}

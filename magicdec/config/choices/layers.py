@@ -71,7 +71,7 @@ def choose_linear(
 ) -> str:
     """The kind of matrix products. Raises ValueError for one that is impossible. `auto` rounds the
     activations of numbers in groups, which is faster."""
-    has_groups = any(each in NARROW for each in weights)
+    has_groups = any(weight in NARROW for weight in weights)
     obstacles = {
         "it is for --device cpu": device != "cpu",
         f"it is for --dtype bfloat16 and float32, not {dtype}": dtype not in PACKED_DTYPES,

@@ -150,7 +150,7 @@ class DirectExchange:
         senders, receivers = self._edges
         for sender in senders:
             sender.send(out[self.index])
-        others = (out[each] for each in range(self.size) if each != self.index)
+        others = (out[rank] for rank in range(self.size) if rank != self.index)
         for receiver, part in zip(receivers, others, strict=True):
             receiver.fill(part)
         for sender in senders:  # the caller may change the result

@@ -140,12 +140,12 @@ class ChannelSender(Sender):
         self.form = form
         self.writer = writer
         self.payloads = payloads
-        self.carriers = [each for each in (writer, payloads) if each is not None]
+        self.carriers = [carrier for carrier in (writer, payloads) if carrier is not None]
         self._num_messages = 0
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(self._num_messages, sum(each.num_bytes for each in self.carriers))
+        return Traffic(self._num_messages, sum(carrier.num_bytes for carrier in self.carriers))
 
     def send(self, message: Message) -> None:
         for tensor in self.form.numbers(message):

@@ -60,7 +60,7 @@ def _identity(source: ModelSource) -> str:
         file = source.tokenizer_path / name
         digest.update(f"{name} ".encode() + (file.read_bytes() if file.is_file() else b""))
     files = {stored.file for stored in source.weights.tensors.values()} - {None}
-    for file in sorted(each for each in files if each is not None):
+    for file in sorted(given for given in files if given is not None):
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns} ".encode())
     return digest.hexdigest()[:32]

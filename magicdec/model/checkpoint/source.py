@@ -345,7 +345,7 @@ def bytes_in_groups(
         if not are_in_groups(pieces, whole):
             continue
         formats = [whole.tensors[piece.name].numbers for piece in pieces]
-        known = [each for each in formats if each is not None]
+        known = [quantization for quantization in formats if quantization is not None]
         total += size * common_format(known).bytes_per_weight
         in_groups += size
         if pieces[0].columns is not None and whole.input_order(pieces[0].name) is not None:

@@ -119,7 +119,9 @@ def check_unread(raw: ConfigFields, architecture: str) -> None:
                 "it computes; remove the field if it does not"
             )
         if value not in FIXED[field]:
-            choices = ", ".join([str(each) for each in FIXED[field] if each != {}] or ["null"])
+            choices = ", ".join(
+                [str(choice) for choice in FIXED[field] if choice != {}] or ["null"]
+            )
             raise ValueError(
                 f"{field} {shown(value)} is not supported for {architecture}; choose from {choices}"
             )

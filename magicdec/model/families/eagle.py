@@ -121,13 +121,13 @@ def _switch(fields: ConfigFields, of_head: ConfigFields, field: str, is_stated: 
 
 def _capture(fields: ConfigFields, of_head: ConfigFields) -> tuple[int, ...] | None:
     lists = [table.get(LAYERS) for table in (fields, of_head)]
-    given = [each for each in lists if each is not None]
+    given = [layers for layers in lists if layers is not None]
     if not given:
         return None
-    for each in given:
-        if not isinstance(each, list) or not all(type(number) is int for number in each):
-            raise ValueError(f"{LAYERS} {shown(each)} is not a list of layers")
-    if len({tuple(each) for each in given}) > 1:
+    for layers in given:
+        if not isinstance(layers, list) or not all(type(number) is int for number in layers):
+            raise ValueError(f"{LAYERS} {shown(layers)} is not a list of layers")
+    if len({tuple(layers) for layers in given}) > 1:
         raise ValueError(f"{LAYERS} and that of eagle_config contradict each other")
     return tuple(given[0])
 

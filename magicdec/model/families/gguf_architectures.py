@@ -65,7 +65,7 @@ class Architecture:
 
 def llama_fields(file: GgufFile, own: Keys, known: HfFields) -> HfFields:
     """Mistral's files are Llama's too."""
-    names = [f"blk.0.attn_{each}.bias" for each in ("q", "k", "v", "output")]
+    names = [f"blk.0.attn_{name}.bias" for name in ("q", "k", "v", "output")]
     has_bias = [name in file.tensors for name in names]
     if any(has_bias) and not all(has_bias):
         found = ", ".join(name for name, there in zip(names, has_bias, strict=True) if there)
@@ -179,10 +179,10 @@ def layer_types(pattern: Any, num_layers: int) -> list[str]:
                 f"attention.sliding_window_pattern has {len(pattern)} values for {num_layers} "
                 "layers"
             )
-        slides = [bool(each) for each in pattern]
+        slides = [bool(flag) for flag in pattern]
     else:
         slides = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(num_layers)]
-    return [SLIDING if each else FULL for each in slides]
+    return [SLIDING if is_sliding else FULL for is_sliding in slides]
 
 
 # By `general.architecture`.

@@ -81,7 +81,7 @@ def read_qwen2(raw: ConfigFields) -> dict[str, Any]:
     if types is None:
         check_whole("max_window_layers", most)
         has_window = [is_windowed and i < most and i % 2 == 0 for i in range(num_layers)]
-        types = [SLIDING if each else FULL for each in has_window]
+        types = [SLIDING if is_sliding else FULL for is_sliding in has_window]
     of_layers = [kind.window for kind in kinds(types, window)]
     windows = of_layers * num_layers if len(of_layers) == 1 else of_layers
     experts = ExpertsConfig(

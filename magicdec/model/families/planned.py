@@ -119,10 +119,10 @@ def types_of_layers(
         raise ValueError(
             f"layer_types {shown(stated)} is no list of {num_layers} types, one for each layer"
         )
-    odd = next((each for each in stated if each not in known), None)
+    odd = next((name for name in stated if name not in known), None)
     if odd is not None:
         raise ValueError(f"layer_types: {odd!r} is not counted; choose from {', '.join(known)}")
-    return [str(each) for each in stated]
+    return [str(name) for name in stated]
 
 
 def partial_rope(raw: ConfigFields, head_dim: int, share: float) -> RopeConfig:
@@ -131,7 +131,9 @@ def partial_rope(raw: ConfigFields, head_dim: int, share: float) -> RopeConfig:
     for field in IMAGE_ROPE:
         table.pop(field, None)
     stated = [raw.get("partial_rotary_factor"), table.pop("partial_rotary_factor", None)]
-    shares = {float(each) for each in stated if each is not None} or {share}
+    shares = {float(share_of_layer) for share_of_layer in stated if share_of_layer is not None} or {
+        share
+    }
     if len(shares) > 1:
         raise ValueError(f"partial_rotary_factor is stated twice: {sorted(shares)}")
     base = {"rope_theta": raw.get("rope_theta"), "rope_parameters": table}
@@ -178,7 +180,7 @@ def read_qwen(raw: ConfigFields) -> dict[str, Any]:
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "rope": partial_rope(raw, head_dim, share=0.25),
-        "layer_kinds": tuple(LayerKind(mixer=mixer_of[each]) for each in types),
+        "layer_kinds": tuple(LayerKind(mixer=mixer_of[kind]) for kind in types),
         "planned_only": f"layer_types {LINEAR}" if LINEAR in types else "attn_output_gate",
     }
 
@@ -358,7 +360,7 @@ def read_gemma4(raw: ConfigFields) -> dict[str, Any]:
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "layer_kinds": tuple(
-            sliding if each == SLIDING else LayerKind(mixer=full) for each in types
+            sliding if kind == SLIDING else LayerKind(mixer=full) for kind in types
         ),
         "activation": activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
         "tie_word_embeddings": switch(raw, "tie_word_embeddings", True),

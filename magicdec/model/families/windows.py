@@ -25,8 +25,8 @@ def layer_types(raw: ConfigFields) -> list[str] | None:
         raise ValueError(
             f"layer_types {shown(stated)} is no list of {num_layers} types, one for each layer"
         )
-    types = [OLD_NAMES.get(str(each), str(each)) for each in stated]
-    odd = next((each for each in types if each not in (FULL, SLIDING)), None)
+    types = [OLD_NAMES.get(str(name), str(name)) for name in stated]
+    odd = next((name for name in types if name not in (FULL, SLIDING)), None)
     if odd is not None:
         raise ValueError(f"layer_types: {odd!r} is not supported; choose from {FULL}, {SLIDING}")
     return types
@@ -63,7 +63,7 @@ def kinds(
         raise ValueError(f"{named} {SLIDING}, but no sliding_window is set")
     rope_of = ropes or {}
     by_layer = tuple(
-        LayerKind(window if each == SLIDING else None, rope_of.get(each)) for each in types
+        LayerKind(window if kind == SLIDING else None, rope_of.get(kind)) for kind in types
     )
     return by_layer[:1] if len(set(by_layer)) == 1 else by_layer
 

@@ -105,7 +105,7 @@ def _read_known(path: Path, size: int, time_ns: int) -> GgufFile:
             raise ValueError(
                 f"{part.path}: it says that it is not part {index} (`split.no`); {AGAIN}"
             )
-        twice = next((each for each in part.tensors if each in tensors), None)
+        twice = next((tensor for tensor in part.tensors if tensor in tensors), None)
         if twice is not None:
             raise ValueError(f"{part.path}: tensor {twice} is in another part too; {AGAIN}")
         metadata = part.metadata | metadata  # the first part has the model's

@@ -285,8 +285,8 @@ def tokenizers_file(vocabulary: Vocabulary) -> dict[str, Any]:
     if wrong is not None:
         raise ValueError(f"{vocabulary.path}: its tokenizer merges {wrong} to no token; {AGAIN}")
     splits = [
-        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-        for each in SPLITS[vocabulary.splits]
+        {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+        for split in SPLITS[vocabulary.splits]
     ]
     byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": False}
     byte_level["add_prefix_space"] = vocabulary.has_space_prefix

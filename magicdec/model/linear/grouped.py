@@ -47,15 +47,15 @@ class NumberFormat:
 def common_format(formats: Sequence[NumberFormat]) -> NumberFormat:
     """The narrowest format that holds numbers of all `formats` exactly."""
     first = formats[0]
-    bits = max(each.bits for each in formats)
-    scales = {each.scale for each in formats}
-    if bits == 4 and len({each.least for each in formats}) > 1:
+    bits = max(number_format.bits for number_format in formats)
+    scales = {number_format.scale for number_format in formats}
+    if bits == 4 and len({number_format.least for number_format in formats}) > 1:
         bits = 8
     return NumberFormat(
         bits,
-        math.gcd(*(each.group for each in formats)),
+        math.gcd(*(number_format.group for number_format in formats)),
         first.scale if len(scales) == 1 else "float32",
-        any(each.has_minimum for each in formats),
+        any(number_format.has_minimum for number_format in formats),
         -128 if bits == 8 else first.least,
     )
 

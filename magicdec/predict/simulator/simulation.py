@@ -277,6 +277,7 @@ class Simulation:
                 self._begin(action)
 
     def _begin(self, draft: DraftAction) -> None:
-        self._draft, self._draft_s = draft, self._now_s + self.machine.draft_s
+        self._draft = draft
+        self._draft_s = self._now_s + self.machine.draft_s
         self._proposed = self.models.propose(draft, self.trace.outputs[draft.request])
         self.trace.drafts.append((self._now_s, self._draft_s))

@@ -94,13 +94,13 @@ class SeenForward:
     states: Tensor | None = None
 
     def show(self) -> None:
-        for each in self.forward.observers:
-            if self.weights is not None and each.needs_weights:
+        for observer in self.forward.observers:
+            if self.weights is not None and observer.needs_weights:
                 for layer, weights in enumerate(self.weights):
-                    each.on_weights(self.forward, layer, weights)
-            if self.queries is not None and each.needs_queries:
+                    observer.on_weights(self.forward, layer, weights)
+            if self.queries is not None and observer.needs_queries:
                 for layer, queries in enumerate(self.queries):
-                    each.on_queries(self.forward, layer, queries)
+                    observer.on_queries(self.forward, layer, queries)
         if self.states is not None:
             self.forward.show_states(self.states)
 
@@ -156,7 +156,7 @@ class Executor:
             return False
         if not forward.observers or forward.view.num_new < PREFILL_FROM:
             return True
-        return not any(each.needs_queries for each in forward.observers)
+        return not any(observer.needs_queries for observer in forward.observers)
 
     def forward(
         self,
@@ -174,15 +174,15 @@ class Executor:
         """
         model = self.model
         layers = len(self.model.blocks)
-        counts = [len(each.x) * each.num_outputs for each in forwards]
+        counts = [len(forward.x) * forward.num_outputs for forward in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
         calls = list[CallFields]()
         seen = list[SeenForward]()
-        for each in forwards:
-            call = self._call(each.x, each.views, offsets, 1, each.num_outputs)
+        for forward in forwards:
+            call = self._call(forward.x, forward.views, offsets, 1, forward.num_outputs)
             calls.append(call)
-            if each.observers:
-                seen.append(self._let_see(each, call))
+            if forward.observers:
+                seen.append(self._let_see(forward, call))
         if model.is_last and model.has_head:
             calls[0].logits = out.data_ptr()
         else:
@@ -206,12 +206,12 @@ class Executor:
         layers = len(self.model.blocks)
         seen = SeenForward(forward)
         observers = forward.observers
-        if any(each.needs_weights for each in observers):
+        if any(observer.needs_weights for observer in observers):
             num_blocks = forward.view.num_weight_blocks
             seen.weights = torch.empty(layers, num_rows, self.num_kv_heads, num_blocks)
             call.mass = seen.weights.data_ptr()
             call.num_blocks = num_blocks
-        if any(each.needs_queries for each in observers):
+        if any(observer.needs_queries for observer in observers):
             seen.queries = torch.empty(
                 layers, num_rows, num_new, self.num_heads, self.config.head_dim, dtype=self.dtype
             )
@@ -268,7 +268,8 @@ class Executor:
         `length` - 1 of rows [B] received from the newest queries [B, T, H, D], summed over these
         and a KV head's query heads. `layer` is the number of one in the cache, which has native
         layout. `sinks`, float32 [H]: logits that take part in the softmax."""
-        (num_rows, num_new, num_heads, size), shape = queries.shape, cache.shape
+        (num_rows, num_new, num_heads, size) = queries.shape
+        shape = cache.shape
         assert queries.dtype == cache.k.dtype and num_new <= length - first
         queries = queries.contiguous()
         table = cache.block_table
@@ -337,7 +338,7 @@ class Executor:
         peers = self._peers
         exchange = self.exchange
         fields = array_of(CallFields, len(calls))(*calls)
-        caches = [each.cache for each in views.distinct]
+        caches = [view.cache for view in views.distinct]
         described = array_of(CacheFields, len(caches))(*map(describe_cache, caches))
         if exchange is not None:
             peers.turn = exchange.turn

@@ -131,7 +131,7 @@ class DraftLog(ForwardObserver):
             return
         view = views.widest
         windows = views.windows
-        ranges = [_ranges_of(each) for each in views.distinct]
+        ranges = [_ranges_of(of_layer) for of_layer in views.distinct]
         shifts = [0] * len(view.rows) if offsets is None else offsets[view.row_index].tolist()
         for _ in range(num_forwards):
             for place, row in enumerate(view.rows):

@@ -63,7 +63,8 @@ class PromptQueries(ForwardObserver):
             num_kept = 0 if each is None else min(self.num_tokens, each.num_computed)
             if each is None or each.prompt_length != length or num_kept < count:
                 return []
-        layers = [each.layers for each in prompts if each is not None]
+        layers = [prompt.layers for prompt in prompts if prompt is not None]
         return [
-            torch.stack([each[layer][-count:] for each in layers]) for layer in sorted(layers[0])
+            torch.stack([queries[layer][-count:] for queries in layers])
+            for layer in sorted(layers[0])
         ]

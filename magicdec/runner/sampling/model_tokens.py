@@ -53,10 +53,10 @@ def join(proposals: Sequence[Proposal | None], counts: Sequence[Sequence[int]]) 
     chains = [proposal for proposal in proposals if proposal is not None]
     if not chains:
         return None
-    width = max(each.ids.shape[1] for each in chains)
+    width = max(drawn.ids.shape[1] for drawn in chains)
     all_ids = []
     all_probs = list[Tensor]()
-    sizes = {each.probabilities.shape[2] for each in chains if each.probabilities is not None}
+    sizes = {drawn.probabilities.shape[2] for drawn in chains if drawn.probabilities is not None}
     for proposal, of_rows in zip(proposals, counts, strict=True):
         chain = proposal or Proposal(chains[0].ids.new_zeros(len(of_rows), 0))
         room = width - chain.ids.shape[1]
@@ -67,7 +67,7 @@ def join(proposals: Sequence[Proposal | None], counts: Sequence[Sequence[int]]) 
             else:
                 all_probs.append(F.pad(chain.probabilities, (0, 0, 0, room)))
     probs = torch.cat(all_probs) if all_probs else None
-    return Proposal(torch.cat(all_ids), probs, counts=[n for each in counts for n in each])
+    return Proposal(torch.cat(all_ids), probs, counts=[n for count in counts for n in count])
 
 
 def greedy_tokens(

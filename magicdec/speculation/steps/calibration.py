@@ -97,7 +97,7 @@ def _line(seconds: dict[int, float]) -> Callable[[int], float]:
     segments = list(pairwise(points)) or [(points[0], points[0])]
 
     def on_line(count: int) -> float:
-        ends = (each for each in segments if count <= each[1][0])
+        ends = (segment for segment in segments if count <= segment[1][0])
         (first, low), (last, high) = next(ends, segments[-1])
         slope = max(0.0, high - low) / max(1, last - first)
         return low + slope * (count - first)

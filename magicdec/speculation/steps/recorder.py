@@ -55,7 +55,7 @@ def record(
     if not recorder.captures:
         return recorder.record(work)
     tensors = [tensor.clone() for tensor in state]
-    before = [each.copy() for each in counts]
+    before = [count.copy() for count in counts]
 
     def restore() -> None:
         for tensor, value in zip(state, tensors, strict=True):

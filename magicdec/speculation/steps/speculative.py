@@ -106,7 +106,7 @@ class Speculative:
     def _groups(self, batch: Batch) -> list[list[tuple[Batch, int]]]:
         """The rows with each draft length, and that length; by which are verified together."""
         lengths = self.draft_length.lengths(batch)
-        groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
+        groups = [(_rows_with(batch, lengths, length), length) for length in sorted(set(lengths))]
         return [groups] if self.steps.can_join else [[group] for group in groups]
 
     def _draft(self, groups: Sequence[tuple[Batch, int]]) -> DraftsTogether:

@@ -73,9 +73,9 @@ class Flover(ReplayingSystem):
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         options = self.options
         world_size = self.launch.world_size
-        workload = options.batch_of(run_config.workload, self.rows)
+        capacity = options.capacity(self.rows)
         placement = Placement(is_alone=not self.is_on_all)
-        models = self.find(run_config, workload, cache, placement)
+        models = self.find(run_config, capacity, cache, placement)
         if self.is_on_all:
             self.ranks_of_layer = world_size
             check_stage_group(f"--modes {self.names}", models.config.parallel)

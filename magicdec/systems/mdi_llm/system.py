@@ -71,8 +71,8 @@ class MDILLM(StagedSystem):
         self.stage_number = grid.stage_of(launch.rank)
         self.num_samples = self.settings.rows(options, launch.world_size)
         self.ranks_of_layer = grid.tensor_parallel
-        workload = options.batch_of(run_config.workload, self.num_samples)
-        models = self.find_part(run_config, workload, cache, grid.tensor_parallel)
+        capacity = options.capacity(self.num_samples)
+        models = self.find_part(run_config, capacity, cache, grid.tensor_parallel)
         check_split(read_split(self.settings.layer_split).stages, grid, models.source)
         self.check_stages(models, grid.tensor_parallel, grid.world_size < launch.world_size)
         config = models.config.on_ranks(grid.ranks_of(self.stage_number))
@@ -217,7 +217,7 @@ class OpenRing:
             return SystemDetails()
         trace = PassTrace(
             [f"stage {number}" for number in range(len(stages))],
-            [sorted(each, key=lambda span: span.begin_s) for each in stages],
+            [sorted(stage, key=lambda span: span.begin_s) for stage in stages],
             dict(enumerate(samples)),
             frozenset(prompts),
             error_s,

@@ -122,7 +122,8 @@ def connect_ranks(connector: Connector, layout: PipelineLayout, has_drafter: boo
     wires.launches, wires.inbound = connector.edge(0, stages[0], runs)
     for here, there in pairwise(stages):
         sender, receiver = connector.edge(here, there, runs, apart)
-        wires.outbound, wires.inbound = sender or wires.outbound, receiver or wires.inbound
+        wires.outbound = sender or wires.outbound
+        wires.inbound = receiver or wires.inbound
     sender, wires.results = connector.edge(stages[-1], 0, numbers)
     wires.outbound = sender or wires.outbound
     if has_drafter:

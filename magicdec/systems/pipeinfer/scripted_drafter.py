@@ -44,7 +44,7 @@ class ScriptedPathDrafter:
     ) -> ScriptedPathDrafter:
         """A drafter for stages that sleep, which is right with a probability of `acceptance`."""
         lengths = list(zip(prompt_lens, output_lens, strict=True))
-        outputs = [following_tokens(*each, vocab_size) for each in lengths]
+        outputs = [following_tokens(*length, vocab_size) for length in lengths]
         is_right = [
             draw_right(acceptance, length, seed + index) for index, length in enumerate(output_lens)
         ]

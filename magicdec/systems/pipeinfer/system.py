@@ -81,7 +81,7 @@ class PipeInfer(StagedSystem):
         run = self.complete(replace(models, config=config), cache)
         self.drafting: Prepared | None = None
         if run.draft_source is not None:  # what follows a prompt are the draft's own tokens
-            of_draft = replace(config, workload=replace(config.workload, gen_len=0))
+            of_draft = replace(config, capacity=config.capacity.without_outputs())
             self.drafting = replace(run, config=of_draft)
         self.run = replace(run, config=config.without_drafts())
         self.sampling = CoupledSampling(config.sampling)
@@ -105,13 +105,12 @@ class PipeInfer(StagedSystem):
         """The models for a row per lane, with room for drafts of a whole output, and beyond its end
         in synchronous speculation."""
         run_config = with_own_model(run_config)
-        workload = self.options.batch_of(run_config.workload, self.rows)
-        assert workload.gen_len is not None, "the batch has room for outputs"
-        gamma = workload.gen_len + self.past_end
+        capacity = self.options.capacity(self.rows)
+        gamma = capacity.after_longest_prompt + self.past_end
         decoding = replace(run_config.decoding, gamma=gamma)
         grid = make_stage_grid(self.settings.layer_split, self.launch.world_size)
         return self.find_part(
-            replace(run_config, decoding=decoding), workload, cache, grid.tensor_parallel
+            replace(run_config, decoding=decoding), capacity, cache, grid.tensor_parallel
         )
 
     def _place_draft(self, models: ResolvedRun, layout: PipelineLayout) -> ResolvedConfig:

@@ -64,7 +64,7 @@ class ServersDetails(Details):
         if self.source is None and not self.problems:
             lines.append(f"{name}: does not say whether it drafts; see --endpoint_metrics")
         if has_drafts:
-            missing = [each for each in self.missing if each in SAID_MISSING]
+            missing = [key for key in self.missing if key in SAID_MISSING]
             rest = f"; without {', '.join(missing)}" if missing else ""
             lines.append(f"{name}: acceptance by the {self.source} of {self.program}{rest}")
         return lines
@@ -188,7 +188,7 @@ def count_pass(before: Counters, after: Counters, requests: Sequence[Request]) -
 
 def is_behind(before: Counters, after: Counters, requests: Sequence[Request]) -> bool:
     """Whether a server that has answered these requests has not yet counted all of their tokens."""
-    counted = [each.count(form_of(after)[1].generated) or 0 for each in (before, after)]
+    counted = [counters.count(form_of(after)[1].generated) or 0 for counters in (before, after)]
     return 0 <= counted[1] - counted[0] < sum(len(request.output_ids) for request in requests)
 
 
@@ -209,7 +209,7 @@ def _check_total(
         raise ValueError(found)
     for name in SUMS:
         counted = getattr(total, name)
-        said = [getattr(each, name) for each in answers.values()]
+        said = [getattr(answer, name) for answer in answers.values()]
         if said and counted is not None and None not in said and sum(said) != counted:
             raise ValueError(
                 f"{counted} {name}, but the answers have {sum(said)}, so that they count others too"

@@ -116,7 +116,7 @@ class Server:
     def _secrets(self) -> list[str]:
         url = urlsplit(self.url)
         found = [self.key, url.password, unquote(url.password or ""), url.query]
-        return [each for each in (*found, self._basic().partition(" ")[2]) if each]
+        return [secret for secret in (*found, self._basic().partition(" ")[2]) if secret]
 
     def _basic(self) -> str:
         url = urlsplit(self.url)

@@ -68,13 +68,13 @@ def cached_tokens(count: object) -> dict[str, Any]:
 
 def count_in(part: Mapping[str, Any], *names: str) -> int:
     """The count under the first of these names that `part` has."""
-    name = next((each for each in names if each in part), names[0])
+    name = next((candidate for candidate in names if candidate in part), names[0])
     return as_count(name, part.get(name))
 
 
 def counts_in(part: Mapping[str, Any], *names: str) -> tuple[int, ...] | None:
     """The list of counts under the first of these names that `part` has; None without one."""
-    name = next((each for each in names if part.get(each) is not None), None)
+    name = next((candidate for candidate in names if part.get(candidate) is not None), None)
     if name is None:
         return None
     values = part[name]

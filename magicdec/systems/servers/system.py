@@ -77,8 +77,8 @@ class Servers(System):
     computes = False
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        workload = self.options.batch_of(run_config.workload, self.rows)
-        models = self.find(run_config, workload, cache)
+        capacity = self.options.capacity(self.rows)
+        models = self.find(run_config, capacity, cache)
         self.run = self.complete(of_first_rank_alone(models), cache)
         number = self.passes[0].server
         self.model = self.settings.of_server("endpoint_model", number)
@@ -105,7 +105,7 @@ class Servers(System):
         """Raises ValueError if the server lacks the model."""
         answer = self._object("/models", self._text(self.server, "/models", MODELS_BYTES))
         served = self._parts(answer, "data")
-        names = [str(each["id"]) for each in served if "id" in each]
+        names = [str(model["id"]) for model in served if "id" in model]
         self.model = self.model or next(iter(names), None)
         if self.model not in names:
             choices = ", ".join(names) or "no model"

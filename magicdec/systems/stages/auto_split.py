@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
 from magicdec.distributed.groups import Group, Launch, ParallelGroups, exchange_texts
@@ -83,7 +84,7 @@ def choose_split(
     layers = split_layers(text, len(stages), num_layers, times)
     if not is_auto(text):
         return ChosenSplit(layers, text)
-    counts = [len(each) for each in layers]
+    counts = [len(layer) for layer in layers]
     reason = "" if times is None else explain(counts, times, source)
     return ChosenSplit(layers, ",".join(map(str, counts)), reason)
 
@@ -110,11 +111,12 @@ def stage_times(
 
 def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> str:
     stages = [each.seconds(count) for count, each in zip(counts, times, strict=True)]
-    layers = sorted({1e3 * each.layer_s for each in times})
-    beside = ", ".join(f"{1e3 * each.fixed_s:.3g}" for each in times)
+    layers = sorted({1e3 * time.layer_s for time in times})
+    beside = ", ".join(f"{1e3 * time.fixed_s:.3g}" for time in times)
+    predicted = ", ".join(f"{1e3 * stage_s:.3g}" for stage_s in stages)
+    range_of_layers = " to ".join(dict.fromkeys(f"{ms:.3g}" for ms in (layers[0], layers[-1])))
     return (
-        f"the stages are predicted to take {', '.join(f'{1e3 * each:.3g}' for each in stages)} ms, "
-        f"from {' to '.join(dict.fromkeys(f'{each:.3g}' for each in (layers[0], layers[-1])))} ms "
+        f"the stages are predicted to take {predicted} ms, from {range_of_layers} ms "
         f"a layer and {beside} ms beside layers ({source})"
     )
 
@@ -155,13 +157,10 @@ class Timing(ABC):
 
     @property
     def config(self) -> ResolvedConfig:
-        workload = replace(
-            self.run.config.workload,
-            batch_size=self.step.rows,
-            prefix_len=self.step.context,
-            gen_len=self.growth * self.step.num_tokens,
-        )
-        return replace(self.run.config, workload=workload)
+        new_tokens = self.growth * self.step.num_tokens
+        context = self.step.context
+        room = Capacity(self.step.rows, context, context + new_tokens, new_tokens)
+        return replace(self.run.config, capacity=room)
 
     @property
     def device(self) -> torch.device:
@@ -219,12 +218,11 @@ class Timing(ABC):
     def load(self, part: StagePart, groups: ParallelGroups, has_ends: bool = False) -> Timer:
         """A timer of a part of the target, whose cache is filled in place of fresh zeros."""
         models = LoadedModels(self.device, make_progress(False))
-        w = self.config.workload
         source = self.run.source
         ranks = groups.target.ranks
         rank = self.run.launch.rank
         plan = ModelPlan(
-            self.config, source.config, ranks, rank, part, row_tokens=w.prefix_len + w.gen_len
+            self.config, source.config, ranks, rank, part, row_tokens=self.config.capacity.max_len
         )
         runner = make_runner(plan, source, groups.target, models)
         runner.caches.fill(0.1)

@@ -81,4 +81,8 @@ def gather_leaders(
     sent_by_rank = all_gather_values(sent, Traffic, launch.world_size)
     leaders = grid.leaders
     error_s = max(clocks[leader].error_s for leader in leaders)
-    return [by_rank[each] for each in leaders], [sent_by_rank[each] for each in leaders], error_s
+    return (
+        [by_rank[leader] for leader in leaders],
+        [sent_by_rank[leader] for leader in leaders],
+        error_s,
+    )

@@ -29,7 +29,10 @@ class StagedDetails(Details):
     def stages_of(self, names: Sequence[str], busy: Sequence[float]) -> list[StageOccupancy]:
         """The load of stages that are busy in these shares of the time."""
         parts = self.occupancy or [[share] for share in busy]
-        return [StageOccupancy(*each) for each in zip(names, busy, parts, strict=True)]
+        return [
+            StageOccupancy(*parts_of_stage)
+            for parts_of_stage in zip(names, busy, parts, strict=True)
+        ]
 
 
 def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
@@ -38,7 +41,7 @@ def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
     working = [
         sorted((s.begin_s, s.end_s) for s in of_stage if s.what.name in WORK) for of_stage in spans
     ]
-    times = [np.array(each).reshape(-1, 2).T for each in working]
+    times = [np.array(of_stage).reshape(-1, 2).T for of_stage in working]
     edges = np.linspace(
         min(begins_s.min(initial=np.inf) for begins_s, _ in times),
         max(ends_s.max(initial=-np.inf) for _, ends_s in times),

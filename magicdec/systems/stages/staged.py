@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from magicdec.config.capacity import Capacity
 from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
 from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import WorkloadSection
 from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.layer_split import FLAG, StageTimes, split_layers
@@ -55,14 +55,14 @@ class StagedSystem(System):
         return "stages that sleep have no hidden states" if self.sleeps else None
 
     def find_part(
-        self, run_config: RunConfig, workload: WorkloadSection, cache: SetupCache, num_ranks: int
+        self, run_config: RunConfig, capacity: Capacity, cache: SetupCache, num_ranks: int
     ) -> ResolvedRun:
         """The models for stages of `num_ranks` ranks, which read a part of a checkpoint and
         exchange messages."""
         if self.sleeps:
             run_config = without_weights(run_config)
         placement = Placement(is_staged=True, is_alone=num_ranks == 1)
-        models = self.find(run_config, workload, cache, placement)
+        models = self.find(run_config, capacity, cache, placement)
         parallel = models.config.parallel
         self.transport = choose_transport(parallel, models.machine, self._why_on_host)
         return models

@@ -312,8 +312,8 @@ PROPERTIES = (
             Fault(
                 "shorter matches than half of the longest",
                 "speculation/suffix_index.py",
-                "if 2 * each[0] >= places[0][0]]",
-                "if 3 * each[0] >= places[0][0]]",
+                "if 2 * found[0] >= places[0][0]]",
+                "if 3 * found[0] >= places[0][0]]",
             ),
             Fault(
                 "the evidence of the first token for all",

@@ -366,7 +366,7 @@ PROPERTIES = (
     ),
     Property(
         "The padding of a row is no draft, and a row without drafts has no verification.",
-        f"{METRICS}test_steps_without_drafts_are_no_verifications",
+        "test_observer.py::test_a_row_without_drafts_has_no_verification",
         (
             Fault(
                 "rows without drafts counted as verifications",

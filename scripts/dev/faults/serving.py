@@ -201,8 +201,8 @@ PROPERTIES = (
             Fault(
                 "a question before the answer",
                 "workload/conversations.py",
-                "for each in (None, question)",
-                "for each in (question, None)",
+                "for place in (None, question)",
+                "for place in (question, None)",
             ),
         ),
     ),

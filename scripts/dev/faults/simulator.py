@@ -141,8 +141,8 @@ PROPERTIES = (
             Fault(
                 "drafts that take no time",
                 "predict/simulator/simulation.py",
-                "draft, self._now_s + self.machine.draft_s",
-                "draft, self._now_s",
+                "self._draft_s = self._now_s + self.machine.draft_s",
+                "self._draft_s = self._now_s",
             ),
         ),
     ),

@@ -85,7 +85,7 @@ PROPERTIES = (
         "Of shared blocks the oldest goes first, and a beginning after what follows it.",
         f"{SHARED}test_the_oldest_goes_first_and_a_beginning_after_what_follows_it",
         (
-            Fault("beginnings first", PREFIXES, "for each in reversed(path):", "for each in path:"),
+            Fault("beginnings first", PREFIXES, "for held in reversed(path):", "for held in path:"),
             Fault("what was used again stays old", PREFIXES, "self._idle.pop(node, None)", "pass"),
         ),
     ),
@@ -189,9 +189,8 @@ PROPERTIES = (
             Fault(
                 "an end that is there already is kept again",
                 PREFIXES,
-                "if rest and all(num_common(each.tokens, rest) < len(rest) for each in "
-                "last.after.values()):",
-                "if rest:",
+                "num_common(child.tokens, rest) < len(rest) for child in last.after.values()",
+                "True for child in last.after.values()",
             ),
         ),
     ),

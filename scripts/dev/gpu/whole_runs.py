@@ -191,7 +191,7 @@ def time_steps(
     runner.truncate(rows.rows, [S] * len(rows.rows))
     return {
         "step_ms": 1e3 * statistics.median(seconds),
-        "step_ms_all": [1e3 * each for each in seconds],
+        "step_ms_all": [1e3 * second for second in seconds],
         "tokens_a_step": num_tokens / STEPS / len(rows.requests),
         "tokens_per_s": num_tokens / STEPS / statistics.median(seconds),
     }

@@ -70,10 +70,11 @@ def check_python(environment: str, python: str) -> None:
         raise ValueError(f"{flag}: {last_line(done.stderr)}; choose a Python interpreter")
     versions = json.loads(done.stdout)
     obstacles = [
-        f"{each.name} is {version or 'missing'}" + (f", not {each.specifier}" if version else "")
-        for each in requirements
-        if (version := versions[canonicalize_name(each.name)]) is None
-        or not each.specifier.contains(version)
+        f"{requirement.name} is {version or 'missing'}"
+        + (f", not {requirement.specifier}" if version else "")
+        for requirement in requirements
+        if (version := versions[canonicalize_name(requirement.name)]) is None
+        or not requirement.specifier.contains(version)
     ]
     if obstacles:
         install = needed.install_command(python)

@@ -89,8 +89,8 @@ def joined(labels: Sequence[PointLabel], marks: Sequence[Box]) -> Iterator[tuple
     rest = list(zip(labels, marks, strict=True))
     while rest:
         label, mark = rest.pop(0)
-        same = [each for each in rest if each[0].text == label.text and each[1].meets(mark)]
-        rest = [each for each in rest if each not in same]
+        same = [placed for placed in rest if placed[0].text == label.text and placed[1].meets(mark)]
+        rest = [placed for placed in rest if placed not in same]
         is_shared = any(other.colour != label.colour for other, _ in same)
         yield (replace(label, colour=GREY) if is_shared else label), mark
 

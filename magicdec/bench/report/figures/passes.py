@@ -110,7 +110,7 @@ def best_by_place(passes: pd.DataFrame) -> pd.DataFrame:
     best = best_last(passes, NET)[columns].groupby(PLACE).tail(1).sort_values(PLACE)
     counts = passes.groupby(PLACE).size().to_numpy()
     ends = best[["is_busy", NET, *NET_ENDS]].itertuples(index=False)
-    return best.assign(runs=counts, **{CLAIM: [claim_of(*each) for each in ends]})
+    return best.assign(runs=counts, **{CLAIM: [claim_of(*ends_of_run) for ends_of_run in ends]})
 
 
 def best_last(passes: pd.DataFrame, metric: str) -> pd.DataFrame:

@@ -59,7 +59,7 @@ class CompressedTensors(QuantizationMethod):
         )
 
     def quantizes(self, module: str, is_head: bool) -> bool:
-        is_plain = any(rank_of(module, each) is not None for each in self.plain)
+        is_plain = any(rank_of(module, name) is not None for name in self.plain)
         return not is_plain and bool(self._best(module))
 
     def _best(self, module: str) -> list[Scheme]:
@@ -76,7 +76,7 @@ class CompressedTensors(QuantizationMethod):
     def matrix(self, parts: Parts, module: str) -> QuantizedMatrix:
         found = self._best(module)
         if len(found) > 1:
-            names = " and ".join(each.name for each in found)
+            names = " and ".join(group.name for group in found)
             raise parts.refusal("weight", f"belongs to {names} of config_groups alike", CORRECT)
         scheme = found[0]
         if scheme.form == "pack-quantized":
@@ -139,7 +139,7 @@ class Scheme:
         is_valid = (
             isinstance(block, list)
             and len(block) == 2
-            and all(type(each) is int and each > 0 for each in block)
+            and all(type(edge) is int and edge > 0 for edge in block)
         )
         if (strategy == "block") != is_valid:
             raise ValueError(f"block_structure {shown(block)} contradicts strategy {strategy}")

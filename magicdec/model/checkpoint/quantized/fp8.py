@@ -56,5 +56,5 @@ def is_block(value: object) -> bool:
     return (
         isinstance(value, list)
         and len(value) == 2
-        and all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in value)
+        and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in value)
     )

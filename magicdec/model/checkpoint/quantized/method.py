@@ -41,8 +41,8 @@ def choose(table: ConfigFields, field: str, choices: Collection[object], default
     value = table.get(field)
     value = default if value is None else value
     # 1 equals True and [] equals nothing else: compare as they are written.
-    if repr(value) not in {repr(each) for each in choices}:
-        listed = ", ".join("null" if each is None else str(each) for each in choices)
+    if repr(value) not in {repr(choice) for choice in choices}:
+        listed = ", ".join("null" if choice is None else str(choice) for choice in choices)
         raise ValueError(f"{field} {shown(value)} is not read; those that are: {listed}")
 
 
@@ -68,7 +68,7 @@ def names_of(table: ConfigFields, field: str) -> list[str]:
     """A list of texts; an absent one is empty."""
     value = table.get(field)
     value = [] if value is None else value
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{field} {shown(value)} is not a list of names")
     return value
 
