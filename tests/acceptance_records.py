@@ -21,6 +21,8 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records.record import append_together
 from magicdec.records.workload import ModelRecord
+from magicdec.setup.memory_plan import MemoryPlan
+from magicdec.setup.memory_sampler import describe_memory
 
 TEXTS = ("0312", "2233", "3011", "1302", "3331")  # accepted draft tokens at each position
 WORSE = ("0110", "2130", "1011", "1300", "0031")
@@ -48,6 +50,7 @@ def acceptance_record(
     config["model"] |= {"dtype": dtype, "target_dtype": dtype}
     config["workload"] |= {"prefix_len": context, "gen_len": 5, "batch_size": len(accepted)}
     counts = [counts_of(text) for text in accepted]
+    cumulative = [cumulative_of_counts(text, gamma) for text in counts]
     drafted = [[gamma] * len(text) for text in counts]
     of_draft = draft and ModelRecord(model=draft, random_weights=False, model_sha256=draft)
     beside = {"prefix_len": context, "num_prompts": len(accepted), "draft": of_draft or None}
@@ -59,9 +62,8 @@ def acceptance_record(
         outputs_sha256="o",
         accepted=list(accepted),
         drafted=None,
-        rows=depths_of(
-            [cumulative_of_counts(text, gamma) for text in counts], drafted, gamma, is_chain
-        ),
+        rows=depths_of(cumulative, drafted, gamma, is_chain),
+        memory=describe_memory(MemoryPlan(1, 1), None),
         is_forked=True,
         inexact=inexact,
     )

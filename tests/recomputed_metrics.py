@@ -206,7 +206,7 @@ def of_ratios(ours: Sequence[Batch], theirs: Sequence[Batch] | None) -> MetricVa
         return found
     is_shared = all(group.prefill_ms is not None for group, _ in (*ours, *theirs))
     for name in RATIOS if is_shared else RATIOS[:1]:
-        pairs = zip(speeds(name, ours), speeds(name, theirs), strict=True)
+        pairs = zip(speeds(name, ours), speeds(name, theirs), strict=False)
         ratios = [mine / other for mine, other in pairs if mine and other]
         if ratios:
             found[name] = median(ratios)

@@ -87,7 +87,7 @@ class ArrivingRequests:
         return self.prepared.options.repeats
 
     def name(self, number: int) -> str:
-        return "" if self.count == 1 else f"repeat {number}"
+        return "" if self.count == 1 else f"repeat {number + 1} of {self.count}"
 
     def num_tokens(self) -> int:
         lengths = [shape.output_len for shape in self.prepared.options.shapes]

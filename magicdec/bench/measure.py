@@ -15,10 +15,10 @@ from magicdec.bench.check.replays import PrefilledMeans, ServedMeans, whole
 from magicdec.bench.groups import ArrivingRequests, PromptBatches
 from magicdec.bench.prepare import PreparedServing
 from magicdec.bench.records_of import (
+    context_of_modes,
+    context_of_run,
     failed_record,
     pass_record,
-    told_of_modes,
-    told_of_run,
 )
 from magicdec.bench.runner import MeasuredPass, PlannedPass, Runner
 from magicdec.distributed.start import close_groups, start_process_group
@@ -100,9 +100,11 @@ def records_of_run(
     taken: MemoryTaken,
 ) -> list[PassRecord]:
     """The records of the passes of a run, the last of which was checked beside the first."""
-    checks = [*(reference_check(each, checked) for each in passes[:-1]), checked]
+    checks = [*(reference_check(serving_pass, checked) for serving_pass in passes[:-1]), checked]
     return [
-        pass_record(measured, of_pass, told_of_run(prepared, passes, measured, environment, taken))
+        pass_record(
+            measured, of_pass, context_of_run(prepared, passes, measured, environment, taken)
+        )
         for measured, of_pass in zip(passes, checks, strict=True)
     ]
 
@@ -121,7 +123,7 @@ def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool
     reference = passes[0]
     system = measured.planned.system
     assert isinstance(system, PrefilledBatching), "a run keeps its prompts"
-    judged = [each for of_pass in passes for each in of_pass.judged]
+    judged = [judgement for of_pass in passes for judgement in of_pass.judged]
     last: tuple[PassOutput, PassOutput] | None = None
     if is_whole and reference.last is not None and measured.last is not None:
         last = reference.last, measured.last
@@ -151,16 +153,17 @@ class MeasuredPasses:
     """What a command has measured so far, on the first rank."""
 
     records: list[PassRecord] = field(default_factory=list)
-    traces: list[PassTrace | None] = field(default_factory=list)  # of each record
+    traces: list[list[PassTrace | None]] = field(default_factory=list)  # of each, by group
 
 
 def measure_modes(
     prepared: PreparedServing, keep: Callable[[PassRecord], None], is_logged: bool = False
 ) -> MeasuredPasses:
     """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
-    only that one. With `is_logged` steps say what was drafted and read, as the gate compares it.
-    All ranks call it; only the first makes records. Raises PeerLost, or the RuntimeError of a
-    collective, if another rank has ended."""
+    only that one; of passes that are not done it gets what they have served by then. With
+    `is_logged` steps say what was drafted and read, as the gate compares it. All ranks call it;
+    only the first makes records. Raises PeerLost, or the RuntimeError of a collective, if another
+    rank has ended."""
     launch = prepared.launch
     session = RankSession(launch, prepared.run.config.parallel)
     session.begin()
@@ -176,9 +179,9 @@ def measure_modes(
     runner = Runner(passes, groups, session, progress, checks, is_timed=is_timed)
     try:
         runner.measure()
-    except NotFinite as error:
-        if launch.rank == 0 and runner.current is not None:
-            keep(failed_record(prepared, runner.current, runner, str(error)))
+    except BaseException as error:
+        if launch.rank == 0:
+            checks.keep_unfinished(runner, error)
         raise
     runner.close()
     close_groups()
@@ -237,15 +240,32 @@ class ServedChecks:
             self.wholes.pop(measured.name, None)
             measured.last = None
         if runner.launch.rank == 0 and len(measured.checks) == runner.groups.count:
-            told = told_of_modes(self.prepared, measured, runner)
-            record = pass_record(measured, combined(measured.checks), told)
-            self.measured.records.append(record)
-            self.measured.traces.append(measured.groups[-1].details.trace)
-            self.keep(record)
+            self.record(runner, measured)
+
+    def record(self, runner: Runner, measured: MeasuredPass) -> None:
+        """Makes the record of a pass from the groups that it has served."""
+        context = context_of_modes(self.prepared, measured, runner)
+        record = pass_record(measured, combined(measured.checks), context)
+        self.measured.records.append(record)
+        self.measured.traces.append([group.details.trace for group in measured.groups])
+        self.keep(record)
+
+    def keep_unfinished(self, runner: Runner, error: BaseException) -> None:
+        """Makes the records of the passes that have not served all groups, where an error or the
+        user ends the command: each has the groups whose tokens were checked by then, and the one
+        whose logits are not finite has failed."""
+        for planned, measured in runner.measured.items():
+            if len(measured.checks) == runner.groups.count:
+                continue  # it has its record
+            del measured.groups[len(measured.checks) :]
+            if isinstance(error, NotFinite) and planned is runner.current:
+                self.keep(failed_record(self.prepared, measured, runner, str(error)))
+            elif measured.groups:
+                self.record(runner, measured)
 
     def means_of(self, runner: Runner, number: int) -> ServedMeans:
         """The means for a group. Forwards are compared once, in the first one."""
-        planned = {each.serving_pass: each for each in runner.passes}
+        planned = {plan.serving_pass: plan for plan in runner.passes}
         return ServedMeans(
             open=lambda serving_pass: runner.open(planned[serving_pass]),
             systems=self.prepared.systems,

@@ -41,18 +41,19 @@ class MeasuredParts:
 def status_of(
     num_differing: int | None, correctness: Correctness, dtype: str, is_external: bool = False
 ) -> Status:
-    """The status of a pass. `num_differing` is None if tokens cannot be compared. `is_external`:
-    another program made some of them."""
+    """The status of a pass. `num_differing` is None if the tokens of some requests cannot be
+    compared; others may differ all the same. `is_external`: another program made some of them."""
     if correctness.has_wrong_steps or correctness.has_alarms:
         return Status.MISMATCH
+    if correctness.num_diverged:
+        return Status.MISMATCH
+    differs = bool(num_differing) or correctness.identical is False
+    if differs and correctness.num_diverged is None:  # it was not judged
+        is_wrong = dtype == EXACT_DTYPE and not is_external
+        return Status.MISMATCH if is_wrong else Status.UNVERIFIED
     if num_differing is None:
         return Status.UNVERIFIED
-    if num_differing == 0:
-        return Status.VERIFIED
-    if correctness.num_diverged is not None:
-        return Status.MISMATCH if correctness.num_diverged else Status.VERIFIED_WITH_TIES
-    is_wrong = dtype == EXACT_DTYPE and not is_external
-    return Status.MISMATCH if is_wrong else Status.UNVERIFIED
+    return Status.VERIFIED_WITH_TIES if num_differing else Status.VERIFIED
 
 
 def is_comparable(ours: Measured, theirs: Measured) -> bool:
@@ -79,7 +80,7 @@ def record_pass(
     """The record. Raises AssertionError if passes that share a prefill had other threads."""
     passed = status is not Status.MISMATCH
     if beside.reference is not None and is_comparable(parts, beside.reference):
-        ours, theirs = (each.groups[0].threads for each in (parts, beside.reference))
+        ours, theirs = (measured.groups[0].threads for measured in (parts, beside.reference))
         assert ours == theirs, f"{name}: the ranks had {ours} threads, but {theirs} in {reference}"
     contexts = None
     if not beside.is_random:
@@ -147,8 +148,8 @@ def describe_drafts(judged: Verifications, request_id: int) -> dict[str, Any]:
     """What is known of the drafts of a request; nothing without drafts."""
     counts = judged.counts_of(request_id) or ReportedCounts()
     steps = judged.by_request.get(request_id, ())
-    positions = [each.position for each in steps if each.position is not None]
-    digests = [each.digest for each in steps if each.digest is not None]
+    positions = [step.position for step in steps if step.position is not None]
+    digests = [step.digest for step in steps if step.digest is not None]
     is_logged = bool(digests) and len(digests) == len(steps)
     drafted = None
     accepted = None
@@ -161,7 +162,7 @@ def describe_drafts(judged: Verifications, request_id: int) -> dict[str, Any]:
         "acceptance_histogram": None if counts.histogram is None else list(counts.histogram),
         "per_step_drafted": drafted,
         "per_step_accepted": accepted,
-        "per_step_emitted": [each.emitted for each in steps] or None,
+        "per_step_emitted": [step.emitted for step in steps] or None,
         "per_step_position": positions or None,
         "draft_hashes": [hashed for hashed, _ in digests] if is_logged else None,
         "num_draft_kv_read": [num_read for _, num_read in digests] if is_logged else None,

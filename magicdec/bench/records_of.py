@@ -15,17 +15,19 @@ from magicdec.bench.recording import MeasuredParts, describe_requests, record_pa
 from magicdec.bench.runner import MeasuredGroup, MeasuredPass, PlannedPass, Runner
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import split_draft
+from magicdec.hardware.other_load import OtherLoad
 from magicdec.names import BASELINE, SPECULATIVE
-from magicdec.records.acceptance import ReportedCounts
+from magicdec.records.acceptance import ReportedCounts, Verifications
 from magicdec.records.computing import Beside
 from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.metrics import REPORTABLE
-from magicdec.records.pass_record import GroupRecord, PassRecord
+from magicdec.records.pass_record import GroupRecord, PassRecord, RequestRecord
 from magicdec.records.record import Status
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import UNKNOWN_ID, Moves, Request
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.setup.prepare import Prepared
+from magicdec.systems.details import Details
 from magicdec.systems.modes import DRAFTING, PLAIN
 from magicdec.workload.answers import answer_scores
 
@@ -34,8 +36,8 @@ OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a record says beside the measurements of its pass."""
+class RecordContext:
+    """What the record of a pass says beside its measurements."""
 
     config: dict[str, Any]
     environment: Environment
@@ -45,28 +47,29 @@ class Told:
     memory: MemoryRecord | None = None
 
 
-def pass_record(measured: MeasuredPass, checked: Checked, told: Told) -> PassRecord:
+def pass_record(measured: MeasuredPass, checked: Checked, context: RecordContext) -> PassRecord:
     """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
     planned = measured.planned
     system = planned.system
-    reference = told.reference
+    reference = context.reference
     is_drafting = planned.serving_pass.is_drafting
     is_external = system.is_external
     if reference is not None:
         is_external |= reference.planned.system.is_external
-    dtype = told.config["model"]["dtype"]
+    dtype = context.config["model"]["dtype"]
     status = status_of(checked.num_differing, checked.correctness, dtype, is_external)
     passed = status is not Status.MISMATCH
     parts = parts_of(measured)
+    verifications = verifications_by_group(measured)
     beside = Beside(
         is_drafting=is_drafting,
         is_random=system.run.is_random,
-        bandwidth=told.environment.read_bandwidth_bytes_per_s,
-        goodput=told.goodput,
-        categories=told.workload.categories,
+        bandwidth=context.environment.read_bandwidth_bytes_per_s,
+        goodput=context.goodput,
+        categories=context.workload.categories,
         gaps_ms=[gap for group in measured.groups for gap in gaps_of(group)],
         reported_total=ReportedCounts.sum_of(
-            [group.observer.verifications.reported_total for group in measured.groups]
+            [verification.reported_total for verification in verifications]
         ),
         warmup_calibration_ms=warm_up_calibration_of(measured),
         reference=None if reference in (None, measured) else parts_of(reference),
@@ -76,19 +79,19 @@ def pass_record(measured: MeasuredPass, checked: Checked, told: Told) -> PassRec
         parts,
         beside,
         status=status,
-        config=told.config,
-        environment=told.environment,
-        workload=told.workload,
+        config=context.config,
+        environment=context.environment,
+        workload=context.workload,
         correctness=checked.correctness,
         reference=None if reference is None else reference.name,
         num_differing=checked.num_differing,
-        details=measured.groups[-1].details.recorded,
-        memory=told.memory if passed else without_measured(told.memory),
+        details=details_of(measured),
+        memory=context.memory if passed else without_measured(context.memory),
     )
     if record.details is None:
         return record
     missing = [name for name in REPORTABLE if getattr(record.metrics, name, None) is None]
-    has_drafts = any(group.observer.verifications.has_drafts for group in measured.groups)
+    has_drafts = any(verification.has_drafts for verification in verifications)
     return replace(record, details=record.details.completed(missing, has_drafts))
 
 
@@ -101,14 +104,33 @@ def parts_of(measured: MeasuredPass) -> MeasuredParts:
     system = measured.planned.system
     is_random = system.run.is_random
     has_counts = measured.planned.serving_pass.is_drafting and not is_random
-    requests = [each for group in measured.groups for each in requests_of(group, system.run)]
+    pairs = zip(measured.groups, verifications_by_group(measured), strict=True)
+    requests = [request for group, of in pairs for request in requests_of(group, of, system.run)]
     groups = [group_of(group, has_counts, system.counts_reads) for group in measured.groups]
     return MeasuredParts(requests, groups)
 
 
-def requests_of(group: MeasuredGroup, run: Prepared) -> list[Any]:
+def verifications_by_group(measured: MeasuredPass) -> list[Verifications]:
+    """Those of each group. What a server reports of its requests counts if it does so in every
+    group, as its counters do: sums of some groups would stand beside the tokens of all."""
+    found = [group.observer.verifications for group in measured.groups]
+    if all(own.reported for own in found):
+        return found
+    return [replace(own, reported={}) for own in found]
+
+
+def details_of(measured: MeasuredPass) -> Details | None:
+    """What its system measured beside the requests, in all groups together."""
+    recorded = [group.details.recorded for group in measured.groups]
+    found = [details for details in recorded if details is not None]
+    return type(found[0]).joined(found) if found else None
+
+
+def requests_of(
+    group: MeasuredGroup, verifications: Verifications, run: Prepared
+) -> list[RequestRecord]:
     # With random weights a draft and its target agree by chance alone.
-    judged = None if run.is_random else group.observer.verifications
+    judged = None if run.is_random else verifications
     scores = scores_of(run, group.requests)
     prefill = group.prefill
     if prefill is None:
@@ -227,19 +249,19 @@ def scores_of(prepared: Prepared, requests: Sequence[Request]) -> list[float] | 
     return answer_scores(answers, requests, prepared.tokenizer)
 
 
-# --- What is told of a run, and of modes that serve.
+# --- The contexts of records: of a run, and of modes that serve.
 
 
-def told_of_run(
+def context_of_run(
     prepared: Prepared,
     passes: Sequence[MeasuredPass],
     measured: MeasuredPass,
     environment: Environment,
     taken: MemoryTaken,
-) -> Told:
+) -> RecordContext:
     is_drafting = measured.planned.serving_pass.is_drafting
     config = prepared.config if is_drafting else prepared.config.without_drafts()
-    return Told(
+    return RecordContext(
         config=config.to_dict(),
         environment=environment,
         workload=prepared.describe_workload(),
@@ -249,17 +271,19 @@ def told_of_run(
     )
 
 
-def told_of_modes(prepared: PreparedServing, measured: MeasuredPass, runner: Runner) -> Told:
+def context_of_modes(
+    prepared: PreparedServing, measured: MeasuredPass, runner: Runner
+) -> RecordContext:
     planned = measured.planned
     system = planned.system
-    group = measured.groups[-1]
     environment = runner.gpu.add_to(runner.session.describe_environment(runner.bandwidth))
+    loads = [group.load.found for group in measured.groups]
     memory = None
     if not system.is_external:
         memory = describe_memory(measured.plan, None, measured.memory)
-    return Told(
+    return RecordContext(
         config=describe_config(prepared, planned),
-        environment=group.load.add_to(environment),
+        environment=OtherLoad.worst_of(loads).add_to(environment),
         workload=replace(system.run, workload=prepared.run.workload).describe_workload(),
         reference=runner.measured[runner.passes[0]] if len(runner.passes) > 1 else None,
         goodput=prepared.options.goodput or {},
@@ -268,9 +292,11 @@ def told_of_modes(prepared: PreparedServing, measured: MeasuredPass, runner: Run
 
 
 def failed_record(
-    prepared: PreparedServing, planned: PlannedPass, runner: Runner, error: str
+    prepared: PreparedServing, measured: MeasuredPass, runner: Runner, error: str
 ) -> PassRecord:
-    """The record of a pass that an error ended."""
+    """The record of a pass that an error ended, with the groups that it had served before."""
+    planned = measured.planned
+    parts = parts_of(measured)
     run = replace(planned.system.run, workload=prepared.run.workload)
     return PassRecord(
         status=Status.FAILED,
@@ -279,8 +305,8 @@ def failed_record(
         environment=runner.session.describe_environment(),
         workload=run.describe_workload(),
         reference=runner.passes[0].name if len(runner.passes) > 1 else None,
-        requests=[],
-        groups=[],
+        requests=list(parts.requests),
+        groups=list(parts.groups),
         error=error,
     )
 

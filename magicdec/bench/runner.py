@@ -96,41 +96,41 @@ class AllRanks:
     def of(cls, name: str, ranks: list[OneRank]) -> AllRanks:
         """Raises AssertionError, naming the pass, if a rank has computed with other threads than
         its config says."""
-        return cls(ranks, check_threads(name, [each.threads for each in ranks]))
+        return cls(ranks, check_threads(name, [rank.threads for rank in ranks]))
 
     @property
     def computing(self) -> list[OneRank]:
-        return [each for each in self.ranks if each.threads.expected]
+        return [rank for rank in self.ranks if rank.threads.expected]
 
     @property
     def peaks(self) -> list[int]:
-        return [each.peak for each in self.computing]
+        return [rank.peak for rank in self.computing]
 
     @property
     def total_peak(self) -> int | None:
         """None if no rank computes, or the system does not let one reset its own peak."""
-        is_known = all(each.is_peak_reset for each in self.computing)
+        is_known = all(rank.is_peak_reset for rank in self.computing)
         return sum(self.peaks) if self.computing and is_known else None
 
     @property
     def memory(self) -> MemoryTaken:
         """Since before the system was loaded."""
         return MemoryTaken(
-            sum(each.memory_before for each in self.computing),
-            sum(each.most_memory for each in self.computing),
+            sum(rank.memory_before for rank in self.computing),
+            sum(rank.most_memory for rank in self.computing),
         )
 
     @property
     def bytes_read(self) -> list[int]:
-        return [each.bytes_read for each in self.computing]
+        return [rank.bytes_read for rank in self.computing]
 
     @property
     def draft_kv_tokens(self) -> int:
-        return max(each.draft_kv_tokens for each in self.ranks)
+        return max(rank.draft_kv_tokens for rank in self.ranks)
 
     @property
     def draft_rows(self) -> int:
-        return max(each.draft_rows for each in self.ranks)
+        return max(rank.draft_rows for rank in self.ranks)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ draw.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,29 @@ SHOWN_BEFORE = 0.25  # of that is shown before the last stage computes the first
 NUM_NAMES = 10  # rows of the picture whose request is named, at least
 
 
+@dataclass(frozen=True)
+class ServedGroup:
+    """The requests of a pass that were served together, and what its stages did meanwhile."""
+
+    name: str
+    repeat: int  # counted from 0
+    requests: Sequence[RequestRecord]
+    trace: PassTrace | None = None
+
+
+def served_groups(
+    records: Sequence[PassRecord], traces: Sequence[Sequence[PassTrace | None]]
+) -> list[ServedGroup]:
+    """The groups of each record, whose traces are in the same order."""
+    found = list[ServedGroup]()
+    for record, of_record in zip(records, traces, strict=True):
+        groups = zip(record.groups_of_requests, of_record, strict=True)
+        for repeat, ((_, requests), trace) in enumerate(groups):
+            name = record.name if len(of_record) == 1 else f"{record.name}, repeat {repeat + 1}"
+            found.append(ServedGroup(name, repeat, requests, trace))
+    return found
+
+
 def spans_of(request: RequestRecord) -> list[RequestSpan]:
     """What happened to a request from its arrival to its end. After a preemption it waits again,
     and its text is prefilled again."""
@@ -65,17 +88,17 @@ def spans_of(request: RequestRecord) -> list[RequestSpan]:
     return spans
 
 
-def timeline(record: PassRecord, end_s: float) -> Panel:
-    """The panel of a record, with a row for each request."""
-    count = len(record.requests)
-    own_end_s = max(r.finished_ms for r in record.requests) / 1e3
+def timeline(group: ServedGroup, end_s: float) -> Panel:
+    """The panel of a group, with a row for each request."""
+    count = len(group.requests)
+    own_end_s = max(r.finished_ms for r in group.requests) / 1e3
     every = max(1, count // NUM_NAMES)
     return Panel(
-        f"{record.name}: {own_end_s:.2f} s",
+        f"{group.name}: {own_end_s:.2f} s",
         [f"request {row}" if row % every == 0 else "" for row in range(count)],
         [
             GanttBar(row, begin_s, begin_s + length_s, LOOKS[kind])
-            for row, request in enumerate(record.requests)
+            for row, request in enumerate(group.requests)
             for kind, begin_s, length_s in spans_of(request)
         ],
         end_s,
@@ -84,22 +107,18 @@ def timeline(record: PassRecord, end_s: float) -> Panel:
     )
 
 
-def draw_timeline(
-    records: Sequence[PassRecord],
-    traces: Sequence[PassTrace | None],
-    path: Path,
-    plot_ms: float | None = None,
-) -> None:
-    """Draw when each request waited, was prefilled and decoded, with a panel for each record; below
-    that of a mode with stages, which of them computed what when, for `plot_ms` from its first token
-    on. The format is that which the name of `path` ends in."""
-    end_s = max(request.finished_ms for of_pass in records for request in of_pass.requests) / 1e3
+def draw_timeline(groups: Sequence[ServedGroup], path: Path, plot_ms: float | None = None) -> None:
+    """Draw when each request waited, was prefilled and decoded, with a panel for each pass, which
+    shows its first repeat; below that of a mode with stages, which of them computed what when, for
+    `plot_ms` from its first token on. The format is that which the name of `path` ends in."""
+    shown = [group for group in groups if group.repeat == 0]
+    end_s = max(request.finished_ms for group in shown for request in group.requests) / 1e3
     panels = []
-    for record, trace in zip(records, traces, strict=True):
-        panels.append(timeline(record, end_s))
-        if trace is not None:
-            panels.append(stages_panel(record.name, trace, plot_ms))
-    legend = LOOKS if all(trace is None for trace in traces) else LOOKS | OF_STAGES
+    for group in shown:
+        panels.append(timeline(group, end_s))
+        if group.trace is not None:
+            panels.append(stages_panel(group.name, group.trace, plot_ms))
+    legend = LOOKS if all(group.trace is None for group in shown) else LOOKS | OF_STAGES
     gantt.draw("--plot", path, panels, legend)
 
 
@@ -151,22 +170,19 @@ def decoding_window(trace: PassTrace, plot_ms: float | None) -> tuple[float, flo
     return begin_s, min(begin_s + length_s, end_s)
 
 
-def trace_events(
-    records: Sequence[PassRecord], traces: Sequence[PassTrace | None]
-) -> list[dict[str, object]]:
-    """The requests of each record and what its stages did, as events of the Chrome trace format.
-    The requests of a mode, and each of its stages, are a process."""
+def trace_events(groups: Sequence[ServedGroup]) -> list[dict[str, object]]:
+    """The requests of each group and what its stages did, as events of the Chrome trace format. The
+    requests of a group, and each of its stages, are a process, whose time begins at 0."""
     processes: dict[str, list[tuple[int, str, float, float]]] = {}  # thread, name, begin, length
-    for record, trace in zip(records, traces, strict=True):
-        processes[f"{record.name}: requests"] = [
-            (row, *span)
-            for row, request in enumerate(record.requests)
-            for span in spans_of(request)
+    for group in groups:
+        processes[f"{group.name}: requests"] = [
+            (row, *span) for row, request in enumerate(group.requests) for span in spans_of(request)
         ]
+        trace = group.trace
         if trace is not None:
             origin_s = origin_of(trace)
             for name, spans in zip(trace.rows, trace.spans, strict=True):
-                processes[f"{record.name}: {name}"] = [
+                processes[f"{group.name}: {name}"] = [
                     (int(s.what), f"{s.what.name.lower()} {s.run}", s.begin_s - origin_s, s.seconds)
                     for s in spans
                 ]

@@ -82,7 +82,13 @@ def run(values: ParsedValues) -> int:
     check_files({"--plot": args.plot})
     check_record_file("--out", args.out)
     configs = make_configs(values)
-    from magicdec.bench.acceptance.measuring import cell_key, measure_cells, record_key
+    from magicdec.bench.acceptance.measuring import (
+        cell_key,
+        groups_of,
+        measure_cells,
+        record_key,
+    )
+    from magicdec.bench.acceptance.memory import check_memory
     from magicdec.bench.study.progress import PassProgress
     from magicdec.output.console import make_progress
 
@@ -92,6 +98,9 @@ def run(values: ParsedValues) -> int:
     num_done = len(cells) - len(todo)
     if num_done:
         say(f"{num_done} of {len(cells)} cells are in {args.out}")
+
+    if todo:
+        say(f"memory: {check_memory(groups_of(todo))}")
 
     def keep(cell: StudyCell, record: AcceptanceRecord) -> None:
         append_records("--out", args.out, [record])
@@ -201,9 +210,10 @@ def prepare(configs: Sequence[RunConfig]) -> Iterator[StudyCell]:
     from magicdec.setup.prepare import SetupCache, complete, find
 
     cache = SetupCache()
+    longest = max(config.workload.prefix_len for config in configs)
     for config in configs:
         resolved = find(config, Launch(), cache)
-        prepared = complete(resolved, cache)
+        prepared = complete(resolved, cache, cut_from=longest)
         resolved = replace(resolved, config=prepared.config)
         yield StudyCell(resolved, name_of(prepared.config), prepared)
 

@@ -87,8 +87,8 @@ ONLY = {
 class ServeFilesSection(PictureSection):
     trace: Path | None = setting(
         None,
-        "Write what every request and every stage did when in the Chrome trace format, for "
-        "chrome://tracing or ui.perfetto.dev.",
+        "Write what every request and every stage did when, in all repeats, in the Chrome trace "
+        "format, for chrome://tracing or ui.perfetto.dev.",
     )
 
     def check(self, out: Path, is_writer: bool) -> None:
@@ -315,7 +315,9 @@ class ServeCommand:
 
     @property
     def kept(self) -> str:
-        return f"the records of modes that had ended are in {self.config.output.results}"
+        return (
+            f"the records of modes and repeats that had ended are in {self.config.output.results}"
+        )
 
     def run(self, words: Sequence[str], launch: Launch) -> int:
         """Runs the whole command on this rank. Returns its exit code."""
@@ -363,19 +365,18 @@ class ServeCommand:
         print_tables(tables(records, self.config.output.verbose))
 
     def show(self, measured: MeasuredPasses) -> None:
-        from magicdec.bench.timeline import draw_timeline, trace_events
+        from magicdec.bench.timeline import draw_timeline, served_groups, trace_events
 
         self.print_tables(measured.records)
-        records = measured.records
-        traces = measured.traces
+        groups = served_groups(measured.records, measured.traces)
         plot = self.files.plot
         trace = self.files.trace
         try:
             if plot is not None:
-                draw_timeline(records, traces, plot, self.files.plot_ms)
+                draw_timeline(groups, plot, self.files.plot_ms)
                 print(f"drawn to {plot}", file=sys.stderr)
             if trace is not None:
-                events = trace_events(records, traces)
+                events = trace_events(groups)
                 write_text("--trace", trace, json.dumps({"traceEvents": events}))
         except ValueError as error:
             self.failures.append(str(error))

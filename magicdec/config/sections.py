@@ -580,7 +580,7 @@ class PictureSection:
     plot: Path | None = setting(
         None,
         "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time, "
-        "or acceptance by context.",
+        "of the first repeat, or acceptance by context.",
     )
     plot_ms: float | None = setting(
         None,

@@ -74,6 +74,28 @@ class Engine:
             self._prefill(plan.parts, progress)
         return [request.snapshot() for request in self.requests]
 
+    def shorten(self, requests: Sequence[Request], num_again: int) -> list[Request]:
+        """Go on with `requests` in the rows whose texts begin with their prompts. Only the last
+        `num_again` tokens of each prompt are prefilled again, for what follows from them. Returns
+        the state for `rewind`."""
+        held = self.requests
+        for request, longer in zip(requests, held, strict=True):
+            assert longer.prompt_ids[: len(request.prompt_ids)] == request.prompt_ids
+            request.row = longer.row
+            request.arrived_s = self.clock.now()
+            request.status = RequestStatus.RUNNING
+        self.requests = list(requests)
+        self.scheduler.rewind(self.requests)
+        starts = [max(0, len(request.prompt_ids) - num_again) for request in requests]
+        rows = Batch(tuple(requests)).rows
+        self.runner.truncate(rows, starts)
+        parts = [
+            PrefillChunk(request, row, start, request.num_cached, start)
+            for request, row, start in zip(requests, rows, starts, strict=True)
+        ]
+        self._prefill(parts)
+        return [request.snapshot() for request in self.requests]
+
     def begin(self, strategy: DecodingStrategy) -> None:
         """Let `strategy` prepare for the requests just prefilled."""
         running = tuple(self.scheduler.running)

@@ -71,6 +71,22 @@ class OtherLoad:
         share = taken / (own + taken) if own else 0.0
         return cls(*(round(value, 4) for value in (others, stolen, waited, share)))
 
+    @classmethod
+    def worst_of(cls, loads: Sequence[OtherLoad]) -> OtherLoad:
+        """The load of the measurement that it took most from, as far as is known."""
+        return max(loads, key=OtherLoad._badness, default=cls())
+
+    def _badness(self) -> tuple[float, float]:
+        """Without a count of waits, what others computed may have been taken."""
+        found = (
+            -1.0 if cores is None else cores for cores in (self.cores_taken, self.cores_others)
+        )
+        taken, others = found
+        return taken, others
+
+    def add_to(self, environment: Environment) -> Environment:
+        return replace(environment, **vars(self))
+
 
 class LoadWatch:
     """The measurement of other load from `begin` to `end`, by the first rank of a host."""
@@ -89,7 +105,7 @@ class LoadWatch:
         self.found = OtherLoad.between(self._before, after)
 
     def add_to(self, environment: Environment) -> Environment:
-        return replace(environment, **vars(self.found))
+        return self.found.add_to(environment)
 
 
 def read_cores(

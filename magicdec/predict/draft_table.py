@@ -64,7 +64,7 @@ class DraftTable:
         ranges = self.ranges()
         gammas = [cell.gamma for cell in self.cells]
         used = 4 if len({ctx_lo for _, _, ctx_lo, _ in ranges}) > 1 else 2
-        entries = dict(zip((each[:used] for each in ranges), gammas, strict=True))
+        entries = dict(zip((lengths[:used] for lengths in ranges), gammas, strict=True))
         config = dict(self.draft) | {
             "num_speculative_tokens": max(1, *gammas),  # vLLM refuses 0
             "num_speculative_tokens_per_batch_size": [[*key, K] for key, K in entries.items()],

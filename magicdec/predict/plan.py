@@ -302,7 +302,7 @@ def _contexts(record: PlanRecord) -> dict[str, list[int]]:
 
 def _is_by_context(acceptance: Any) -> bool:
     is_map = isinstance(acceptance, Mapping)
-    return is_map and all(isinstance(each, Mapping) for each in acceptance.values())
+    return is_map and all(isinstance(by_gamma, Mapping) for by_gamma in acceptance.values())
 
 
 def _outside(record: PlanRecord, contexts: Mapping[str, Sequence[int]]) -> Iterator[str]:
@@ -375,6 +375,6 @@ def _map(record: PlanRecord) -> Table:
 
     return Table(
         ["B", *(f"prefix {S}" for S in prefixes), "pays from"],
-        [row(*each) for each in record.break_even_prefix_len.items()],
+        [row(*budget_and_context) for budget_and_context in record.break_even_prefix_len.items()],
         "predicted speedup of steps (best gamma); 1.00 (0): speculation does not pay",
     )

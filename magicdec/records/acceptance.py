@@ -196,14 +196,14 @@ class ReportedCounts:
     @classmethod
     def of(cls, verifications: Sequence[Verification]) -> ReportedCounts:
         """All counts of known verifications."""
-        accepted = [each.accepted for each in verifications]
+        accepted = [verification.accepted for verification in verifications]
         return cls(
-            sum(each.drafted for each in verifications),
+            sum(verification.drafted for verification in verifications),
             sum(accepted),
             len(verifications),
-            sum(each.emitted for each in verifications),
+            sum(verification.emitted for verification in verifications),
             tuple(np.bincount(accepted, minlength=1).tolist()),
-            tuple((each.drafted, each.accepted) for each in verifications),
+            tuple((verification.drafted, verification.accepted) for verification in verifications),
         )
 
     @classmethod
@@ -265,7 +265,7 @@ class ReportedCounts:
         """The verifications that accepted the draft of each position."""
         if self.steps is not None:
             taken = [accepted for _, accepted in self.steps]
-            return [sum(k < each for each in taken) for k in range(self.num_positions)]
+            return [sum(k < count for count in taken) for k in range(self.num_positions)]
         if self.histogram is None:
             return None
         return list(accumulate(self.histogram[:0:-1]))[::-1]
@@ -297,20 +297,22 @@ class Verifications:
     def has_drafts(self) -> bool:
         """Whether something was drafted, as far as is known."""
         total = [] if self.reported_total is None else [self.reported_total]
-        reported = any(each.has_drafts for each in (*self.reported.values(), *total))
+        reported = any(counts.has_drafts for counts in (*self.reported.values(), *total))
         return reported or any(self.by_request.values())
 
     @property
     def every(self) -> list[Verification]:
-        return [each for of_request in self.by_request.values() for each in of_request]
+        return [
+            verification for of_request in self.by_request.values() for verification in of_request
+        ]
 
     @property
     def num_drafted(self) -> int:
-        return sum(each.drafted for each in self.every)
+        return sum(verification.drafted for verification in self.every)
 
     @property
     def num_accepted(self) -> int:
-        return sum(each.accepted for each in self.every)
+        return sum(verification.accepted for verification in self.every)
 
     def counts_of(self, request_id: int) -> ReportedCounts | None:
         """What is known of the drafts of a request; None if nothing was drafted for it."""
@@ -408,7 +410,7 @@ class PromptCounts:
 
     @classmethod
     def of_reported(cls, reported: Mapping[int, ReportedCounts], num_prompts: int) -> PromptCounts:
-        num_positions = max((each.num_positions for each in reported.values()), default=0)
+        num_positions = max((of_prompt.num_positions for of_prompt in reported.values()), default=0)
         rows = [reported.get(prompt, ReportedCounts(0, 0, 0, 0)) for prompt in range(num_prompts)]
 
         def column(name: str) -> Array:
@@ -466,9 +468,9 @@ def columns_of(
     """Four columns [V] over the verifications of the requests 0 to `num_prompts` - 1: request,
     drafted, accepted and emitted tokens."""
     rows = [
-        (request, each.drafted, each.accepted, each.emitted)
+        (request, verification.drafted, verification.accepted, verification.emitted)
         for request in range(num_prompts)
-        for each in by_request.get(request, ())
+        for verification in by_request.get(request, ())
     ]
     prompts, drafted, accepted, emitted = np.array(rows, int).reshape(-1, 4).T
     return prompts, drafted, accepted, emitted
@@ -583,7 +585,7 @@ def members_of(groups: Sequence[str | None]) -> dict[str, list[int]]:
 
 def _acceptance_of_group(verifications: Verifications, num_prompts: int) -> GroupAcceptance:
     found: dict[str, Any] = metrics_of(counts_of(verifications, num_prompts)) or NOTHING_DRAFTED
-    names = {each.name for each in fields(GroupAcceptance)}
+    names = {field.name for field in fields(GroupAcceptance)}
     kept = {name: value for name, value in found.items() if name in names}
     return GroupAcceptance(num_prompts=num_prompts, **kept)
 

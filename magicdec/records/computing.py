@@ -282,14 +282,14 @@ TimesOf = Callable[[Measured], Sequence[float]]
 def ratios_of(
     ours: Measured, reference: Measured, times: TimesOf, of_all: bool = False
 ) -> list[float]:
-    """Ratios of tokens per time, by group. `of_all`: of all tokens, not of those after the
-    first."""
+    """Ratios of tokens per time, by group. `of_all`: of all tokens, not of those after the first.
+    A group that one of them has not served, since the command has ended, has none."""
     columns = zip(
         num_tokens(ours, of_all),
         times(ours),
         num_tokens(reference, of_all),
         times(reference),
-        strict=True,
+        strict=False,
     )
     return [
         (count / ms) / (their_count / their_ms)
@@ -412,7 +412,9 @@ def acceptance_by_context(
         )
         for most, members in sorted(places.items())
     ]
-    return groups if any(each.num_draft_tokens or each.num_spec_steps for each in groups) else None
+    return (
+        groups if any(group.num_draft_tokens or group.num_spec_steps for group in groups) else None
+    )
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, Any]:

@@ -114,6 +114,8 @@ def verdict_of(record: PassRecord, is_verbose: bool = True) -> str:
     text = f"{status.upper() if is_wrong else status}, {compared_text(record, is_verbose)}"
     if record.emulated_by and not record.accepts_by_chance:
         text = f"{text}, EMULATED by {' '.join(record.emulated_by)}"
+    if record.num_missing_repeats:
+        text = f"{text}, {len(record.groups)} of {record.config['workload']['repeats']} repeats"
     found = record.correctness
     if found is not None and (is_verbose or record.status != Status.VERIFIED_WITH_TIES):
         text += judged_text(found.judged_again)
@@ -131,10 +133,13 @@ def compared_text(record: PassRecord, is_verbose: bool) -> str:
         return f"its {tokens} are compared with nothing, because there is no other pass"
     if record.name == record.reference:
         return f"its {tokens} are the reference of the others"
-    if record.num_differing is None and is_greedy(record.config):
-        return f"its {tokens} are not compared, because a server sent no token ids"
     if record.num_differing is None:
-        return f"its {tokens} are not compared, because drafts are sampled"
+        is_of_server = is_greedy(record.config)
+        reason = "a server sent no token ids" if is_of_server else "drafts are sampled"
+        if found is None or found.identical is not False:
+            return f"its {tokens} are not compared, because {reason}"
+        # In another repeat they were.
+        return f"some of its {tokens} are not compared, because {reason}, and others differ"
     total = len(record.requests)
     if record.num_differing == 0:
         subject = "its request has" if total == 1 else f"all {total} requests have"
@@ -155,11 +160,15 @@ def verdicts_of(records: Sequence[PassRecord], is_verbose: bool) -> list[tuple[s
     tokens of the first, and otherwise one for each pass of which there is more to say."""
     shown = list(records)
     if not is_verbose:
-        shown = [each for each in records if each.status != Status.VERIFIED or each.emulated_by]
+        shown = [
+            record
+            for record in records
+            if record.status != Status.VERIFIED or record.emulated_by or record.num_missing_repeats
+        ]
     if shown:
         return [
-            (f"{each.name}: {verdict_of(each, is_verbose)}", STYLES[Status(each.status)])
-            for each in shown
+            (f"{record.name}: {verdict_of(record, is_verbose)}", STYLES[Status(record.status)])
+            for record in shown
         ]
     first = records[0]
     others = "the other pass has" if len(records) == 2 else "all other passes have"
@@ -231,7 +240,7 @@ STEADY = "in the speedup a stalled step counts as the median of its kind; in the
 
 def stalls_of(records: Sequence[PassRecord]) -> list[str]:
     """A line for each pass in which steps stalled, and one that says what they count for."""
-    measured = [(each.name, each.metrics) for each in records if each.metrics is not None]
+    measured = [(record.name, record.metrics) for record in records if record.metrics is not None]
     lines = [f"{name}: {stalls_in(metrics)}" for name, metrics in measured if metrics.stalled_steps]
     has_speedup = any(metrics.speedup is not None for _, metrics in measured)
     return [*lines, STEADY] if lines and has_speedup else lines

@@ -65,11 +65,11 @@ class DraftedPass:
         """By position in the text: whether the draft there was right. Of drafts that were judged,
         of a pass whose drafts run ahead."""
         found: dict[int, bool] = {}
-        for each in self.verifications.by_request.get(prompt, ()):
-            assert each.position is not None, "its drafts run ahead"
-            found |= {each.position + i: True for i in range(each.accepted)}
-            if each.accepted < each.drafted:
-                found[each.position + each.accepted] = False
+        for verification in self.verifications.by_request.get(prompt, ()):
+            assert verification.position is not None, "its drafts run ahead"
+            found |= {verification.position + i: True for i in range(verification.accepted)}
+            if verification.accepted < verification.drafted:
+                found[verification.position + verification.accepted] = False
         return found
 
     @classmethod

@@ -8,7 +8,7 @@ from magicdec.records.fields import RecordPart, recorded
 
 GPU_NULL = (
     "on CPU; without `nvidia-ml-py`; where the driver refuses; if `failed`; in `probe`, `latency` "
-    "and `inflight`"
+    "and `acceptance`"
 )
 LOAD_NULL = (
     "if unknown; if it took less than a second; if `failed`; where another program computed, as of "
@@ -43,7 +43,8 @@ class Environment(RecordPart):
     )
     cores_others: float | None = recorded(
         "cores that other programs on the leading rank's host kept at work while it was measured, "
-        "in the mean: what all cores that the run may use did, without the run's own processes",
+        "in the mean: what all cores that the run may use did, without the run's own processes; "
+        "with `--repeats` of the repeat in which `cores_taken` is largest, as the next three",
         "cores",
         null=LOAD_NULL,
     )
@@ -99,10 +100,10 @@ class Environment(RecordPart):
     world_size: int = recorded("number of ranks that were launched")
     threads: int = recorded("CPU threads of the leading rank, as PyTorch reports them")
     read_bandwidth_bytes_per_s: float | None = recorded(
-        "bytes a second that all ranks together read from memory, measured in this run before and "
-        "after decoding; the best of fourteen measurements",
+        "bytes a second that all ranks together read from memory: the best of seven measurements "
+        "before the first pass, and in `run` of seven more after the last one",
         "bytes/s",
-        null="if `failed`; in `inflight`",
+        null="if `failed`; where no system of the command counts what its steps read",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict
 
 KEY = "recorded"
+OverGroups = Callable[[list[Any]], Any]
 
 
 class RecordPart:
@@ -32,6 +34,7 @@ class Recorded:
     suffix: str = ""  # printed after the number
     choices: tuple[str, ...] = ()  # all possible values of a string
     by_chance: bool = False  # the number has no meaning if weights are random
+    over_groups: OverGroups | None = None  # one value of those of several groups; None: all equal
 
     def show(self, value: Any) -> str:
         if isinstance(value, list):

@@ -53,7 +53,7 @@ def metric_rows(
     None): the label, then their cells. `only` names the fields that may have a row, in order."""
     return [
         [Shown(described.label, key)]
-        + [None if each is None else cell(each, key, described) for each in metrics]
+        + [None if metric is None else cell(metric, key, described) for metric in metrics]
         for key, described in _labelled(kind, metrics, only)
     ]
 
@@ -64,7 +64,7 @@ def metric_columns(
     """The transpose of `metric_rows`: columns for fields, and a row for each of `metrics`."""
     fields = _labelled(kind, metrics, only)
     columns = [Column(described.label, key=key) for key, described in fields]
-    rows = [[cell(each, key, about) for key, about in fields] for each in metrics]
+    rows = [[cell(metric, key, about) for key, about in fields] for metric in metrics]
     return columns, rows
 
 
@@ -100,5 +100,5 @@ def _labelled(
     return [
         (key, fields[key])
         for key in only or fields
-        if fields[key].label and any(getattr(each, key, None) is not None for each in metrics)
+        if fields[key].label and any(getattr(metric, key, None) is not None for metric in metrics)
     ]

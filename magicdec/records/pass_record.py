@@ -310,16 +310,23 @@ class PassRecord(MeasuredRecord):
         null="if it is the only one, and of a pass that failed before another one",
     )
     num_differing: int | None = recorded(
-        "requests with tokens other than those in `reference`", null="if they cannot be compared"
+        "requests with tokens other than those in `reference`",
+        null="if those of some requests cannot be compared",
     )
     metrics: PassMetrics | None = recorded("its metrics", null="if `mismatch` or `failed`")
     details: RecordedDetails = recorded(
-        "what its system measured beside the requests; see the page of the system", null=NO_STAGES
+        "what its system measured beside the requests; see the page of the system. Of several "
+        "groups counts are summed, the largest and the least are of all, and shares and times are "
+        "means over the groups; of what a server reports, that is taken which all groups have",
+        null=NO_STAGES,
     )
     requests: list[RequestRecord] = recorded(
-        "the requests in the order of arrival, group after group; none if `failed`"
+        "the requests in the order of arrival, group after group; if `failed`, those of the groups "
+        "that had ended before"
     )
-    groups: list[GroupRecord] = recorded("the groups in order; none if `failed`")
+    groups: list[GroupRecord] = recorded(
+        "the groups in order; fewer than `--repeats` if the command was ended before"
+    )
     times_by_turn: list[TurnTimes] | None = recorded(
         "the times of requests by their turns in conversations",
         null="without `--turns`; if `mismatch` or `failed`",
@@ -364,9 +371,12 @@ class PassRecord(MeasuredRecord):
         if self.workload is None and self.status != Status.FAILED:
             return "it has no workload"
         found = self.correctness
+        if found is None and self.status != Status.FAILED:
+            return "it does not say how its tokens compare, although it did not fail"
         if found is not None and (found.has_wrong_steps or found.has_alarms):
             return None if self.status == Status.MISMATCH else "its status hides wrong steps"
-        if self.status == Status.MISMATCH and not self.num_differing:
+        differs = bool(self.num_differing) or (found is not None and found.identical is False)
+        if self.status == Status.MISMATCH and not differs:
             return "it is a mismatch, but no tokens differ, and no steps or forwards are wrong"
         if self.passed and found is not None and found.num_diverged:
             return f"its status is {self.status}, but its tokens diverged"
@@ -405,6 +415,12 @@ class PassRecord(MeasuredRecord):
         for group in self.groups:
             yield group, self.requests[first : first + group.num_requests]
             first += group.num_requests
+
+    @property
+    def num_missing_repeats(self) -> int:
+        """The `--repeats` that it has not served, because the command was ended before."""
+        repeats: int = self.config["workload"].get("repeats", 1)
+        return max(0, repeats - len(self.groups)) if self.groups else 0
 
     @property
     def concurrency(self) -> int | None:
@@ -536,7 +552,7 @@ def commands_of(passes: Iterable[PassRecord]) -> list[list[PassRecord]]:
     for record in passes:
         environment = record.environment
         own = environment.time_utc, environment.argv
-        names = [each.name for each in commands[-1]] if commands else []
+        names = [known.name for known in commands[-1]] if commands else []
         if own != key or record.name in names:
             commands.append([])
         key = own
@@ -549,4 +565,4 @@ def reference_of(record: PassRecord, command: Iterable[PassRecord]) -> PassRecor
     itself is the reference."""
     if record.reference in (None, record.name):
         return None
-    return next((each for each in command if each.name == record.reference), None)
+    return next((candidate for candidate in command if candidate.name == record.reference), None)

@@ -79,10 +79,6 @@ def sealed_json(record: Any) -> str:
     return line if record.seal is None else with_seal(line, seal_of(line))
 
 
-def append_record(path: Path, record: Record) -> None:
-    append_line(path, record.to_json())
-
-
 def append_together(path: Path, records: Iterable[Record]) -> None:
     """Appends the records of a command at once, so that a file has all of them or none."""
     append_line(path, "\n".join(record.to_json() for record in records))

@@ -208,13 +208,14 @@ def complete(
     agree: Callable[[Launch, Callable[[], str]], str] = check_together,
     num_prompts: tuple[int, str] | None = None,
     check: Callable[[ResolvedConfig, Models, Launch, int | None], str] = check_memory,
+    cut_from: int | None = None,
 ) -> Prepared:
     """The run checked against its models, with prompts and a memory plan. Raises ValueError as
     `prepare`.
 
     `agree` lets all ranks refuse if one does. `num_prompts` is the number of requests and its flag,
     if requests are served: a prompt set then keeps its lengths. `check` makes the line about
-    memory.
+    memory. Prompts from books are the beginnings of those with `cut_from` tokens.
     """
     config = run.config
     launch = run.launch
@@ -223,7 +224,7 @@ def complete(
     w = config.workload
     is_given = num_prompts is not None or config.run_config.workload.num_batches is not None
     batch = None if is_given else w.batch_size
-    workload = _workload_of(run, cache, name, tokenizer, num_prompts, batch)
+    workload = _workload_of(run, cache, name, tokenizer, num_prompts, batch, cut_from)
     if batch is not None:
         num_batches = len(workload.prompts) // batch
         config = replace(config, workload=replace(w, num_batches=num_batches))
@@ -262,9 +263,10 @@ def _workload_of(
     tokenizer: Tokenizer,
     num_prompts: tuple[int, str] | None,
     batch: int | None,
+    cut_from: int | None,
 ) -> Workload:
-    """The prompts, made once for equal ones. `num_prompts` as in `complete`, `batch` as in
-    `build_workload`."""
+    """The prompts, made once for equal ones. `num_prompts` as in `complete`, `batch` and `cut_from`
+    as in `build_workload`."""
     w = run.config.workload
     is_chat = w.prompt_format == CHAT  # a template has its own words before a text
     bos = None if is_chat else tokenizer.bos_of(run.source.config.bos_token_id)
@@ -279,6 +281,7 @@ def _workload_of(
         is_whole=num_prompts is not None,
         batch=batch,
         turns=room.turns,
+        cut_from=cut_from,
     )
     chat: ChatTemplate | None = None
     if is_chat:

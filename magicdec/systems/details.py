@@ -4,7 +4,7 @@ declares its own. Imports no torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Self
@@ -13,7 +13,7 @@ from pydantic import Discriminator
 
 from magicdec.names import load_object
 from magicdec.output.tables import Table
-from magicdec.records.fields import RecordPart
+from magicdec.records.fields import OverGroups, RecordPart, description_of
 from magicdec.systems.modes import SYSTEMS
 
 
@@ -53,6 +53,21 @@ class Details(RecordPart):
         """Whether what requests do not say of acceptance is known of the whole pass."""
         return False
 
+    @classmethod
+    def joined(cls, groups: Sequence[Self]) -> Self:
+        """The details of several groups of requests, each field as its description says
+        (`over_groups`)."""
+        first, *_ = groups
+        found = dict[str, Any]()
+        for item in fields(cls):
+            values = [getattr(group, item.name) for group in groups]
+            rule = description_of(item).over_groups
+            if rule is not None:
+                found[item.name] = joined_value(rule, values)
+            else:
+                assert all(value == values[0] for value in values), f"{item.name}: {values}"
+        return replace(first, **found)
+
     def completed(self, missing: Sequence[str], is_drafting: bool) -> Self:
         """The details with the metrics of acceptance that a pass does not have."""
         return self
@@ -68,6 +83,17 @@ class Details(RecordPart):
     def lines(self, name: str, has_drafts: bool) -> list[str]:
         """Lines below the summary of the passes, of the pass of that name."""
         return []
+
+
+def joined_value(rule: OverGroups, values: Sequence[Any]) -> Any:
+    """One value of those of several groups, of lists entry by entry. None counts as unknown, and
+    is the result if all are."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if isinstance(known[0], list):
+        return [joined_value(rule, entries) for entries in zip(*known, strict=True)]
+    return rule(known)
 
 
 def details_type() -> Any:

@@ -17,6 +17,7 @@ from magicdec.config.sections import KVSection
 from magicdec.engine.engine import Engine
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.observers.prompt_queries import PromptQueries
 from magicdec.runner.request import Request, SamplingParams
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.model_plan import max_tokens, rewound_by_pass
@@ -32,6 +33,19 @@ class KeptPrompts:
     engine: Engine
     snapshots: list[Request]
     seconds: float  # of the prefill
+
+    def is_of(self, requests: Sequence[Request]) -> bool:
+        """Whether these are its prompts."""
+        pairs = zip(self.snapshots, requests, strict=True)
+        return all(snapshot.prompt_ids == request.prompt_ids for snapshot, request in pairs)
+
+    def begins_with(self, requests: Sequence[Request]) -> bool:
+        """Whether its prompts begin with these."""
+        pairs = zip(self.snapshots, requests, strict=True)
+        return all(
+            snapshot.prompt_ids[: len(request.prompt_ids)] == request.prompt_ids
+            for snapshot, request in pairs
+        )
 
 
 class PromptCaches:
@@ -52,8 +66,14 @@ class PromptCaches:
     def keep(self, number: int, requests: Sequence[Request], name: str) -> KeptPrompts:
         """The prompts of these requests, prefilled unless a cache of their own has them. `name`
         says in the progress what is prefilled."""
-        if number in self._groups:
-            return self._groups[number]
+        held = self._groups.get(number)
+        if held is not None and held.is_of(requests):
+            return held
+        if held is not None:
+            self.results.clear()
+        if held is not None and held.begins_with(requests):
+            self._groups[number] = kept = self._shorten(held, requests)
+            return kept
         if not self.is_kept:
             self._groups.clear()
         elif number:
@@ -61,6 +81,14 @@ class PromptCaches:
         kept = self._prefill(number, requests, name)
         self._groups[number] = kept
         return kept
+
+    def _shorten(self, held: KeptPrompts, requests: Sequence[Request]) -> KeptPrompts:
+        engine = held.engine
+        queries = engine.runner.observer(PromptQueries)
+        num_again = 1 if queries is None else max(1, queries.num_tokens)
+        started = time.perf_counter()
+        snapshots = engine.shorten(requests, num_again)
+        return KeptPrompts(held.number, engine, snapshots, time.perf_counter() - started)
 
     def forget(self) -> None:
         """The caches have lost what they held."""
@@ -89,13 +117,15 @@ def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
 class CacheDemand:
     """The caches of runs that share their prompts: tokens of a row, by how many it is truncated,
     and the KV section whose policy needs queries of most prompt tokens. `is_kept`: every group of
-    prompts has its own cache and is prefilled once. `num_forks`: rows beside those of prompts."""
+    prompts has its own cache and is prefilled once. `num_forks`: rows beside those of prompts.
+    `is_nested`: prompts may be the beginnings of those that a cache has."""
 
     max_tokens: int
-    rewound: int
+    rewound: int | None  # None: to the begin of a row
     kv: KVSection | None
     is_kept: bool = False
     num_forks: int = 0
+    is_nested: bool = False
 
     @classmethod
     def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> CacheDemand:
@@ -152,6 +182,8 @@ class SharedPrefill:
         make_runner: Callable[[CacheDemand], ModelRunner],
     ) -> PromptCaches:
         """The caches of a run, filled if the last run had the same prompts."""
+        if room.is_nested:
+            config = replace(config, workload=replace(config.workload, prefix_len=0))
         key = prefill_key(config), room
         if self._caches is None or key != self._key:
             self._caches = None  # before others take their memory

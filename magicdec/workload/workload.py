@@ -77,6 +77,7 @@ class Workload:
 class Wanted:
     """The prompts to make: so many of `prefix_len` tokens, to be continued by `gen_len`.
 
+    `cut_from`: prompts from books are the beginnings of those with so many tokens (None: whole).
     `counted_by`: the flags behind `num_prompts`. `is_whole`: a set's prompts keep lengths up to
     `prefix_len`. `batch`: a short text gives whole batches of so many. `turns`: questions of a
     conversation that are asked at most, within `prefix_len` with the answers to those before.
@@ -90,6 +91,7 @@ class Wanted:
     is_whole: bool = False
     batch: int | None = None
     turns: int = 1
+    cut_from: int | None = None
 
     def enough(self, num_held: int) -> int:
         """The prompts to draw from `num_held`: with `batch`, whole batches, at least one."""
@@ -171,17 +173,20 @@ def _prefixes_of_books(
     prefix_len = wanted.prefix_len
     seed = wanted.seed
     room = frame.room(prefix_len)
-    texts, places = _cut_books(books, tokenizer, skip, room, wanted.num_prompts)
+    chunk_len = prefix_len if wanted.cut_from is None else wanted.cut_from
+    chunk = frame.room(chunk_len)
+    texts, places = _cut_books(books, tokenizer, skip, chunk, wanted.num_prompts)
     num_prompts = wanted.enough(len(places))
     if len(places) < num_prompts:
         after = f" after the first {skip} of each text (--skip_tokens)" if skip else ""
         raise ValueError(
-            f"--dataset {name} holds {len(places)} prefixes of --prefix_len {prefix_len} tokens"
+            f"--dataset {name} holds {len(places)} prefixes of --prefix_len {chunk_len} tokens"
             f"{after}; {num_prompts} are needed ({wanted.counted_by})"
         )
     random.Random(seed).shuffle(places)
     sources = tuple(places[:num_prompts])
-    prompts = tuple(frame.around(_prefix(texts[b], c, room, bos_token_id)) for b, c in sources)
+    chunks = (_prefix(texts[b], c, chunk, bos_token_id) for b, c in sources)
+    prompts = tuple(frame.around(tokens[:room]) for tokens in chunks)
     digest = _hash_prompts(prompts)
     return Workload(name, prompts, sources, len(places), skip, seed, digest)
 

@@ -14,10 +14,12 @@ from magicdec.bench import groups
 from magicdec.bench.acceptance import forks, measuring
 from magicdec.bench.acceptance.record import counts_of
 from magicdec.cli.commands import console
+from magicdec.engine.engine import Engine
 from magicdec.runner.request import StepOutput
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.speculation.eagle import EagleDrafter
 from magicdec.systems.observer import PassObserver
+from magicdec.systems.shared_prefill import KeptPrompts
 
 WORKLOAD = "--prefix_len 160 --gen_len 49 --B 3 --dtype float32 --threads 1 --ignore_eos"
 MOST = 6
@@ -197,6 +199,43 @@ FORKED = (
     "--draft self --kv_policy full",
     "--draft ngram",
 )
+
+
+CONTEXTS = (
+    "--draft self self:int8 ngram --kv_policy snapkv streaming_llm --budget 49",
+    "--draft self --kv_policy retrieval --budget 97",
+    "--draft model:demo-draft eagle:demo-eagle --kv_policy full",
+)
+
+
+@pytest.mark.parametrize("words", CONTEXTS)
+def test_contexts_that_share_a_prefill_accept_what_they_accept_alone(
+    words: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The shorter prompts are the beginnings of the longest ones. They are prefilled once for all
+    drafts, but for those of a head, or each anew."""
+    workload = "--prefix_len 70 130 97 --gen_len 33 --B 3 --dtype float32 --threads 1 --gamma 5"
+    num_prefills = []
+    prefill = Engine.prefill
+
+    def count(engine: Engine, requests: Any, *more: Any) -> Any:
+        num_prefills.append(len(requests[0].prompt_ids))
+        return prefill(engine, requests, *more)
+
+    monkeypatch.setattr(Engine, "prefill", count)
+    found = []
+    for name in ("shared", "alone"):
+        out = tmp_path / f"{name}.jsonl"
+        if name == "alone":
+            monkeypatch.setattr(KeptPrompts, "begins_with", lambda kept, requests: False)
+        ended = command("acceptance", *words.split(), *workload.split(), "--out", out)
+        assert ended.code == 0, ended.err
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        keys = ("config", "accepted", "drafted", "rows", "outputs_sha256")
+        found.append([{key: record[key] for key in keys} for record in records])
+    assert found[0] == found[1]
+    groups_of_drafts = 2 if "eagle" in words else 1
+    assert num_prefills == [130] * groups_of_drafts + [130, 97, 70] * groups_of_drafts
 
 
 @pytest.mark.parametrize("most", [128, 7])

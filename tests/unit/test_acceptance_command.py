@@ -210,10 +210,10 @@ def test_the_same_command_goes_on_with_what_is_left(
     assert out.read_text().startswith(first) and len(made) == 5
     records = list(read_records(out, AcceptanceRecord))
     assert [(r.draft, r.context) for r in records] == [
-        ("self streaming_llm 33", 64),
-        ("ngram", 64),
         ("self streaming_llm 33", 96),
         ("ngram", 96),
+        ("self streaming_llm 33", 64),
+        ("ngram", 64),
     ]
     assert "<svg" in (tmp_path / "chart.svg").read_text()
     shown = command("table", out)
@@ -265,5 +265,5 @@ def test_a_continuation_that_ends_early_is_a_shorter_group(
     record = next(read_records(out, AcceptanceRecord))
     lengths = record.lengths
     assert 0 < record.num_short == sum(length < 8 for length in lengths) <= 4
-    assert f"context 64: {record.num_short} continuations end early" in ended.out
+    assert f"context {record.context}: {record.num_short} continuations end early" in ended.out
     assert record.num_positions == sum(lengths)

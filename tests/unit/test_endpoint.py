@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import Command
-from identities import check_metrics
+from identities import check_command, check_metrics
 
 from magicdec.bench.showing import break_even, context_tables
 from magicdec.cli.serve import COMMANDS
@@ -534,6 +534,71 @@ def test_counters_are_read_around_the_pass(
     else:
         assert said["source"] is None and metrics["num_spec_steps"] is None
         assert [problem in each for each in said["problems"]] == [True]
+
+
+@pytest.mark.usefixtures("learning")
+@pytest.mark.parametrize(
+    ("second", "problems", "expected"),
+    [
+        ((13, 26, 11), [], (8, 16)),
+        (
+            (8, 26, 11),  # the server has restarted
+            ["counters: vllm:spec_decode_num_drafts_total went from 9 to 8", "counters: known of"],
+            (None, None),
+        ),
+    ],
+)
+def test_counters_are_read_around_each_repeat(
+    second: tuple[int, ...], problems: list[str], expected: tuple[int | None, ...],
+    words: list[str], server: StandInServer, tmp_path: Path,
+) -> None:  # fmt: skip
+    """In the second repeat the server is first. Where one repeat has no counts, their sum is not
+    known, and the record, read back, does not say that it has counters."""
+    first = COUNTERS.format(5, 10, 3)
+    between = COUNTERS.format(9, 18, 7)
+    server.counters = [first, first, between, between, COUNTERS.format(*second)]
+    address = server.address.removesuffix("/v1")
+    flags = ("--modes", "sequential", "endpoint", "--endpoint_metrics", f"{address}/metrics")
+    assert run([*words, *flags, "--repeats", "2"]) == 0
+    ours, theirs = records_of(tmp_path)
+    assert check_command(list(read_records(tmp_path / "out.jsonl", PassRecord))) == []
+    assert (theirs["status"], theirs["num_differing"]) == ("verified", 0)
+    assert [group["num_requests"] for group in theirs["groups"]] == [3, 3]
+    assert len(ours["requests"]) == len(theirs["requests"]) == 6
+    assert theirs["correctness"]["num_tokens"] == 24
+    details = theirs["details"]
+    metrics = theirs["metrics"]
+    assert (metrics["num_spec_steps"], metrics["num_draft_tokens"]) == expected
+    assert details["source"] == (None if problems else "counters")
+    assert len(details["problems"]) == len(problems)
+    for said, start in zip(details["problems"], problems, strict=True):
+        assert said.startswith(start)
+    assert ("draft_acceptance_rate" in details["missing"]) == bool(problems)
+    assert len(metrics["throughput_ratio_per_group"]) == 2
+
+
+@pytest.mark.usefixtures("learning")
+def test_answers_of_one_repeat_say_nothing_of_all(
+    words: list[str], server: StandInServer, tmp_path: Path
+) -> None:
+    """Drafts that only the answers of the first repeat report are not counted beside the tokens of
+    both."""
+    server.report = OF_VLLM
+    begin = server.begin
+
+    def reporting() -> None:
+        begin()
+        num_measured = sum(body["max_tokens"] == 4 for body in server.bodies)  # no warm-ups
+        if num_measured > 3:
+            server.report = {}
+
+    server.begin = reporting  # type: ignore[method-assign]
+    assert run([*words, "--modes", "sequential", "endpoint", "--repeats", "2"]) == 0
+    _, theirs = records_of(tmp_path)
+    assert (theirs["status"], len(theirs["requests"])) == ("verified", 6)
+    assert theirs["details"]["source"] is theirs["metrics"]["num_draft_tokens"] is None
+    assert theirs["details"]["problems"] == ["answers: known of 1 of 2 repeats alone"]
+    assert [request["num_draft_tokens"] for request in theirs["requests"]] == [None] * 6
 
 
 @pytest.mark.usefixtures("learning")

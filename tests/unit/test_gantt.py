@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from magicdec.bench.timeline import DECODE, LOOKS, PREFILL, WAITING, draw_timeline
+from magicdec.bench.timeline import (
+    DECODE,
+    LOOKS,
+    PREFILL,
+    WAITING,
+    ServedGroup,
+    draw_timeline,
+)
 from magicdec.output import gantt
 from magicdec.output.gantt import BarStyle, GanttBar, Panel
 from magicdec.records.pass_record import RequestRecord
@@ -94,8 +101,9 @@ def test_a_request_waits_is_prefilled_and_decodes(tmp_path: Path, drawn: list[Fi
     """After a preemption again, and one that ends during its second prefill."""
     plain = request([300.0], [], [700.0])
     again = request([300.0, 1200.0], [900.0], [700.0, 1500.0])
-    record: Any = SimpleNamespace(name="inflight", requests=[plain, again])
-    draw_timeline([record], [None], tmp_path / "a.png")
+    first = ServedGroup("inflight, repeat 1", 0, [plain, again])
+    second = replace(first, name="inflight, repeat 2", repeat=1, requests=[plain])
+    draw_timeline([first, second], tmp_path / "a.png")
     (ax,) = drawn[0].axes
     spans = {
         0: [(WAITING, 100, 300), (PREFILL, 300, 700), (DECODE, 700, 2000)],
@@ -113,7 +121,7 @@ def test_a_request_waits_is_prefilled_and_decodes(tmp_path: Path, drawn: list[Fi
         for row, of in spans.items()
         for kind, begin, end in of
     }
-    assert ax.get_title(loc="left") == "inflight: 2.00 s"
+    assert ax.get_title(loc="left") == "inflight, repeat 1: 2.00 s"
     assert [text.get_text() for text in ax.get_yticklabels()] == ["request 0", "request 1"]
     (legend,) = drawn[0].legends
     handles = zip(legend.get_texts(), legend.get_patches(), strict=True)

@@ -19,7 +19,7 @@ from magicdec.bench.report.listing import SETTINGS, settings
 from magicdec.records.acceptance import GroupAcceptance
 from magicdec.records.reading import load_passes
 from magicdec.records.recomputing import OF_RATIOS
-from magicdec.records.record import append_record
+from magicdec.records.record import append_together
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 BEST = drawn(budget=129)
@@ -121,8 +121,7 @@ def test_an_export_has_a_row_for_each_pass(tmp_path: Path, command: Command, suf
 def test_an_export_has_a_row_for_each_pass_of_a_run(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "run.jsonl"
     passes = drawn_command()
-    for record in passes:
-        append_record(path, record)
+    append_together(path, passes)
     assert command("export", path, "--out", tmp_path / "run.csv").code == 0
     first, second = rows_of((tmp_path / "run.csv").read_text())
     for row, record in zip((first, second), passes, strict=True):
@@ -196,8 +195,7 @@ def test_numbers_are_whole_where_runs_differ_in_many_settings(
 
 def test_a_table_has_the_interval(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "runs.jsonl"
-    append_record(path, BEST)
-    append_record(path, drawn(budget=65))
+    append_together(path, [BEST, drawn(budget=65)])
     text = " ".join(command("table", path).out.split())
     assert BEST.metrics is not None and BEST.metrics.draft_acceptance_rate_interval is not None
     low, high = BEST.metrics.draft_acceptance_rate_interval

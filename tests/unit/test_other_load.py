@@ -28,6 +28,18 @@ OTHER = 900
 SECONDS = 10
 
 
+def test_the_worst_load_is_that_of_which_most_is_known_to_be_taken() -> None:
+    unknown = OtherLoad()
+    uncounted = OtherLoad(2.0, 0.0)  # waits are not counted
+    calm = OtherLoad(0.5, 0.0, 0.1, 0.0)
+    busy = OtherLoad(0.3, 0.0, 0.3, 0.2)
+    assert OtherLoad.worst_of([]) == OtherLoad.worst_of([unknown]) == unknown
+    for order in ([unknown, uncounted, calm, busy], [busy, calm, uncounted, unknown]):
+        assert OtherLoad.worst_of(order) == busy
+    assert OtherLoad.worst_of([unknown, uncounted]) == uncounted
+    assert OtherLoad.worst_of([calm, uncounted]) == calm
+
+
 def write_proc(
     root: Path,
     own_s: float = 0.0,

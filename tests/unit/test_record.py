@@ -39,9 +39,10 @@ from magicdec.records.correctness import (
     JudgedAgain,
     Misjudged,
 )
+from magicdec.records.describe import verdict_of
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes
-from magicdec.records.record import Status, append_record, append_together
+from magicdec.records.record import Status, append_together
 from magicdec.records.workload import ModelRecord
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import MemoryTaken, describe_memory
@@ -336,6 +337,10 @@ METRICS = run_records()[1].metrics
         {"status": Status.VERIFIED, "num_differing": 1},
         {"status": Status.VERIFIED_WITH_TIES, "num_differing": 0},
         {"status": Status.VERIFIED_WITH_TIES, "num_differing": None},
+        MISMATCH | {"num_differing": 0},
+        MISMATCH | {"num_differing": None},
+        {"status": Status.UNVERIFIED, "num_differing": None, "correctness": None},
+        {"correctness": None},
         {"workload": None},
         {"requests": []},
         {"groups": []},
@@ -345,6 +350,16 @@ METRICS = run_records()[1].metrics
 def test_contradictions_cannot_be_made(fields: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         small(**fields)
+
+
+def test_where_some_tokens_cannot_be_compared_others_can_be_wrong() -> None:
+    """As with `--repeats` of a server that once sends no ids."""
+    record = small(**MISMATCH | {"num_differing": None, "correctness": DIVERGED})
+    said = verdict_of(record)
+    assert "some of its 99 tokens are not compared, because a server sent no token ids" in said
+    assert said.startswith("MISMATCH") and "and others differ" in said
+    alone = small(**ALONE | {"reference": "static"})
+    assert verdict_of(alone).startswith("unverified, its 12 tokens are not compared, because a ser")
 
 
 def small(**fields: Any) -> PassRecord:
@@ -358,8 +373,7 @@ def test_a_record_is_one_line_that_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "runs.jsonl"
     odd = replace(small().environment, argv=["a\nb", "\u2028", "é"])
     records = [small(environment=odd), small(margin=0.1)]
-    for record in records:
-        append_record(path, record)
+    append_together(path, records)
     assert path.read_bytes().count(b"\n") == 2 and path.read_bytes().endswith(b"\n")
     loaded = load_passes(path)
     assert [json.loads(r.to_json()) for r in loaded] == [json.loads(r.to_json()) for r in records]
@@ -371,7 +385,7 @@ def test_a_record_is_one_line_that_is_read_back(tmp_path: Path) -> None:
 def test_appending_closes_a_cut_line_and_rewrites_nothing(tmp_path: Path, before: bytes) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_bytes(before)
-    append_record(path, small())
+    append_together(path, [small()])
     closed = b"\n" if before and not before.endswith(b"\n") else b""
     assert path.read_bytes() == before + closed + small().to_json().encode() + b"\n"
 
@@ -379,10 +393,10 @@ def test_appending_closes_a_cut_line_and_rewrites_nothing(tmp_path: Path, before
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_a_number_is_neither_written_nor_read(tmp_path: Path, value: float) -> None:
     path = tmp_path / "runs.jsonl"
-    append_record(path, small())
+    append_together(path, [small()])
     written = path.read_bytes()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        append_record(path, small(metrics=replace(METRICS, speedup=value)))  # type: ignore[type-var]
+        append_together(path, [small(metrics=replace(METRICS, speedup=value))])  # type: ignore[type-var]
     assert path.read_bytes() == written
     path.write_text(json.dumps(json.loads(small().to_json()) | {"margin": value}))
     with pytest.raises(ValueError, match=f"{path}:1: not a JSON record"):
@@ -414,10 +428,10 @@ def test_a_torn_line_costs_no_other_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: bytes
 ) -> None:
     path = tmp_path / "runs.jsonl"
-    append_record(path, small())
+    append_together(path, [small()])
     with path.open("ab") as file:
         file.write(torn)
-    append_record(path, small())
+    append_together(path, [small()])
     assert len(load_passes(path)) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1

@@ -25,7 +25,7 @@ from magicdec.records.fields import described_fields, description_of, without_no
 from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes, parse_line, read_records
-from magicdec.records.record import append_record
+from magicdec.records.record import append_together
 from magicdec.systems.modes import SYSTEMS
 
 DETAILS = tuple(load_object(each.details) for each in SYSTEMS.values() if each.details)
@@ -195,7 +195,7 @@ def test_latency_is_a_record_with_a_table(tmp_path: Path) -> None:
     config = base.config | {"grid": {"repeats": 3}, "attention": {"backend": "native"}}
     environment = replace(base.environment, read_bandwidth_bytes_per_s=1e9)
     record = LatencyRecord(config=config, environment=environment, rows=[row])
-    append_record(tmp_path / "runs.jsonl", record)
+    append_together(tmp_path / "runs.jsonl", [record])
     (read,) = read_records(tmp_path / "runs.jsonl", LatencyRecord)
     assert read.to_json() == record.to_json()
     (table,) = tables([record])

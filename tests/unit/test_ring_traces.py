@@ -3,19 +3,22 @@
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import FakeClock
+from test_record import run_records
 from test_recurrent_order import CHUNK, LIMITS, OrderedRing
 
 from magicdec.bench.timeline import (
     HEAD,
     OF_STAGES,
     PROMPT,
+    ServedGroup,
     decoding_window,
+    served_groups,
     stages_panel,
     trace_events,
 )
@@ -125,13 +128,44 @@ def test_a_chart_has_a_row_for_each_stage() -> None:
 
 def test_a_trace_has_an_event_for_each_span() -> None:
     trace = make_trace()
-    record = cast(Any, SimpleNamespace(name="ring", requests=[]))
-    events = trace_events([record], [trace])
+    events = trace_events([ServedGroup("ring", 0, [], trace)])
     names = [each["args"] for each in events if each["ph"] == "M"]
     assert names == [{"name": f"ring: {of}"} for of in ("requests", "stage 0", "stage 1")]
     event = next(e for e in events if e["name"] == "stage 1" and e["pid"] == 2)
     assert (event["ph"], event["ts"], event["dur"]) == ("X", 2e6, 1e6)
     assert len(events) == 3 + 3 * 6
+
+
+def test_a_trace_has_every_repeat_with_its_own_stages() -> None:
+    """The requests and stages of each are processes of their own, whose time begins at 0."""
+    record, _ = run_records()
+    first = make_trace()
+    second = replace(
+        first,
+        spans=[
+            [replace(span, begin_s=span.begin_s + 50, end_s=span.end_s + 50) for span in spans[1:]]
+            for spans in first.spans
+        ],
+    )
+    groups = served_groups([record], [[first, second]])
+    assert [(group.name, len(group.requests)) for group in groups] == [
+        ("static, repeat 1", 1),
+        ("static, repeat 2", 1),
+    ]
+    assert [group.requests for group in groups] == [[request] for request in record.requests]
+    events = trace_events(groups)
+    names = [each["args"]["name"] for each in events if each["ph"] == "M"]  # type: ignore[index]
+    of_group = ("requests", "stage 0", "stage 1")
+    assert names == [f"static, repeat {n}: {of}" for n in (1, 2) for of in of_group]
+    counts = [sum(e["pid"] == pid and e["ph"] == "X" for e in events) for pid in range(6)]
+    assert counts[1:3] == [len(spans) for spans in first.spans]
+    assert counts[4:6] == [len(spans) for spans in second.spans]
+    begins = [min(e["ts"] for e in events if e["pid"] == pid and e["ph"] == "X") for pid in (1, 4)]  # type: ignore[type-var]
+    assert begins == [0.0, 0.0]
+    (alone,) = served_groups(
+        [replace(record, groups=record.groups[:1], requests=record.requests[:1])], [[None]]
+    )
+    assert alone.name == "static"
 
 
 class Passing:

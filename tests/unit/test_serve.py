@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import Launch
+from conftest import Command, Launch
 from fake_clock import VirtualClock
-from identities import check_metrics
+from identities import check_command, check_metrics
 from rich.console import Console
 from serving_command import prepare_as
 
@@ -25,14 +25,16 @@ from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch as Ranks
+from magicdec.hardware.other_load import LoadWatch, OtherLoad
 from magicdec.hardware.threads import RankThreads
 from magicdec.output import tables as output_tables
 from magicdec.output.console import Progress
 from magicdec.output.tables import Table, text_of
 from magicdec.records.describe import verdict_of
 from magicdec.records.pass_record import PassRecord
-from magicdec.records.reading import parse_line
-from magicdec.runner.request import Batch, Request, StepOutput
+from magicdec.records.reading import parse_line, read_records
+from magicdec.records.record import Status
+from magicdec.runner.request import Batch, NotFinite, Request, StepOutput
 from magicdec.runner.step_plan import StepPlan
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
@@ -567,6 +569,78 @@ def test_repeats_give_a_ratio_its_interval(
     low, high = metrics["throughput_ratio_interval"]
     assert low < metrics["throughput_ratio"] < high
     assert metrics["duration_s"] == pytest.approx(sum(64 / ratio for ratio in expected))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), NotFinite("the logits are not finite")])
+@pytest.mark.parametrize(
+    ("failing", "repeat", "expected"),
+    [
+        ("inflight", 2, {"sequential": 1, "inflight": 1}),  # the reference is second then
+        ("sequential", 2, {"sequential": 1, "inflight": 1}),  # nothing has checked the other yet
+        ("inflight", 3, {"sequential": 3, "inflight": 2}),
+    ],
+)
+def test_repeats_that_had_ended_are_kept(
+    error: BaseException, failing: str, repeat: int, expected: dict[str, int], toy: Toy,
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command,
+) -> None:  # fmt: skip
+    """What ends the command in one repeat of a mode costs no earlier one, of any mode."""
+    serve_toy = RoundRobin.serve
+
+    def ending(
+        self: RoundRobin, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
+        served = [name for name, lengths in self.log if len(lengths) == len(SHAPES)]
+        is_last = observer.is_measured and served.count(failing) == repeat - 1
+        if serving_pass.name == failing and is_last:
+            raise error
+        return serve_toy(self, serving_pass, requests, observer)
+
+    monkeypatch.setattr(RoundRobin, "serve", ending)
+    words += ["--repeats", "3"]
+    if isinstance(error, NotFinite):
+        with pytest.raises(NotFinite):
+            toy("sequential", "inflight")
+    else:
+        assert toy("sequential", "inflight")[0] == 130
+    out = tmp_path / "out.jsonl"
+    records = list(read_records(out, PassRecord))
+    assert {record.name: len(record.groups) for record in records} == expected
+    assert check_command(records) == []
+    assert command("export", out, "--out", tmp_path / "out.csv").code == 0
+    assert command("report", out, "--out", tmp_path / "page").code == 0
+    said = command("table", out).out
+    for record in records:
+        assert len(record.requests) == len(record.groups) * len(SHAPES)
+        assert record.num_missing_repeats == 3 - len(record.groups)
+        if record.name == failing and isinstance(error, NotFinite):
+            assert (record.status, record.metrics) == (Status.FAILED, None)
+            place = f"repeat {repeat} of 3: {failing}: "
+            assert record.error == f"{place}the logits are not finite"
+            continue
+        assert record.status == Status.VERIFIED and record.metrics is not None
+        if record.name == "inflight":
+            ratios = record.metrics.throughput_ratio_per_group or ()
+            assert len(ratios) == len(record.groups)
+            assert f"inflight: verified, all {len(record.requests)} requests have the" in said
+            assert f", {len(record.groups)} of 3 repeats" in said
+
+
+def test_the_load_of_a_mode_is_that_of_its_worst_repeat(
+    toy: Toy, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load of the whole command, which is watched too, is none of them."""
+    shares = iter([0.1, 0.3, 0.2])
+
+    def end(self: LoadWatch) -> None:
+        share = next(shares, 0.9)
+        self.found = OtherLoad(10 * share, 0.0, 1.0, share)
+
+    monkeypatch.setattr(LoadWatch, "end", end)
+    words += ["--repeats", "3"]
+    _, (record,) = toy("sequential")
+    environment = record["environment"]
+    assert (environment["cores_taken"], environment["cores_others"]) == (0.3, 3.0)
 
 
 def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(

@@ -23,6 +23,7 @@ from magicdec.systems.servers.details import (
     BOTH,
     COUNTERS,
     ServerCounts,
+    ServersDetails,
     conclude,
     count_pass,
     form_of,
@@ -369,3 +370,19 @@ def test_ids_of_sglang_are_new_ones() -> None:
         event = {"output_ids": sent, "meta_info": {"completion_tokens": 3}}
         (choice,) = api.event(event, before)["choices"]
         assert choice["token_ids"] == [4, 5, 6][before:]
+
+
+def test_only_what_all_groups_report_is_taken_of_them() -> None:
+    """A source that one group lacks says nothing of all; why is said, and nothing twice."""
+
+    def group(source: str | None, *problems: str, program: str | None = "vllm") -> ServersDetails:
+        return ServersDetails(program=program, source=source, missing=[], problems=[*problems])
+
+    both = group("answers and counters")
+    assert ServersDetails.joined([both]) == ServersDetails.joined([both, both]) == both
+    answers = group("answers", "counters: 17 generated tokens")
+    alone = "counters: known of 1 of 2 repeats alone"
+    assert ServersDetails.joined([both, answers]) == group("answers", answers.problems[0], alone)
+    joined = ServersDetails.joined([group(None, "a", "b", program=None), group("counters", "b")])
+    assert joined == group(None, "a", "b", alone)
+    assert not joined.takes_totals

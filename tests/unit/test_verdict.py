@@ -349,29 +349,47 @@ def test_the_first_wrong_token_is_where_both_differ() -> None:
     assert (wrong.index, wrong.expected, wrong.found) == (2, 3, None)
 
 
+UNCOMPARED = Correctness(num_tokens=10)
 TIES = Correctness("static", False, 10, num_excused=2, num_diverged=0)
 UNJUDGED = Correctness("static", False, 10)
 DIVERGED = Correctness("static", False, 10, num_excused=0, num_diverged=1)
 SAME = Correctness("static", True, 10, num_excused=0, num_diverged=0)
+# What one group of requests gives alone, from right to wrong, and its status.
+GROUPS = [
+    ((0, SAME), Status.VERIFIED),
+    ((2, TIES), Status.VERIFIED_WITH_TIES),
+    ((None, UNCOMPARED), Status.UNVERIFIED),
+    ((1, UNJUDGED), Status.UNVERIFIED),
+    ((1, DIVERGED), Status.MISMATCH),
+]
+PAIRS = [(first, second) for first in range(len(GROUPS)) for second in range(len(GROUPS))]
 
 
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        ([(0, SAME), (0, SAME)], Status.VERIFIED),
-        ([(0, SAME), (2, TIES)], Status.VERIFIED_WITH_TIES),
-        ([(2, TIES), (1, DIVERGED)], Status.MISMATCH),
-        ([(2, TIES), (1, UNJUDGED)], Status.UNVERIFIED),
-        ([(1, UNJUDGED), (1, DIVERGED)], Status.MISMATCH),
-    ],
-)
-def test_groups_together_are_as_bad_as_the_worst(
-    groups: list[tuple[int, Correctness]], expected: Status
-) -> None:
-    for order in (groups, groups[::-1]):
-        together = combined([Checked(count, found) for count, found in order])
-        assert status_of(together.num_differing, together.correctness, "bfloat16") == expected
-        assert together.correctness.num_tokens == 20
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_groups_together_are_as_bad_as_the_worst(first: int, second: int) -> None:
+    checks = [Checked(*GROUPS[number][0]) for number in (first, second)]
+    expected = GROUPS[max(first, second)][1]
+    together = combined(checks)
+    found = together.correctness
+    assert status_of(together.num_differing, found, "bfloat16") == expected
+    assert found.num_tokens == 20
+    counts = [check.num_differing for check in checks]
+    has_all = all(count is not None for count in counts)
+    assert together.num_differing == (sum(count or 0 for count in counts) if has_all else None)
+    judged = [check.correctness for check in checks]
+    if found.num_diverged is not None:
+        assert found.num_diverged == sum(each.num_diverged or 0 for each in judged)
+        assert found.num_excused == sum(each.num_excused or 0 for each in judged)
+    assert found.identical is (
+        False
+        if any(each.identical is False for each in judged)
+        else (None if UNCOMPARED in judged else True)
+    )
+    # A difference that nothing could judge is a wrong token where every pass has the same ones.
+    is_unjudged = UNJUDGED in judged and DIVERGED not in judged
+    exact = Status.MISMATCH if is_unjudged else expected
+    assert status_of(together.num_differing, found, "float32") == exact
+    assert status_of(together.num_differing, found, "float32", is_external=True) == expected
 
 
 def test_an_alarm_or_a_wrong_step_of_one_group_is_that_of_all() -> None:

@@ -69,7 +69,7 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     words = [*flags.split(), "--modes", "pipeline+draft"]
     measurement = measured(tiny_checkpoint, tmp_path, *words)
     (record,) = measurement.records
-    (trace,) = measurement.traces
+    ((trace,),) = measurement.traces
     assert (
         trace is not None
         and isinstance(record.details, PipeInferDetails)
@@ -116,7 +116,7 @@ def test_a_ring_counts_what_comes_after_it(
     flags = "--B", 1, *drafting.split()
     measurement = measured(tiny_checkpoint, tmp_path, *flags)
     (record,) = measurement.records
-    (trace,) = measurement.traces
+    ((trace,),) = measurement.traces
     assert (
         trace is not None
         and isinstance(record.details, MDILLMDetails)

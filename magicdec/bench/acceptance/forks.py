@@ -19,11 +19,13 @@ import torch
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import NGRAM, SELF, SamplingSection
+from magicdec.distributed.groups import ParallelGroups
 from magicdec.hardware.timing import synchronize
 from magicdec.names import BASELINE
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
 from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import WholeLookups
 from magicdec.speculation.drafter import DraftSetup
 from magicdec.speculation.model_drafter import SelfDrafter
@@ -34,8 +36,10 @@ from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.systems.modes import Pass
 from magicdec.systems.observer import PassObserver
 from magicdec.systems.prefilled_batching import PrefilledBatching
+from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
 from magicdec.systems.system import SystemDetails
 
+CONTINUATIONS = "continuations"  # the name of a result that drafts share
 MOST_FORKS = 128  # rows of a batch, beside those of the texts
 BLOCK = 64  # tokens of a block, of which a fork copies at most one
 
@@ -79,30 +83,50 @@ class Position:
         return next(differ, len(draft))
 
 
-class ForkedDrafts(PrefilledBatching):
-    """Drafts in forks of the texts of a context, which these drafts share."""
+def with_forks(plan: ModelPlan, num_forks: int) -> ModelPlan:
+    """The plan with rows for forks of its texts. It keeps every token: all forks go back."""
+    room = plan.config.capacity
+    per_text = -(-plan.tokens // BLOCK) * BLOCK
+    per_fork = (-(-plan.config.decoding.max_gamma // BLOCK) + 1) * BLOCK
+    return replace(
+        plan,
+        config=replace(plan.config, capacity=replace(room, rows=room.rows + num_forks)),
+        row_tokens=plan.tokens,
+        block_tokens=BLOCK,
+        cache_tokens=room.rows * per_text + num_forks * per_fork,
+        rewound=None,
+    )
+
+
+class TextDrafts(PrefilledBatching):
+    """Drafts beside texts that all drafts of a context share, in a cache that has rows for
+    forks."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        groups: ParallelGroups,
+        device: torch.device,
+        shared: SharedPrefill,
+        room: CacheDemand,
+    ) -> None:
+        self.num_forks = room.num_forks
+        super().__init__(prepared, groups, device, shared, room)
 
     def _plan_of(self, row_tokens: int, rewound: int | None = None) -> ModelPlan:
-        """The target with rows for forks. It keeps every token, because all forks go back."""
-        plan = super()._plan_of(row_tokens)
-        forks = num_forks(plan.config)
-        w = plan.config.workload
-        per_text = -(-row_tokens // BLOCK) * BLOCK
-        per_fork = (-(-plan.config.decoding.max_gamma // BLOCK) + 1) * BLOCK
-        room = replace(plan.config.capacity, rows=w.batch_size + forks)
-        return replace(
-            plan,
-            config=replace(plan.config, capacity=room),
-            block_tokens=BLOCK,
-            cache_tokens=w.batch_size * per_text + forks * per_fork,
-        )
+        plan = super()._plan_of(row_tokens, rewound)
+        return with_forks(plan, self.num_forks) if self.num_forks else plan
+
+
+class ForkedDrafts(TextDrafts):
+    """Drafts in forks of the texts of a context."""
 
     def serve(
         self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         assert self.runner is not None and self.kept is not None, "these prompts were kept"
         with observer.threads.during(), torch.inference_mode():
-            key = "continuations", self.kept.number
+            key = CONTINUATIONS, self.kept.number
             if key not in self.caches.results:
                 self.caches.results[key] = self._continue(requests)
             continuations = self.caches.results[key]
@@ -148,7 +172,7 @@ class ForkedDrafts(PrefilledBatching):
     ) -> None:
         decoding = self.run.config.decoding
         gamma = decoding.max_gamma
-        count = num_forks(self.run.config)
+        count = self.num_forks
         drafter = SelfDrafter.build(DraftSetup(runner, decoding, self.run.config.kv))
         steps = DecodeSteps(runner, drafter, observer.phases or nullcontext)
         for first in range(0, len(positions), count):

@@ -13,10 +13,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from magicdec.bench.acceptance.forks import ForkedDrafts, can_fork, num_forks
+from magicdec.bench.acceptance.forks import (
+    CONTINUATIONS,
+    ForkedDrafts,
+    TextDrafts,
+    can_fork,
+)
+from magicdec.bench.acceptance.memory import demand_of, plan_of_cells
 from magicdec.bench.acceptance.record import (
     AcceptanceRecord,
     cumulative_of,
@@ -35,15 +41,17 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import NGRAM
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.names import FULL_KV_POLICY
+from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import CountedAcceptance
-from magicdec.setup.memory_sampler import MemoryWatch
+from magicdec.setup.memory_plan import MemoryPlan
+from magicdec.setup.memory_sampler import MemoryWatch, describe_memory
 from magicdec.setup.prepare import Prepared
-from magicdec.setup.session import Sessions
+from magicdec.setup.session import RankSession, Sessions
 from magicdec.speculation.draft_length import WholeLookups
+from magicdec.systems.modes import DRAFTING, Pass
 from magicdec.systems.observer import PassObserver
-from magicdec.systems.prefilled_batching import DRAFTING, PrefilledBatching
 from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
-from magicdec.systems.system import System
+from magicdec.systems.system import System, SystemDetails
 
 Keep = Callable[[StudyCell, AcceptanceRecord], None]
 
@@ -78,7 +86,7 @@ def is_chain(config: ResolvedConfig) -> bool:
     return not decoding.looks_up and not policy_called(config.kv.policy).needs_weights
 
 
-class CountedDrafts(PrefilledBatching):
+class CountedDrafts(TextDrafts):
     """Drafts that are judged at every position of the target's own text. Lookups are judged
     whole: how many tokens of one a run drafts follows from what it has seen of others."""
 
@@ -97,6 +105,13 @@ class CountedDrafts(PrefilledBatching):
         if decoding.drafter == NGRAM:
             self.draft_length = WholeLookups(decoding.max_gamma)
 
+    def serve(
+        self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
+    ) -> SystemDetails:
+        # What it writes behind the prompts takes the place of what forks would read.
+        self.caches.results.pop((CONTINUATIONS, 0), None)
+        return super().serve(serving_pass, requests, observer)
+
 
 @dataclass
 class ColdBatches(PromptBatches):
@@ -106,32 +121,38 @@ class ColdBatches(PromptBatches):
         return None
 
 
+@dataclass(frozen=True)
+class Common:
+    """What all cells of a command share: models and texts, and their memory."""
+
+    shared: SharedPrefill
+    watch: MemoryWatch
+    plan: MemoryPlan
+
+
 class AcceptanceRunner(Runner):
-    """The passes of the drafts of a context, whose prompts are the same."""
+    """The pass of a draft at a context."""
 
     def __init__(
         self,
-        cells: Sequence[StudyCell],
-        sessions: Sessions,
-        shared: SharedPrefill,
+        cell: StudyCell,
+        session: RankSession,
+        common: Common,
         room: CacheDemand,
         pace: PassProgress,
         keep: Keep,
     ) -> None:
         self.pace = pace
         self.keep = keep
-        self.cells: dict[PlannedPass, StudyCell] = {}
-        memory: dict[System, MemoryWatch] = {}
-        for cell in cells:
-            assert cell.prepared is not None, "only cells that can run are measured"
-            session = sessions.begin(cell.prepared)
-            watch = MemoryWatch(session.device)
-            kind = ForkedDrafts if can_fork(cell.prepared.config) else CountedDrafts
-            system = kind(cell.prepared, session.groups, session.device, shared, room)
-            memory[system] = watch
-            self.cells[PlannedPass(cell.name, DRAFTING, system)] = cell
-        groups = ColdBatches(next(iter(self.cells)).system.run)
-        super().__init__([*self.cells], groups, session, pace, memory=memory, is_timed=False)
+        self.cell = cell
+        self.common = common
+        assert cell.prepared is not None, "only cells that can run are measured"
+        kind = ForkedDrafts if can_fork(cell.prepared.config) else CountedDrafts
+        system = kind(cell.prepared, session.groups, session.device, common.shared, room)
+        planned = PlannedPass(cell.name, DRAFTING, system)
+        groups = ColdBatches(system.run)
+        memory: dict[System, MemoryWatch] = {system: common.watch}
+        super().__init__([planned], groups, session, pace, memory=memory, is_timed=False)
 
     def begins_pass(self, planned: PlannedPass, number: int) -> bool:
         self.pace.begin(planned.name)
@@ -139,7 +160,7 @@ class AcceptanceRunner(Runner):
 
     def measure_pass(self, planned: PlannedPass, number: int) -> None:
         super().measure_pass(planned, number)
-        self.keep(self.cells[planned], self.record_of(planned, self.measured[planned].groups[-1]))
+        self.keep(self.cell, self.record_of(planned, self.measured[planned].groups[-1]))
         self.measured[planned].groups.clear()  # what it held is in the record
         self.pace.end()
 
@@ -180,6 +201,7 @@ class AcceptanceRunner(Runner):
             rows=depths_of(cumulative, drafted, gamma, is_chain(config)),
             rows_by_category=by_category or None,
             inexact=inexact_reason(config),
+            memory=describe_memory(self.common.plan, run.free, group.ranks.memory),
             is_forked=isinstance(planned.system, ForkedDrafts),
         )
 
@@ -228,21 +250,40 @@ def record_key(record: AcceptanceRecord) -> tuple[object, ...]:
 
 
 def group_key(cell: StudyCell) -> object:
-    """A key of cells that share a prefill."""
-    return cell.model_key, cell.prompts_key, can_fork(cell.resolved.config)
+    """A key of cells that share a prefill, also those of several contexts: prompts of the shorter
+    ones are the beginnings of the longer ones, if they are cut from books. An EAGLE head needs
+    states of its prompts. With a sliding window, a draft's choice depends on the length of a
+    row."""
+    config = cell.resolved.config
+    states = () if config.draft is None else config.draft.state_layers
+    window = cell.resolved.source.config.narrowest_window
+    return cell.model_key, states, None if window is None else config.workload.prefix_len
+
+
+def in_order(cell: StudyCell) -> tuple[int, bool]:
+    """The longest context first, and in a context first those that share the decoded texts."""
+    config = cell.resolved.config
+    return -config.workload.prefix_len, not can_fork(config)
 
 
 def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) -> None:
-    """Measures the cells, those with the same prompts after one prefill; `keep` gets each record
-    as soon as it is made."""
+    """Measures the cells, those of a model after one prefill of the longest prompts; `keep` gets
+    each record as soon as it is made."""
     pace.expect(len(cells), 1)
+    groups = groups_of(cells)
     sessions = Sessions()
-    shared: SharedPrefill | None = None
-    for group in grouped(cells, group_key):
-        assert group[0].prepared is not None, "only cells that can run are measured"
-        session = sessions.begin(group[0].prepared)
-        shared = shared or SharedPrefill(session.device, pace)
-        room = CacheDemand.of([cell.resolved.config for cell in group])
-        config = group[0].resolved.config
-        room = replace(room, num_forks=num_forks(config) if can_fork(config) else 0)
-        AcceptanceRunner(group, sessions, shared, room, pace, keep).measure_groups()
+    common: Common | None = None
+    for group in groups:
+        room = demand_of([cell.resolved.config for cell in group])
+        for cell in group:
+            assert cell.prepared is not None, "only cells that can run are measured"
+            session = sessions.begin(cell.prepared)
+            if common is None:
+                shared = SharedPrefill(session.device, pace)
+                common = Common(shared, MemoryWatch(session.device), plan_of_cells(groups))
+            AcceptanceRunner(cell, session, common, room, pace, keep).measure_groups()
+
+
+def groups_of(cells: Sequence[StudyCell]) -> list[list[StudyCell]]:
+    """The cells by what shares a prefill, in the order in which they are measured."""
+    return [sorted(group, key=in_order) for group in grouped(cells, group_key)]

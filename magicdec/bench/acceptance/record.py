@@ -21,6 +21,7 @@ from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import RULE, Column, Shown, Table
 from magicdec.records.acceptance import members_of
 from magicdec.records.comparison.conditions import flags_of_sampling, policy_of
+from magicdec.records.environment import MemoryRecord
 from magicdec.records.fields import Recorded, RecordPart, recorded
 from magicdec.records.intervals import Array, interval, with_each_left_out
 from magicdec.records.record import MeasuredRecord
@@ -107,6 +108,9 @@ class AcceptanceRecord(MeasuredRecord):
         "whether drafts were made in forks of a decoded text, and compared with how it goes on; "
         "else a forward of the target judged each"
     )
+    memory: MemoryRecord = recorded(
+        "planned of all contexts and drafts of the command, and the peak so far"
+    )
     inexact: str | None = recorded(
         "why a run may draft otherwise at a position", null="if it does not"
     )
@@ -138,18 +142,16 @@ class AcceptanceRecord(MeasuredRecord):
         return [len(text) for text in texts]
 
     @property
-    def cumulative_by_text(self) -> list[Array]:
-        """For each text [positions, gamma], whether the first 1, 2, ... drafts are accepted, or the
-        probability of it."""
-        chances = self.acceptance_probabilities
-        if chances is not None:
-            return [cumulative_of(of_text, self.gamma) for of_text in chances]
-        counts = map(counts_of, self.accepted or ())
-        return [cumulative_of_counts(of_text, self.gamma) for of_text in counts]
-
-    @property
     def num_positions(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def cumulative_by_text(self) -> list[Array]:
+        """For each text [positions, gamma]: whether the first 1, 2, ... drafts were accepted, or
+        the probability of it."""
+        if self.acceptance_probabilities is not None:
+            return [cumulative_of(text, self.gamma) for text in self.acceptance_probabilities]
+        return [cumulative_of_counts(counts_of(text), self.gamma) for text in self.accepted or ()]
 
     @property
     def num_short(self) -> int:
@@ -206,24 +208,23 @@ def cumulative_of(probabilities: Sequence[Sequence[float]], gamma: int) -> Array
     return np.array(padded, float).reshape(-1, gamma)
 
 
-def _sums(of_text: Sequence[Array]) -> Array:
+def _sums(by_text: Sequence[Array]) -> Array:
     """[1 + texts, ...]: the sums over the positions of all texts, then without each."""
-    return with_each_left_out(np.array([each.sum(axis=0) for each in of_text], float))
+    return with_each_left_out(np.array([positions.sum(axis=0) for positions in by_text], float))
 
 
-def _shares(cumulative_by_text: Sequence[Array]) -> Array:
-    """[1 + texts, gamma]: the share of positions that accept the first 1, 2, ... drafts, of all
-    texts, then without each. Texts without a position do not count."""
+def _cumulative(cumulative_by_text: Sequence[Array]) -> Array:
+    """[1 + texts, gamma]: the share of positions that accepted the first 1 to `gamma` tokens, of
+    all texts, then without each. Texts without a position do not count."""
     texts = [text for text in cumulative_by_text if len(text)]
-    positions = _sums([np.ones((len(text), 1)) for text in texts])
     with np.errstate(invalid="ignore"):  # without the only text
-        return np.asarray(_sums(texts) / positions)
+        return np.asarray(_sums(texts) / _sums([np.ones((len(text), 1)) for text in texts]))
 
 
 def lengths_by_depth(cumulative_by_text: Sequence[Array]) -> Array:
     """[1 + texts, gamma]: the acceptance lengths of drafts of 1 to `gamma` tokens, of all texts,
-    then without each, as in `depths_of`."""
-    return np.asarray(1 + _shares(cumulative_by_text).cumsum(axis=1))
+    then without each, from the cumulative acceptance of each text and position."""
+    return np.asarray(1 + _cumulative(cumulative_by_text).cumsum(axis=1))
 
 
 def depths_of(
@@ -238,10 +239,11 @@ def depths_of(
     judged."""
     texts = [pair for pair in zip(cumulative_by_text, drafted, strict=True) if len(pair[0])]
     depths = np.arange(1, gamma + 1)
+    taken = _sums([text for text, _ in texts])  # [1 + texts, depths]
     judged = _sums([reached(*text) for text in texts])
-    cumulative = _shares(cumulative_by_text)
     with np.errstate(invalid="ignore"):  # without a position
-        conditional = _sums([text for text, _ in texts]) / judged
+        conditional = taken / judged
+    cumulative = _cumulative(cumulative_by_text)
     tokens = lengths_by_depth(cumulative_by_text)
     found = []
     for place, depth in enumerate(depths.tolist()):

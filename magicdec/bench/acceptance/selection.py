@@ -23,8 +23,8 @@ def conditions_of(record: AcceptanceRecord) -> dict[str, str]:
         "weights of one model": workload.model_sha256[:12],
         "dtypes": model["dtype"],
         "dtypes of weights": model["target_dtype"],
-        "datasets": f"{workload.text}{format_mark(record.config)}",
         "ways of sampling": record.sampling or "greedy",
+        "datasets": f"{workload.text}{format_mark(record.config)}",
     }
 
 
@@ -68,7 +68,7 @@ def _weight(record: AcceptanceRecord) -> tuple[int, int]:
 
 def lengths_of(record: AcceptanceRecord) -> dict[int, tuple[float, ...]]:
     """By number of draft tokens that the record knows, the acceptance length of all texts, followed
-    by those without each, computed from its positions."""
+    by those without each, computed from each position."""
     lengths = lengths_by_depth(record.cumulative_by_text)
     known = [row.depth for row in record.rows if row.tokens_per_step is not None]
     return {gamma: tuple(lengths[:, gamma - 1].tolist()) for gamma in known}

@@ -107,25 +107,34 @@ def is_asked_alike(expected: Request, found: Request) -> bool:
 
 def combined(checks: Sequence[Checked]) -> Checked:
     """The check of several groups of the same requests together: that of the group that is worst,
-    with the steps and tokens of all, and the forwards of the first in which they are alarming, or
-    else in which they were compared."""
+    with the steps, tokens and judged differences of all, and the forwards of the first in which
+    they are alarming, or else in which they were compared."""
     counts = [checked.num_differing for checked in checks]
     known = [count for count in counts if count is not None]
-    worst = max((checked.correctness for checked in checks), key=badness)
-    compared = [c.correctness for c in checks if c.correctness.forwards is not None]
+    found = [checked.correctness for checked in checks]
+    worst = max(found, key=badness)
+    compared = [correctness for correctness in found if correctness.forwards is not None]
     alarming = [correctness for correctness in compared if correctness.has_alarms]
     forwards = [correctness.forwards for correctness in (*alarming, *compared)]
-    judged = [c.correctness.judged_again for c in checks if c.correctness.judged_again is not None]
+    judged = [checked.judged_again for checked in found if checked.judged_again is not None]
+    if worst.num_diverged is not None:
+        worst = replace(
+            worst,
+            num_excused=sum(correctness.num_excused or 0 for correctness in found),
+            num_diverged=sum(correctness.num_diverged or 0 for correctness in found),
+        )
     correctness = replace(
         worst,
-        num_tokens=sum(checked.correctness.num_tokens or 0 for checked in checks),
+        num_tokens=sum(correctness.num_tokens or 0 for correctness in found),
         judged_again=JudgedAgain.sum_of(judged) if judged else None,
         forwards=next(iter(forwards), None),
     )
     return Checked(sum(known) if len(known) == len(counts) else None, correctness)
 
 
-def badness(found: Correctness) -> tuple[int, bool, int]:
-    """Divergences are worse than a difference that was not judged, and that is worse than ties."""
+def badness(found: Correctness) -> tuple[int, bool, int, bool]:
+    """Divergences are worse than a difference that was not judged, that is worse than ties, and
+    they are worse than outputs that were not compared."""
     is_unjudged = found.identical is False and found.num_diverged is None
-    return found.num_diverged or 0, is_unjudged, found.num_excused or 0
+    is_uncompared = found.identical is None
+    return found.num_diverged or 0, is_unjudged, found.num_excused or 0, is_uncompared

@@ -80,8 +80,8 @@ def _served(record: PassRecord) -> Row:
     metrics = record.metrics
     assert metrics is not None, "as in result_of"
     requests = record.requests
-    prompt_tokens = sum(each.prompt_len for each in requests)
-    output_tokens = sum(each.output_len for each in requests)
+    prompt_tokens = sum(request.prompt_len for request in requests)
+    output_tokens = sum(request.output_len for request in requests)
     return {
         "duration": metrics.duration_s,
         "completed": len(requests),
@@ -92,10 +92,10 @@ def _served(record: PassRecord) -> Row:
         "request_goodput": metrics.request_goodput,
         "output_throughput": metrics.output_throughput,
         "total_token_throughput": (prompt_tokens + output_tokens) / metrics.duration_s,
-        "input_lens": [each.prompt_len for each in requests],
-        "output_lens": [each.output_len for each in requests],
-        "ttfts": [_ttft_ms(each) / 1e3 for each in requests],
-        "latencies": [_e2el_ms(each) / 1e3 for each in requests],
+        "input_lens": [request.prompt_len for request in requests],
+        "output_lens": [request.output_len for request in requests],
+        "ttfts": [_ttft_ms(request) / 1e3 for request in requests],
+        "latencies": [_e2el_ms(request) / 1e3 for request in requests],
         "start_times": _start_times(record),
     }
 
@@ -106,9 +106,9 @@ def _start_times(record: PassRecord) -> list[float]:
     found = list[float]()
     begin_ms = 0.0
     for _, requests in record.groups_of_requests:
-        first_ms = min(each.arrival_ms for each in requests)
-        found += [(begin_ms + each.arrival_ms - first_ms) / 1e3 for each in requests]
-        begin_ms += max(each.finished_ms for each in requests) - first_ms
+        first_ms = min(request.arrival_ms for request in requests)
+        found += [(begin_ms + request.arrival_ms - first_ms) / 1e3 for request in requests]
+        begin_ms += max(request.finished_ms for request in requests) - first_ms
     return found
 
 
@@ -136,9 +136,9 @@ def _latencies(record: PassRecord) -> Row:
     latencies, and so no deviation of them."""
     requests = record.requests
     times_ms = {
-        "ttft": [_ttft_ms(each) for each in requests],
-        "tpot": [tpot for each in requests if (tpot := each.tpot_ms) is not None],
-        "e2el": [_e2el_ms(each) for each in requests],
+        "ttft": [_ttft_ms(request) for request in requests],
+        "tpot": [tpot for request in requests if (tpot := request.tpot_ms) is not None],
+        "e2el": [_e2el_ms(request) for request in requests],
     }
     found = Row()
     for name in NAMES:

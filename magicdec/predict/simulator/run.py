@@ -144,7 +144,11 @@ def measure(machine: SimulatedMachine, trace: SimulationTrace, counts: Counts) -
     first = min(t[0] for t in times.values())
     last = max(t[-1] for t in times.values())
     # Tokens of one commit came at the same time.
-    itl_ms = [1e3 * (b - a) for each in times.values() for a, b in pairwise(sorted(set(each)))]
+    itl_ms = [
+        1e3 * (b - a)
+        for token_times in times.values()
+        for a, b in pairwise(sorted(set(token_times)))
+    ]
     window = (last - first) or math.inf
     rates = [(len(t) - 1) / (t[-1] - t[0]) if t[-1] > t[0] else 0.0 for t in times.values()]
     in_flight = sum(_within(f.launched_s, f.home_s, first, last) for f in trace.flights)
@@ -161,7 +165,7 @@ def measure(machine: SimulatedMachine, trace: SimulationTrace, counts: Counts) -
     total = len(trace.flights) * machine.num_stages * machine.layers
     return SimulatedMetrics(
         tokens_per_s=sum(rates),
-        ttft_ms=1e3 * sum(each[0] for each in times.values()) / len(times),
+        ttft_ms=1e3 * sum(token_times[0] for token_times in times.values()) / len(times),
         mean_itl_ms=mean(itl_ms),
         p99_itl_ms=percentile(itl_ms, 99),
         busy=sum(busy_s.values()) / machine.num_stages / window,

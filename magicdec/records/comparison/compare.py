@@ -282,14 +282,14 @@ def compare(
     of the same thing under the same conditions, and the worst counts: none of them may hide a
     regression from another."""
     of_records = [match(record, baselines) for record in new]
-    matches = [m for each in of_records if not isinstance(each, Comparison) for m in each]
+    matches = [m for matched in of_records if not isinstance(matched, Comparison) for m in matched]
     level = level_for(matches)
     comparisons = []
-    for each in of_records:
-        if isinstance(each, Comparison):
-            comparisons.append(each)
+    for group in of_records:
+        if isinstance(group, Comparison):
+            comparisons.append(group)
             continue
-        verdicts = [judge(m, rule, level) for m in each]
+        verdicts = [judge(m, rule, level) for m in group]
         comparisons.append(min(verdicts, key=lambda c: c.severity))
     return comparisons
 
@@ -303,7 +303,7 @@ def match(record: PassRecord, baselines: Sequence[PassRecord]) -> list[Match] | 
         return Comparison(name, REGRESSION, f"the new pass: {verdict_of(record)}")
     try:
         alike = alike_baselines(record, baselines)
-        if not any(has_drafted(each) for each in (record, *alike)):
+        if not any(has_drafted(one) for one in (record, *alike)):
             return Comparison(name, SAME, "nothing was drafted, as before")
         if record.is_logged and not has_drafted(record):
             return Comparison(name, REGRESSION, "regression: nothing is drafted any more")
@@ -444,7 +444,9 @@ def case_failed(baseline: PassRecord, error: str) -> Comparison:
 def uncovered(new: Sequence[PassRecord], baselines: Sequence[PassRecord]) -> list[PassRecord]:
     """The baselines with which no new record can be compared."""
     matches = [match(record, baselines) for record in new]
-    covered = {id(m.old) for each in matches if not isinstance(each, Comparison) for m in each}
+    covered = {
+        id(m.old) for matched in matches if not isinstance(matched, Comparison) for m in matched
+    }
     return [b for b in baselines if id(b) not in covered]
 
 

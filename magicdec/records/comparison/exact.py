@@ -46,10 +46,10 @@ def why_not_exact(new: PassRecord, old: PassRecord) -> str | None:
     config = new.config
     if config["model"]["dtype"] != "float32":
         return f"{config['model']['dtype']} rounds"
-    if any(each.config["parallel"]["device"] != "cpu" for each in (new, old)):
+    if any(record.config["parallel"]["device"] != "cpu" for record in (new, old)):
         return "a GPU sums in any order"
-    sections = [each.config.get(name) for each in (new, old) for name in ("model", "draft")]
-    if any(each is not None and each.get("native_steps") != "on" for each in sections):
+    sections = [record.config.get(name) for record in (new, old) for name in ("model", "draft")]
+    if any(section is not None and section.get("native_steps") != "on" for section in sections):
         return "not all layers are those of --native_steps, which sum in a fixed order"
     decoding = config["decoding"]
     if decoding["gamma"] == "auto" and decoding.get("step_cost") is None:
@@ -60,7 +60,7 @@ def why_not_exact(new: PassRecord, old: PassRecord) -> str | None:
         return f"the baseline holds no log of what was drafted and read; {RENEW}"
     if not new.is_logged:
         return "the new record holds no log of what was drafted and read, as one of the gate does"
-    ours, theirs = ([*ranks_of(each)] for each in (new, old))
+    ours, theirs = ([*ranks_of(record)] for record in (new, old))
     if ours != theirs:
         return next(f"{a}, was {b}" for a, b in zip(ours, theirs, strict=True) if a != b)
     return other_machine(new, old)
@@ -72,7 +72,7 @@ def why_other_drafts(new: PassRecord, old: PassRecord) -> str | None:
     if are_judged_by_time(new) or are_judged_by_time(old):
         if not drafts_by_text(new):
             return "which drafts are made and judged follows from measured times"
-        if not all(each.has_positions for record in (new, old) for each in record.requests):
+        if not all(request.has_positions for record in (new, old) for request in record.requests):
             return "a record does not say where its drafts were; renew it"
     if not new.shares_prefill and new.config["workload"].get("arrival") != BURST:
         return "requests join at measured times"

@@ -79,7 +79,7 @@ def without_series(details: dict[str, Any] | None) -> dict[str, Any]:
     return {
         key: value
         for key, value in (details or {}).items()
-        if not (isinstance(value, list) and any(isinstance(each, list) for each in value))
+        if not (isinstance(value, list) and any(isinstance(item, list) for item in value))
     }
 
 
@@ -111,7 +111,7 @@ def compare_predictions(new: Iterable[Record], old: Iterable[Record]) -> Iterato
             yield Comparison(values.name, MISSING, "the baseline has no prediction of these inputs")
             continue
         pairs = in_both(values, before[key])
-        changed = [each for each in pairs if not is_close(*each[1:])]
+        changed = [pair for pair in pairs if not is_close(*pair[1:])]
         for place, was, now in changed:
             yield Comparison(f"{values.name} {place}", REGRESSION, f"predicted {now}, was {was}")
         if not changed:

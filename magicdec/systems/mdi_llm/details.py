@@ -100,7 +100,8 @@ class MDILLMDetails(StagedDetails):
     num_lanes: int = recorded("lanes: messages that circulate while all samples decode")
     lane_size: int = recorded("samples of a lane, which travel in one message")
     busy: list[float] = recorded(
-        "share of the time that a stage did not wait for a message; the rest is idle"
+        "share of the time that a stage did not wait for a message; the rest is idle",
+        over_groups=statistics.fmean,
     )
     decode_ms: list[float] | None = recorded(
         "median time of a stage for a message of samples that decode, from its arrival until its "
@@ -108,14 +109,18 @@ class MDILLMDetails(StagedDetails):
         "where no prompt is prefilled with it",
         "ms",
         null=NO_DECODES,
+        over_groups=statistics.fmean,
     )
     queue_depth: list[float] = recorded(
         "messages that were sent to a stage and that it had not taken yet, on the link or waiting; "
         "mean over the time",
         "messages",
+        over_groups=statistics.fmean,
     )
-    sent_messages: list[int] = recorded("messages that each rank of a stage sent to the next")
-    sent_bytes: list[int] = recorded("bytes of these, headers included", "bytes")
+    sent_messages: list[int] = recorded(
+        "messages that each rank of a stage sent to the next", over_groups=sum
+    )
+    sent_bytes: list[int] = recorded("bytes of these, headers included", "bytes", over_groups=sum)
     decode_hop_bytes: int = recorded(
         "bytes of a message of a whole lane that decodes: its header and hidden states", "bytes"
     )
@@ -123,28 +128,33 @@ class MDILLMDetails(StagedDetails):
         "median time of messages that decode from one stage to the next, which was idle",
         "ms",
         null="with one stage, or if no stage was idle",
+        over_groups=statistics.fmean,
     )
     predicted_round_ms: float | None = recorded(
         "`max(num_lanes * largest decode_ms, sum of decode_ms + stages * link_ms)`: the time in "
         "which every sample gains a token, or `tokens_per_round` with drafts",
         "ms",
         null=NO_DECODES,
+        over_groups=statistics.fmean,
     )
     measured_round_ms: float | None = recorded(
         "the same as measured: the median time between two tokens of a sample",
         "ms",
         null="if every request has a single output token",
+        over_groups=statistics.fmean,
     )
     tokens_per_round: float | None = recorded(
         "output tokens that a sample gains in a round: those of all samples after their first, "
         "divided by the rounds of all samples",
         null=NO_DRAFTS,
+        over_groups=statistics.fmean,
     )
     draft_ms: float | None = recorded(
         "mean time of the first stage for drafting for such a message, the drafter's part of "
         "admitting samples included",
         "ms",
         null=NO_DRAFTS,
+        over_groups=statistics.fmean,
     )
 
     def stages(self) -> list[StageOccupancy]:

@@ -32,45 +32,53 @@ class PipeInferDetails(StagedDetails):
     stages_title: ClassVar[str] = "Ranks of pipelined speculation over time"
 
     kind: Literal["pipeinfer"] = recorded("`pipeinfer`", default="pipeinfer")
-    runs: int = recorded("runs that were launched, prompts included", label="runs")
-    speculative_runs: int = recorded("those with drafted tokens")
+    runs: int = recorded("runs that were launched, prompts included", label="runs", over_groups=sum)
+    speculative_runs: int = recorded("those with drafted tokens", over_groups=sum)
     invalid_runs: int = recorded(
-        "cancelled, because none of their rows could be right any more", label="cancelled runs"
+        "cancelled, because none of their rows could be right any more",
+        label="cancelled runs",
+        over_groups=sum,
     )
     skipped_before: int = recorded(
-        "runs that a stage skipped before its first layer; summed over the stages"
+        "runs that a stage skipped before its first layer; summed over the stages", over_groups=sum
     )
     skipped_inside: int = recorded(
-        "runs that a stage stopped between its layers; summed over the stages"
+        "runs that a stage stopped between its layers; summed over the stages", over_groups=sum
     )
-    layers_computed: int = recorded("layers that stages computed for runs")
-    layers_skipped: int = recorded("layers that they skipped")
+    layers_computed: int = recorded("layers that stages computed for runs", over_groups=sum)
+    layers_skipped: int = recorded("layers that they skipped", over_groups=sum)
     failed_attempts: int = recorded(
-        "attempts to draft whose candidate was less probable than the threshold"
+        "attempts to draft whose candidate was less probable than the threshold", over_groups=sum
     )
     least_margin: float | None = recorded(
         "by how much the largest of the logits by which a token is chosen exceeds the second, at "
         "the committed token where this is least; rounding can change a token with a small one",
         null="of stages that sleep",
+        over_groups=min,
     )
     mean_in_flight: float = recorded(
-        "runs that are under way; mean over the time", label="runs in flight, mean", digits=2
+        "runs that are under way; mean over the time",
+        label="runs in flight, mean",
+        digits=2,
+        over_groups=statistics.fmean,
     )
-    most_in_flight: int = recorded("the most of them at one time")
+    most_in_flight: int = recorded("the most of them at one time", over_groups=max)
     num_layers: list[int] = recorded("layers of the target on each rank")
     draft_rank: int | None = recorded("the rank that drafts", null="if no mode drafts")
     busy: list[float] = recorded(
         "share of the time in which a rank computes layers or drafts; the rest is idle",
         label="busy by rank, %",
         scale=100,
+        over_groups=statistics.fmean,
     )
-    idle_s: list[float] = recorded("the rest in seconds, of each rank", "s")
+    idle_s: list[float] = recorded("the rest in seconds, of each rank", "s", over_groups=sum)
     stage_ms: list[float] | None = recorded(
         "mean time of a stage for a run of decoded tokens that it did not skip",
         "ms",
         label="stages, ms",
         digits=2,
         null="if a stage had no such run",
+        over_groups=statistics.fmean,
     )
     draft_ms: float | None = recorded(
         "mean time of a step of the drafter",
@@ -78,9 +86,13 @@ class PipeInferDetails(StagedDetails):
         label="draft step, ms",
         digits=2,
         null="if nothing was drafted",
+        over_groups=statistics.fmean,
     )
     draft_busy: float = recorded(
-        "share of the time in which the drafter drafts", label="drafting, %", scale=100
+        "share of the time in which the drafter drafts",
+        label="drafting, %",
+        scale=100,
+        over_groups=statistics.fmean,
     )
     link_ms: float | None = recorded(
         "mean time from the end of a run of decoded tokens at a stage to its begin at the next, "
@@ -89,6 +101,7 @@ class PipeInferDetails(StagedDetails):
         label="link, ms",
         digits=2,
         null="with one stage",
+        over_groups=statistics.fmean,
     )
 
     def stages(self) -> list[StageOccupancy]:

@@ -17,7 +17,8 @@ from magicdec.systems.servers.server_format import ServerEvent, ServerFormat, as
 
 ANSWERS = "answers"
 COUNTERS = "counters"
-BOTH = f"{ANSWERS} and {COUNTERS}"
+AND = " and "
+BOTH = f"{ANSWERS}{AND}{COUNTERS}"
 SAID_MISSING = ("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position")
 SUMS = ("drafted", "accepted", "verifications")  # that answers and counters may both have
 
@@ -49,6 +50,25 @@ class ServersDetails(Details):
         "reports; if it reports nothing, all"
     )
     problems: list[str] = recorded("why reported counts are not taken, a sentence each")
+
+    @classmethod
+    def joined(cls, groups: Sequence[Self]) -> Self:
+        """What is taken of several groups of requests: what is taken of each of them. The problems
+        of all are there, each once."""
+        problems = [problem for group in groups for problem in group.problems]
+        taken = list[str]()
+        for source in (ANSWERS, COUNTERS):
+            count = sum(source in (group.source or "") for group in groups)
+            if count == len(groups):
+                taken.append(source)
+            elif count:
+                problems.append(f"{source}: known of {count} of {len(groups)} repeats alone")
+        return cls(
+            program=next((group.program for group in groups if group.program is not None), None),
+            source=AND.join(taken) or None,
+            missing=[],
+            problems=list(dict.fromkeys(problems)),
+        )
 
     @property
     def takes_totals(self) -> bool:

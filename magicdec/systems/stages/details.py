@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,11 @@ from magicdec.systems.stages.spans import Span
 
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
+DIGITS = 3  # of these shares after the decimal point
+
+
+def mean_share(shares: Sequence[float]) -> float:
+    return round(statistics.fmean(shares), DIGITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +30,7 @@ class StagedDetails(Details):
         "0 to 1",
         null="in records of earlier versions",
         default=None,
+        over_groups=mean_share,
     )
 
     def stages_of(self, names: Sequence[str], busy: Sequence[float]) -> list[StageOccupancy]:
@@ -53,4 +60,4 @@ def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
         from_s = np.maximum(begins_s, np.concatenate(([-np.inf], until_s))[: len(begins_s)])
         inside_s = np.minimum(until_s[:, None], edges[1:]) - np.maximum(from_s[:, None], edges[:-1])
         shares.append(inside_s.clip(min=0).sum(axis=0) / (edges[1] - edges[0]))
-    return [share.clip(max=1).round(3).tolist() for share in shares]
+    return [share.clip(max=1).round(DIGITS).tolist() for share in shares]

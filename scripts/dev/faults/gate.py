@@ -102,9 +102,9 @@ PROPERTIES = (
             Fault(
                 "what follows a rejected draft is judged",
                 "records/drafted.py",
-                "found[each.position + each.accepted] = False",
-                "found |= dict.fromkeys(range(each.position + each.accepted, each.position"
-                " + each.drafted), False)",
+                "found[verification.position + verification.accepted] = False",
+                "found |= dict.fromkeys(range(verification.position + verification.accepted, "
+                "verification.position + verification.drafted), False)",
             ),
         ),
     ),
@@ -169,8 +169,8 @@ PROPERTIES = (
             Fault(
                 "layer by layer is taken for exact",
                 "records/comparison/exact.py",
-                'each.get("native_steps") != "on"',
-                'each.get("native_steps") is None',
+                'section.get("native_steps") != "on"',
+                'section.get("native_steps") is None',
             ),
             Fault(
                 "measured draft lengths are taken for exact",

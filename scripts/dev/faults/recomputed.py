@@ -340,13 +340,13 @@ PROPERTIES = (
             Fault(
                 "bytes of the first rank",
                 "bench/runner.py",
-                "return [each.bytes_read for each in self.computing]",
-                "return [self.ranks[0].bytes_read for each in self.computing]",
+                "return [rank.bytes_read for rank in self.computing]",
+                "return [self.ranks[0].bytes_read for rank in self.computing]",
             ),
             Fault(
                 "tokens of drafts counted by each rank",
                 "bench/runner.py",
-                "return max(each.draft_kv_tokens for each in self.ranks)",
+                "return max(rank.draft_kv_tokens for rank in self.ranks)",
                 "return self.ranks[0].draft_kv_tokens",
             ),
         ),

@@ -617,8 +617,8 @@ PROPERTIES = (
             Fault(
                 "changed predictions pass",
                 "records/comparison/values.py",
-                "if not is_close(*each[1:])",
-                "if is_close(*each[1:])",
+                "if not is_close(*pair[1:])",
+                "if is_close(*pair[1:])",
             ),
         ),
     ),

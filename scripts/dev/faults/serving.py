@@ -352,8 +352,86 @@ PROPERTIES = (
             Fault(
                 "no record before all modes are done",
                 "bench/measure.py",
-                "            self.keep(record)\n",
-                "            self.keep\n",
+                "        self.keep(record)\n",
+                "        self.keep\n",
+            ),
+        ),
+    ),
+    Property(
+        "What ends a command in one repeat costs no repeat before.",
+        "test_serve.py::test_repeats_that_had_ended_are_kept",
+        (
+            Fault(
+                "repeats lost with the one that was interrupted",
+                "bench/measure.py",
+                "            elif measured.groups:\n",
+                "            elif False:\n",
+            ),
+            Fault(
+                "a repeat that was not checked kept",
+                "bench/measure.py",
+                "            del measured.groups[len(measured.checks) :]\n",
+                "",
+            ),
+        ),
+    ),
+    Property(
+        "The load of several repeats is that of the worst.",
+        "test_serve.py::test_the_load_of_a_mode_is_that_of_its_worst_repeat",
+        (
+            Fault(
+                "the load of the least busy repeat",
+                "hardware/other_load.py",
+                "return max(loads, key=OtherLoad._badness",
+                "return min(loads, key=OtherLoad._badness",
+            ),
+        ),
+    ),
+    Property(
+        "What stages count in several repeats is counted of all.",
+        "test_details.py::test_details_of_several_groups_are_sums_means_and_extremes",
+        (
+            Fault(
+                "the details of the first repeat",
+                "systems/details.py",
+                "return replace(first, **found)",
+                "return first",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts of a server are counted if every repeat has their counts.",
+        "test_endpoint.py::test_answers_of_one_repeat_say_nothing_of_all",
+        (
+            Fault(
+                "answers of some repeats counted",
+                "bench/records_of.py",
+                "if all(own.reported for own in found):",
+                "if any(own.reported for own in found):",
+            ),
+            Fault(
+                "a source named that one repeat lacks",
+                "systems/servers/details.py",
+                "            if count == len(groups):\n",
+                "            if count:\n",
+            ),
+        ),
+    ),
+    Property(
+        "Repeats together are as bad as the worst.",
+        "test_verdict.py::test_groups_together_are_as_bad_as_the_worst",
+        (
+            Fault(
+                "a divergence hidden by tokens that were not compared",
+                "bench/recording.py",
+                "    if correctness.num_diverged:\n",
+                "    if correctness.num_diverged and num_differing:\n",
+            ),
+            Fault(
+                "ties before divergences",
+                "bench/check/passes.py",
+                "return found.num_diverged or 0, is_unjudged,",
+                "return 0, is_unjudged,",
             ),
         ),
     ),

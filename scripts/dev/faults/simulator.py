@@ -159,8 +159,8 @@ PROPERTIES = (
             Fault(
                 "no time between tokens of one commit",
                 "predict/simulator/run.py",
-                "pairwise(sorted(set(each)))",
-                "pairwise(each)",
+                "pairwise(sorted(set(token_times)))",
+                "pairwise(token_times)",
             ),
         ),
     ),

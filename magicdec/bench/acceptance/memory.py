@@ -1,0 +1,66 @@
+"""The planned memory of all drafts of a model: its weights and the cache of its texts and their
+forks, which all contexts share, every draft's weights, which stay loaded, and one draft's cache at
+a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from magicdec.bench.acceptance.forks import can_fork, num_forks, with_forks
+from magicdec.bench.study.cells import StudyCell
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.setup.memory_check import MemoryBudget, describe_place
+from magicdec.setup.memory_plan import MemoryPlan, model_plans_of, plan_of
+from magicdec.systems.shared_prefill import CacheDemand
+
+
+def demand_of(configs: Sequence[ResolvedConfig]) -> CacheDemand:
+    """The cache that drafts of all contexts share. It keeps every token, because shorter contexts
+    go back."""
+    forks = max((num_forks(config) for config in configs if can_fork(config)), default=0)
+    return replace(CacheDemand.of(configs), rewound=None, num_forks=forks, is_nested=True)
+
+
+def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
+    """The memory of these groups of cells, each of which shares a prefill, one after another."""
+    draft_weights: dict[object, int] = {}
+    plans = []
+    for group in groups:
+        room = demand_of([cell.resolved.config for cell in group])
+        for cell in group:
+            config = cell.resolved.config
+            target, *drafts = model_plans_of(config, cell.resolved.models, 0)
+            target = replace(target, row_tokens=room.max_tokens, rewound=None)
+            if room.num_forks:
+                target = with_forks(target, room.num_forks)
+            plan = plan_of([target, *drafts])
+            draft = None if config.draft is None else config.draft.model
+            draft_weights[draft, config.low_bit] = plan.draft_weights
+            plans.append(plan)
+    return MemoryPlan(
+        weights=max(plan.weights for plan in plans),
+        kv=max(plan.kv for plan in plans),
+        draft_weights=sum(draft_weights.values()),
+        draft_kv=max(plan.draft_kv for plan in plans),
+        working=max(plan.working for plan in plans),
+    )
+
+
+def check_memory(groups: Sequence[Sequence[StudyCell]]) -> str:
+    """The line about the planned memory. Raises ValueError if it is more than what is free."""
+    cell = groups[0][0]
+    assert cell.prepared is not None, "only cells that can run are measured"
+    config = cell.resolved.config
+    plan = plan_of_cells(groups)
+    room = MemoryBudget((0,), describe_place(config, cell.resolved.launch), cell.prepared.free)
+    if (refusal := room.refusal(plan)) is not None:
+        longest = max(
+            cell.resolved.config.workload.prefix_len for group in groups for cell in group
+        )
+        raise ValueError(
+            f"--B {config.workload.batch_size} --prefix_len {longest} needs {refusal}; choose a "
+            "smaller --B, shorter contexts or fewer drafts"
+        )
+    return room.describe(plan)
