@@ -70,6 +70,40 @@ def test_lengths_by_hand() -> None:
     assert list(lengths_of(acceptance_record(64, is_chain=False))) == [GAMMA]
 
 
+def sampled_record(context: int) -> AcceptanceRecord:
+    """Of two texts with three positions, at one of which nothing was drafted."""
+    record = acceptance_record(context, ["03", "2"])
+    sampling = record.config["sampling"] | {"temperature": 0.8, "top_p": 0.9}
+    return replace(
+        record,
+        config=record.config | {"sampling": sampling},
+        accepted=None,
+        acceptance_probabilities=[[[0.5, 0.25, 0.125], []], [[1.0, 0.5, 0.25]]],
+    )
+
+
+def test_lengths_of_sampled_texts_are_those_of_probabilities(
+    command: Command, tmp_path: Path
+) -> None:
+    record = sampled_record(64)
+    assert record.num_positions == 3
+    assert lengths_of(record) == {
+        1: (1.5, 2.0, 1.25),
+        2: (1.75, 2.5, 1.375),
+        3: (1.875, 2.75, 1.4375),
+    }
+    out = tmp_path / "golden.yaml"
+    path = write_records(tmp_path / "one.jsonl", [record])
+    assert command("export", path, "--format", "golden", "--out", out).code == 0
+    assert "| context: 64 | temperature: 0.8 --top_p 0.9 | output_len: 5\n" in out.read_text()
+    for words in (["export", "--format", "golden", "--out", out], ["plan", *BY_HAND.split()]):
+        both = write_records(tmp_path / f"{words[0]}.jsonl", [acceptance_record(128), record])
+        given = [both] if words[0] == "export" else ["--acceptance", both]
+        code, _, err = command(*words, *given)
+        assert code == 2 and err.count("\n") == 1, err
+        assert "of several ways of sampling: --temperature 0.8 --top_p 0.9, greedy; give" in err
+
+
 def test_between_contexts_lengths_are_linear_in_the_logarithm() -> None:
     curve = AcceptanceLengths({4096: {1: (1.9, 1.8, 2.0)}, 1024: {1: (1.5, 1.4, 1.7), 2: (2.0,)}})
     assert curve.estimates(2048, 1) == pytest.approx((1.7, 1.6, 1.85))

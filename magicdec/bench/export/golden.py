@@ -93,7 +93,7 @@ def text_of(records: list[AcceptanceRecord]) -> str:
     lines = [
         "Acceptance lengths (AL) at every position of the model's own continuations of texts, "
         "measured by `magicdec acceptance`.",
-        f"dataset: {workload.text} | context: {contexts} | temperature: 0 | "
+        f"dataset: {workload.text} | context: {contexts} | {sampling_words(records[0])} | "
         f"output_len: {output_len}",
         *reasons,
         f"key = {keys}; value = AL",
@@ -101,6 +101,13 @@ def text_of(records: list[AcceptanceRecord]) -> str:
     head = "".join(f"# {printable(' '.join(line.split()))}\n" for line in lines)
     content = {workload.model: curves}
     return head + str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def sampling_words(record: AcceptanceRecord) -> str:
+    """Such as `temperature: 0`; with more flags, if there are any."""
+    temperature = record.config["sampling"]["temperature"]
+    flags = record.sampling.removeprefix(f"--temperature {temperature:g}").strip()
+    return f"temperature: {temperature:g}" + (f" {flags}" if flags else "")
 
 
 def _values(found: Iterable[int]) -> str:
