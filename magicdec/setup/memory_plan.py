@@ -25,9 +25,10 @@ ROUTE_BYTES = 20  # of an expert of a token in a layer: its number, its weight a
 LIBRARY_BYTES = 64 << 20  # that kernels, threads and libraries take on a CPU at their first use
 
 
-def working_bytes(plan: ModelPlan) -> int:
-    """The largest of a prompt chunk, a verification, a policy's first choice, loading a matrix and
-    the bandwidth buffer; plus rotary table and libraries."""
+def working_bytes(plan: ModelPlan, is_timed: bool = True, loads: bool = True) -> int:
+    """The largest of a prompt chunk, a verification, a policy's first choice, loading a matrix if
+    it `loads` any beside the cache and, where times are measured, the bandwidth buffer; plus rotary
+    table and libraries."""
     config = plan.config
     room = plan.config.capacity
     longest = max_tokens(plan.config)
@@ -39,8 +40,8 @@ def working_bytes(plan: ModelPlan) -> int:
         forward_bytes(plan, (1, chunk, longest)),
         forward_bytes(plan, (room.rows, T, longest), observes) + logits_bytes(plan, room.rows * T),
         first_choice_bytes(plan),
-        _loading_bytes(plan),
-        buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES,
+        loads * _loading_bytes(plan),
+        is_timed * (buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES),
     )
     libraries = LIBRARY_BYTES if config.parallel.device == "cpu" else 0
     return max(needs) + longest * plan.model.head_dim * 4 + libraries

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import NGRAM, SELF, SamplingSection
 from magicdec.distributed.groups import ParallelGroups
@@ -41,7 +42,7 @@ from magicdec.systems.system import SystemDetails
 
 CONTINUATIONS = "continuations"  # the name of a result that drafts share
 MOST_FORKS = 256  # rows of a batch, beside those of the texts
-BLOCK = 16  # tokens of a block, of which a fork copies at most one
+BLOCK = 16  # tokens of a block, of which a fork copies at most one; or what kernels ask for
 
 
 def can_fork(config: ResolvedConfig) -> bool:
@@ -83,17 +84,25 @@ class Position:
         return next(differ, len(draft))
 
 
+def blocks_of_forks(num_forks: int, num_texts: int, gamma: int, block: int) -> int:
+    """The most blocks that forks of neighbouring positions of texts take for `gamma` drafts, beside
+    those of the texts: one that is copied, and more for those whose drafts end in the next."""
+    num_whole, rest = divmod(gamma, block)
+    return num_forks * (1 + num_whole) + rest * (-(-num_forks // block) + num_texts)
+
+
 def with_forks(plan: ModelPlan, num_forks: int) -> ModelPlan:
     """The plan with rows for forks of its texts. It keeps every token: all forks go back."""
     room = plan.config.capacity
-    per_text = -(-plan.tokens // BLOCK) * BLOCK
-    per_fork = (-(-plan.config.decoding.max_gamma // BLOCK) + 1) * BLOCK
+    block = backend_class(plan.backend)().block_size(BLOCK)
+    per_text = -(-plan.tokens // block)
+    of_forks = blocks_of_forks(num_forks, room.rows, plan.config.decoding.max_gamma, block)
     return replace(
         plan,
         config=replace(plan.config, capacity=replace(room, rows=room.rows + num_forks)),
         row_tokens=plan.tokens,
-        block_tokens=BLOCK,
-        cache_tokens=room.rows * per_text + num_forks * per_fork,
+        block_tokens=block,
+        cache_tokens=(room.rows * per_text + of_forks) * block,
         rewound=None,
     )
 

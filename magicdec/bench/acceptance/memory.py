@@ -18,6 +18,7 @@ from magicdec.setup.memory_plan import (
     logits_bytes,
     model_plans_of,
     plan_of,
+    working_bytes,
 )
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.systems.shared_prefill import CacheDemand
@@ -44,7 +45,10 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
             forked = with_forks(shared, room.num_forks) if room.num_forks else shared
             draft = None if config.draft is None else config.draft.model
             draft_weights[draft, config.low_bit] = own.draft_weights
-            working = max(own.working, fork_bytes(shared, room))
+            # The target is loaded before its cache takes memory.
+            loads = config.low_bit is not None or config.draft is not None
+            working = working_bytes(shared, is_timed=False, loads=loads)
+            working = max(working, fork_bytes(shared, room))
             plans.append(replace(own, kv=forked.kv_bytes, working=working))
     return MemoryPlan(
         weights=max(plan.weights for plan in plans),
