@@ -25,7 +25,7 @@ from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import describe_memory
 
 TEXTS = ("0312", "2233", "3011", "1302", "3331")  # accepted draft tokens at each position
-WORSE = ("0110", "2130", "1011", "1300", "0031")
+WORSE = ("0310", "2230", "3011", "1300", "0031")
 GAMMA = 3
 
 

@@ -31,6 +31,11 @@ KINDS = ("acceptance", "pass")  # of records with an acceptance, the first befor
 # The flags of a plan that tell records apart, by the noun in a refusal.
 FLAGS = {"models": "--model", "dtypes": "--dtype", "draft models": "--draft model:NAME"}
 
+SAMPLED = (
+    "it has acceptance of sampled texts, which says how probable acceptance is at every position, "
+    "and not where the steps of a run begin; give records of greedy texts"
+)
+
 Drafting = tuple[str, str, str | None]
 """The drafter, the KV policy and the draft weights of a run."""
 
@@ -76,7 +81,10 @@ def curves_of_file(
         [record for record in records.get(kind, ()) if drafting_of(record.config) == like]
         for kind in KINDS
     )
-    curves, places = _of_every_position(path, positions, names)
+    greedy = [record for record in positions if not record.sampling]
+    if len(greedy) < len(positions):
+        raise ValueError(f"--acceptance {path}: {SAMPLED}")
+    curves, places = _of_every_position(path, greedy, names)
     unused = f"; its {len(passes)} passes with such drafts do not count" if passes else ""
     if not curves:
         curves, places = _of_passes(passes)

@@ -149,6 +149,10 @@ def test_every_verification_of_a_run_accepts_what_the_table_says(
     assert table[name]["inexact"] is None
     assert len(pairs) > (0 if name == "ngram" else 20)
     assert [ours for ours, _ in pairs] == [said for _, said in pairs]
+    (record,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = {row["depth"]: row["tokens_per_step"] for row in table[name]["rows"]}
+    if name != "ngram":  # a lookup of which a run drafts fewer tokens
+        assert record["metrics"]["mean_acceptance_length"] == pytest.approx(rows[gamma], rel=1e-12)
     is_lossless = name == "self full"
     assert len({ours for ours, _ in pairs}) > 1 or name == "ngram" or is_lossless
 

@@ -38,6 +38,14 @@ def test_counts_are_digits() -> None:
     assert digits_of(counts) == "09az3" and counts_of("09az3") == counts
 
 
+def at_steps(counts: list[int], gamma: int) -> list[int]:
+    """What the steps of a run accept, each of which takes its tokens from the front of a text."""
+    if not counts:
+        return []
+    accepted = min(counts[0], gamma)
+    return [accepted, *at_steps(counts[1 + accepted :], gamma)]
+
+
 def test_tokens_a_step_are_those_of_counts() -> None:
     accepted = [[0, 3, 1], [2, 2], [], [3, 0, 1, 1], [1]]
     drafted = [[3, 3, 3], [3, 2], [], [3, 0, 3, 3], [3]]
@@ -50,14 +58,17 @@ def test_tokens_a_step_are_those_of_counts() -> None:
     for each in found:
         k = each.depth
         expected = 1 + sum(min(a, k) for a, _ in flat) / len(flat)
-        assert each.tokens_per_step == pytest.approx(expected)
+        assert each.tokens_per_position == pytest.approx(expected)
+        steps = [a for text in accepted for a in at_steps(text, k)]
+        assert each.tokens_per_step == pytest.approx(1 + sum(steps) / len(steps))
         assert each.cumulative == sum(a >= k for a, _ in flat) / len(flat)
         judged = [a for a, d in flat if d >= k and a >= k - 1]
         assert each.conditional == sum(a >= k for a in judged) / len(judged)
-        low, high = each.tokens_per_step_interval or (0, 0)
+        low, high = each.tokens_per_position_interval or (0, 0)
         assert 1 < low < expected < high < 1 + k
     alone = depths_of(cumulative, drafted, 3, is_chain=False)
     assert [each.tokens_per_step is None for each in alone] == [True, True, False]
+    assert [each.tokens_per_position is None for each in alone] == [True, True, False]
     assert alone[-1] == found[-1]
     none = [cumulative_of_counts([0], 2)] * 2
     nothing = depths_of(none, [[1], [0]], 2, is_chain=True)
@@ -69,9 +80,12 @@ def test_probabilities_count_as_shares_of_positions() -> None:
     """Two texts, of which a position has a draft of one token, and one has none."""
     texts = [[[0.9, 0.5], [0.4]], [[], [0.2, 0.3]]]
     drafted = [[2, 1], [0, 2]]
-    found = depths_of([cumulative_of(text, 2) for text in texts], drafted, 2, is_chain=True)
+    cumulative = [cumulative_of(text, 2) for text in texts]
+    found = depths_of(cumulative, drafted, 2, is_chain=True, is_sampled=True)
     assert [each.cumulative for each in found] == pytest.approx([1.5 / 4, 0.8 / 4])
-    assert [each.tokens_per_step for each in found] == pytest.approx([1 + 1.5 / 4, 1 + 2.3 / 4])
+    means = [each.tokens_per_position for each in found]
+    assert means == pytest.approx([1 + 1.5 / 4, 1 + 2.3 / 4])
+    assert [each.tokens_per_step for each in found] == [None, None]
     # Of the three positions with a draft, and of the 0.9 + 0.2 of two that go on.
     assert [each.conditional for each in found] == pytest.approx([1.5 / 3, 0.8 / 1.1])
     rising = depths_of([cumulative_of([[0.5, 0.6]], 2)], [[2]], 2, is_chain=True)
@@ -90,7 +104,7 @@ def test_a_category_has_the_acceptance_of_its_texts_alone() -> None:
         alone = [[each[place] for place in places] for each in (cumulative, drafted)]
         assert found[name] == depths_of(*alone, 3, is_chain=True)
         positions = [count for place in places for count in texts[place]]
-        assert found[name][2].tokens_per_step == pytest.approx(1 + np.mean(positions))
+        assert found[name][2].tokens_per_position == pytest.approx(1 + np.mean(positions))
     assert found["code"][0].cumulative_interval and not found["prose"][0].cumulative_interval
 
 
@@ -131,7 +145,8 @@ def test_prompts_with_categories_have_a_table_by_category(
                 counts = [sum(drafts) for n in places for drafts in chances[n]]
             expected = 1 + sum(counts) / len(counts)
             assert record.num_texts_of(name) == 4 and len(counts) == 32
-            assert rows[-1].tokens_per_step == pytest.approx(expected, abs=1e-3)
+            assert rows[-1].tokens_per_position == pytest.approx(expected, abs=1e-3)
+            assert (rows[-1].tokens_per_step is None) == (sampled != "")
     _, title, table = ended.out.partition("acceptance by category")
     assert title and [table.count(name) for name in SAYINGS] == [2, 2, 2]
     assert table.count("all texts") == 2
@@ -144,8 +159,8 @@ def test_prompts_with_categories_have_a_table_by_category(
 
 
 def test_the_best_gamma_pays_for_its_tokens() -> None:
-    cumulative = [cumulative_of_counts([2, 2, 2, 0], 4)] * 4
-    depths = depths_of(cumulative, [[4] * 4] * 4, 4, is_chain=True)
+    cumulative = [cumulative_of_counts([2, 0, 0, 2, 0, 0], 4)] * 4
+    depths = depths_of(cumulative, [[4] * 6] * 4, 4, is_chain=True)
 
     assert best_of(depths).depth == 2
 

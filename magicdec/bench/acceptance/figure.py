@@ -18,8 +18,8 @@ def draw(flag: str, path: Path, records: Sequence[AcceptanceRecord]) -> None:
             of_draft = sorted((r for r in records if r.draft == draft), key=lambda r: r.context)
             style = look(number)
             marks = {"color": style.colour, "marker": style.marker, "linestyle": style.line}
-            values = [record.rows[-1].tokens_per_step or 0.0 for record in of_draft]
-            ends = [record.rows[-1].tokens_per_step_interval for record in of_draft]
+            values = [record.rows[-1].tokens or 0.0 for record in of_draft]
+            ends = [record.rows[-1].tokens_interval for record in of_draft]
             errors = [
                 [
                     value - (end[0] if end else value)

@@ -195,7 +195,7 @@ class AcceptanceRunner(Runner):
             cumulative = [cumulative_of_counts(of_text, gamma) for of_text in accepted]
         workload = run.describe_workload()
         by_category = depths_by_category(
-            workload.categories or (), cumulative, drafted, gamma, is_chain(config)
+            workload.categories or (), cumulative, drafted, gamma, is_chain(config), is_sampled
         )
         outputs = repr([request.output_ids for request in group.requests])
         return AcceptanceRecord(
@@ -207,7 +207,7 @@ class AcceptanceRunner(Runner):
             accepted=None if is_sampled else [digits_of(of_text) for of_text in accepted],
             acceptance_probabilities=rounded(chances) if is_sampled else None,
             drafted=None if is_always else [digits_of(of_text) for of_text in drafted],
-            rows=depths_of(cumulative, drafted, gamma, is_chain(config)),
+            rows=depths_of(cumulative, drafted, gamma, is_chain(config), is_sampled),
             rows_by_category=by_category or None,
             inexact=inexact_reason(config),
             memory=describe_memory(self.common.plan, run.free, group.ranks.memory),

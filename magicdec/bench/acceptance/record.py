@@ -34,6 +34,7 @@ FEW_TEXTS = (
     "with fewer than 4 texts; if the number is the largest or smallest possible, or the same for "
     "every text"
 )
+NO_STEPS = "if the continuations are sampled, of which the steps of a run do not follow"
 ONE_GAMMA = "where drafts of fewer tokens would be others, except of the most"
 TOKENS = Recorded("", digits=2)
 RATE = Recorded("", digits=3)
@@ -45,12 +46,22 @@ class DepthAcceptance(RecordPart):
 
     depth: int = recorded("number of draft tokens", "tokens")
     tokens_per_step: float | None = recorded(
-        "1 + mean accepted tokens of drafts of `depth` tokens over all positions. A run emits "
-        "fewer a step, because it stands more often where drafts are rejected",
+        "what a run with `depth` draft tokens emits a step: 1 + mean accepted tokens at the "
+        "positions where its steps begin, the first and then always where the last step ended; "
+        "its `mean_acceptance_length`",
+        "tokens",
+        null=f"{NO_STEPS}; {ONE_GAMMA}",
+    )
+    tokens_per_step_interval: list[float] | None = recorded(
+        "its 95 % interval over texts", "tokens", null=f"{NO_STEPS}; {FEW_TEXTS}; {ONE_GAMMA}"
+    )
+    tokens_per_position: float | None = recorded(
+        "1 + mean accepted tokens of drafts of `depth` tokens over all positions. It is more than "
+        "a step of a run emits, because steps begin more often where drafts are rejected",
         "tokens",
         null=ONE_GAMMA,
     )
-    tokens_per_step_interval: list[float] | None = recorded(
+    tokens_per_position_interval: list[float] | None = recorded(
         "its 95 % interval over texts", "tokens", null=f"{FEW_TEXTS}; {ONE_GAMMA}"
     )
     cumulative: float = recorded(
@@ -71,6 +82,17 @@ class DepthAcceptance(RecordPart):
     conditional_interval: list[float] | None = recorded(
         "its 95 % interval over texts", "0 to 1", null=FEW_TEXTS
     )
+
+    @property
+    def tokens(self) -> float | None:
+        """The tokens of a step, or of a position of sampled texts."""
+        return self.tokens_per_position if self.tokens_per_step is None else self.tokens_per_step
+
+    @property
+    def tokens_interval(self) -> list[float] | None:
+        if self.tokens_per_step is None:
+            return self.tokens_per_position_interval
+        return self.tokens_per_step_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +205,8 @@ class AcceptanceRecord(MeasuredRecord):
 
 def best_of(depths: Sequence[DepthAcceptance]) -> DepthAcceptance:
     """The number of draft tokens with most tokens over time, if each costs `DRAFT_COST`."""
-    known = [each for each in depths if each.tokens_per_step is not None]
-    return max(known, key=lambda each: (each.tokens_per_step or 0) / (1 + DRAFT_COST * each.depth))
+    known = [row for row in depths if row.tokens is not None]
+    return max(known, key=lambda row: (row.tokens or 0) / (1 + DRAFT_COST * row.depth))
 
 
 def digits_of(counts: Sequence[int]) -> str:
@@ -221,10 +243,29 @@ def _cumulative(cumulative_by_text: Sequence[Array]) -> Array:
         return np.asarray(_sums(texts) / _sums([np.ones((len(text), 1)) for text in texts]))
 
 
-def lengths_by_depth(cumulative_by_text: Sequence[Array]) -> Array:
-    """[1 + texts, gamma]: the acceptance lengths of drafts of 1 to `gamma` tokens, of all texts,
-    then without each, from the cumulative acceptance of each text and position."""
-    return np.asarray(1 + _cumulative(cumulative_by_text).cumsum(axis=1))
+def steps_of(accepted: Sequence[int], gamma: int) -> tuple[int, int]:
+    """The accepted tokens and the steps of a run with `gamma` draft tokens, from the counts of a
+    text by position: a step begins at the first position, the others where the last one ended."""
+    position = 0
+    num_accepted = 0
+    num_steps = 0
+    while position < len(accepted):
+        count = min(accepted[position], gamma)
+        num_accepted += count
+        num_steps += 1
+        position += count + 1
+    return num_accepted, num_steps
+
+
+def lengths_by_depth(accepted: Sequence[Sequence[int]], gamma: int) -> Array:
+    """[1 + texts, gamma]: the acceptance lengths of runs with 1 to `gamma` draft tokens, of all
+    texts, then without each, from the counts of each text by position. Texts without a position do
+    not count."""
+    texts = [text for text in accepted if text]
+    steps = [[steps_of(text, depth) for depth in range(1, gamma + 1)] for text in texts]
+    sums = with_each_left_out(np.array(steps, float))  # [1 + texts, gamma, 2]
+    with np.errstate(invalid="ignore"):  # without the only text
+        return np.asarray(1 + sums[..., 0] / sums[..., 1])
 
 
 def depths_of(
@@ -232,11 +273,12 @@ def depths_of(
     drafted: Sequence[Sequence[int]],
     gamma: int,
     is_chain: bool,
+    is_sampled: bool = False,
 ) -> list[DepthAcceptance]:
     """The acceptance by depth of the texts that have a position. `cumulative_by_text`: for each
     text [positions, gamma], whether the first 1, 2, ... drafts were accepted, or the probability of
-    it. `is_chain`: drafts of fewer tokens than `gamma` are the beginnings of those that were
-    judged."""
+    it if they `is_sampled`. `is_chain`: drafts of fewer tokens than `gamma` are the beginnings of
+    those that were judged."""
     texts = [pair for pair in zip(cumulative_by_text, drafted, strict=True) if len(pair[0])]
     depths = np.arange(1, gamma + 1)
     taken = _sums([text for text, _ in texts])  # [1 + texts, depths]
@@ -244,18 +286,24 @@ def depths_of(
     with np.errstate(invalid="ignore"):  # without a position
         conditional = taken / judged
     cumulative = _cumulative(cumulative_by_text)
-    tokens = lengths_by_depth(cumulative_by_text)
+    by_position = 1 + cumulative.cumsum(axis=1)
+    by_step: Array | None = None
+    if not is_sampled:
+        accepted = [text.sum(axis=1).astype(int).tolist() for text in cumulative_by_text]
+        by_step = lengths_by_depth(accepted, gamma)
     found = []
     for place, depth in enumerate(depths.tolist()):
         has_tokens = is_chain or depth == gamma
+        mean, mean_interval = _with_interval(by_position if has_tokens else None, place)
+        length, length_interval = _with_interval(by_step if has_tokens else None, place)
         rate = float(conditional[0, place])
         found.append(
             DepthAcceptance(
                 depth=depth,
-                tokens_per_step=float(tokens[0, place]) if has_tokens else None,
-                tokens_per_step_interval=interval(tokens[:, place], 1, 1 + depth)
-                if has_tokens
-                else None,
+                tokens_per_step=length,
+                tokens_per_step_interval=length_interval,
+                tokens_per_position=mean,
+                tokens_per_position_interval=mean_interval,
                 cumulative=float(cumulative[0, place]),
                 cumulative_interval=interval(cumulative[:, place], 0, 1),
                 # Probabilities depend on what was drafted: by chance their ratio may exceed 1.
@@ -264,6 +312,13 @@ def depths_of(
             )
         )
     return found
+
+
+def _with_interval(lengths: Array | None, place: int) -> tuple[float | None, list[float] | None]:
+    """The length of `place` + 1 draft tokens with its interval over texts, if it is known."""
+    if lengths is None:
+        return None, None
+    return float(lengths[0, place]), interval(lengths[:, place], 1, 2 + place)
 
 
 def reached(cumulative: Array, drafted: Sequence[int]) -> Array:
@@ -280,6 +335,7 @@ def depths_by_category(
     drafted: Sequence[Sequence[int]],
     gamma: int,
     is_chain: bool,
+    is_sampled: bool = False,
 ) -> dict[str, list[DepthAcceptance]]:
     """The acceptance by depth of the texts of each category that have a position."""
     found = {}
@@ -287,7 +343,7 @@ def depths_by_category(
         texts = [cumulative_by_text[place] for place in places]
         if any(map(len, texts)):
             counts = [drafted[place] for place in places]
-            found[category] = depths_of(texts, counts, gamma, is_chain)
+            found[category] = depths_of(texts, counts, gamma, is_chain, is_sampled)
     return found
 
 
@@ -338,10 +394,9 @@ def _tokens_table(records: Sequence[AcceptanceRecord]) -> Table:
 
 
 def _tokens(depth: DepthAcceptance | None) -> object:
-    if depth is None or depth.tokens_per_step is None:
+    if depth is None or depth.tokens is None:
         return None
-    shown = TOKENS.show_between(depth.tokens_per_step, depth.tokens_per_step_interval)
-    return Shown(shown, depth.tokens_per_step)
+    return Shown(TOKENS.show_between(depth.tokens, depth.tokens_interval), depth.tokens)
 
 
 def _remarks(records: Sequence[AcceptanceRecord]) -> list[str]:

@@ -39,6 +39,12 @@ def rows_of(number: int, source: str, record: AcceptanceRecord) -> Iterator[Row]
 def collect(rows: Iterable[Row]) -> list[AcceptanceRecord]:
     """The records of the rows. Raises ValueError for those that one file cannot tell apart."""
     records = [row["record"] for row in rows]
+    sampled = next((record.sampling for record in records if record.sampling), None)
+    if sampled is not None:
+        raise ValueError(
+            f"{FLAG}: records of sampled texts ({sampled}) say how probable acceptance is at every "
+            "position, and not what a step of a run accepts; give records of greedy texts"
+        )
     several = first_several(map(conditions_of, records))
     if several is not None:
         noun, names = several
@@ -91,9 +97,9 @@ def text_of(records: list[AcceptanceRecord]) -> str:
     output_len = _values(record.config["workload"]["gen_len"] for record in records)
     keys = "tokens of context, then num_speculative_tokens" if has_contexts else ALONE
     lines = [
-        "Acceptance lengths (AL) at every position of the model's own continuations of texts, "
-        "measured by `magicdec acceptance`.",
-        f"dataset: {workload.text} | context: {contexts} | {sampling_words(records[0])} | "
+        "Acceptance lengths (AL) of the steps of a run over texts, computed from the acceptance at "
+        "every position of the model's own continuations by `magicdec acceptance`.",
+        f"dataset: {workload.text} | context: {contexts} | temperature: 0 | "
         f"output_len: {output_len}",
         *reasons,
         f"key = {keys}; value = AL",
@@ -101,13 +107,6 @@ def text_of(records: list[AcceptanceRecord]) -> str:
     head = "".join(f"# {printable(' '.join(line.split()))}\n" for line in lines)
     content = {workload.model: curves}
     return head + str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-
-
-def sampling_words(record: AcceptanceRecord) -> str:
-    """Such as `temperature: 0`; with more flags, if there are any."""
-    temperature = record.config["sampling"]["temperature"]
-    flags = record.sampling.removeprefix(f"--temperature {temperature:g}").strip()
-    return f"temperature: {temperature:g}" + (f" {flags}" if flags else "")
 
 
 def _values(found: Iterable[int]) -> str:
