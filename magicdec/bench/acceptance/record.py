@@ -37,7 +37,12 @@ FEW_TEXTS = (
 NO_STEPS = "if the continuations are sampled, of which the steps of a run do not follow"
 ONE_GAMMA = "where drafts of fewer tokens would be others, except of the most"
 TOKENS = Recorded("", digits=2)
-RATE = Recorded("", digits=3)
+RATE = Recorded("", digits=2)
+KINDS_IN_WORDS = {
+    "conditional": "of the k-th draft token, if all before it are accepted",
+    "cumulative": "of the first k draft tokens",
+}
+KINDS = tuple(KINDS_IN_WORDS)  # of the acceptance by depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +362,7 @@ def tables(records: Sequence[AcceptanceRecord]) -> list[Table]:
     category."""
     drafts = list(dict.fromkeys(record.draft for record in records))
     ordered = sorted(records, key=lambda r: (drafts.index(r.draft), r.context))
-    found = [_tokens_table(ordered), _depth_table(ordered)]
+    found = [_tokens_table(ordered), *(_depth_table(ordered, kind) for kind in KINDS)]
     has_several = any(len(record.rows_by_category or ()) > 1 for record in records)
     return [*found, _category_table(ordered)] if has_several else found
 
@@ -369,34 +374,38 @@ def _tokens_table(records: Sequence[AcceptanceRecord]) -> Table:
         lines += [RULE] if lines else []
         for number, record in enumerate(group):
             best = best_of(record.rows)
-            by_depth = {each.depth: each for each in record.rows}
-            cells = [_tokens(by_depth.get(gamma)) for gamma in gammas]
-            lines.append(
-                (
-                    None if number else draft,
-                    record.context,
-                    record.num_positions,
-                    best.depth,
-                    _tokens(best),
-                    *cells,
-                )
-            )
-    columns: list[Column | str] = [Column("draft", is_text=True), "context", "positions"]
-    columns += ["best gamma", "tokens a step", *(f"gamma {gamma}" for gamma in gammas)]
+            by_depth = {row.depth: row for row in record.rows}
+            cells = [_shown(TOKENS, by_depth.get(gamma)) for gamma in gammas]
+            name = None if number else draft
+            lines.append((name, record.context, best.depth, _tokens(best), *cells))
+    columns: list[Column | str] = [Column("draft", is_text=True), "context"]
+    columns += ["best", "tokens a step", *map(str, gammas)]
     first = records[0]
+    w = first.workload
+    if first.sampling:
+        columns[3] = "tokens a position"
+        what = f"tokens a position, as probable ({first.sampling})"
+    else:
+        what = "tokens a step of a run"
     title = (
-        f"{first.workload.model} ({first.config['model']['dtype']}), {first.workload.text}: tokens "
-        f"a step at every position of the model's own continuations "
-        f"{f'({first.sampling}) ' if first.sampling else ''}of "
-        f"{first.workload.num_prompts} texts, with 95 % intervals over texts"
+        f"{w.model} ({first.config['model']['dtype']}), {w.text}: {what}, from the acceptance at "
+        f"every position of the model's own continuations of {w.num_prompts} texts, "
+        f"{max(record.num_positions for record in records)} in all: with the best gamma, in "
+        f"brackets 95 % intervals over texts, and with gamma {', '.join(map(str, gammas))}"
     )
     return Table(columns, lines, title=title, below=_remarks(records))
 
 
-def _tokens(depth: DepthAcceptance | None) -> object:
-    if depth is None or depth.tokens is None:
+def _shown(about: Recorded, row: DepthAcceptance | None) -> object:
+    if row is None or row.tokens is None:
         return None
-    return Shown(TOKENS.show_between(depth.tokens, depth.tokens_interval), depth.tokens)
+    return Shown(about.show(row.tokens), row.tokens)
+
+
+def _tokens(row: DepthAcceptance) -> object:
+    if row.tokens is None:
+        return None
+    return Shown(TOKENS.show_between(row.tokens, row.tokens_interval), row.tokens)
 
 
 def _remarks(records: Sequence[AcceptanceRecord]) -> list[str]:
@@ -418,22 +427,20 @@ def _remarks(records: Sequence[AcceptanceRecord]) -> list[str]:
     return lines
 
 
-def _depth_table(records: Sequence[AcceptanceRecord]) -> Table:
+def _depth_table(records: Sequence[AcceptanceRecord], kind: str) -> Table:
     gamma = max(record.gamma for record in records)
     lines: list[tuple[Any, ...]] = []
     for draft, group in groupby(records, lambda record: record.draft):
         lines += [RULE] if lines else []
-        name: str | None = draft
-        for record in group:
-            for kind in ("conditional", "cumulative"):
-                cells = [_rate(each, kind) for each in record.rows]
-                cells += [None] * (gamma - len(cells))
-                context = record.context if kind == "conditional" else None
-                lines.append((name, context, kind, *cells))
-                name = None
+        for number, record in enumerate(group):
+            values = [getattr(row, kind) for row in record.rows]
+            cells = [None if value is None else Shown(RATE.show(value), value) for value in values]
+            cells += [None] * (gamma - len(cells))
+            lines.append((None if number else draft, record.context, *cells))
     columns: list[Column | str] = [Column("draft", is_text=True), "context"]
-    columns += [Column("acceptance", is_text=True), *(f"{n + 1}" for n in range(gamma))]
-    return Table(columns, lines, title="acceptance by depth: of the k-th draft token")
+    columns += [f"{number + 1}" for number in range(gamma)]
+    below = [] if kind == KINDS[0] else ["their intervals are in the records (`magicdec export`)"]
+    return Table(columns, lines, title=f"{kind} acceptance: {KINDS_IN_WORDS[kind]}", below=below)
 
 
 def _category_table(records: Sequence[AcceptanceRecord]) -> Table:
@@ -450,18 +457,16 @@ def _category_table(records: Sequence[AcceptanceRecord]) -> Table:
         num_texts["all texts"] = sum(length > 0 for length in record.lengths)
         for category, count in num_texts.items():
             rows = by_category.get(category, record.rows)
-            cells = (_rate(rows[0], "cumulative"), rows[-1].depth, _tokens(rows[-1]))
+            first = Shown(RATE.show(rows[0].cumulative), rows[0].cumulative)
+            cells = (first, rows[-1].depth, _tokens(rows[-1]))
             lines.append((name, context, category, count, *cells))
             name = context = None
     columns: list[Column | str] = [Column("draft", is_text=True), "context"]
-    columns += [Column("category", is_text=True), "texts", "first draft token", "gamma"]
-    columns += ["tokens a step"]
-    title = "acceptance by category; in brackets 95 % intervals over its texts, if at least 4"
+    columns += [Column("category", is_text=True), "texts", "first", "gamma", "tokens a step"]
+    if records[0].sampling:
+        columns[-1] = "tokens a position"
+    title = (
+        "acceptance by category, of the first draft token and with all; in brackets 95 % "
+        "intervals over its texts, if at least 4"
+    )
     return Table(columns, lines, title=title)
-
-
-def _rate(depth: DepthAcceptance, kind: str) -> object:
-    value = getattr(depth, kind)
-    if value is None:
-        return None
-    return Shown(RATE.show_between(value, getattr(depth, f"{kind}_interval")), value)
