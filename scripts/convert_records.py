@@ -65,7 +65,7 @@ LEFT_OUT_OF_REQUESTS = ("num_prefix_tokens",)
 # The parts of a pass that `details` has taken the place of, with the `kind` of each.
 DETAILS = {"ring": "mdi_llm", "speculation": "pipeinfer", "server": "servers"}
 # Keys of `config.workload` that every served pass has, beside the settings of its system.
-OF_EVERY_PASS = ("dataset", "prompt_format", "seed", "mode", "draft")
+PASS_KEYS = ("dataset", "prompt_format", "seed", "mode", "draft")
 
 
 def converted(raw: dict[str, Any]) -> list[Any]:
@@ -102,13 +102,13 @@ def passes_of_run(raw: dict[str, Any]) -> Iterator[PassRecord]:
     correctness = raw["correctness"]
     is_compared = correctness.get("reference") is not None
     plain: MeasuredParts | None = None
-    for name, of_pass in samples.items():
+    for name, pass_samples in samples.items():
         is_drafting = name != BASELINE
-        has_counts = is_drafting and not is_random and of_pass.num_accepted is not None
-        lens = prompt_lens(of_pass, prefill)
+        has_counts = is_drafting and not is_random and pass_samples.num_accepted is not None
+        lens = prompt_lens(pass_samples, prefill)
         parts = MeasuredParts(
-            requests_of(of_pass, prefill, lens, has_counts),
-            groups_of(of_pass, prefill, has_counts),
+            requests_of(pass_samples, prefill, lens, has_counts),
+            groups_of(pass_samples, prefill, has_counts),
         )
         found = correctness | ({"reference": PLAIN_PASS} if is_compared else {})
         num_differing = None
@@ -125,7 +125,7 @@ def passes_of_run(raw: dict[str, Any]) -> Iterator[PassRecord]:
             is_random=is_random,
             bandwidth=raw["environment"].get("read_bandwidth_bytes_per_s"),
             categories=raw["workload"].get("categories"),
-            warmup_calibration_ms=of_pass.warmup_calibration_ms,
+            warmup_calibration_ms=pass_samples.warmup_calibration_ms,
             reference=plain,
         )
         is_sealed = raw.get("seal") is not None
@@ -298,7 +298,7 @@ def config_of_serving(config: dict[str, Any], name: str) -> dict[str, Any]:
         drafter, _ = split_draft(config["workload"]["draft"])
         decoding = decoding | {"strategy": SPECULATIVE, "drafter": drafter}
     serving_pass = Pass.named(name)
-    declared_names = {*OF_EVERY_PASS, *declared(ServeOptions)}
+    declared_names = {*PASS_KEYS, *declared(ServeOptions)}
     declared_names |= serving_pass.system.own_settings
     flags = {key: value for key, value in config["workload"].items() if key in declared_names}
     flags |= {"mode": serving_pass.mode}

@@ -124,7 +124,7 @@ def check_record(record: PassRecord) -> None:
 
 
 def check_group(name: str, group: GroupRecord, requests: Sequence[RequestRecord]) -> None:
-    ttft_ms = [each.first_token_ms - each.arrival_ms for each in requests]
+    ttft_ms = [request.first_token_ms - request.arrival_ms for request in requests]
     assert group.prefill_ms is not None, "passes share its prefill"
     must_not_exceed(f"{name}: the last TTFT", max(ttft_ms), "prefill_ms", group.prefill_ms)
     if any(later <= earlier for earlier, later in pairwise(ttft_ms)):

@@ -50,8 +50,8 @@ Attack = Callable[[str], list[LossyPlace]]
 @contextmanager
 def planted(places: list[LossyPlace]) -> Iterator[None]:
     with ExitStack() as stack:
-        for each in places:
-            stack.enter_context(_replaced(each))
+        for place in places:
+            stack.enter_context(_replaced(place))
         yield
 
 

@@ -38,7 +38,7 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
     tpots = known(map(tpot_ms, requests))
     bounds = record.config["workload"].get("goodput") or {}
     duration_s = sum(of_group(span_ms, batches)) / 1e3
-    num_tokens = sum(each.output_len for each in requests)
+    num_tokens = sum(request.output_len for request in requests)
     arriving = [arrivals_ms(of) for _, of in batches]
     arriving_s = sum(max(times) - min(times) for times in arriving) / 1e3
     num_later = len(requests) - len(batches)
@@ -57,24 +57,26 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         "steady_output_throughput": num_tokens / (duration_s - stalled_s)
         if is_timed and duration_s > stalled_s
         else None,
-        "request_goodput": sum(keeps(each, bounds) for each in requests) / duration_s
+        "request_goodput": sum(keeps(request, bounds) for request in requests) / duration_s
         if bounds
         else None,
         "arrival_rate": num_later / arriving_s if arriving_s > 0 else None,
         **summary("ttft", map(ttft_ms, requests)),
         **summary("tpot", tpots),
-        **summary("e2el", (each.finished_ms - each.arrival_ms for each in requests)),
-        "request_tokens_per_s": mean([1e3 / each for each in tpots if each > 0]),
+        **summary("e2el", (request.finished_ms - request.arrival_ms for request in requests)),
+        "request_tokens_per_s": mean([1e3 / tpot for tpot in tpots if tpot > 0]),
         "request_prefill_tokens_per_s": fmean(map(prefill_speed, requests)),
         "num_steps": num_steps or None,
         # No server says how often it preempts.
-        "num_preemptions": sum(len(each.preempted_ms) for each in requests) if num_steps else None,
+        "num_preemptions": sum(len(request.preempted_ms) for request in requests)
+        if num_steps
+        else None,
         "mean_in_flight": in_flight(record.groups),
         "prefix_hit_rate": hit_rate(requests),
         "peak_memory_bytes": max(map(sum, known(g.peak_memory_bytes for g in record.groups)))
         if any(group.peak_memory_bytes for group in record.groups)
         else None,
-        "answer_score": mean(known(each.answer_score for each in requests)),
+        "answer_score": mean(known(request.answer_score for request in requests)),
         **of_prefills(batches),
         **of_steps(record, batches),
         **of_begins(record),
@@ -90,12 +92,12 @@ def of_group(number: Callable[[GroupRecord, list[RequestRecord]], float], batche
 
 
 def arrivals_ms(requests: Sequence[RequestRecord]) -> list[float]:
-    return [each.arrival_ms for each in requests]
+    return [request.arrival_ms for request in requests]
 
 
 def span_ms(group: GroupRecord, requests: Sequence[RequestRecord]) -> float:
     """From the first arrival to the last token."""
-    return max(each.finished_ms for each in requests) - min(arrivals_ms(requests))
+    return max(request.finished_ms for request in requests) - min(arrivals_ms(requests))
 
 
 def in_flight(groups: Sequence[GroupRecord]) -> float | None:
@@ -317,7 +319,7 @@ def keeps(request: RequestRecord, bounds: Mapping[str, float]) -> bool:
 
 
 def hit_rate(requests: Sequence[RequestRecord]) -> float | None:
-    asking = [each for each in requests if each.num_looked_up_tokens]
+    asking = [request for request in requests if request.num_looked_up_tokens]
     if not asking:
         return None
     found = sum(sum(each.joined_prefix_tokens or ()) for each in asking)
@@ -326,7 +328,7 @@ def hit_rate(requests: Sequence[RequestRecord]) -> float | None:
 
 def turns_of(requests: Sequence[RequestRecord]) -> list[MetricValues] | None:
     """The times of each turn of conversations; None without them."""
-    numbers = sorted(set(known(each.turn for each in requests)))
+    numbers = sorted(set(known(request.turn for request in requests)))
     return [turn_of(turn, [r for r in requests if r.turn == turn]) for turn in numbers] or None
 
 
@@ -334,7 +336,7 @@ def turn_of(turn: int, members: Sequence[RequestRecord]) -> MetricValues:
     return {
         "turn": turn,
         "num_requests": len(members),
-        "mean_prompt_len": fmean(each.prompt_len for each in members),
+        "mean_prompt_len": fmean(member.prompt_len for member in members),
         **summary("ttft", map(ttft_ms, members)),
         "prefix_hit_rate": hit_rate(members),
     }
@@ -351,7 +353,9 @@ def contexts_of(record: PassRecord) -> list[MetricValues] | None:
         {"most_context": most, "num_requests": len(of), **acceptance_of(record, of)}
         for most, of in sorted(members.items())
     ]
-    has_drafts = any(each.get("num_draft_tokens") or each.get("num_spec_steps") for each in groups)
+    has_drafts = any(
+        group.get("num_draft_tokens") or group.get("num_spec_steps") for group in groups
+    )
     return groups if has_drafts else None
 
 
@@ -386,7 +390,7 @@ def acceptance(record: PassRecord) -> MetricValues:
         return {name: by_request.get(name) for name in ACCEPTANCE}
     emitted = None  # counters need not say in which steps nothing was drafted
     if "tokens_per_verification" not in getattr(record.details, "missing", ()):
-        emitted = sum(each.output_len - 1 for each in record.requests)
+        emitted = sum(request.output_len - 1 for request in record.requests)
     of_pass = RequestDrafts.of_sums(metrics, emitted)
     found = dict.fromkeys(ACCEPTANCE) | (total([of_pass]) if of_pass.has_drafts else {})
     return found | {name: value for name, value in by_request.items() if value is not None}
@@ -462,7 +466,7 @@ class RequestDrafts:
 
     def judged(self, position: int) -> float:
         """Verifications that drafted a token there and accepted all before it."""
-        if self.steps is None or any(math.isnan(each.drafted) for each in self.steps):
+        if self.steps is None or any(math.isnan(step.drafted) for step in self.steps):
             return math.nan
         return sum(e.number for e in self.steps if position < e.drafted and position <= e.accepted)
 
@@ -470,7 +474,7 @@ class RequestDrafts:
         """Verifications that accepted the token there."""
         if self.steps is None:
             return math.nan
-        return sum(each.number for each in self.steps if position < each.accepted)
+        return sum(step.number for step in self.steps if position < step.accepted)
 
 
 def acceptance_of(record: PassRecord, numbers: Iterable[int]) -> MetricValues:
@@ -478,9 +482,9 @@ def acceptance_of(record: PassRecord, numbers: Iterable[int]) -> MetricValues:
     drafted for them."""
     requests = [record.requests[number] for number in numbers]
     is_external = getattr(record.details, "program", None) is not None
-    drafts = [RequestDrafts.of_request(each, is_external) for each in requests]
-    found = total([each for each in drafts if each.has_drafts])
-    cancelled = known(each.num_cancelled_draft_tokens for each in requests)
+    drafts = [RequestDrafts.of_request(request, is_external) for request in requests]
+    found = total([draft for draft in drafts if draft.has_drafts])
+    cancelled = known(request.num_cancelled_draft_tokens for request in requests)
     if found or sum(cancelled):
         found["num_cancelled_draft_tokens"] = sum(cancelled) if cancelled else None
     return found
@@ -490,13 +494,13 @@ def total(drafts: Sequence[RequestDrafts]) -> MetricValues:
     """The acceptance over all of these, each of which has drafts."""
     if not drafts:
         return {}
-    num_positions = max(each.num_positions for each in drafts)
+    num_positions = max(draft.num_positions for draft in drafts)
     rows = np.array(
         [
-            [each.drafted, each.accepted, each.verified, each.emitted]
-            + [each.judged(k) for k in range(num_positions)]
-            + [each.survived(k) for k in range(num_positions)]
-            for each in drafts
+            [draft.drafted, draft.accepted, draft.verified, draft.emitted]
+            + [draft.judged(k) for k in range(num_positions)]
+            + [draft.survived(k) for k in range(num_positions)]
+            for draft in drafts
         ],
         float,  # None is NaN
     )

@@ -427,8 +427,8 @@ def _rights(request: RequestRecord) -> list[bool]:
     """Whether the draft has each of its tokens right. A token that follows accepted drafts and was
     not drafted itself counts as right."""
     rights = list[bool]()
-    for each in request.verifications():
-        rights += [True] * each.accepted + [each.accepted == each.drafted]
+    for verification in request.verifications():
+        rights += [True] * verification.accepted + [verification.accepted == verification.drafted]
     return rights
 
 
@@ -437,7 +437,9 @@ def _decoded(request: RequestRecord, rng: Rng, chance: float) -> list[Step]:
     end are decoded without drafts."""
     found = list[Step]()
     left = request.output_len - 1
-    pairs = [(each.drafted, each.accepted) for each in request.verifications()]
+    pairs = [
+        (verification.drafted, verification.accepted) for verification in request.verifications()
+    ]
     for proposed, accepted in [*pairs, *[(0, 0)] * left]:
         if left == 0:
             break

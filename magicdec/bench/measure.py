@@ -103,9 +103,9 @@ def records_of_run(
     checks = [*(reference_check(serving_pass, checked) for serving_pass in passes[:-1]), checked]
     return [
         pass_record(
-            measured, of_pass, context_of_run(prepared, passes, measured, environment, taken)
+            measured, pass_check, context_of_run(prepared, passes, measured, environment, taken)
         )
-        for measured, of_pass in zip(passes, checks, strict=True)
+        for measured, pass_check in zip(passes, checks, strict=True)
     ]
 
 
@@ -123,7 +123,7 @@ def check_run(passes: Sequence[MeasuredPass], progress: Progress, is_whole: bool
     reference = passes[0]
     system = measured.planned.system
     assert isinstance(system, PrefilledBatching), "a run keeps its prompts"
-    judged = [judgement for of_pass in passes for judgement in of_pass.judged]
+    judged = [judgement for measured_pass in passes for judgement in measured_pass.judged]
     last: tuple[PassOutput, PassOutput] | None = None
     if is_whole and reference.last is not None and measured.last is not None:
         last = reference.last, measured.last

@@ -174,7 +174,7 @@ def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
         "MLP": describe_mlp(c),
         "norm": f"{norm}, epsilon {c.norm_eps:g}"
         + (", one behind the embedding" * c.embedding_norm),
-        "biases": ", ".join(part for part, is_there in biases.items() if is_there) or "none",
+        "biases": ", ".join(part for part, has_bias in biases.items() if has_bias) or "none",
         "positions": describe_positions(c),
         "window": describe_windows(c),
         "vocabulary": f"{c.vocab_size}, {'tied head' if c.tie_word_embeddings else 'own head'}, "

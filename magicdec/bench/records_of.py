@@ -32,7 +32,7 @@ from magicdec.systems.modes import DRAFTING, PLAIN
 from magicdec.workload.answers import answer_scores
 
 PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
-OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
+DRAFT_PARTS = ("draft", "kv")  # and those of a pass with drafts
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def group_of(group: MeasuredGroup, has_counts: bool, counts_reads: bool) -> Grou
         step_ms=[to_ms(step.seconds) for step in steps],
         step_prompt_tokens=prompt_tokens if any(prompt_tokens) else None,
         step_forwards=[step.num_forwards for step in steps] if steps else None,
-        step_max_gamma=[step.padded_gamma for step in steps] if has_counts and steps else None,
+        step_max_gamma=[step.draft_width for step in steps] if has_counts and steps else None,
         step_rows=[len(step.request_ids) for step in steps] if steps else None,
         draft_ms=[to_ms(seconds) for seconds in phases.get("draft", ())],
         verify_ms=[to_ms(seconds) for seconds in phases.get("verify", ())],
@@ -355,5 +355,5 @@ def describe_config(prepared: PreparedServing, planned: PlannedPass) -> dict[str
     if serving_pass.is_drafting:
         drafter, _ = split_draft(options.draft)
         config = config | {"decoding": decoding | {"strategy": SPECULATIVE, "drafter": drafter}}
-    names = (*PARTS, *OF_DRAFTS) if has_draft else PARTS
+    names = (*PARTS, *DRAFT_PARTS) if has_draft else PARTS
     return {name: config[name] for name in names} | {"workload": settings}

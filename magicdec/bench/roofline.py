@@ -50,7 +50,7 @@ def expert_bytes(model: Transformer) -> tuple[int, int]:
 
 def bytes_read(model: Transformer, counts: ForwardCounts) -> int:
     """Weights once a forward, of a mixture those experts that it read, and K and V."""
-    of_experts, num_experts = expert_bytes(model)
-    always = weight_bytes(model) - of_experts
-    read = of_experts * counts.experts_read // num_experts if num_experts else 0
+    expert_total, num_experts = expert_bytes(model)
+    always = weight_bytes(model) - expert_total
+    read = expert_total * counts.experts_read // num_experts if num_experts else 0
     return counts.num_forwards * always + read + counts.kv_bytes_read

@@ -73,7 +73,7 @@ class OneRank(NamedTuple):
     ) -> OneRank:
         used = list(zip(system.runners, observer.reads, strict=False))
         return cls(
-            observer.threads.of_rank(rank, system.expected_threads),
+            observer.threads.rank_threads(rank, system.expected_threads),
             peak_memory_bytes(device),
             is_peak_reset,
             watch.before,

@@ -118,7 +118,7 @@ GROUPS = {
     "Memory": ("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 }
 # Rows where a step stalled.
-OF_STALLS = ("steady_output_throughput", "total_speedup", "stalled_steps", "stalled_ms")
+STALL_METRICS = ("steady_output_throughput", "total_speedup", "stalled_steps", "stalled_ms")
 RATIOS = ("throughput_ratio", "speedup", "total_speedup", "net_speedup")  # medians over groups
 POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
 
@@ -126,19 +126,19 @@ POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
 def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table]:
     """What the passes of one command have to show: in brief, or all of it. More passes than a table
     has room for are in several tables."""
-    of_groups = turn_tables(records)
+    turns = turn_tables(records)
     categories = [
         table for record in records for table in category_tables(record.name, record.metrics)
     ]
     if not is_verbose:
-        return [brief_table(records), *of_groups, *categories]
+        return [brief_table(records), *turns, *categories]
     rows = rows_of(records)
     parts = parts_of(records, rows)
     shown = [[records[place] for place in places] for places in parts]
     return [
         *head_of(records),
         *(modes_table(records, rows, places) for places in parts),
-        *of_groups,
+        *turns,
         *(table for part in shown for table in context_tables(part)),
         *categories,
         *(table for record in records for table in detail_tables(record)),
@@ -203,7 +203,9 @@ def rows_of(
     has_stalls = any(metric is not None and metric.stalled_steps for metric in metrics)
     for heading, keys in groups.items():
         shown = [
-            key for key in keys if has_enough(key, count) and (has_stalls or key not in OF_STALLS)
+            key
+            for key in keys
+            if has_enough(key, count) and (has_stalls or key not in STALL_METRICS)
         ]
         group = list[TableRow]()
         for row in metric_rows(PassMetrics, metrics, shown):

@@ -27,7 +27,7 @@ PROMPT = "prompt"
 HEAD = "head"
 DRAFT = "drafting"
 SPAN_LOOKS = {"HEAD": HEAD, "DRAFT": DRAFT}
-OF_STAGES = {
+STAGE_LOOKS = {
     DECODING: BarStyle("#d9d9d9"),
     PROMPT: BarStyle("#d9d9d9", hatch="////"),
     HEAD: BarStyle("#555555", height=0.3),
@@ -66,10 +66,10 @@ def served_groups(
 ) -> list[ServedGroup]:
     """The groups of each record, whose traces are in the same order."""
     found = list[ServedGroup]()
-    for record, of_record in zip(records, traces, strict=True):
-        groups = zip(record.groups_of_requests, of_record, strict=True)
+    for record, own_traces in zip(records, traces, strict=True):
+        groups = zip(record.groups_of_requests, own_traces, strict=True)
         for repeat, ((_, requests), trace) in enumerate(groups):
-            name = record.name if len(of_record) == 1 else f"{record.name}, repeat {repeat + 1}"
+            name = record.name if len(own_traces) == 1 else f"{record.name}, repeat {repeat + 1}"
             found.append(ServedGroup(name, repeat, requests, trace))
     return found
 
@@ -118,7 +118,7 @@ def draw_timeline(groups: Sequence[ServedGroup], path: Path, plot_ms: float | No
         panels.append(timeline(group, end_s))
         if group.trace is not None:
             panels.append(stages_panel(group.name, group.trace, plot_ms))
-    legend = LOOKS if all(group.trace is None for group in shown) else LOOKS | OF_STAGES
+    legend = LOOKS if all(group.trace is None for group in shown) else LOOKS | STAGE_LOOKS
     gantt.draw("--plot", path, panels, legend)
 
 
@@ -145,10 +145,10 @@ def bars_of(trace: PassTrace, origin_s: float) -> Iterator[GanttBar]:
     for row, spans in enumerate(trace.spans):
         for span in spans:
             requests = trace.requests.get(span.run, ())
-            of_run = PROMPT if span.run in trace.prompts else DECODING
-            kind = SPAN_LOOKS.get(span.what.name, of_run)
-            look = OF_STAGES[kind]
-            if kind == of_run:
+            run_kind = PROMPT if span.run in trace.prompts else DECODING
+            kind = SPAN_LOOKS.get(span.what.name, run_kind)
+            look = STAGE_LOOKS[kind]
+            if kind == run_kind:
                 place = requests[0] if requests else span.run
                 look = replace(look, colour=LIGHT[place % len(LIGHT)])
             text = ",".join(map(str, requests)) if kind != HEAD else ""

@@ -50,12 +50,12 @@ EVERYDAY = (
     *("--gamma", "--B", "--plot", "--out"),
 )
 SECTIONS = ("model", "draft", "parallel", "kv", "attention", "decoding", "sampling", "workload")
-OF_KV = [name for name in declared(KVSection) if name not in ("policy", "budget")]
+KV_SETTINGS = [name for name in declared(KVSection) if name not in ("policy", "budget")]
 # Sections of which only some settings have a flag here.
 ONLY = {
     "draft": ("eagle_layers",),
     "parallel": ("device", "threads"),
-    "kv": OF_KV,
+    "kv": KV_SETTINGS,
     "decoding": ("cuda_graphs", "ignore_eos", "lookup_corpus"),
     "workload": ("dataset", "seed", "skip_tokens", "prompt_format"),
 }
@@ -189,12 +189,12 @@ def refuse_idle(values: ParsedValues, args: AcceptanceFlags) -> None:
     """Raises ValueError for flags that do nothing with any of the drafts."""
     names = [split_draft(draft)[0] for draft in args.draft]
     has_model = any(model_drafter_of(name.partition(":")[0]) for name in names)
-    of_policies = ["flags.kv_policy", "flags.budget"]
+    policy_flags = ["flags.kv_policy", "flags.budget"]
     if not has_model:
-        idle = [*of_policies, *(f"kv.{name}" for name in OF_KV)]
+        idle = [*policy_flags, *(f"kv.{name}" for name in KV_SETTINGS)]
         values.refuse_given(idle, f"drafts of {' '.join(args.draft)} read no KV cache")
     used = {name for policy in args.kv_policy for name in policy_called(policy).settings}
-    idle = [f"kv.{name}" for name in OF_KV if name not in used]
+    idle = [f"kv.{name}" for name in KV_SETTINGS if name not in used]
     idle += ["flags.budget"] if "budget" not in used else []
     values.refuse_given(idle, f"no policy of --kv_policy {' '.join(args.kv_policy)} uses it")
     if not any(name.startswith("ngram") for name in names):
@@ -227,7 +227,7 @@ def name_of(config: Any) -> str:
 def records_in(path: Path) -> list[AcceptanceRecord]:
     if not path.is_file() or not path.stat().st_size:
         return []
-    return [each for each in read_records(path, Record) if isinstance(each, AcceptanceRecord)]
+    return [record for record in read_records(path, Record) if isinstance(record, AcceptanceRecord)]
 
 
 main = LoneCommand(

@@ -80,8 +80,8 @@ def describe_advice(found: Finding, place: str, expectation: str) -> str:
         draft = f"the best draft, {draft},"
     if best.interval is not None and best.interval[0] <= 1 <= best.interval[1]:
         verdict = "may or may not pay here"
-    of_all = f" for all {found.num_candidates} drafts together" if found.num_candidates > 1 else ""
-    between = f" (95 % interval{of_all})" if best.interval else ""
+    scope = f" for all {found.num_candidates} drafts together" if found.num_candidates > 1 else ""
+    between = f" (95 % interval{scope})" if best.interval else ""
     return (
         f"Speculation {verdict}: at {place}, {draft} has a net speedup of {best}{between} over "
         f"decoding without drafts{_equals_of(found)}; {expectation}{_how_sure(found)}."
@@ -145,8 +145,8 @@ def describe_runs(records: Mapping[str, PassRecord]) -> list[str]:
             parts.append(f"net {drafts[flags]}")
         lines.append(f"{'run':<10} {method(record)}: {', '.join(parts)}")
     if any(draft.interval for draft in drafts.values()):
-        of_all = f"of all {len(records)} drafts together" if len(records) > 1 else "of the draft"
-        lines.append(f"{'':<10} in brackets: 95 % intervals {of_all}")
+        scope = f"of all {len(records)} drafts together" if len(records) > 1 else "of the draft"
+        lines.append(f"{'':<10} in brackets: 95 % intervals {scope}")
     return lines
 
 

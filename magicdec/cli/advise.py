@@ -211,7 +211,7 @@ class StopRequests:
         if not (self.has_other_ranks and is_first):
             raise KeyboardInterrupt
 
-    def is_there(self) -> bool:
+    def is_requested(self) -> bool:
         return self.number != 0
 
     @property
@@ -247,8 +247,8 @@ class Advice:
         first = next(iter(configs.values()))
         has_rates = self.find_rates(first)
         progress = make_progress(self.is_leader)
-        is_there = self.stop.is_there
-        pace = PassProgress(progress, self.launch, self.deadline_s, is_there)
+        is_requested = self.stop.is_requested
+        pace = PassProgress(progress, self.launch, self.deadline_s, is_requested)
         drafts = DraftTrials(self.launch, pace)
         if self.deadline_s is not None:
             configs = self.cut_down(configs, drafts.trial(first))
@@ -263,7 +263,7 @@ class Advice:
             self.report(found, has_rates)
         if found.error is not None:
             raise found.error
-        if self.stop.is_there():
+        if self.stop.is_requested():
             return self.stop.code
         return int(not all(record.passed for record in found.records.values()))
 
@@ -347,7 +347,7 @@ class Advice:
             return
         if not records and args.time is not None:
             raise ValueError(f"--time {args.time:.0f}s is too short for a pass; give more")
-        passes = [record for of_draft in found.passes.values() for record in of_draft]
+        passes = [record for draft_records in found.passes.values() for record in draft_records]
         append_records("--out", args.out, passes)
         self.kept = f"{len(passes)} records are in {args.out}"
         for what in found.left_out:

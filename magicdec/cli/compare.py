@@ -37,7 +37,7 @@ from magicdec.records.reading import read_records
 from magicdec.records.record import Record
 
 NOT_COMPARABLE = 3
-OF_DRAFTS = ("compare.require_all", "rule.margin")
+DRAFT_SETTINGS = ("compare.require_all", "rule.margin")
 EXIT_CODES = "exit codes: 0 passed, 1 regression or change, 2 wrong usage, 3 not comparable"
 
 
@@ -68,7 +68,7 @@ def compare_files(values: ParsedValues) -> int:
     new, old = ([r for r in records if is_judged(r)] for records in files)
     comparisons = [] if not new else compare_all(new, old, rule, args.require_all)
     if not (new and old):
-        values.refuse_given(OF_DRAFTS, "it is for drafts of runs, and there are none")
+        values.refuse_given(DRAFT_SETTINGS, "it is for drafts of runs, and there are none")
     comparisons += compare_predictions(*files)
     tables = tables_of_measured(*files)
     if not comparisons:

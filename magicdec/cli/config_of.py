@@ -28,7 +28,7 @@ from magicdec.records.record import MeasuredRecord, Record
 # The commands that make records of which there are files.
 COMMANDS = {"pass": "run", "plan": "plan", "simulation": "simulate"}
 # Sections that name files, which belong to one run.
-OF_FILES = ("file", "output")
+FILE_SECTIONS = ("file", "output")
 # What another flag of the file says: `--draft`.
 SAID_OTHERWISE = ("draft.model", "decoding.drafter", "drafts.draft")
 
@@ -84,7 +84,7 @@ def flags_of(record: Record) -> dict[str, Any]:
         flags["nproc"] = record.environment.world_size
     for setting_name, each in parser_of("run").settings.items():
         section, _, name = setting_name.partition(".")
-        is_left_out = section in OF_FILES or setting_name in SAID_OTHERWISE
+        is_left_out = section in FILE_SECTIONS or setting_name in SAID_OTHERWISE
         if not is_left_out and why_ignored(run_config, setting_name) is None:
             value = value_of(each, (config.get(section) or {}).get(name))
             if value is not None:

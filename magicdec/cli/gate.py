@@ -98,7 +98,7 @@ def run_gate(values: ParsedValues) -> int:
     if args.out is not None:
         check_record_file("--out", args.out)
     chosen = quick(baselines) if args.quick else baselines
-    cases = [places.moved(Case.of_record(baseline)) for baseline in chosen]
+    cases = [places.moved(Case.from_record(baseline)) for baseline in chosen]
     for case in cases:
         check_case(case, num_cores())
     if places != Places():
@@ -127,7 +127,7 @@ def save_cases(values: ParsedValues) -> int:
     source = path if path.exists() else args.baseline
     if source.exists() and not any(name.startswith("subject.") for name in values.given):
         old = read_baselines(source)
-        cases = [Case.of_record(b) for b in old]
+        cases = [Case.from_record(b) for b in old]
         margins = [b.margin for b in old]
     else:
         subject = values[Subject]

@@ -256,8 +256,8 @@ def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deploymen
 def is_in_groups(config: ModelConfig) -> bool:
     """Whether some of the matrices are stored as numbers in groups: of a checkpoint as a run holds
     them, of a preset as they were published."""
-    of_experts = None if config.experts is None else config.experts.stored_bytes
-    return config.stored_bytes is not None or of_experts is not None
+    expert_bytes = None if config.experts is None else config.experts.stored_bytes
+    return config.stored_bytes is not None or expert_bytes is not None
 
 
 def find_hardware(args: PlanSection, num_layers: int) -> Hardware:

@@ -105,10 +105,10 @@ def show(values: ParsedValues) -> int:
                 file=sys.stderr,
             )
             return 0
-    for number, of_command in enumerate(tables):
+    for number, command_tables in enumerate(tables):
         if number or listing.rows:
             print()
-        print_tables(of_command, args.format)
+        print_tables(command_tables, args.format)
     return 0
 
 

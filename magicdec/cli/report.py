@@ -43,9 +43,9 @@ def conclude(prepared: Prepared) -> int:
             )
             message = f"{type(error).__name__}: {error}"
             failed = unfinished_record(prepared.config, prepared, environment, message)
-            said, is_kept = append(path, [failed])
+            notice, is_kept = append(path, [failed])
             if not is_kept:
-                print(said, file=sys.stderr)
+                print(notice, file=sys.stderr)
         raise
     if is_leader and not publish(prepared, outcome, path):
         return 1
@@ -70,12 +70,12 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
     written, which costs neither the other file nor the table."""
     output = prepared.config.output
     # The record comes first, because a reader of the output, such as `head`, may end before it.
-    said, is_kept = append(path, outcome.records)
+    notice, is_kept = append(path, outcome.records)
     if output.save_tokens:
         try:
             save_tokens(Path(output.save_tokens), outcome)
         except ValueError as error:
-            said = f"{said}\n{error}; the tokens are lost"
+            notice = f"{notice}\n{error}; the tokens are lost"
             is_kept = False
     if output.printoutput:
         for request in outcome.requests:
@@ -83,7 +83,7 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
             print(f"--- sequence {request.request_id}\n{text}")
     print_tables(tables(outcome.records, output.verbose))
     warn_of_load([outcome.record.environment], "runs")
-    print(said, file=sys.stderr)
+    print(notice, file=sys.stderr)
     return is_kept
 
 

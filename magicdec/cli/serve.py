@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 SettingsT = TypeVar("SettingsT", ServeOptions, SystemSettings)
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
-OF_DRAFTING = ("serving.emulate_acceptance",)  # settings of every pass that drafts
-OF_WEIGHTS = (
+DRAFTING_SETTINGS = ("serving.emulate_acceptance",)  # settings of every pass that drafts
+WEIGHT_SETTINGS = (
     "decoding.draft_weights",
     *(f"model.{name}" for name in ("linear", "elementwise", "native_steps", "target_dtype")),
 )
@@ -163,7 +163,7 @@ class Command:
         elif drafting and not needs_draft and draft != NONE:
             values.refuse_given(["drafts.draft"], "--emulate_acceptance drafts")
         if sleeping:
-            values.refuse_given(OF_WEIGHTS, "emulated stages have no weights")
+            values.refuse_given(WEIGHT_SETTINGS, "emulated stages have no weights")
         config = config.with_draft(draft)
         if draft != NONE and any(map(options.accepts_by_chance, passes)):
             rates = options.emulate_acceptance
@@ -278,7 +278,7 @@ def is_used(name: str, values: ParsedValues, passes: Sequence[Pass]) -> bool:
         return any(
             serving_pass.system.uses_setting(own_name, serving_pass) for serving_pass in used
         )
-    if any(own_name in system.draft_settings for system in owners) or name in OF_DRAFTING:
+    if any(own_name in system.draft_settings for system in owners) or name in DRAFTING_SETTINGS:
         return drafts
     users = [system for system in SYSTEMS.values() if name in system.uses]
     used = [serving_pass for serving_pass in passes if serving_pass.system in users]

@@ -41,7 +41,7 @@ from magicdec.output.writing import check_record_file
 
 NAMES = tuple(DRIVERS)
 # Flags that are for one run, or for all ranks of the command.
-OF_ONE_RUN = ("save_tokens", "printoutput", "verbose", "out", "nproc", "config")
+ONE_RUN_FLAGS = ("save_tokens", "printoutput", "verbose", "out", "nproc", "config")
 
 
 class Flags:
@@ -51,12 +51,12 @@ class Flags:
         self.names = self.parser.names
 
     def name_of(self, where: str, key: str) -> str:
-        if key in OF_ONE_RUN:
+        if key in ONE_RUN_FLAGS:
             raise ValueError(f"{where}: {key} is for one run, not for the runs of a study")
         if (place := self.parser.gone.get(f"--{key}")) is not None:
             raise ValueError(f"{where}: {key} is gone: {place}")
         if key not in self.names:
-            hint = most_like(key, sorted(self.names.keys() - set(OF_ONE_RUN)))
+            hint = most_like(key, sorted(self.names.keys() - set(ONE_RUN_FLAGS)))
             raise ValueError(f"{where}: unknown flag {key}; {hint}")
         return self.names[key]
 

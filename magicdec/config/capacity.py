@@ -20,7 +20,7 @@ class Capacity:
     turns: int = 1  # of a conversation that are asked at most
 
     @classmethod
-    def of_batch(cls, workload: WorkloadSection) -> Capacity:
+    def for_batch(cls, workload: WorkloadSection) -> Capacity:
         """The capacity for a batch of a run, whose prompts are as long as each other."""
         new_tokens = workload.num_new_tokens
         max_len = workload.prefix_len + new_tokens

@@ -63,7 +63,7 @@ def resolve(
     is_staged = placement.is_staged
     decoding = config.decoding
     w = config.workload
-    capacity = capacity or Capacity.of_batch(w)
+    capacity = capacity or Capacity.for_batch(w)
     parallel = ResolvedParallel(
         config.parallel.rank_group or tuple(range(machine.world_size)),
         device,
@@ -91,16 +91,21 @@ def resolve(
     section = None
     backends = [backend]
     if config.draft is not None:
-        of_draft = backend_for(draft, None)
-        backends.append(of_draft)
+        draft_backend = backend_for(draft, None)
+        backends.append(draft_backend)
         shared = None if is_staged else collectives
         parts = StepParts(
-            device, of_draft, model.linear, model.elementwise, shared, machine.avoids_native_steps
+            device,
+            draft_backend,
+            model.linear,
+            model.elementwise,
+            shared,
+            machine.avoids_native_steps,
         )
         section = ResolvedDraft(
             config.draft.model,
             config.draft.rank_group or parallel.rank_group[:1],
-            of_draft,
+            draft_backend,
             choose_native_steps(config.model.native_steps, parts, draft.layer_obstacle),
             low_bit or dtype,
             draft.state_layers,
@@ -137,8 +142,8 @@ def resolve_model(
     asked = config.model
     device = parallel.device
     weights = choose_weights("--target_dtype", asked.target_dtype, dtype)
-    of_draft = [] if config.draft is None else [config.decoding.draft_weights or dtype]
-    linear = choose_linear(asked.linear, device, dtype, machine, [weights, *of_draft])
+    draft_dtypes = [] if config.draft is None else [config.decoding.draft_weights or dtype]
+    linear = choose_linear(asked.linear, device, dtype, machine, [weights, *draft_dtypes])
     elementwise = choose_elementwise(asked.elementwise, device, dtype, linear, machine)
     parts = StepParts(
         device, backend, linear, elementwise, collectives, machine.avoids_native_steps

@@ -89,9 +89,9 @@ class PipelineLayout:
         return grid.ranks_of(grid.stage_of(rank)) if len(self.layers[rank]) else (rank,)
 
     def with_layers(self, layers: Sequence[range]) -> PipelineLayout:
-        of_stages = dict(zip(self.stages, layers, strict=True))
+        stage_layers = dict(zip(self.stages, layers, strict=True))
         firsts = (self.group_of(rank)[0] for rank in range(self.world_size))
-        return replace(self, layers=tuple(of_stages.get(first, range(0)) for first in firsts))
+        return replace(self, layers=tuple(stage_layers.get(first, range(0)) for first in firsts))
 
     def describe(self, rank: int) -> str:
         parts = ["head"] if rank == 0 else []

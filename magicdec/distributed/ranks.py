@@ -104,10 +104,14 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
     # Threads as torchrun sets them; a rank then sets its own.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    of_ranks = {LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    rank_environment = {
+        LAUNCHER: str(os.getpid()),
+        "OMP_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+    }
     # The launcher keeps what ranks report in a folder, which it would leave behind.
     with (
-        passing_on(of_ranks),
+        passing_on(rank_environment),
         tempfile.TemporaryDirectory(prefix="magicdec-", ignore_cleanup_errors=True) as folder,
     ):
         config = LaunchConfig(

@@ -138,7 +138,9 @@ class Scheduler:
             for r, num_blocks in zip(self.rows, self.blocks.held, strict=True)
             if r is not None
         ]
-        return zlib.crc32(array("q", [number for of_row in state for number in of_row]).tobytes())
+        return zlib.crc32(
+            array("q", [number for row_state in state for number in row_state]).tobytes()
+        )
 
     def _wait(self, request: Request) -> None:
         """First come, first served; ties by smallest id."""

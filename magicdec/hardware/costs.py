@@ -62,10 +62,10 @@ class Deployment:
         layers = attention_layers(c).items()
         entries = sum(n * (T + min(S, (window or S + 1) - 1)) for window, n in layers)
         num_states = 1 + (T if num_logits is None else 1)  # read, and written
-        of_mixers = 0
+        mixer_bytes = 0
         for mixer, n in mixers_of(c).items():
-            of_mixers += n * mixer.read_bytes(shard, self.dtype_bytes, T, S)
-            of_mixers += n * num_states * mixer.state_bytes(shard, self.dtype_bytes)
+            mixer_bytes += n * mixer.read_bytes(shard, self.dtype_bytes, T, S)
+            mixer_bytes += n * num_states * mixer.state_bytes(shard, self.dtype_bytes)
         without = 0 if num_logits is None else T - num_logits
         head = _widths(c, shard)[3] * c.hidden_size
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
@@ -73,13 +73,13 @@ class Deployment:
         multiplied = linear_parameters(c, shard)  # by each new token
         untouched = 0  # bytes of experts that no token goes to
         if c.experts is not None:
-            of_all = expert_bytes(c, shard, self.dtype_bytes, self.low_bit)
-            untouched = round(of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts))
+            expert_total = expert_bytes(c, shard, self.dtype_bytes, self.low_bit)
+            untouched = round(expert_total * (1 - c.experts.touched(B * T) / c.experts.num_experts))
             unused = c.experts.num_experts - c.experts.num_used
             multiplied -= expert_parameters(c, shard) * unused // c.experts.num_experts
         return ForwardCost(
             weight_bytes(c, shard, self.dtype_bytes, self.low_bit) - untouched,
-            B * (entries * entry + of_mixers),
+            B * (entries * entry + mixer_bytes),
             2 * B * (T * multiplied - without * head),
             B * attention_flops(c, shard, T, S),
             sums if self.tp > 1 else (),
@@ -195,8 +195,10 @@ def expert_bytes(
         average = config.average_bytes(dtype_bytes, shard.size)
         return round(number * (average if own is None else own)) + biases
     shapes = experts_of_layer(config, shard)
-    of_layer = sum(outputs * inputs * narrow_bytes(low_bit, inputs) for outputs, inputs in shapes)
-    return round(config.num_mixtures * of_layer) + biases
+    layer_bytes = sum(
+        outputs * inputs * narrow_bytes(low_bit, inputs) for outputs, inputs in shapes
+    )
+    return round(config.num_mixtures * layer_bytes) + biases
 
 
 def expert_biases(config: ModelConfig, shard: Shard) -> int:
@@ -206,8 +208,8 @@ def expert_biases(config: ModelConfig, shard: Shard) -> int:
     if not experts.has_bias:
         return 0
     first, last = shard.mlp_units(experts.width)
-    of_expert = 2 * (last - first) + config.hidden_size
-    return config.num_mixtures * experts.num_experts * of_expert
+    expert_numbers = 2 * (last - first) + config.hidden_size
+    return config.num_mixtures * experts.num_experts * expert_numbers
 
 
 @cache
@@ -236,8 +238,8 @@ def bytes_as_stored(
     """Bytes of matrices as a checkpoint stores them in groups, those of layers and then the head,
     on one of `num_ranks` that share them; plain ones have `dtype_bytes`."""
     *layers, head = [outputs * inputs for outputs, inputs in shapes]
-    of_head = dtype_bytes if config.head_bytes is None else config.head_bytes
-    return round(sum(layers) * config.average_bytes(dtype_bytes, num_ranks) + head * of_head)
+    head_bytes = dtype_bytes if config.head_bytes is None else config.head_bytes
+    return round(sum(layers) * config.average_bytes(dtype_bytes, num_ranks) + head * head_bytes)
 
 
 @cache
@@ -256,22 +258,22 @@ def weight_bytes(
     vectors += config.num_layers * (q // config.head_dim) * config.sink_logits
     vectors += sum(n * mixer.vectors(hidden, shard) for mixer, n in mixers_of(config).items())
     if config.experts is not None:
-        of_router = config.experts.num_experts * (hidden + config.experts.has_bias)
-        of_router += config.experts.has_shared_gate * hidden
-        vectors += config.num_mixtures * of_router + expert_biases(config, shard)
+        router_weights = config.experts.num_experts * (hidden + config.experts.has_bias)
+        router_weights += config.experts.has_shared_gate * hidden
+        vectors += config.num_mixtures * router_weights + expert_biases(config, shard)
     if low_bit is None:
         return (linear_parameters(config, shard) + vectors) * dtype_bytes
     if config.tie_word_embeddings:  # a low-bit model has an untied head, without a bias
         vectors -= head * config.head_bias
     if low_bit == STORED:
         shapes = matrices(config, shard)
-        of_matrices = bytes_as_stored(config, shapes, dtype_bytes, shard.size)
+        matrix_bytes = bytes_as_stored(config, shapes, dtype_bytes, shard.size)
         if config.experts is not None and config.experts.stored_bytes is not None:
             more = config.experts.stored_bytes - config.average_bytes(dtype_bytes, shard.size)
-            of_matrices += round(expert_parameters(config, shard) * more)
+            matrix_bytes += round(expert_parameters(config, shard) * more)
     else:
-        of_matrices = low_bit_bytes(config, shard, low_bit)
-    return of_matrices + vectors * dtype_bytes
+        matrix_bytes = low_bit_bytes(config, shard, low_bit)
+    return matrix_bytes + vectors * dtype_bytes
 
 
 def stored_bytes(
@@ -306,9 +308,9 @@ def stored_bytes(
 
 def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
     """Bytes of K and V of one cached token in all layers."""
-    of_mixers = sum(n * m.entry_bytes(shard, dtype_bytes) for m, n in mixers_of(config).items())
+    mixer_bytes = sum(n * m.entry_bytes(shard, dtype_bytes) for m, n in mixers_of(config).items())
     num_layers = sum(attention_layers(config).values())
-    return num_layers * attention_entry_bytes(config, shard, dtype_bytes) + round(of_mixers)
+    return num_layers * attention_entry_bytes(config, shard, dtype_bytes) + round(mixer_bytes)
 
 
 def attention_entry_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
@@ -331,6 +333,6 @@ def attention_flops(config: ModelConfig, shard: Shard, T: int, S: int) -> int:
         for window, num_layers in attention_layers(config).items()
         for t in range(1, T + 1)
     )
-    of_mixers = sum(n * mixer.flops(shard, T, S) for mixer, n in mixers_of(config).items())
+    mixer_flops = sum(n * mixer.flops(shard, T, S) for mixer, n in mixers_of(config).items())
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
-    return 4 * (last - first) * config.cached_head_dim * num_keys + of_mixers
+    return 4 * (last - first) * config.cached_head_dim * num_keys + mixer_flops

@@ -66,8 +66,8 @@ class OtherLoad:
         waits = (max(0.0, s - began.get(thread, 0.0)) for thread, s in after.waited_s.items())
         waited = sum(waits) / seconds
         # Of the stolen time, the run would have had the share that it has of the rest.
-        of_stolen = stolen * own / (own + others) if own else 0.0
-        taken = min(others, waited) + of_stolen
+        own_stolen = stolen * own / (own + others) if own else 0.0
+        taken = min(others, waited) + own_stolen
         share = taken / (own + taken) if own else 0.0
         return cls(*(round(value, 4) for value in (others, stolen, waited, share)))
 

@@ -51,7 +51,7 @@ class ThreadCount:
         yield
         self.note()
 
-    def of_rank(self, rank: int, expected: int) -> RankThreads:
+    def rank_threads(self, rank: int, expected: int) -> RankThreads:
         fewest = min(self.measured, default=0)
         most = max(self.measured, default=0)
         return RankThreads(rank, expected, fewest, most)

@@ -134,9 +134,9 @@ class LayerCaches:
         """Bytes of a token's K and V in all layers and heads of this rank."""
         return sum(cache.bytes_per_token for cache in self.distinct)
 
-    def of_layer(self, layer: int) -> tuple[KVCache, int]:
+    def cache_of(self, layer: int) -> tuple[KVCache, int]:
         """The cache of a layer, and the layer's number in it."""
-        return self.distinct[self.windows.of_layer[layer]], self.windows.numbers[layer]
+        return self.distinct[self.windows.window_indices[layer]], self.windows.numbers[layer]
 
     def fill(self, number: float) -> None:
         """Write `number` everywhere, in place of zeros, whose pages a system may share."""
@@ -241,12 +241,12 @@ class LayerCaches:
     def read(self, layer: int, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of a layer's K and V at positions [B, N] or, by KV head, [B, G or 1, N] of `rows`
         [B]: two [B, G, N, D]."""
-        cache, number = self.of_layer(layer)
+        cache, number = self.cache_of(layer)
         return cache.read(number, cache.slots(rows, positions))
 
     def write(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [B, G, N, D], as `read` returns them."""
-        cache, number = self.of_layer(layer)
+        cache, number = self.cache_of(layer)
         cache.write(number, cache.slots(rows, positions), k.transpose(1, 2), v.transpose(1, 2))
 
     def copy_from(self, other: LayerCaches, rows: Tensor, source: Tensor, target: Tensor) -> None:
@@ -258,5 +258,5 @@ class LayerCaches:
             from_slots = from_cache.slots(rows, source)
             to_cache.copy_from(from_cache, from_slots, to_cache.slots(rows, target))
             return
-        for layer in range(len(self.windows.of_layer)):
+        for layer in range(len(self.windows.window_indices)):
             self.write(layer, rows, target, *other.read(layer, rows, source))

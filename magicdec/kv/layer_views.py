@@ -22,10 +22,10 @@ forward."""
 class LayerWindows:
     """The windows of a runner's layers, the widest first; None is wider than any number.
 
-    `of_layer`: the place of each layer's window among the `distinct` ones."""
+    `window_indices`: the place of each layer's window among the `distinct` ones."""
 
     distinct: tuple[int | None, ...]
-    of_layer: tuple[int, ...]
+    window_indices: tuple[int, ...]
 
     @cached_property
     def num_layers(self) -> tuple[int, ...]:
@@ -35,19 +35,21 @@ class LayerWindows:
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
         """The layers with each of the distinct windows."""
-        numbers = range(len(self.of_layer))
+        numbers = range(len(self.window_indices))
         places = range(len(self.distinct))
-        return tuple(tuple(i for i in numbers if self.of_layer[i] == at) for at in places)
+        return tuple(tuple(i for i in numbers if self.window_indices[i] == at) for at in places)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """The number of each layer among those with its window."""
-        return tuple(self.layers[at].index(i) for i, at in enumerate(self.of_layer))
+        return tuple(self.layers[at].index(i) for i, at in enumerate(self.window_indices))
 
     @cached_property
     def in_c(self) -> ctypes.Array[ctypes.c_int64]:
-        """`of_layer`, then `numbers`, for the native executor."""
-        return (ctypes.c_int64 * (2 * len(self.of_layer)))(*self.of_layer, *self.numbers)
+        """`window_indices`, then `numbers`, for the native executor."""
+        return (ctypes.c_int64 * (2 * len(self.window_indices)))(
+            *self.window_indices, *self.numbers
+        )
 
     @classmethod
     def make(cls, windows: Sequence[int | None], max_tokens: int) -> LayerWindows:
@@ -62,7 +64,7 @@ class LayerWindows:
 
     def is_narrow(self, layer: int) -> bool:
         """Whether other layers have a wider window."""
-        return self.of_layer[layer] > 0
+        return self.window_indices[layer] > 0
 
     def views(self, rule: Visible, make: MakeView) -> LayerViews:
         others = range(1, len(self.distinct))

@@ -335,15 +335,15 @@ class ModelConfig:
     def norm_parameters(self) -> int:
         """Parameters of all norms except the embedding's, on every rank."""
         each = self.hidden_size * (2 if self.norm == "layer" else 1)
-        of_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
-        of_layer += 2 * each * self.post_norms
+        per_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
+        per_layer += 2 * each * self.post_norms
         num_normed = sum(kind.mixer is None for kind in self.kinds) * self.qk_norm
-        of_layers = self.num_layers * of_layer + num_normed * 2 * self.head_dim
+        in_layers = self.num_layers * per_layer + num_normed * 2 * self.head_dim
         if self.eagle is None:
-            return of_layers + each
-        of_states = self.eagle.num_states * self.eagle.state_size
+            return in_layers + each
+        states_width = self.eagle.num_states * self.eagle.state_size
         num_norms = self.eagle.norm_before_fc + self.eagle.fc_norm
-        return of_layers + each + self.hidden_size + num_norms * of_states
+        return in_layers + each + self.hidden_size + num_norms * states_width
 
     @property
     def embedding_rows(self) -> int:

@@ -217,13 +217,13 @@ class CompressedAttention(Mixer):
     def matrices(self, hidden: int, shard: Shard) -> Matrices:
         heads = self._num_heads(shard)
         first, last = shard.split(self.num_groups)
-        of_groups = (last - first) * self.group_rank
+        group_outputs = (last - first) * self.group_rank
         found = [
             (self.q_rank, hidden),
             (heads * self.head_dim, self.q_rank),
             (self.head_dim, hidden),
-            (of_groups, self.num_heads * self.head_dim // self.num_groups),
-            (hidden, of_groups),
+            (group_outputs, self.num_heads * self.head_dim // self.num_groups),
+            (hidden, group_outputs),
         ]
         if self.rate:
             found.append((2 * self._num_compressed(), hidden))
@@ -266,8 +266,8 @@ class CompressedAttention(Mixer):
         seen = self._entries(T, S)[0]
         read = min(seen, self.num_chosen) if self.num_chosen else seen
         keys = min(S + T, self.window) + read
-        of_index = 2 * self.index_heads * self.index_dim * seen * (self.num_chosen > 0)
-        return T * (4 * self._num_heads(shard) * self.head_dim * keys + of_index)
+        index_flops = 2 * self.index_heads * self.index_dim * seen * (self.num_chosen > 0)
+        return T * (4 * self._num_heads(shard) * self.head_dim * keys + index_flops)
 
     def describe(self) -> str:
         kept = f"of {self.head_dim} for {self.rate} tokens" if self.rate else ""

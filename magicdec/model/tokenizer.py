@@ -297,9 +297,9 @@ def _stated_around(tokenizer: Tokenizer) -> Around | None:
         elif name in ids:
             around.append((ids[name],))
         else:
-            said = f"{key} {name!r} is no token of {tokenizer.path.name}" if name else f"no {key}"
+            cause = f"{key} {name!r} is no token of {tokenizer.path.name}" if name else f"no {key}"
             raise ValueError(
-                f"{directory / CONFIG_FILE}: add_{key} is true, and {said}; name the token of the "
+                f"{directory / CONFIG_FILE}: add_{key} is true, and {cause}; name the token of the "
                 f"vocabulary there, or set add_{key} to false"
             )
     before, after = around

@@ -133,8 +133,8 @@ class Transformer(nn.Module):
 
     def sinks(self) -> Tensor | None:
         """The sink logits of these layers, float32 [L, H], None without."""
-        of_layers = [block.attention.sinks for block in self.blocks if isinstance(block, Block)]
-        found = [sinks.detach().float() for sinks in of_layers if sinks is not None]
+        layer_sinks = [block.attention.sinks for block in self.blocks if isinstance(block, Block)]
+        found = [sinks.detach().float() for sinks in layer_sinks if sinks is not None]
         return torch.stack(found) if found else None
 
     def rope_of(self, layer: int) -> Tensor:

@@ -273,9 +273,9 @@ def narrowed(widths: Sequence[int], may_break: Sequence[bool], room: int) -> lis
         widest = max((t for t, may in zip(taken, may_break, strict=True) if may), default=0)
         if widest <= 1 + GAP:
             break
-        of_widest = [i for i, t in enumerate(taken) if may_break[i] and t == widest]
+        widest_columns = [i for i, t in enumerate(taken) if may_break[i] and t == widest]
         next_one = max((t for i, t in enumerate(taken) if may_break[i] and t < widest), default=0)
-        for left, index in zip(range(len(of_widest), 0, -1), of_widest, strict=True):
+        for left, index in zip(range(len(widest_columns), 0, -1), widest_columns, strict=True):
             less = min(round(excess / left), widest - next_one)
             taken[index] -= less
             excess -= less

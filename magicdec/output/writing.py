@@ -30,7 +30,7 @@ def to_json(content: Any, indent: int | None = None) -> str:
     return json.dumps(_without_halves(values), allow_nan=False, indent=indent)
 
 
-OF_RECORDS = "schema_version"  # a key of every record
+RECORD_KEY = "schema_version"  # a key of every record
 MOST_OTHER_LINES = 1000  # torn or damaged, before the first record of a file
 NO_SEAL = ', "seal": null}'  # how the line of a record ends
 SEAL = re.compile(r', "seal": "([^"]*)"\}\s*$')
@@ -108,7 +108,7 @@ def check_record_file(flag: str, path: Path) -> None:
 
 def _is_of_record(line: bytes) -> bool:
     try:
-        return OF_RECORDS in json.loads(line)
+        return RECORD_KEY in json.loads(line)
     except (ValueError, TypeError, RecursionError):
         return False
 

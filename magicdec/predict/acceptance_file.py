@@ -84,10 +84,10 @@ def curves_of_file(
     greedy = [record for record in positions if not record.sampling]
     if len(greedy) < len(positions):
         raise ValueError(f"--acceptance {path}: {SAMPLED}")
-    curves, places = _of_every_position(path, greedy, names)
+    curves, places = _position_curves(path, greedy, names)
     unused = f"; its {len(passes)} passes with such drafts do not count" if passes else ""
     if not curves:
-        curves, places = _of_passes(passes)
+        curves, places = _pass_curves(passes)
         unused = ""
     if not curves:
         command = "selfspec" if drafter == "self" else "longspec"
@@ -108,7 +108,7 @@ def curves_of_file(
     return chosen, f"{path} (measured with {place}, {policy}{unused})"
 
 
-def _of_passes(records: Sequence[PassRecord]) -> tuple[Curves, dict[int, str]]:
+def _pass_curves(records: Sequence[PassRecord]) -> tuple[Curves, dict[int, str]]:
     """The longest curve of each budget; among curves of equal length that of most verifications,
     and the newest of these; of the greedy records that chose once, if there are any. Beside them
     where each was measured."""
@@ -132,7 +132,7 @@ def _of_passes(records: Sequence[PassRecord]) -> tuple[Curves, dict[int, str]]:
     return curves, places
 
 
-def _of_every_position(
+def _position_curves(
     path: Path, records: Sequence[AcceptanceRecord], names: Mapping[str, str]
 ) -> tuple[Curves, dict[int, str]]:
     """The lengths of each budget by context, and where they were measured."""

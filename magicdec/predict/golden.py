@@ -91,8 +91,8 @@ def _by_context(mode: str, raw: Any) -> AcceptanceLengths:
                 f"{mode} has a context of {context}; a whole number of tokens from 1 on is needed"
             )
         where = f"{mode} at {context} tokens" if is_known else mode
-        of_context = _lengths(where, lengths)
-        found[context] = {gamma: (length,) for gamma, length in of_context.items()}
+        gamma_lengths = _lengths(where, lengths)
+        found[context] = {gamma: (length,) for gamma, length in gamma_lengths.items()}
     return AcceptanceLengths(dict(sorted(found.items())))
 
 

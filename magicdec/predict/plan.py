@@ -368,10 +368,10 @@ def _map(record: PlanRecord) -> Table:
     cells = {(str(cell.batch_size), cell.prefix_len): cell for cell in record.cells}
 
     def row(B: str, pays_from: int | None) -> list[str]:
-        of_batch = [cells[B, S] for S in prefixes]
-        end = "short ones only" if any(cell.gamma for cell in of_batch) else "never"
+        batch_cells = [cells[B, S] for S in prefixes]
+        end = "short ones only" if any(cell.gamma for cell in batch_cells) else "never"
         end = end if pays_from is None else f"{pays_from} tokens"
-        return [B, *(f"{cell.speedup:.2f} ({cell.gamma})" for cell in of_batch), end]
+        return [B, *(f"{cell.speedup:.2f} ({cell.gamma})" for cell in batch_cells), end]
 
     return Table(
         ["B", *(f"prefix {S}" for S in prefixes), "pays from"],

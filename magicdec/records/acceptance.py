@@ -43,7 +43,7 @@ FEW_OF_GROUP = (
     f"with fewer than {FEWEST_PROMPTS} of them drafted for; if the number is the largest or "
     "smallest possible, or the same for each of them"
 )
-of_drafts = partial(recorded, null=NOT_DRAFTED, by_chance=True)
+draft_metric = partial(recorded, null=NOT_DRAFTED, by_chance=True)
 
 
 def interval_of(metric: str, unit: str) -> Any:
@@ -103,7 +103,7 @@ class AcceptanceMetrics(RecordPart):
     """The acceptance of a pass, in vLLM's terms. With random weights draft and target agree only by
     chance."""
 
-    draft_acceptance_rate: float | None = of_drafts(
+    draft_acceptance_rate: float | None = draft_metric(
         "accepted draft tokens / draft tokens; see *Definitions*",
         "0 to 1",
         label="acceptance rate",
@@ -112,7 +112,7 @@ class AcceptanceMetrics(RecordPart):
     draft_acceptance_rate_interval: list[float] | None = interval_of(
         "draft_acceptance_rate", "0 to 1"
     )
-    mean_acceptance_length: float | None = of_drafts(
+    mean_acceptance_length: float | None = draft_metric(
         "1 + accepted draft tokens / verifications; see *Definitions*",
         "tokens",
         label="acceptance length",
@@ -121,7 +121,7 @@ class AcceptanceMetrics(RecordPart):
     mean_acceptance_length_interval: list[float] | None = interval_of(
         "mean_acceptance_length", "tokens"
     )
-    tokens_per_verification: float | None = of_drafts(
+    tokens_per_verification: float | None = draft_metric(
         "mean number of tokens that a verification appends to its row's output; less than "
         "`mean_acceptance_length` where drafts past a row's end were accepted",
         "tokens",
@@ -131,7 +131,7 @@ class AcceptanceMetrics(RecordPart):
     tokens_per_verification_interval: list[float] | None = interval_of(
         "tokens_per_verification", "tokens"
     )
-    acceptance_per_position: list[float] | None = of_drafts(
+    acceptance_per_position: list[float] | None = draft_metric(
         "see *Definitions*; one for each draft position",
         "0 to 1",
         label="acceptance per position",
@@ -144,20 +144,22 @@ class AcceptanceMetrics(RecordPart):
         null=FEW_PROMPTS,
         by_chance=True,
     )
-    judged_per_position: list[int] | None = of_drafts(
+    judged_per_position: list[int] | None = draft_metric(
         "number of verifications that judged the position: they drafted it and accepted all drafts "
         "before it",
         "verifications",
     )
-    acceptance_histogram: list[int] | None = of_drafts(
+    acceptance_histogram: list[int] | None = draft_metric(
         "number of verifications that accepted exactly j draft tokens, for j = 0, 1, ...",
         "verifications",
     )
-    num_spec_steps: int | None = of_drafts(
+    num_spec_steps: int | None = draft_metric(
         "verifications of drafts, each of one request in one step", "verifications"
     )
-    num_draft_tokens: int | None = of_drafts("draft tokens that were judged", "tokens")
-    num_accepted_draft_tokens: int | None = of_drafts("those of them that were accepted", "tokens")
+    num_draft_tokens: int | None = draft_metric("draft tokens that were judged", "tokens")
+    num_accepted_draft_tokens: int | None = draft_metric(
+        "those of them that were accepted", "tokens"
+    )
     num_cancelled_draft_tokens: int | None = recorded(
         "draft tokens that were launched and cancelled before the target judged the first draft of "
         "their run; they count in no other number",
@@ -303,7 +305,9 @@ class Verifications:
     @property
     def every(self) -> list[Verification]:
         return [
-            verification for of_request in self.by_request.values() for verification in of_request
+            verification
+            for verifications in self.by_request.values()
+            for verification in verifications
         ]
 
     @property
@@ -321,7 +325,7 @@ class Verifications:
         reported = self.reported.get(request_id)
         return reported if reported is not None and reported.has_drafts else None
 
-    def of_requests(self, request_ids: Sequence[int]) -> Verifications:
+    def subset(self, request_ids: Sequence[int]) -> Verifications:
         """Those of some requests, which become the requests 0, 1, ..."""
         found = Verifications()
         for number, request_id in enumerate(request_ids):
@@ -347,19 +351,19 @@ class Verifications:
             self.num_cancelled[request_id] += cancelled
         if output.num_accepted is None:
             return
-        drafted = output.num_drafted or [output.padded_gamma] * len(request_ids)
+        drafted = output.num_drafted or [output.draft_width] * len(request_ids)
         emitted = map(len, output.token_ids)
         digests: Sequence[tuple[str, int] | None] = output.digests or [None] * len(request_ids)
         positions: Sequence[int | None] = output.draft_positions or [None] * len(request_ids)
         accepted = output.num_accepted
-        of_requests = zip(request_ids, drafted, accepted, emitted, digests, positions, strict=True)
-        for counts in of_requests:
+        row_counts = zip(request_ids, drafted, accepted, emitted, digests, positions, strict=True)
+        for counts in row_counts:
             self.add(*counts)
 
     def use_digests(self, digests: Mapping[int, Sequence[tuple[str, int] | None]]) -> None:
         """Put these digests of the verifications of each request in place of their own."""
-        for request_id, of_request in self.by_request.items():
-            pairs = zip(of_request, digests[request_id], strict=True)
+        for request_id, verifications in self.by_request.items():
+            pairs = zip(verifications, digests[request_id], strict=True)
             self.by_request[request_id] = [each._replace(digest=digest) for each, digest in pairs]
 
     def add(
@@ -409,8 +413,10 @@ class PromptCounts:
         )
 
     @classmethod
-    def of_reported(cls, reported: Mapping[int, ReportedCounts], num_prompts: int) -> PromptCounts:
-        num_positions = max((of_prompt.num_positions for of_prompt in reported.values()), default=0)
+    def from_reported(
+        cls, reported: Mapping[int, ReportedCounts], num_prompts: int
+    ) -> PromptCounts:
+        num_positions = max((counts.num_positions for counts in reported.values()), default=0)
         rows = [reported.get(prompt, ReportedCounts(0, 0, 0, 0)) for prompt in range(num_prompts)]
 
         def column(name: str) -> Array:
@@ -494,7 +500,7 @@ def estimates_of(counts: PromptCounts) -> Estimates:
 def counts_of(verifications: Verifications, num_requests: int) -> PromptCounts:
     """The counts of the requests 0 to `num_requests` - 1 with drafts."""
     if verifications.reported:
-        counts = PromptCounts.of_reported(verifications.reported, num_requests)
+        counts = PromptCounts.from_reported(verifications.reported, num_requests)
     else:
         counts = PromptCounts.of(verifications.by_request, num_requests)
     return counts.with_verifications()
@@ -514,8 +520,8 @@ def acceptance_metrics(
         found["acceptance_by_category"] = acceptance_by(categories, verifications) or None
     total = verifications.reported_total
     if total is not None:
-        of_pass = metrics_of(PromptCounts.of_reported({0: total}, 1).with_verifications())
-        found = of_pass | {name: value for name, value in found.items() if value is not None}
+        pass_metrics = metrics_of(PromptCounts.from_reported({0: total}, 1).with_verifications())
+        found = pass_metrics | {name: value for name, value in found.items() if value is not None}
     cancelled = verifications.num_cancelled
     num_cancelled = sum(cancelled.values()) if cancelled else None
     if found or num_cancelled:
@@ -571,7 +577,7 @@ def acceptance_by(
     """The acceptance of each group, by its name in the order of the alphabet. `groups` has the name
     of the group of request 0, 1, ...; a request without one is in none."""
     return {
-        name: _acceptance_of_group(verifications.of_requests(of), len(of))
+        name: _acceptance_of_group(verifications.subset(of), len(of))
         for name, of in members_of(groups).items()
     }
 

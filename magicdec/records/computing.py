@@ -257,7 +257,7 @@ def ratios(ours: Measured, reference: Measured | None) -> dict[str, Any]:
     those of steps only where both began from one prefill."""
     if reference is None:
         return {}
-    found = {"throughput_ratio": ratios_of(ours, reference, durations_ms, of_all=True)}
+    found = {"throughput_ratio": ratios_of(ours, reference, durations_ms, with_first=True)}
     groups = (*ours.groups, *reference.groups)
     if all(group.prefill_ms is not None for group in groups):
         found |= {
@@ -280,14 +280,14 @@ TimesOf = Callable[[Measured], Sequence[float]]
 
 
 def ratios_of(
-    ours: Measured, reference: Measured, times: TimesOf, of_all: bool = False
+    ours: Measured, reference: Measured, times: TimesOf, with_first: bool = False
 ) -> list[float]:
-    """Ratios of tokens per time, by group. `of_all`: of all tokens, not of those after the first.
-    A group that one of them has not served, since the command has ended, has none."""
+    """Ratios of tokens per time, by group. `with_first`: of all tokens, not of those after the
+    first. A group that one of them has not served, since the command has ended, has none."""
     columns = zip(
-        num_tokens(ours, of_all),
+        num_tokens(ours, with_first),
         times(ours),
-        num_tokens(reference, of_all),
+        num_tokens(reference, with_first),
         times(reference),
         strict=False,
     )
@@ -298,8 +298,8 @@ def ratios_of(
     ]
 
 
-def num_tokens(measured: Measured, of_all: bool) -> list[int]:
-    first = 0 if of_all else 1
+def num_tokens(measured: Measured, with_first: bool) -> list[int]:
+    first = 0 if with_first else 1
     return [sum(r.output_len - first for r in of) for of in requests_by_group(measured)]
 
 
@@ -356,12 +356,14 @@ def break_even_gen_len(ours: Measured, reference: Measured) -> int | None:
     return None if math.isinf(middle) else int(middle)
 
 
-def _break_even(added: float, their_added: float, of_token: float, of_theirs: float) -> float:
+def _break_even(
+    added: float, their_added: float, per_token: float, their_per_token: float
+) -> float:
     """The smallest number of tokens, the first of which prefill emits, that take less time than the
     reference's."""
-    if of_token >= of_theirs:
+    if per_token >= their_per_token:
         return math.inf
-    return max(0, math.floor((added - their_added) / (of_theirs - of_token))) + 2
+    return max(0, math.floor((added - their_added) / (their_per_token - per_token))) + 2
 
 
 def categories_of(measured: Measured, beside: Beside) -> list[str | None] | None:
@@ -408,7 +410,7 @@ def acceptance_by_context(
         ContextAcceptance(
             most_context=most,
             num_requests=len(members),
-            **acceptance_metrics(verifications.of_requests(members), len(members)),
+            **acceptance_metrics(verifications.subset(members), len(members)),
         )
         for most, members in sorted(places.items())
     ]

@@ -82,12 +82,14 @@ def category_tables(name: str, metrics: AcceptanceMetrics | None) -> list[Table]
         return []
     columns, rows = metric_columns(GroupAcceptance, list(by_category.values()))
     fields = _labelled(GroupAcceptance, list(by_category.values()))
-    of_all = [cell(metrics, key, about) if hasattr(metrics, key) else None for key, about in fields]
+    all_prompts = [
+        cell(metrics, key, about) if hasattr(metrics, key) else None for key, about in fields
+    ]
     named = [[category, *cells] for category, cells in zip(by_category, rows, strict=True)]
     return [
         Table(
             [Column("category", is_text=True), *columns],
-            [*named, RULE, ["all prompts", *of_all]],
+            [*named, RULE, ["all prompts", *all_prompts]],
             title=f"{name}: {OVER_PROMPTS}",
         )
     ]

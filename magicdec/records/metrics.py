@@ -22,7 +22,7 @@ ONE_TOKEN = "if every request has a single output token"
 NOT_TIMED = "if no step decodes, or in modes whose steps wait for each other"
 UNTIMED = f"{NOT_TIMED}; on CUDA without `--benchmark`"
 NO_PREFIXES = "without `--prefix_cache`; of a server that does not say it"
-OF_SERVER = "of `endpoint`"  # another program counts these
+COUNTED_ELSEWHERE = "of `endpoint`"  # another program counts these
 NOT_KEPT = "where each pass prefills its own prompts"
 NOT_COUNTED = "of systems that do not count it, such as stages"
 NO_REFERENCE = "of the pass that others are compared with; without such a pass" + CHANCE
@@ -30,10 +30,10 @@ NO_SPEEDUP = f"{NO_REFERENCE}; {NOT_KEPT}; if no step was needed"
 UNCALIBRATED = "without `--gamma auto`; if nothing is drafted"
 FEW_GROUPS = f"with fewer than {FEWEST_BATCHES} groups; if the number itself is null"
 
-of_request = partial(recorded, unit="ms", digits=1)
+latency = partial(recorded, unit="ms", digits=1)
 
 
-def _of_later(meaning: str, label: str) -> Any:
+def _token_latency(meaning: str, label: str) -> Any:
     """Of tokens after the first, whose times depend on acceptance."""
     return recorded(meaning, "ms", null=ONE_TOKEN + CHANCE, label=label, digits=2, by_chance=True)
 
@@ -102,38 +102,38 @@ class Throughput(RecordPart):
 class RequestTimes(RecordPart):
     """How long requests waited."""
 
-    mean_ttft_ms: float = of_request(
+    mean_ttft_ms: float = latency(
         "time to first token: from the arrival of a request to its first output token; mean over "
         "the requests. Passes that share a prefill share it too",
         label="TTFT mean, ms",
     )
-    p50_ttft_ms: float = of_request("median of the same", label="TTFT p50, ms")
-    p90_ttft_ms: float = of_request("its 90th percentile", label="TTFT p90, ms")
-    p99_ttft_ms: float = of_request("its 99th percentile", label="TTFT p99, ms")
-    mean_tpot_ms: float | None = _of_later(
+    p50_ttft_ms: float = latency("median of the same", label="TTFT p50, ms")
+    p90_ttft_ms: float = latency("its 90th percentile", label="TTFT p90, ms")
+    p99_ttft_ms: float = latency("its 99th percentile", label="TTFT p99, ms")
+    mean_tpot_ms: float | None = _token_latency(
         "time per output token: from the first output token of a request to its last, divided by "
         "the number of tokens after the first; mean over the requests that have such tokens",
         "TPOT mean, ms",
     )
-    p50_tpot_ms: float | None = _of_later("median of the same", "TPOT p50, ms")
-    p90_tpot_ms: float | None = _of_later("its 90th percentile", "TPOT p90, ms")
-    p99_tpot_ms: float | None = _of_later("its 99th percentile", "TPOT p99, ms")
-    mean_itl_ms: float | None = _of_later(
+    p50_tpot_ms: float | None = _token_latency("median of the same", "TPOT p50, ms")
+    p90_tpot_ms: float | None = _token_latency("its 90th percentile", "TPOT p90, ms")
+    p99_tpot_ms: float | None = _token_latency("its 99th percentile", "TPOT p99, ms")
+    mean_itl_ms: float | None = _token_latency(
         "inter-token latency: the time between two steps that emitted tokens of the same request; "
         "mean over all of them",
         "ITL mean, ms",
     )
-    p50_itl_ms: float | None = _of_later("median of the same", "ITL p50, ms")
-    p90_itl_ms: float | None = _of_later("its 90th percentile", "ITL p90, ms")
-    p99_itl_ms: float | None = _of_later("its 99th percentile", "ITL p99, ms")
-    mean_e2el_ms: float = of_request(
+    p50_itl_ms: float | None = _token_latency("median of the same", "ITL p50, ms")
+    p90_itl_ms: float | None = _token_latency("its 90th percentile", "ITL p90, ms")
+    p99_itl_ms: float | None = _token_latency("its 99th percentile", "ITL p99, ms")
+    mean_e2el_ms: float = latency(
         "end-to-end latency: from the arrival of a request to its last output token; mean over the "
         "requests",
         label="E2EL mean, ms",
     )
-    p50_e2el_ms: float = of_request("median of the same", label="E2EL p50, ms")
-    p90_e2el_ms: float = of_request("its 90th percentile", label="E2EL p90, ms")
-    p99_e2el_ms: float = of_request("its 99th percentile", label="E2EL p99, ms")
+    p50_e2el_ms: float = latency("median of the same", label="E2EL p50, ms")
+    p90_e2el_ms: float = latency("its 90th percentile", label="E2EL p90, ms")
+    p99_e2el_ms: float = latency("its 99th percentile", label="E2EL p99, ms")
     request_tokens_per_s: float | None = recorded(
         "tokens of a request after its first, divided by the time from the first to the last; mean "
         "over the requests that have such tokens",
@@ -180,14 +180,14 @@ class StepMetrics(RecordPart):
         "requests",
         label="in flight, mean",
         digits=2,
-        null=f"in pipelined speculation, whose runs are of one request, or {OF_SERVER}",
+        null=f"in pipelined speculation, whose runs are of one request, or {COUNTED_ELSEWHERE}",
     )
     num_steps: int | None = recorded(
         "steps of the engine or of the lanes of a ring, or runs of pipelined speculation; without "
         "those of a prefill that passes share",
         "steps",
         label="steps",
-        null=OF_SERVER,
+        null=COUNTED_ELSEWHERE,
     )
     num_decode_steps: int | None = recorded(
         "steps that decode, each one forward, or drafting and one verification",
@@ -300,7 +300,7 @@ class StepMetrics(RecordPart):
     num_preemptions: int | None = recorded(
         "times that a request gave its KV cache back before its end, because no block was free",
         label="preemptions",
-        null=OF_SERVER,
+        null=COUNTED_ELSEWHERE,
     )
     prefix_hit_rate: float | None = recorded(
         "tokens of requests that the prefix cache had when they joined, divided by all of their "
@@ -317,7 +317,7 @@ class StepMetrics(RecordPart):
         label="peak memory, GB",
         digits=2,
         scale=1e-9,
-        null=f"if the system does not let a process reset its own peak, or {OF_SERVER}",
+        null=f"if the system does not let a process reset its own peak, or {COUNTED_ELSEWHERE}",
     )
     answer_score: float | None = recorded(
         "see *Definitions*; mean over prompts",
@@ -425,10 +425,10 @@ class TurnTimes(RecordPart):
         label="prompt, tokens",
         digits=0,
     )
-    mean_ttft_ms: float = of_request("time to first token; mean", label="TTFT mean, ms")
-    p50_ttft_ms: float = of_request("median of the same", label="TTFT p50, ms")
-    p90_ttft_ms: float = of_request("its 90th percentile", label="TTFT p90, ms")
-    p99_ttft_ms: float = of_request("its 99th percentile", label="TTFT p99, ms")
+    mean_ttft_ms: float = latency("time to first token; mean", label="TTFT mean, ms")
+    p50_ttft_ms: float = latency("median of the same", label="TTFT p50, ms")
+    p90_ttft_ms: float = latency("its 90th percentile", label="TTFT p90, ms")
+    p99_ttft_ms: float = latency("its 99th percentile", label="TTFT p99, ms")
     prefix_hit_rate: float | None = recorded(
         "as in `metrics`, of these requests",
         "0 to 1",

@@ -21,12 +21,12 @@ from magicdec.records.correctness import Correctness
 from magicdec.records.environment import MemoryRecord
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metrics import (
+    COUNTED_ELSEWHERE,
     FIRST_CONTEXT,
     NO_PREFIXES,
     NOT_COUNTED,
     NOT_KEPT,
     NOT_TIMED,
-    OF_SERVER,
     UNCALIBRATED,
     ContextAcceptance,
     PassMetrics,
@@ -44,7 +44,7 @@ UNLOGGED = "except in the passes of the gate; of pipelined speculation; where st
 NO_STAGES = "of other modes, or if `mismatch` or `failed`"
 UNDRAFTED = f"if nothing is drafted; with random weights; {NOT_TIMED}"
 ACCEPTANCE = "emulate_acceptance"
-OF_STAGES = ("emulate_stage_ms", "emulate_link_ms")
+STAGE_EMULATION = ("emulate_stage_ms", "emulate_link_ms")
 # The keys of `config` that tables and comparisons need in every record of a pass.
 CONFIG_KEYS = {
     "model": ("model", "dtype", "target_dtype"),
@@ -107,7 +107,7 @@ class RequestRecord(RecordPart):
         "tokens that each of these verifications appended to its output; where drafts run ahead "
         "those of the commit in which the verification ended",
         "tokens",
-        null=f"{NO_VERIFICATIONS}; {OF_SERVER}",
+        null=f"{NO_VERIFICATIONS}; {COUNTED_ELSEWHERE}",
     )
     per_step_position: list[int] | None = recorded(
         "position of the first of these draft tokens in the text, prompt included",
@@ -225,11 +225,13 @@ class GroupRecord(RecordPart):
         "ms",
         null=f"without a standalone draft; {NOT_KEPT}",
     )
-    num_steps: int | None = recorded("as in `metrics`, of this group", "steps", null=OF_SERVER)
+    num_steps: int | None = recorded(
+        "as in `metrics`, of this group", "steps", null=COUNTED_ELSEWHERE
+    )
     num_in_flight: int | None = recorded(
         "requests that each step prefilled or decoded, summed over the steps",
         "requests",
-        null=f"in pipelined speculation, or {OF_SERVER}; where passes share a prefill",
+        null=f"in pipelined speculation, or {COUNTED_ELSEWHERE}; where passes share a prefill",
     )
     step_ms: list[float] = recorded("time of each step; empty where they wait for each other", "ms")
     step_prompt_tokens: list[int] | None = recorded(
@@ -269,7 +271,7 @@ class GroupRecord(RecordPart):
     peak_memory_bytes: list[int] | None = recorded(
         "largest memory use, by rank; 0 of a rank for which it is not known",
         "bytes",
-        null=f"if it is not known; {OF_SERVER}",
+        null=f"if it is not known; {COUNTED_ELSEWHERE}",
     )
     threads: list[int] = recorded(
         "CPU threads as measured, in the order of all ranks; 0 for a rank that waited"
@@ -339,7 +341,7 @@ class PassRecord(MeasuredRecord):
     )
     memory: MemoryRecord | None = recorded(
         "the planned and the measured memory of all ranks together",
-        null=f"if it was not planned; {OF_SERVER}",
+        null=f"if it was not planned; {COUNTED_ELSEWHERE}",
     )
     correctness: Correctness | None = recorded(
         "the comparison with `reference`, of tokens and of forwards, and steps that were judged "
@@ -473,7 +475,7 @@ class PassRecord(MeasuredRecord):
     def emulated_by(self) -> list[str]:
         """The flags by which stages, links, drafts or their acceptance were emulated."""
         workload = self.config["workload"]
-        names = [name for name in OF_STAGES if workload.get(name) is not None]
+        names = [name for name in STAGE_EMULATION if workload.get(name) is not None]
         if self.accepts_by_chance or (self.is_drafting and workload.get(ACCEPTANCE) is not None):
             names.append(ACCEPTANCE)
         return [f"--{name}" for name in names]

@@ -24,7 +24,13 @@ ROUNDING = 1e-5
 ROUNDING_MS = 1e-6
 MOST_DRAFTS = 4096  # of a verification; a record may be a stranger's, and is read to its end
 NOT_OF_REQUESTS = ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms")
-OF_RATIOS = ("throughput_ratio", "speedup", "total_speedup", "net_speedup", "break_even_gen_len")
+RATIO_METRICS = (
+    "throughput_ratio",
+    "speedup",
+    "total_speedup",
+    "net_speedup",
+    "break_even_gen_len",
+)
 
 
 def unfounded_metric(record: PassRecord, command: Sequence[PassRecord] = ()) -> str | None:
@@ -44,7 +50,7 @@ def unfounded_metric(record: PassRecord, command: Sequence[PassRecord] = ()) -> 
         return "speedup"
     expected = pass_metrics(record, beside_of(record, reference))
     for name in (item.name for item in fields(PassMetrics)):
-        is_ratio = name.startswith(OF_RATIOS)
+        is_ratio = name.startswith(RATIO_METRICS)
         if name in NOT_OF_REQUESTS or (is_ratio and reference is None):
             continue
         if not follows(getattr(metrics, name), getattr(expected, name)):

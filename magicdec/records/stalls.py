@@ -66,13 +66,13 @@ class PassSteps:
         medians = self._medians()
         if not medians:
             return []
-        of_rare = self._medians_of_rare()
+        rare_medians = self._medians_of_rare()
         logs = [abs(math.log(self._ms(place) / median)) for place, median in medians.items()]
         spread = TO_DEVIATION * float(np.median(logs))
         bound = max(FACTOR, math.exp(min(SPREADS * spread, 300.0)))
         found = [
             Stall(place, self._ms(place), median)
-            for place, median in (medians | of_rare).items()
+            for place, median in (medians | rare_medians).items()
             if self._ms(place) > bound * median
         ]
         return sorted(found, key=lambda stall: stall.place)
@@ -96,7 +96,7 @@ class PassSteps:
         for places in self.kinds.values():
             if len(places) < FEWEST:
                 continue
-            of_all = float(np.median([self._ms(place) for place in places]))
+            median_ms = float(np.median([self._ms(place) for place in places]))
             by_group = defaultdict[int, list[Place]](list)
             for place in places:
                 by_group[place[0]].append(place)
@@ -104,7 +104,7 @@ class PassSteps:
                 times = [self._ms(place) for place in inside]
                 few = len(inside) < FEWEST
                 medians |= zip(
-                    inside, [of_all] * len(inside) if few else running(times), strict=True
+                    inside, [median_ms] * len(inside) if few else running(times), strict=True
                 )
         return {place: median for place, median in medians.items() if median > 0}
 

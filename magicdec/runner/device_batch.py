@@ -55,8 +55,8 @@ class DeviceBatch:
 
 def last_tokens(request: Request, count: int) -> list[int]:
     """The last `count` tokens of prompt and output, padded with zeros in front."""
-    of_prompt = count - len(request.output_ids)
-    if of_prompt <= 0:
+    num_prompt = count - len(request.output_ids)
+    if num_prompt <= 0:
         return request.output_ids[-count:]
-    tokens = [*request.prompt_ids[-of_prompt:], *request.output_ids]
+    tokens = [*request.prompt_ids[-num_prompt:], *request.output_ids]
     return [0] * (count - len(tokens)) + tokens

@@ -345,15 +345,15 @@ class ModelRunner:
         backends = self._backends
         for backend, planned in zip(backends, views, strict=True):
             backend.plan(planned)
-        of_layer = self.windows.of_layer
+        window_indices = self.windows.window_indices
         numbers = self.windows.numbers
         see_queries = [observer for observer in forward.observers if observer.needs_queries]
         see_weights = [observer for observer in forward.observers if observer.needs_weights]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             index = layer - first
-            backend = backends[of_layer[index]]
-            view = views[of_layer[index]]
+            backend = backends[window_indices[index]]
+            view = views[window_indices[index]]
             for observer in see_queries:
                 observer.on_queries(forward, index, q)
             if not see_weights:

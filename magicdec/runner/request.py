@@ -237,12 +237,12 @@ class Batch:
 class StepOutput:
     """The tokens that a step emitted by request, in order.
 
-    `padded_gamma`: the largest number of drafts of a request, to which the others are padded. By
+    `draft_width`: the largest number of drafts of a request, to which the others are padded. By
     request, `num_drafted`: drafts without padding; `num_accepted`: those accepted; both None
     without drafts."""
 
     token_ids: list[list[int]]
-    padded_gamma: int = 0
+    draft_width: int = 0
     num_accepted: list[int] | None = None
     num_drafted: list[int] | None = None
     emitted_s: list[float] | None = None  # prefill only: time of each request's first token

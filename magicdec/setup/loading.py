@@ -218,8 +218,8 @@ def make_draft(
         runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)
         if isinstance(runner.model, EagleHead):
-            of_target = ModelPlan(config, run.source.config, groups.target.ranks, groups.rank)
-            model = models.get(run.source, groups.target, of_target.kinds)
+            target_plan = ModelPlan(config, run.source.config, groups.target.ranks, groups.rank)
+            model = models.get(run.source, groups.target, target_plan.kinds)
             runner.model.share_embedding(model)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     is_rolling = make_policy(config.kv).can_roll

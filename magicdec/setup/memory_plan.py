@@ -89,19 +89,19 @@ def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool =
     call = _call_size(plan, shape)
     units = max(_share(plan, width) for width in model.mlp_widths)
     heads = call.num_heads + call.num_kv_heads
-    of_attention = 3 * heads * model.head_dim
-    of_mlp = 4 * units
+    attention_size = 3 * heads * model.head_dim
+    mlp_size = 4 * units
     experts = model.experts
     if experts is not None:  # the sum in float32, an expert's tokens and what it adds
-        of_mlp += 6 * model.hidden_size
+        mlp_size += 6 * model.hidden_size
         if plan.kinds.native_steps == "on":  # those of all experts of a token, and every route
             per_expert = 2 * model.hidden_size + 3 * _share(plan, experts.width)
             per_expert += ROUTE_BYTES * plan.part_model.num_layers // call.dtype_bytes
-            of_mlp += experts.num_used * per_expert + experts.num_experts
-    layer = 3 * model.hidden_size + max(of_attention, of_mlp)
+            mlp_size += experts.num_used * per_expert + experts.num_experts
+    layer = 3 * model.hidden_size + max(attention_size, mlp_size)
     if plan.kinds.native_steps == "on":
         widest = max(model.hidden_size, call.num_heads * model.head_dim, units)
-        layer += min(of_attention, of_mlp) + 4 * widest // call.dtype_bytes
+        layer += min(attention_size, mlp_size) + 4 * widest // call.dtype_bytes
     layer *= call.B * call.T * call.dtype_bytes
     return layer + backend.working_bytes(call) + observes * backend.weights_bytes(call)
 
@@ -180,7 +180,7 @@ def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[Mo
     rewound = rewound_by_pass(config, max_tokens(config))
     plans = [ModelPlan(config, models.target, config.parallel.rank_group, rank, rewound=rewound)]
     if draft is not None and models.draft is not None and rank in draft.rank_group:
-        of_draft = ModelPlan(
+        draft_plan = ModelPlan(
             config,
             models.draft,
             draft.rank_group,
@@ -188,7 +188,7 @@ def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[Mo
             is_draft=True,
             rewound=rewound_by_step(config),
         )
-        plans.append(of_draft)
+        plans.append(draft_plan)
     return plans
 
 

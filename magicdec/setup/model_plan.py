@@ -290,8 +290,8 @@ class ModelPlan:
 
     @property
     def kv_bytes(self) -> int:
-        of_layers = zip(self.storages(), self.windows.num_layers, strict=True)
-        tokens_of_layers = sum(each.num_tokens * count for each, count in of_layers)
+        pairs = zip(self.storages(), self.windows.num_layers, strict=True)
+        tokens_of_layers = sum(each.num_tokens * count for each, count in pairs)
         return tokens_of_layers * self.bytes_per_token // self.part_model.num_layers
 
     @property

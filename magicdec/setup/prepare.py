@@ -180,15 +180,17 @@ def resolve_run(
 ) -> ResolvedRun:
     """The run of found models. Raises ValueError as `resolve` does."""
     check_target(flag_of(run_config.model, "model"), source)
-    of_draft = ModelTraits()
+    draft_traits = ModelTraits()
     if draft is not None:
         check_kind(run_config, draft)
-        of_draft = traits_of(draft.config)
+        draft_traits = traits_of(draft.config)
         if draft.config.eagle is not None:
             check_head(source, draft, placement.is_staged)
             layers = state_layers(run_config, source, draft)
-            of_draft = replace(of_draft, state_layers=layers)
-    config = resolve(run_config, machine, traits_of(source.config), of_draft, placement, capacity)
+            draft_traits = replace(draft_traits, state_layers=layers)
+    config = resolve(
+        run_config, machine, traits_of(source.config), draft_traits, placement, capacity
+    )
     return ResolvedRun(config, launch, machine, source, draft)
 
 

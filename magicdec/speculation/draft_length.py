@@ -182,9 +182,11 @@ class AutoLength(DraftLength):
         if known is None or self.group.broadcast(was_disturbed, 0).item():
             started = time.perf_counter()
             measured = measure if self.given is None else self._given_seconds
-            of_all = measured(batch)
+            batch_seconds = measured(batch)
             one = Batch(batch.requests[:1])
-            self._times[key] = StepTimes(rows, of_all, of_all if rows == 1 else measured(one))
+            self._times[key] = StepTimes(
+                rows, batch_seconds, batch_seconds if rows == 1 else measured(one)
+            )
             self.calibration_s += time.perf_counter() - started
         self.times = self._times[key]
         self._left = 0
@@ -267,7 +269,7 @@ class AutoLength(DraftLength):
             return []
         rows = len(batch.requests)
         rates = [self.acceptance.rates(r.request_id) for r in batch.requests]
-        tokens = [tokens_of_steps(of_row)[count][0] for of_row in rates]
+        tokens = [tokens_of_steps(row_rates)[count][0] for row_rates in rates]
         uniform = (sum(tokens) if best else rows) / self.seconds(rows, best)
         split = forecast.fastest_split(tokens, count, MARGIN * uniform, self.seconds)
         return [count * is_drafting for is_drafting in split]
@@ -277,12 +279,11 @@ class AutoLength(DraftLength):
         remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         rates = [self.acceptance.rates(r.request_id) for r in batch.requests]
         steps = [
-            tokens_of_steps([min(MOST_LIKELY, factor * rate) for rate in of_row])
-            for of_row in rates
+            tokens_of_steps([min(MOST_LIKELY, factor * rate) for rate in row]) for row in rates
         ]
         return {
             count: forecast.seconds_until_done(
-                remaining, [of_row[count] for of_row in steps], partial(self.seconds, asked=count)
+                remaining, [row[count] for row in steps], partial(self.seconds, asked=count)
             )
             for count in counts
         }

@@ -176,17 +176,19 @@ class StepTimes:
     """Seconds of a step by rows and draft tokens, corrected by recent steps; apart for steps
     with and without drafts, because a growing context slows them differently."""
 
-    def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
+    def __init__(
+        self, rows: int, batch_seconds: Sequence[float], row_seconds: Sequence[float]
+    ) -> None:
         self.rows = rows
-        self.of_all = of_all
-        self.of_one = of_one
+        self.batch_seconds = batch_seconds
+        self.row_seconds = row_seconds
         self._recent: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
         self._drift = {False: 1.0, True: 1.0}
 
     def measured(self, rows: int, gamma: int) -> float:
         """The time before correction, linear in the number of rows."""
-        all_rows = self.of_all[gamma]
-        one = self.of_one[gamma]
+        all_rows = self.batch_seconds[gamma]
+        one = self.row_seconds[gamma]
         return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
 
     def correct(self, rows: int, gamma: int, seconds: float) -> None:

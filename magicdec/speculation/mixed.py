@@ -72,8 +72,8 @@ class MixedDrafter(Drafter):
         return sorted({*self.lookup.lengths(choices), *choices})
 
     def pendings(self, gamma: int) -> Sequence[int]:
-        of_model = self.model.pending if gamma in self._choices else ()
-        return (LOOKUP_ALONE, *of_model)
+        model_pending = self.model.pending if gamma in self._choices else ()
+        return (LOOKUP_ALONE, *model_pending)
 
     def plan(
         self,
@@ -83,30 +83,31 @@ class MixedDrafter(Drafter):
         can_join: bool = False,
     ) -> DraftPlan:
         """Compare a step of lookups alone with one of the model by expected tokens over time."""
-        of_lookup = self.lookup.look_up(requests, self.lookup.max_gamma)
+        lookup_survivals = self.lookup.look_up(requests, self.lookup.max_gamma)
         cost = draft_length.cost or DraftCost(LOOKUP.step, LOOKUP.token + DRAFT_COST)
         lookup_cost = draft_length.lookup_cost or LOOKUP
-        alone, worth = best_length(of_lookup, lookup_cost, can_join)
+        alone, worth = best_length(lookup_survivals, lookup_cost, can_join)
         plan = DraftPlan(
-            [min(alone, len(probabilities)) for probabilities in of_lookup], [0] * len(requests)
+            [min(alone, len(probabilities)) for probabilities in lookup_survivals],
+            [0] * len(requests),
         )
         self._uses_model = False
         if gamma == 0:
             return plan
         acceptance = draft_length.acceptance or Acceptance(gamma)
-        of_model = [
+        model_survivals = [
             list(accumulate(acceptance.rates(request.request_id)[:gamma], mul))
             for request in requests
         ]
         if can_join:  # A token must bring more than its time would bring in a step of lookups.
             cut = [
                 [p for p in probabilities if p > lookup_cost.token * worth]
-                for probabilities in of_lookup
+                for probabilities in lookup_survivals
             ]
         else:
-            cut = [probabilities[:gamma] for probabilities in of_lookup]
-        takes = [sum(a) > sum(b) for a, b in zip(cut, of_model, strict=True)]
-        chosen = [a if take else b for take, a, b in zip(takes, cut, of_model, strict=True)]
+            cut = [probabilities[:gamma] for probabilities in lookup_survivals]
+        takes = [sum(a) > sum(b) for a, b in zip(cut, model_survivals, strict=True)]
+        chosen = [a if take else b for take, a, b in zip(takes, cut, model_survivals, strict=True)]
         expected = 1 + sum(map(sum, chosen)) / len(requests)
         more = sum(max(0, len(choice) - gamma) for choice in chosen) / len(requests)
         if alone and expected / (cost(gamma) + lookup_cost.token * more) < worth:

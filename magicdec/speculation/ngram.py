@@ -117,9 +117,9 @@ def best_length(
     expected = 1.0
     tokens = 0.0
     for number in range(1, 1 + max(map(len, survivals), default=0)):
-        of_rows = [p[number - 1] for p in survivals if number <= len(p)]
-        expected += sum(of_rows) / len(survivals)
-        tokens += len(of_rows) / len(survivals) if can_join else 1
+        chances = [p[number - 1] for p in survivals if number <= len(p)]
+        expected += sum(chances) / len(survivals)
+        tokens += len(chances) / len(survivals) if can_join else 1
         speed = expected / cost(tokens)
         if speed > best:
             best = speed

@@ -72,7 +72,7 @@ def weights_in_cache(
     runner: ModelRunner, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
 ) -> Tensor:
     """`received_weights` of the keys at positions `first` to `length` - 1 of rows [B]."""
-    cache, number = runner.caches.of_layer(layer)
+    cache, number = runner.caches.cache_of(layer)
     sinks = None if runner.sink_logits is None else runner.sink_logits[layer]
     if runner.executor is not None:
         weights = runner.executor.received(cache, number, rows, queries, first, length, sinks)
@@ -130,6 +130,6 @@ def sum_over_replicas(runner: ModelRunner, x: Tensor) -> Tensor:
     if not shard.replicates(config.num_kv_heads):
         return x
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
-    of_all = x.new_zeros(*x.shape[:-2], config.num_kv_heads, x.shape[-1])
-    of_all[..., first:last, :] = x
-    return runner.group.all_reduce(of_all)[..., first:last, :]
+    all_heads = x.new_zeros(*x.shape[:-2], config.num_kv_heads, x.shape[-1])
+    all_heads[..., first:last, :] = x
+    return runner.group.all_reduce(all_heads)[..., first:last, :]

@@ -55,7 +55,7 @@ class RollingRunner(ModelRunner):
         """The cache is no longer than the widest window (`setup.model_checks`), which therefore is
         none. Narrower ones count the tokens of the text, as in any cache."""
         windows = super().layer_windows()
-        by_layer = [None if i == 0 else windows.distinct[i] for i in windows.of_layer]
+        by_layer = [None if i == 0 else windows.distinct[i] for i in windows.window_indices]
         return LayerWindows.make(by_layer, self.max_tokens)
 
     def storages(self) -> list[Storage]:
@@ -101,8 +101,8 @@ class RollingRunner(ModelRunner):
             start = max(self.num_sinks, length - (self.budget - self.num_sinks))
             last = max(self.num_sinks, start - self.most_rewound) // self.block_size
             gone = self.evicted[row]
-            is_there = gone * self.block_size <= start or gone == self._sink_blocks()
-            assert is_there, "the window was not evicted"
+            is_held = gone * self.block_size <= start or gone == self._sink_blocks()
+            assert is_held, "the window was not evicted"
             if last > gone:
                 for cache in self.caches.distinct:
                     cache.evict(row, gone, last)
@@ -115,8 +115,8 @@ class RollingRunner(ModelRunner):
         # While a row fits the budget, its sinks have the positions at which they were written.
         new = [i for i, (row, _) in enumerate(rotations) if self.settled[row] <= self.budget]
         by = upload([max(0, s - self.budget) for _, s in rotations], self.device)
-        of_caches = zip(self.caches.distinct, self.windows.layers, self.sinks, strict=True)
-        for cache, layers, sinks in of_caches:
+        cache_parts = zip(self.caches.distinct, self.windows.layers, self.sinks, strict=True)
+        for cache, layers, sinks in cache_parts:
             slots = cache.slots(rows, places)
             if new:
                 fresh = upload(new, self.device)
@@ -143,10 +143,10 @@ class RollingRunner(ModelRunner):
             return self._rotated(keys, table[by])
         config = self.model.config
         first = self.model.layers.start
-        of_layers = [config.rope_of(config.kinds[first + layer]) for layer in layers]
+        layer_ropes = [config.rope_of(config.kinds[first + layer]) for layer in layers]
         turned = torch.empty_like(keys)
         for rope, table in ropes.items():
-            places = [place for place, of_layer in enumerate(of_layers) if of_layer == rope]
+            places = [place for place, layer_rope in enumerate(layer_ropes) if layer_rope == rope]
             index = upload(places, self.device)
             turned.index_copy_(1, index, self._rotated(keys.index_select(1, index), table[by]))
         return turned

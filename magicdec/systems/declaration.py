@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from magicdec.systems.options import ServeOptions
 
 WITH_DRAFT = "+draft"  # behind the name of a mode that can do without a draft
-OF_SAMPLING = ("temperature", "repetition_penalty", "presence_penalty")
+SAMPLING_CHOICES = ("temperature", "repetition_penalty", "presence_penalty")
 
 
 class Ranks(Enum):
@@ -136,7 +136,7 @@ class SystemDeclaration:
 
 def refuse_sampling(config: RunConfig, reason: str) -> None:
     """Raises ValueError unless tokens are chosen greedily and without penalties."""
-    for name in OF_SAMPLING:
+    for name in SAMPLING_CHOICES:
         value = getattr(config.sampling, name)
         if value != getattr(type(config.sampling), name):
             raise ValueError(f"--{name} {value:g} does nothing with {reason}; leave it out")

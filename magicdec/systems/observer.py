@@ -38,7 +38,7 @@ class ObservedStep:
     seconds: float
     num_forwards: int  # of the target and of drafts, as this rank has counted them
     prompt_tokens: int  # that the step has also prefilled
-    padded_gamma: int
+    draft_width: int
     num_emitted: list[int]  # tokens, up to the end of the request
     num_drafted: list[int] | None
     num_accepted: list[int] | None
@@ -130,7 +130,7 @@ class PassObserver:
                 seconds=seconds,
                 num_forwards=self._num_forwards - before,
                 prompt_tokens=self._prompt_tokens,
-                padded_gamma=output.padded_gamma,
+                draft_width=output.draft_width,
                 num_emitted=[len(tokens) for tokens in output.token_ids],
                 num_drafted=output.num_drafted,
                 num_accepted=output.num_accepted,
@@ -143,15 +143,15 @@ class PassObserver:
     def use_digests(self, digests: Sequence[list[Digest] | None]) -> None:
         """Put these digests of each step in place of those of this rank alone."""
         pairs = zip(self.steps, digests, strict=True)
-        self.steps = [replace(step, digests=of_step) for step, of_step in pairs]
-        of_requests = dict[int, list[Digest | None]]()
+        self.steps = [replace(step, digests=step_digests) for step, step_digests in pairs]
+        request_digests = dict[int, list[Digest | None]]()
         for step in self.steps:
             rows = [None] * len(step.request_ids) if step.digests is None else step.digests
-            drafted = step.num_drafted or [step.padded_gamma] * len(step.request_ids)
+            drafted = step.num_drafted or [step.draft_width] * len(step.request_ids)
             for request_id, count, digest in zip(step.request_ids, drafted, rows, strict=True):
                 if count:
-                    of_requests.setdefault(request_id, []).append(digest)
-        self.verifications.use_digests(of_requests)
+                    request_digests.setdefault(request_id, []).append(digest)
+        self.verifications.use_digests(request_digests)
 
     def _count_forwards(self) -> int:
         return sum(runner.counts.num_forwards for runner in self._runners)

@@ -160,7 +160,7 @@ class ServeOptions:
         systems = {}
         for system in settled.named_systems:
             own = given.get(system.name, system.settings())
-            systems[system.name] = own.settled(settled, settled.of_system(system))
+            systems[system.name] = own.settled(settled, settled.passes_of(system))
         return replace(settled, systems=systems)
 
     @property
@@ -175,7 +175,7 @@ class ServeOptions:
             {serving_pass.system.name: serving_pass.system for serving_pass in self.passes}.values()
         )
 
-    def of_system(self, system: SystemDeclaration) -> list[Pass]:
+    def passes_of(self, system: SystemDeclaration) -> list[Pass]:
         return [serving_pass for serving_pass in self.passes if serving_pass.system is system]
 
     def settings_of(self, serving_pass: Pass) -> SystemSettings:
@@ -257,7 +257,7 @@ class ServeOptions:
             self.refuse_turns("emulate_acceptance", "accepts drafts by chance")
         for system in self.named_systems:
             settings = self.systems[system.name]
-            settings.check(self, self.of_system(system), config, world_size)
+            settings.check(self, self.passes_of(system), config, world_size)
         self._check_chance()
 
     def _check_drafts(self) -> None:

@@ -227,11 +227,11 @@ class PrefilledBatching(Flover):
         if not all(log.hashes for log in logs):  # a rank has none of forwards that were replayed
             observer.use_digests([None] * len(observer.steps))
             return
-        of_steps = [
-            [digest_of_ranks(row) for row in zip(*of_ranks, strict=True)]
-            for of_ranks in zip(*(log.steps() for log in logs), strict=True)
+        step_digests = [
+            [digest_of_ranks(row) for row in zip(*rank_digests, strict=True)]
+            for rank_digests in zip(*(log.steps() for log in logs), strict=True)
         ]
-        logged = iter(of_steps)
+        logged = iter(step_digests)
         observer.use_digests(
             [None if step.digests is None else next(logged) for step in observer.steps]
         )

@@ -256,7 +256,7 @@ class ReplayingSystem(System):
         is lost. Texts share prefixes only if the system's do. The ranks that compute call it."""
 
 
-def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
+def on_first_rank(models: ResolvedRun) -> ResolvedRun:
     """The run of the first rank alone, with the threads of all ranks of its host, but no more than
     its cores: threads that share a core mostly wait for each other."""
     asked = models.config.run_config

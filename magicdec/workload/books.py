@@ -63,15 +63,15 @@ def read_prompts(dataset: str, most: int) -> list[PromptItem]:
 def _read_set(kind: str, name: str, most: int) -> Iterator[PromptItem]:
     dataset = f"{kind}:{name}"
     reader = FILE_READERS.get(Path(name).suffix.lower())
-    of_hub = HUB_NAME.fullmatch(name)
+    hub_match = HUB_NAME.fullmatch(name)
     if reader is not None:
         return _values("--dataset", dataset, reader(Path(name)), most, PROMPT_SETS[kind])
-    if of_hub is None:
+    if hub_match is None:
         raise ValueError(
             f"--dataset {dataset!r} is not known; give {kind}: with a path ending in "
             f"{', '.join(FILE_READERS)}, or with OWNER/NAME or OWNER/NAME:CONFIG of the hub"
         )
-    records = _read_hub(*of_hub.groups())
+    records = _read_hub(*hub_match.groups())
     return _values("--dataset", dataset, records, most, PROMPT_SETS[kind])
 
 
@@ -82,7 +82,7 @@ def read_values(
     ValueError for an unknown name, an unreadable or empty file, a record without text, and an
     unreachable hub."""
     named = NAMED_READERS.get(dataset)
-    records = _of_files(_files_of(flag, dataset)) if named is None else named()
+    records = _file_records(_files_of(flag, dataset)) if named is None else named()
     return _values(flag, dataset, records, most, value_of)
 
 
@@ -123,14 +123,14 @@ def _files_of(flag: str, dataset: str) -> list[Path]:
     return files
 
 
-def _of_files(files: Sequence[Path]) -> Records:
+def _file_records(files: Sequence[Path]) -> Records:
     for path in files:
-        of_file = "" if len(files) == 1 else f"{path.name}: "
+        prefix = "" if len(files) == 1 else f"{path.name}: "
         try:
             for place, record in FILE_READERS[path.suffix.lower()](path):
-                yield f"{of_file}{place}", record
+                yield f"{prefix}{place}", record
         except (OSError, ValueError) as error:
-            raise ValueError(f"{of_file}{_reason(error)}") from error
+            raise ValueError(f"{prefix}{_reason(error)}") from error
 
 
 def _values(

@@ -29,12 +29,12 @@ def json_items(stream: TextIO) -> Iterator[tuple[str, Any]]:
     start += "" if start.endswith("\n") or not start else stream.readline(MOST_LINE_BYTES)
     if len(start) > MOST_LINE_BYTES:
         raise ValueError(f"line {number} has more than {MOST_LINE_BYTES >> 20} MB")
-    yield from _of_line(start, number)
+    yield from _line_items(start, number)
     for after, line in lines_of(stream):
-        yield from _of_line(line, number + after)
+        yield from _line_items(line, number + after)
 
 
-def _of_line(line: str, number: int) -> Iterator[tuple[str, Any]]:
+def _line_items(line: str, number: int) -> Iterator[tuple[str, Any]]:
     if not line.strip():
         return
     try:

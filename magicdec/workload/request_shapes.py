@@ -132,10 +132,10 @@ def make_shapes(
     count = num_requests or DEFAULT_NUM_REQUESTS
     prompts = parse_lengths("--prefix_len", prompt_len)
     outputs = parse_lengths("--gen_len", gen_len or str(DEFAULT_GEN_LEN))
-    of_prompts = Random(f"prefix_len {seed}")
-    of_outputs = Random(f"output_len {seed}")
+    prompt_random = Random(f"prefix_len {seed}")
+    output_random = Random(f"output_len {seed}")
     return [
-        RequestShape(at_ms, of_prompts.randint(*prompts), of_outputs.randint(*outputs))
+        RequestShape(at_ms, prompt_random.randint(*prompts), output_random.randint(*outputs))
         for at_ms in arrival.times_ms(count, Random(f"arrival {seed}"))
     ]
 

@@ -147,7 +147,7 @@ def build_workload(
         digest = _hash_prompts(prompts)
         return Workload(dataset, prompts, None, None, None, seed, digest, strings)
     if is_prompt_set(dataset):
-        return _of_prompt_set(dataset, tokenizer, bos_token_id, wanted, chat)
+        return _prompt_set_workload(dataset, tokenizer, bos_token_id, wanted, chat)
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
@@ -287,7 +287,7 @@ class DrawnItems:
         return f"; {count} more are left out, because the chat template {self.refusal}"
 
 
-def _of_prompt_set(
+def _prompt_set_workload(
     dataset: str, tokenizer: Tokenizer, bos: int | None, wanted: Wanted, chat: Frames | None
 ) -> Workload:
     """Items of a prompt set that ask something, in random order: whole up to `prefix_len` tokens,
@@ -304,7 +304,7 @@ def _of_prompt_set(
     num_asked = drawn.draw(dataset, chat)
     num_prompts = wanted.enough(len(drawn.taken))
     drawn.keep(num_prompts)
-    name = ",".join(f"{kind}:{Path(of_set).name}" for kind, of_set in sets_of(dataset))
+    name = ",".join(f"{kind}:{Path(prompt_set).name}" for kind, prompt_set in sets_of(dataset))
     if len(drawn.taken) < num_prompts:
         raise ValueError(
             f"--dataset {name} {drawn.missing_text}; {num_prompts} are needed ({wanted.counted_by})"

@@ -115,17 +115,17 @@ def compared(each: Regression, baseline: Path) -> int:
     if not baselines:
         print("the baseline file has no case of it")
         return BROKEN
-    cases = [GateCase.of_record(record).with_threads(1) for record in baselines]
-    of_one = list[tuple[int, GateCase]]()
-    of_several = list[int]()
+    cases = [GateCase.from_record(record).with_threads(1) for record in baselines]
+    single_rank = list[tuple[int, GateCase]]()
+    several_ranks = list[int]()
     for number, case in enumerate(cases):
         if case.num_ranks == 1:
-            of_one.append((number, case))
+            single_rank.append((number, case))
         else:
-            of_several.append(number)
-    found = dict(run_cases(of_one))
-    on_ranks = measure([cases[number] for number in of_several], 1, lambda result: None)
-    found |= zip(of_several, on_ranks, strict=True)
+            several_ranks.append(number)
+    found = dict(run_cases(single_rank))
+    on_ranks = measure([cases[number] for number in several_ranks], 1, lambda result: None)
+    found |= zip(several_ranks, on_ranks, strict=True)
     comparisons = list[Comparison]()
     for number in range(len(cases)):
         result = found[number]

@@ -124,9 +124,9 @@ class CachedDeployment(Deployment):
         if not self.alike or experts is None:
             return cost
         shard = slowest_shard(self.config, self.tp)
-        of_all = expert_bytes(self.config, shard, self.dtype_bytes, self.low_bit)
+        expert_total = expert_bytes(self.config, shard, self.dtype_bytes, self.low_bit)
         fewer = (experts.touched(B * T) - experts.touched(B)) / experts.num_experts
-        return replace(cost, weight_bytes=round(cost.weight_bytes - fewer * of_all))
+        return replace(cost, weight_bytes=round(cost.weight_bytes - fewer * expert_total))
 
 
 def head_of(model: ModelConfig) -> ModelConfig:

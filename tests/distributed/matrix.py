@@ -254,9 +254,9 @@ class Rank:
         return Result(
             asdict(case),
             [list(r.output_ids) for r in requests],
-            sum(s.padded_gamma * len(s.token_ids) for s in steps),
+            sum(s.draft_width * len(s.token_ids) for s in steps),
             sum(sum(s.num_accepted or []) for s in steps),
-            sorted({s.padded_gamma for s in steps}),
+            sorted({s.draft_width for s in steps}),
             recorder.replayed,
         )
 

@@ -62,13 +62,13 @@ def check(ends: Ends, is_first: bool, rounds: int = 40) -> None:
     if is_first:
         assert isinstance(ends.inbound, ChannelReceiver)
         is_shared = isinstance(ends.inbound.reader, SharedRing)
-        assert ends.inbound.is_there(0.01) == (not is_shared)
+        assert ends.inbound.has_arrived(0.01) == (not is_shared)
     for _ in range(rounds):
         if is_first:
             for message in sent:
                 ends.outbound.send(message)
         for message in sent:
-            assert ends.inbound.is_there(60.0)
+            assert ends.inbound.has_arrived(60.0)
             found = ends.inbound.receive()
             assert is_same(found, message), found
             if not is_first:

@@ -167,7 +167,7 @@ def check_clocks(launch: Launch) -> None:
     """The ranks of one host have one clock, so that no difference is more than its error."""
     clocks = compare_clocks(launch.rank, launch.world_size)
     assert len(clocks) == launch.world_size
-    assert all(abs(each.ahead_s) <= each.error_s < 10 for each in clocks)
+    assert all(abs(clock.ahead_s) <= clock.error_s < 10 for clock in clocks)
 
 
 def main(paths: Sequence[str]) -> None:

@@ -39,5 +39,7 @@ def test_two_ranks_measure_all_drafts_and_one_of_them_says_what_follows(
     assert len(records) == 2 * done.stdout.count("\nrun        ") >= 10
     assert all(record.environment.world_size == 2 and record.passed for record in records)
     references = [record for record in records if record.is_reference]
-    assert len({str([group.step_ms for group in each.groups]) for each in references}) == 1
+    assert (
+        len({str([group.step_ms for group in reference.groups]) for reference in references}) == 1
+    )
     assert done.stdout.count("Speculation") == 1 and "--nproc 2" in done.stdout.splitlines()[-1]

@@ -71,7 +71,7 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     threads = [one_process] * 2 + [[1] * num_ranks] * (len(records) - 2)
     assert [r["groups"][0]["threads"] for r in records] == threads
     lengths = [[request["output_len"] for request in r["requests"]] for r in records]
-    assert all(each == lengths[0] for each in lengths) and len(set(lengths[0])) > 2
+    assert all(length == lengths[0] for length in lengths) and len(set(lengths[0])) > 2
     assert [r["details"] is None for r in records] == ["ring" not in r["name"] for r in records]
     drafted = records.pop() if DRAFTS[0] in flags else None
     ring = records[-1]["details"]
@@ -231,4 +231,4 @@ def test_the_tokens_are_those_of_one_process(
     for model, (path, of_model) in enumerate(zip(models, outputs, strict=True)):
         for case, tokens in zip(cases_of(num_ranks, model), of_model, strict=True):
             assert tokens == one_process(path, case), (path.name, case)
-            assert len({len(each) for each in tokens}) > 4 and len(tokens) == len(LENGTHS)
+            assert len({len(token) for token in tokens}) > 4 and len(tokens) == len(LENGTHS)

@@ -83,7 +83,7 @@ def chosen_experts(name: str, ids: Tensor, num_used: int) -> int:
         model_of(name)(ids)
     for hook in hooks:
         hook.remove()
-    best = [each.view(ids.numel(), -1)[-2:].topk(num_used).indices for each in logits]
+    best = [logit.view(ids.numel(), -1)[-2:].topk(num_used).indices for logit in logits]
     return sum(len(each.unique()) for each in best)
 
 

@@ -225,7 +225,10 @@ class KnownReplays:
     def views(self, requests: Sequence[Request], pairs: Sequence[Any]) -> list[WiderView]:
         shortfalls = torch.zeros(len(requests), 9, dtype=torch.float64)
         shortfalls[-1, 5] = self.margin
-        return [WiderView(each, torch.tensor(TRUE, dtype=torch.float64)) for each in shortfalls]
+        return [
+            WiderView(shortfall, torch.tensor(TRUE, dtype=torch.float64))
+            for shortfall in shortfalls
+        ]
 
 
 @pytest.mark.parametrize("side", [0.99, 1.01])

@@ -53,8 +53,8 @@ def again(request: pytest.FixtureRequest) -> dict[tuple[str, str | None], PassRe
     for every pair of drafter and policy that is tested now."""
     here = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in here if hasattr(item, "callspec")]
-    pairs = [(each["drafter"], each["policy"]) for each in params if "drafter" in each]
-    cases = [of_one_batch(Case.of_record(baseline_of(*pair))).with_threads(1) for pair in pairs]
+    pairs = [(param["drafter"], param["policy"]) for param in params if "drafter" in param]
+    cases = [of_one_batch(Case.from_record(baseline_of(*pair))).with_threads(1) for pair in pairs]
     found = dict(run_cases(list(enumerate(cases))))
     return {pair: found[number] for number, pair in enumerate(pairs)}
 

@@ -617,7 +617,9 @@ def test_a_copy_saves_if_it_holds_fewer_bytes_than_the_model(
 
 def matrix_bytes(model: torch.nn.Module) -> int:
     """Bytes of all linear layers."""
-    layers = [each for each in model.modules() if isinstance(each, GroupedLinear | torch.nn.Linear)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GroupedLinear | torch.nn.Linear)
+    ]
     tensors = [tensor for layer in layers for tensor in layer.state_dict().values()]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 

@@ -65,9 +65,9 @@ def no_biases(weights: GgufWeights, name: str) -> bool:
 FAULTS = {
     "llama": (GgufWeights, "_is_permuted", no_biases),
     "gemma3, all keys": (GgufWeights, "_offset", lambda weights, name: 0.0),
-    "mixtral": (gguf_weights, "of_experts", lambda tensor: REAL(tensor)[::-1]),
+    "mixtral": (gguf_weights, "expert_tensors", lambda tensor: REAL(tensor)[::-1]),
 }
-REAL = gguf_weights.of_experts
+REAL = gguf_weights.expert_tensors
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -151,4 +151,4 @@ def layers_of(model: Transformer) -> list[Tensor]:
             block.mlp.down,
         )
     ]
-    return [each.dense() if isinstance(each, GroupedLinear) else each.weight for each in layers]
+    return [layer.dense() if isinstance(layer, GroupedLinear) else layer.weight for layer in layers]

@@ -77,7 +77,7 @@ class PlainLookup:
         places = [(n, self.text, p) for n, p in self.matches(self.text)] if self.text else []
         places += [(n, self.corpus, p) for n, p in self.matches(self.corpus)]
         longest = max((length for length, _, _ in places), default=0)
-        places = [each for each in places if 2 * each[0] >= longest]
+        places = [place for place in places if 2 * place[0] >= longest]
         proposal = list[tuple[int, float]]()
         survival = 1.0
         self.guess = []
@@ -89,7 +89,9 @@ class PlainLookup:
                 if source is self.text or place + number < len(source)
             ]
             places = [
-                each for each in places if each[1] is self.text or each[2] + number < len(each[1])
+                place
+                for place in places
+                if place[1] is self.text or place[2] + number < len(place[1])
             ]
             if not followers:
                 break

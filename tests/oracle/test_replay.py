@@ -312,7 +312,7 @@ def test_a_full_replayed_draft_is_accepted_after_any_pause(kv: KVSection) -> Non
         engine,
         "speculative",
         setup,
-        lambda ids, out, s: steps.append((out.padded_gamma, out.num_accepted or [])),
+        lambda ids, out, s: steps.append((out.draft_width, out.num_accepted or [])),
     )
     assert {n for n, _ in steps} == set(SCRIPT)
     assert all(accepted == [n] * len(accepted) for n, accepted in steps)
@@ -408,11 +408,11 @@ def test_replayed_steps_have_the_same_probabilities_of_acceptance(drafter: str, 
         if kind == "greedy":
             assert ours.acceptance is theirs.acceptance is None
             continue
-        assert (ours.acceptance is None) == (theirs.acceptance is None) == (not ours.padded_gamma)
+        assert (ours.acceptance is None) == (theirs.acceptance is None) == (not ours.draft_width)
         rows = zip(ours.acceptance or [], theirs.acceptance or [], strict=True)
         assert all(our_row == pytest.approx(row, abs=1e-12) for our_row, row in rows)
         assert [len(row) for row in ours.acceptance or []] == (ours.num_drafted or [])
-    assert any(out.padded_gamma for out in steps)
+    assert any(out.draft_width for out in steps)
 
 
 @pytest.mark.parametrize("name", TOUCHES)

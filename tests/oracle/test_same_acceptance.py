@@ -83,7 +83,7 @@ def steps_of(record: dict[str, Any]) -> dict[int, list[Verification]]:
 
 def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) -> None:
     expected = of_run(command, folder)
-    every = [each for steps in expected.values() for each in steps]
+    every = [step for steps in expected.values() for step in steps]
     assert 0 < sum(each.accepted for each in every) < sum(each.drafted for each in every)
     records = served(command, folder, "sequential", *DRAFTING)
     for _ in range(TRIES):  # a busy machine may judge no draft before it is known to be wrong
@@ -150,7 +150,7 @@ def test_a_request_in_a_program_has_the_acceptance_that_it_has_when_served(
         alone = Verifications({0: steps[number]})
         assert found == AcceptanceMetrics(**acceptance_metrics(alone, 1)), number
         assert found.num_spec_steps == len(steps[number])
-        assert len(result.output_ids) == 1 + sum(each.emitted for each in steps[number])
+        assert len(result.output_ids) == 1 + sum(step.emitted for step in steps[number])
     accepted = [result.metrics.acceptance.num_accepted_draft_tokens for result in results]  # type: ignore[union-attr]
     assert sum(map(int, filter(None, accepted))) == record["metrics"]["num_accepted_draft_tokens"]
 

@@ -175,6 +175,6 @@ def test_with_one_token_left_to_choose_from_the_table_is_the_greedy_one(
         steps = dict.fromkeys(("tokens_per_step", "tokens_per_step_interval"))
         assert ours["rows"] == [row | steps for row in theirs["rows"]]
         chances = ours["acceptance_probabilities"]
-        assert {each for text in chances for drafts in text for each in drafts} <= {0.0, 1.0}
+        assert {draft for text in chances for drafts in text for draft in drafts} <= {0.0, 1.0}
         counts = [[int(sum(drafts)) for drafts in text] for text in chances]
         assert counts == [counts_of(text) for text in theirs["accepted"]]

@@ -86,7 +86,7 @@ def run(
             engine,
             name,
             setup,
-            lambda ids, out, s: steps.append((out.padded_gamma, out.num_accepted)),
+            lambda ids, out, s: steps.append((out.draft_width, out.num_accepted)),
         )
         outputs.append([list(r.output_ids) for r in finished])
     return outputs[0], outputs[1], [(n, a) for n, a in steps if a is not None]
@@ -271,6 +271,6 @@ def test_calibration_is_not_timed_as_a_phase_of_a_step() -> None:
     section = DecodingSection("speculative", "self", MOST)
     kv = KVSection("streaming_llm", 40, 4)
     setup = Setup(runner, section, kv, phase=phase, draft_length=Scripted(COUNTS))
-    decode(engine, "speculative", setup, lambda ids, out, s: drafted.append(out.padded_gamma))
+    decode(engine, "speculative", setup, lambda ids, out, s: drafted.append(out.draft_width))
     expected = [["draft", "verify"] if count else ["decode"] for count in drafted]
     assert phases == [name for step in expected for name in step]

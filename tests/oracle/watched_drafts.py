@@ -125,7 +125,7 @@ class Watch:
         view = views.widest
         found = [
             positions_of(views.distinct[place], runner, source, layer, source is self.target)
-            for layer, place in enumerate(views.windows.of_layer)
+            for layer, place in enumerate(views.windows.window_indices)
         ]
         for place, row in enumerate(view.rows):
             offset = 0 if runner.offsets is None else int(runner.offsets[row])

@@ -232,7 +232,10 @@ def test_the_same_command_goes_on_with_what_is_left(
     ]
     assert "<svg" in (tmp_path / "chart.svg").read_text()
     shown = command("table", out)
-    assert shown.code == 0 and shown.out.count("tokens a step of a run, from the acceptance at every") == 1
+    assert (
+        shown.code == 0
+        and shown.out.count("tokens a step of a run, from the acceptance at every") == 1
+    )
     exported = command("export", out, "--out", tmp_path / "flat.csv")
     assert exported.code == 0, exported.err
     rows = (tmp_path / "flat.csv").read_text().splitlines()

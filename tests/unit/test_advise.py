@@ -101,7 +101,7 @@ def with_ratios(record: PassRecord, *ratios: float) -> PassRecord:
         net_speedup_per_group=[*ratios],
         net_speedup_interval=ends,
         speedup=2 * float(np.median(ratios)),
-        speedup_per_group=[2 * each for each in ratios],
+        speedup_per_group=[2 * ratio for ratio in ratios],
     )
     quiet = dataclasses.replace(record.environment, cores_taken=None)
     return dataclasses.replace(record, metrics=metrics, environment=quiet)
@@ -109,7 +109,7 @@ def with_ratios(record: PassRecord, *ratios: float) -> PassRecord:
 
 def gate_runs() -> list[PassRecord]:
     """The runs of the gate, with net speedups that rise from 0.7."""
-    found = [each for each in load_passes(BASELINES) if each.shares_prefill]
+    found = [record for record in load_passes(BASELINES) if record.shares_prefill]
     spread = (0.99, 1.0, 1.01, 1.0, 1.0)
     return [
         with_ratios(each, *((0.7 + 0.05 * place) * factor for factor in spread))
@@ -350,8 +350,10 @@ def test_advice_is_one_run_of_all_drafts(
         assert code == 0, err
         passes = load_passes(tmp_path / "r.jsonl")
         assert len(passes) == number * 2 * NUM_SMALL, "each beside the one that all share"
-        records = [each for each in passes if each.is_drafting][-NUM_SMALL:]
-        plain = [each for each in passes if not each.is_drafting][-NUM_SMALL:]
+        records = [serving_pass for serving_pass in passes if serving_pass.is_drafting][-NUM_SMALL:]
+        plain = [serving_pass for serving_pass in passes if not serving_pass.is_drafting][
+            -NUM_SMALL:
+        ]
         assert len({json.dumps(r.to_json()) for r in records}) == NUM_SMALL
         assert len({str([group.step_ms for group in each.groups]) for each in plain}) == 1
         assert out.count("\nrun        ") == NUM_SMALL and "Speculation" in out
@@ -444,7 +446,7 @@ def test_a_signal_before_the_first_pass_is_said(
 def test_ranks_end_after_the_pass_unless_they_are_asked_again() -> None:
     with StopRequests(Launch(0, 2, 0, 2)) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.is_there()
+        assert stop.is_requested()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.code == 143

@@ -169,7 +169,9 @@ def test_every_mode_serves_the_tokens_of_lone_runs(tiny_checkpoint: Path, tmp_pa
         metrics[mode] = serving_metrics(requests, counts)
     in_flight = {mode: each.mean_in_flight or 0.0 for mode, each in metrics.items()}
     assert in_flight.pop("sequential") == 1 < min(in_flight.values())
-    assert metrics["inflight"].mean_ttft_ms == min(each.mean_ttft_ms for each in metrics.values())
+    assert metrics["inflight"].mean_ttft_ms == min(
+        metric.mean_ttft_ms for metric in metrics.values()
+    )
     # Static batches wait for their last request, which arrives at 200 ms.
     assert metrics["static"].duration_s >= metrics["inflight"].duration_s >= 0.2
 
@@ -384,7 +386,7 @@ def test_every_rank_count_serves_the_same_tokens(
     records = [json.loads(line) for line in out.read_text().splitlines()]
     threads = [group["threads"] for record in records for group in record["groups"]]
     assert len(threads) == 4 and len(threads[0]) == 2
-    assert all(each == threads[0] for each in threads)
+    assert all(thread == threads[0] for thread in threads)
     assert [r["num_differing"] for r in records] == [0, 0, 0, None]
     assert [r["environment"]["world_size"] for r in records] == [2] * 4
     assert records[3]["config"]["draft"]["rank_group"] == [1]

@@ -74,7 +74,9 @@ def test_categories_add_up_to_all_prompts() -> None:
     every = asdict(whole.acceptance_by_category["every"])
     assert every.pop("num_prompts") == len(CATEGORIES)
     assert every == {key: value for key, value in asdict(whole).items() if key in every}
-    parts = acceptance_by([each or "none" for each in CATEGORIES], Verifications(verified()))
+    parts = acceptance_by(
+        [category or "none" for category in CATEGORIES], Verifications(verified())
+    )
     for key in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
         assert sum(getattr(part, key) for part in parts.values()) == getattr(whole, key), key
 

@@ -424,7 +424,7 @@ def test_a_conversation_that_a_template_refuses_is_left_out(tmp_path: Path) -> N
         [("system", "d"), ("human", "e")],
     ]
     items = [
-        {"conversations": [{"from": who, "value": what} for who, what in each]} for each in lines
+        {"conversations": [{"from": who, "value": what} for who, what in line]} for line in lines
     ]
     (tmp_path / "set.json").write_text(json.dumps(items))
     dataset = f"sharegpt:{tmp_path / 'set.json'}"

@@ -150,9 +150,9 @@ def test_by_default_a_table_has_at_most_14_rows() -> None:
     """Of a run that has a value for every row."""
     plain, drafting = drawn_command()
     several = {
-        each.name: [1.5] * 4
-        for each in fields(PassMetrics)
-        if each.name.endswith(("_per_group", "_per_position"))
+        field.name: [1.5] * 4
+        for field in fields(PassMetrics)
+        if field.name.endswith(("_per_group", "_per_position"))
     }
     numbers = (
         dict.fromkeys(set(BRIEF) - {"tokens_per_verification"}, 1.5)
@@ -165,7 +165,7 @@ def test_by_default_a_table_has_at_most_14_rows() -> None:
     assert len(brief) <= 14 < len(every)
     labels = [row[0].text for row in brief]
     assert [row[0].text for row in every if row[0].text in labels] == [
-        each for each in labels if each in [row[0].text for row in every]
+        label for label in labels if label in [row[0].text for row in every]
     ]
     assert {"speedup, median of 4", "  of them that pay (break-even)"} <= set(labels)
 

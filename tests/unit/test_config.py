@@ -544,8 +544,8 @@ SECTIONS = ("config", "parallel", "decoding", "attention", "draft", "model", "se
 def test_no_file_but_those_of_the_config_chooses_for_a_run() -> None:
     """What a resolved section chose is never replaced."""
     classes = (getattr(resolved, name) for name in vars(resolved) if name.startswith("Resolved"))
-    fields = [each for kind in classes for each in dataclasses.fields(kind)]
-    chosen = {each.name for each in fields if "Choice" in str(each.type)}
+    fields = [field for kind in classes for field in dataclasses.fields(kind)]
+    chosen = {field.name for field in fields if "Choice" in str(field.type)}
     assert chosen == {"backend", "collectives", "cuda_graphs", "elementwise", "native_steps"}
     for path in (ROOT / "magicdec").rglob("*.py"):
         if path.is_relative_to(ROOT / "magicdec" / "config"):

@@ -70,7 +70,7 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, name: str, system: st
     first = frame.around(frame.joined(texts))  # type: ignore[union-attr]
     talk = conversation_of(item, first, texts, later, frames, 3, 500, 20)
     assert (len(talk.turns), talk.num_left_out) == (3, 0)
-    messages = [{"role": each.role, "content": each.content} for each in item.messages]
+    messages = [{"role": message.role, "content": message.content} for message in item.messages]
     for count in range(3):
         expected = reference(TEMPLATES[name]).apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
@@ -101,7 +101,10 @@ def test_turns_that_could_be_too_long_are_counted_and_not_asked() -> None:
     whole = build(dataset, chat=CHATTED, prefix_len=500, turns=9, **sizes)
     assert whole.conversations is not None
     lengths = [sum(map(len, talk.turns[1])) + 7 for talk in whole.conversations]
-    assert len(set(lengths)) > 2 and sum(each.num_left_out for each in whole.conversations) == 0
+    assert (
+        len(set(lengths)) > 2
+        and sum(conversation.num_left_out for conversation in whole.conversations) == 0
+    )
     for most in sorted(set(lengths))[:-1]:
         some = build(dataset, chat=CHATTED, prefix_len=most, turns=2, **sizes)
         assert some.prompts == whole.prompts and some.conversations is not None
@@ -183,7 +186,7 @@ def test_a_turn_has_the_category_of_its_conversation() -> None:
         (numbers, ["x", None, "y"], ["x", None, None, None, "y", "y"]),
         ([None] * 4, ["x", "y"], ["x", "y", "x", "y"]),
     ):
-        requests = [SimpleNamespace(conversation=each) for each in conversations]
+        requests = [SimpleNamespace(conversation=conversation) for conversation in conversations]
         beside = Beside(is_drafting=True, categories=categories)
         parts: Any = SimpleNamespace(requests=requests)
         assert categories_of(parts, beside) == expected
@@ -268,8 +271,8 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
     assert len(expected) == 11
     for record in records:
         found = [
-            (each.conversation, each.turn, each.prompt_len, each.output_hash)
-            for each in record.requests
+            (request.conversation, request.turn, request.prompt_len, request.output_hash)
+            for request in record.requests
         ]
         assert found == expected, record.name
         assert record.num_differing == 0 and record.correctness is not None
@@ -321,8 +324,8 @@ def test_two_ranks_ask_the_same_turns(
     expected = answered_by_transformers(tiny_checkpoint, first.workload.sources or [])
     for record in (first, *others):
         found = [
-            (each.conversation, each.turn, each.prompt_len, each.output_hash)
-            for each in record.requests
+            (request.conversation, request.turn, request.prompt_len, request.output_hash)
+            for request in record.requests
         ]
         assert (record.status, found) == ("verified", expected), record.name
         assert record.environment.world_size == 2
@@ -349,14 +352,16 @@ def answered_by_transformers(
 
 def check_times(record: PassRecord) -> None:
     """A later turn arrives when the one before has ended, and the first wait for others."""
-    ends = {(each.conversation, each.turn): each.finished_ms for each in record.requests}
-    for each in record.requests:
-        assert each.turn is not None
-        if each.turn > 1:
-            assert each.arrival_ms == pytest.approx(ends[each.conversation, each.turn - 1])
+    ends = {
+        (request.conversation, request.turn): request.finished_ms for request in record.requests
+    }
+    for request in record.requests:
+        assert request.turn is not None
+        if request.turn > 1:
+            assert request.arrival_ms == pytest.approx(ends[request.conversation, request.turn - 1])
     turns = record.times_by_turn
-    assert turns is not None and [each.num_requests for each in turns] == [5, 4, 2]
-    total = sum(each.num_requests * each.mean_ttft_ms for each in turns)
+    assert turns is not None and [turn.num_requests for turn in turns] == [5, 4, 2]
+    total = sum(turn.num_requests * turn.mean_ttft_ms for turn in turns)
     assert record.metrics is not None
     assert total == pytest.approx(11 * record.metrics.mean_ttft_ms)
 

@@ -81,7 +81,7 @@ def test_records_of_version_3_become_passes(convert_records: ModuleType, tmp_pat
         assert record.output_hashes == [each["output_hash"] for each in mode["requests"]]
     samples = run["samples"]["speculative"]
     assert drafting.output_hashes == plain.output_hashes == samples["output_hashes"]
-    assert [each.step_ms for each in drafting.groups] == samples["step_ms"]
+    assert [group.step_ms for group in drafting.groups] == samples["step_ms"]
     assert plain.shares_prefill and drafting.shares_prefill and not served[0].shares_prefill
     assert {each.status for each in (plain, drafting, *served)} == {"verified"}
     assert [each.reference for each in (plain, drafting)] == ["static", "static"]

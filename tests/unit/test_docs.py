@@ -174,8 +174,8 @@ def keys() -> set[str]:
         for table in re.findall(r"<!-- fields: .*?<!-- end", (ROOT / page).read_text(), re.DOTALL):
             found |= set(re.findall(r"^\| `(\w+)` ", table, re.MULTILINE))
     for module in (resolved, sections, options, request):
-        for each in filter(dataclasses.is_dataclass, vars(module).values()):
-            found |= {field.name for field in dataclasses.fields(each)}
+        for var in filter(dataclasses.is_dataclass, vars(module).values()):
+            found |= {field.name for field in dataclasses.fields(var)}
     for system in SYSTEMS.values():
         found |= system.own_settings
     return found | set(vars(request.Request))

@@ -266,7 +266,7 @@ def test_a_growing_context_brings_speculation_back() -> None:
 
 
 def test_times_between_one_row_and_all() -> None:
-    times = StepTimes(5, of_all=[10.0, 14.0], of_one=[2.0, 6.0])
+    times = StepTimes(5, batch_seconds=[10.0, 14.0], row_seconds=[2.0, 6.0])
     assert [times(rows, 0) for rows in (1, 2, 3, 5)] == [2, 4, 6, 10]
     for seconds in (30.0, 30.0, 1000.0):  # one step was disturbed
         times.correct(5, 0, seconds)

@@ -106,9 +106,9 @@ def test_a_loaded_model_has_what_was_chosen(name: str) -> None:
 
 def test_every_part_of_a_model_takes_another() -> None:
     model = tiny_transformer(replace(TINY, qk_norm=True))
-    assert {type(each) for each in users(model)} == {Elementwise}
+    assert {type(user) for user in users(model)} == {Elementwise}
     model.use(NativeElementwise())
-    assert {type(each) for each in users(model)} == {NativeElementwise}
+    assert {type(user) for user in users(model)} == {NativeElementwise}
     assert len(users(model)) == 5 * TINY.num_layers + 2
 
 

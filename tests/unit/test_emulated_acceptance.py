@@ -86,7 +86,7 @@ def test_drafts_are_accepted_as_often_as_asked_for(drafter: str, temperature: fl
     counts = torch.zeros(gamma + 1)
 
     def observe(ids: object, output: StepOutput, seconds: float) -> None:
-        if output.num_accepted is not None and output.padded_gamma == gamma:
+        if output.num_accepted is not None and output.draft_width == gamma:
             counts.add_(torch.bincount(torch.tensor(output.num_accepted), minlength=gamma + 1))
 
     finished = decode(engine, "speculative", Setup(runner, decoding, kv, draft=draft), observe)

@@ -202,7 +202,7 @@ def test_a_drafter_of_stages_that_sleep_is_as_slow_and_as_often_right_as_asked_f
     clock: FakeClock,
 ) -> None:
     """The first request has the tokens 6, 7, ... behind its prompt of 6 tokens."""
-    drafter = ScriptedPathDrafter.of_emulated_stages(
+    drafter = ScriptedPathDrafter.for_emulated_stages(
         0.5, [6, 4], [40, 20], 1000, 7, STAGE_S, EmulatedTime()
     )
     begin_s = clock.now

@@ -332,7 +332,7 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     assert (theirs["status"], theirs["num_differing"]) == ("verified", 0)
     lengths = [[each["prompt_len"] for each in record["requests"]] for record in (ours, theirs)]
     assert lengths[0] == lengths[1] and len(lengths[0]) == 6
-    assert [each["turn"] for each in theirs["requests"]] == [1, 2] * 3
+    assert [their["turn"] for their in theirs["requests"]] == [1, 2] * 3
     assert [turn["num_requests"] for turn in theirs["times_by_turn"]] == [3, 3]
     prompts = [body["prompt"] for body in server.bodies]
     first = min((prompt for prompt in prompts if tuple(prompt) in server.answers), key=len)
@@ -958,7 +958,7 @@ def test_prompts_can_be_text(words: list[str], server: StandInServer) -> None:
 
 
 def test_a_server_is_among_the_default_modes(words: list[str]) -> None:
-    plain = [each for each in words if each != "--ignore_eos"]
+    plain = [word for word in words if word != "--ignore_eos"]
     for name in ("serve", "inflight"):
         names = [
             serving_pass.name for serving_pass in COMMANDS[name].parse(plain, ALONE).options.passes

@@ -211,8 +211,8 @@ def test_ties_are_exported(exports: Exports) -> None:
     assert " | verified_with_ties |" in exports.text("llama-bench", [ties], "md")
     passed = with_ties(served()) | {"reference": "static"}
     assert json.loads(exports.text("vllm", [passed]))["correctness"] == said
-    for each in json.loads(exports.text("pytorch", [passed])):
-        assert each["metric"]["extra_info"]["correctness"] == said
+    for load in json.loads(exports.text("pytorch", [passed])):
+        assert load["metric"]["extra_info"]["correctness"] == said
     lines = list(csv.DictReader(io.StringIO(exports.text("table", [ties, passed], "csv"))))
     assert [row["status"] for row in lines] == ["verified_with_ties"] * 2
     assert [row["correctness.num_excused"] for row in lines] == ["2", "2"]

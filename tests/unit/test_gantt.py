@@ -43,11 +43,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 def bars(ax: Axes) -> set[Bar]:
     found = set[Bar]()
-    for each in ax.collections:
-        for path in each.get_paths():
+    for collection in ax.collections:
+        for path in collection.get_paths():
             x, y = path.vertices.T  # type: ignore[union-attr]
             box = (round(float(end), 6) for end in (x.min(), x.max(), y.min(), y.max()))
-            found.add((*box, to_hex(each.get_facecolor()[0])))  # type: ignore[arg-type]
+            found.add((*box, to_hex(collection.get_facecolor()[0])))  # type: ignore[arg-type]
     return found
 
 
@@ -73,7 +73,7 @@ def test_a_bar_is_at_the_ms_of_its_span(tmp_path: Path, drawn: list[Figure]) -> 
         (200.0, 300.0, 0.75, 1.25, THIN.colour),
         (500.0, 750.0, 0.58, 1.42, FULL.colour),
     }
-    assert [each.get_hatch() for each in ax.collections] == ["", "///", ""]
+    assert [collection.get_hatch() for collection in ax.collections] == ["", "///", ""]
     assert [(text.get_text(), *text.get_position()) for text in ax.texts] == [("7", 250.0, 0)]
     assert [line.get_xdata()[0] for line in ax.lines] == [250.0]  # type: ignore[index]
     assert [text.get_text() for text in ax.get_yticklabels()] == ["stage 0", "stage 1"]

@@ -48,7 +48,7 @@ def standard_runs(subject: Subject = Subject()) -> list[Case]:
 
 def test_the_committed_file_has_the_standard_cases() -> None:
     cases = standard_runs()
-    again = [Case.of_record(baseline) for baseline in BASELINES]
+    again = [Case.from_record(baseline) for baseline in BASELINES]
     assert len(again) == len(cases)
     for ours, config in zip([c.config for c in again], [c.config for c in cases], strict=True):
         assert ours.kv.policy == config.kv.policy
@@ -71,7 +71,7 @@ def test_every_system_that_drafts_has_a_case() -> None:
     assert {case.mode for case in cases} == modes
     assert {f"mode {mode}" for mode in modes} <= set(map(kind_of, quick(EVERY)))
     for baseline, case in zip(served, cases, strict=True):
-        again = Case.of_record(baseline)
+        again = Case.from_record(baseline)
         assert again.load == case.load and again.draft == case.draft
         assert options_of([again]) == options_of([case])
         assert again.config.kv.resolve() == case.config.kv.resolve()
@@ -127,7 +127,7 @@ def test_the_standard_cases_cover_every_other_way_to_draft() -> None:
 def test_a_given_cost_leaves_a_case_as_a_record_and_comes_back() -> None:
     name = "--draft self --kv_policy streaming_llm --budget 257 --gamma auto"
     baseline = next(b for b in BASELINES if describe(b) == name)
-    config = Case.of_record(baseline).config
+    config = Case.from_record(baseline).config
     assert config.decoding.step_cost == STEP_COST
     assert first_difference(baseline, with_fields(baseline)) is None
     other = with_fields(baseline, config__decoding__step_cost=[0.5, 0.1])
@@ -150,13 +150,15 @@ def test_what_auto_chose_is_left_to_auto_again() -> None:
     """So that a baseline can be run again where its kernels do not exist."""
     record = BASELINES[0]
     assert record.config["attention"]["backend_reason"].startswith("auto")
-    config = Case.of_record(record).config
+    config = Case.from_record(record).config
     assert config.attention.backend == AttentionSection().backend
     assert config.model.elementwise == ModelSection().elementwise
     assert config.model.dtype == "float32" and config.parallel.threads is None
     asked = json.loads(record.to_json())["config"]["attention"] | {"backend_reason": "asked for"}
     chosen = replace(record, config=record.config | {"attention": asked})
-    assert Case.of_record(chosen).config.attention.backend == record.config["attention"]["backend"]
+    assert (
+        Case.from_record(chosen).config.attention.backend == record.config["attention"]["backend"]
+    )
 
 
 ON_RANKS = [b for b in BASELINES if b.environment.world_size > 1]
@@ -168,14 +170,14 @@ def test_a_case_of_several_ranks_is_run_on_as_many() -> None:
     assert {b.config["kv"]["policy"] for b in ON_RANKS[:-1]} == policies
     assert describe(ON_RANKS[-1]) == apart
     for baseline in ON_RANKS:
-        case = Case.of_record(baseline)
+        case = Case.from_record(baseline)
         parallel = case.config.parallel
         w = baseline.config["workload"]
         assert case.num_ranks == 2 and parallel.rank_group == (0, 1)
         assert parallel.collectives == "auto" and parallel.threads is None
         assert w["batch_size"] * w["num_batches"] == LEAST_PROMPTS
         assert case.name == describe(baseline)
-    draft = Case.of_record(ON_RANKS[-1]).config.draft
+    draft = Case.from_record(ON_RANKS[-1]).config.draft
     assert draft is not None and draft.rank_group == (1,)
     assert all("--nproc" not in describe(b) for b in BASELINES if b not in ON_RANKS)
     turned = with_fields(ON_RANKS[-1], config__parallel__rank_group=[1, 0])
@@ -239,7 +241,7 @@ def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command)
 def test_every_case_has_one_process_and_few_with_other_prompts_stay_together(
     num_processes: int,
 ) -> None:
-    cases = [(n, Case.of_record(b)) for n, b in enumerate(BASELINES) if b not in ON_RANKS]
+    cases = [(n, Case.from_record(b)) for n, b in enumerate(BASELINES) if b not in ON_RANKS]
     shares = shares_of(cases, num_processes)
     assert sorted(number for share in shares for number, _ in share) == [*range(len(cases))]
     assert len(shares) == min(num_processes, len(cases)) and all(shares)

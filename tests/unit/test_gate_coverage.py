@@ -87,7 +87,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> G
 
 def answering(baselines: Sequence[PassRecord], change: Change) -> Callable[..., list[Result]]:
     """In place of `measure`."""
-    answers = [(Case.of_record(baseline), baseline) for baseline in baselines]
+    answers = [(Case.from_record(baseline), baseline) for baseline in baselines]
 
     def measure(cases: Sequence[Case], num_processes: int, finished: Any) -> list[Result]:
         results: list[Result] = []
@@ -204,7 +204,7 @@ def test_an_interrupted_gate_goes_on_with_the_cases_that_are_left(
 
 
 def test_the_share_of_the_work_that_is_done_counts_a_prefill_once() -> None:
-    config = Case.of_record(CASES[0]).config
+    config = Case.from_record(CASES[0]).config
     few, many = (Case(replace(config, workload=w)) for w in workloads())
     share = [(0, many), (1, many), (2, few)]
     # 8 prompts of 100 tokens each, which decode 10 tokens of 5 prefilled ones each
@@ -261,7 +261,7 @@ def test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error(
         raise MemoryError("no memory")
 
     monkeypatch.setattr("magicdec.setup.prepare.prepare", no_memory)
-    arrivals = list(run_cases(list(enumerate(map(Case.of_record, CASES)))))
+    arrivals = list(run_cases(list(enumerate(map(Case.from_record, CASES)))))
     assert arrivals == [(n, "MemoryError: no memory") for n in range(len(CASES))]
 
 
@@ -270,7 +270,7 @@ def test_ranks_stop_after_a_case_that_failed_on_any_of_them(
 ) -> None:
     """Their states may differ. Other ranks tell of failures alone, and of no refusal, which is that
     of the first as well."""
-    absent, *cases = [Case.of_record(case) for case in CASES[:4]]
+    absent, *cases = [Case.from_record(case) for case in CASES[:4]]
 
     def prepare(config: RunConfig, launch: Launch, cache: object) -> object:
         if config == absent.config:

@@ -175,7 +175,9 @@ def test_a_case_that_drafts_nothing_any_more_is_a_regression() -> None:
 
 
 def test_a_baseline_without_a_log_is_compared_by_statistics() -> None:
-    none = [replace(each, draft_hashes=None, num_draft_kv_read=None) for each in logged().requests]
+    none = [
+        replace(request, draft_hashes=None, num_draft_kv_read=None) for request in logged().requests
+    ]
     old = replace(logged(), requests=none, seal=None)
     (found,) = compare([logged()], [old])
     said = "the baseline holds no log of what was drafted and read; renew it with"
@@ -297,9 +299,9 @@ def test_drafts_that_run_ahead_are_compared_by_their_place() -> None:
 
 def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> None:
     """Such as those of a file of an earlier version, whichever of the two records is of it."""
-    (known,) = [each for each in load_passes(PACKAGED) if each.name == "pipeinfer"]
+    (known,) = [record for record in load_passes(PACKAGED) if record.name == "pipeinfer"]
     unknown = replace(
-        known, requests=[replace(each, per_step_position=None) for each in known.requests]
+        known, requests=[replace(request, per_step_position=None) for request in known.requests]
     )
     (found,) = compare([known], [known])
     assert found.rule == "exact"
@@ -310,7 +312,7 @@ def test_drafts_that_run_ahead_without_their_places_fall_under_statistics() -> N
 
 
 def test_passes_that_stop_chains_elsewhere_are_not_compared() -> None:
-    (known,) = [each for each in load_passes(PACKAGED) if each.name == "pipeline+draft"]
+    (known,) = [record for record in load_passes(PACKAGED) if record.name == "pipeline+draft"]
     workload = known.config["workload"] | {"pa": 0.5}
     (found,) = compare([replace(known, config=known.config | {"workload": workload})], [known])
     assert exit_code([found]) != 0 and "not comparable" in str(found)

@@ -47,7 +47,7 @@ from magicdec.records.record import Status
 
 Gate = Callable[..., tuple[int, str]]
 COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
-BASELINES = [each for each in read_baselines(COMMITTED) if each.shares_prefill]
+BASELINES = [baseline for baseline in read_baselines(COMMITTED) if baseline.shares_prefill]
 CERTAIN = [b for b in BASELINES if b.metrics and b.metrics.draft_acceptance_rate == 1.0]
 OTHERS = [b for b in BASELINES if b not in CERTAIN]
 

@@ -171,11 +171,11 @@ def test_intervals_of_a_run_are_those_of_their_own_values() -> None:
     ratios = {name: getattr(found, f"{name}_per_group") for name in RATIOS}
     drafts = [
         RequestDrafts(
-            sum(each.drafted for each in steps),
-            sum(each.accepted for each in steps),
+            sum(step.drafted for step in steps),
+            sum(step.accepted for step in steps),
             len(steps),
-            sum(each.emitted for each in steps),
-            [AlikeSteps(each.drafted, each.accepted, 1) for each in steps],
+            sum(step.emitted for step in steps),
+            [AlikeSteps(step.drafted, step.accepted, 1) for step in steps],
             GAMMA,
         )
         for steps in record.verifications().by_request.values()
@@ -293,7 +293,7 @@ def test_a_cell_shows_the_interval_of_its_own_value() -> None:
         ends = getattr(metrics, f"{name}{SUFFIX}")
         shown = f"{about.show(getattr(metrics, name))} {about.show_interval(*ends)}"
         cells = cell(metrics, name, about), metric_cell(row, name, about)
-        assert [text_of(each) for each in cells] == [shown, shown]
+        assert [text_of(cell) for cell in cells] == [shown, shown]
         assert len({about.show(end) for end in ends}) == 2, "it has a width"
 
 

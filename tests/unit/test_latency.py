@@ -296,7 +296,9 @@ def test_a_mixtures_forwards_are_shown_with_their_experts(monkeypatch: pytest.Mo
         record = LatencyRecord.__new__(LatencyRecord)
         object.__setattr__(record, "rows", shown)
         (table,) = tables([record])
-        assert [each for each in table.columns if each in ("experts", "by chance")] == headings
+        assert [
+            column for column in table.columns if column in ("experts", "by chance")
+        ] == headings
         assert {len(row) for row in table.rows} == {len(table.columns)}
 
 

@@ -18,7 +18,7 @@ from written_records import failed, run_line, write
 from magicdec.bench.report.listing import SETTINGS, settings
 from magicdec.records.acceptance import GroupAcceptance
 from magicdec.records.reading import load_passes
-from magicdec.records.recomputing import OF_RATIOS
+from magicdec.records.recomputing import RATIO_METRICS
 from magicdec.records.record import append_together
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
@@ -292,7 +292,7 @@ def test_every_metric_is_computed_again_from_the_record_alone(name: str) -> None
     raw = json.loads(record.to_json())
     for key, value in raw["metrics"].items():
         wrong = parse_record(raw | {"metrics": raw["metrics"] | {key: other_than(key, value)}})
-        is_known = key not in FREE and (others or not key.startswith(OF_RATIOS))
+        is_known = key not in FREE and (others or not key.startswith(RATIO_METRICS))
         found = {*check_metrics(wrong, [*others, wrong])}
         assert found == {key} if is_known else found <= {key}, key
 

@@ -70,7 +70,7 @@ class ScriptedStep:
 
     phases: dict[str, float]
     other_s: float = 0.001
-    padded_gamma: int = 0
+    draft_width: int = 0
     accepted: Sequence[int] | None = None
 
     @property
@@ -80,10 +80,10 @@ class ScriptedStep:
 
 # Rows 0 and 1 emit 3 and 1, 1 and 1, 2 and 2 tokens; then row 0 has its 6, and row 1 emits 2.
 SPECULATION = [
-    ScriptedStep({"draft": 0.004, "verify": 0.015}, padded_gamma=2, accepted=[2, 0]),
+    ScriptedStep({"draft": 0.004, "verify": 0.015}, draft_width=2, accepted=[2, 0]),
     ScriptedStep({"decode": 0.007}),
-    ScriptedStep({"draft": 0.004, "verify": 0.015}, padded_gamma=2, accepted=[1, 1]),
-    ScriptedStep({"draft": 0.003, "verify": 0.008}, padded_gamma=2, accepted=[1]),
+    ScriptedStep({"draft": 0.004, "verify": 0.015}, draft_width=2, accepted=[1, 1]),
+    ScriptedStep({"draft": 0.003, "verify": 0.008}, draft_width=2, accepted=[1]),
 ]
 
 
@@ -153,7 +153,7 @@ class ScriptedStrategy:
         self.runner.counts.num_forwards += 1
         accepted = None if step.accepted is None else list(step.accepted)
         emitted = [[7] * (1 + count) for count in accepted or [0] * len(batch.requests)]
-        return StepOutput(emitted, step.padded_gamma, accepted)
+        return StepOutput(emitted, step.draft_width, accepted)
 
     def release(self, rows: Sequence[int]) -> None:
         self._advance(RELEASE_S)

@@ -37,7 +37,7 @@ def matching(tokens: Sequence[int], place: int, end: Sequence[int]) -> int:
 
 def expected_places(tokens: Sequence[int], end: Sequence[int]) -> list[tuple[int, int]]:
     lengths = [(matching(tokens, place, end), place) for place in reversed(range(len(tokens)))]
-    return [each for each in lengths if each[0] >= LEAST_MATCH][:MOST_PLACES]
+    return [length for length in lengths if length[0] >= LEAST_MATCH][:MOST_PLACES]
 
 
 @given(parts=st.lists(TEXT, min_size=1, max_size=4), path=st.lists(st.integers(0, 3), max_size=5))

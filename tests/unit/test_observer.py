@@ -47,7 +47,7 @@ def test_steps_have_the_forwards_between_them() -> None:
     assert (first.num_forwards, second.num_forwards) == (4, 2)
     assert (first.prompt_tokens, second.prompt_tokens) == (0, 4)
     assert (first.request_ids, first.num_emitted) == ((4, 2), [2, 1])
-    assert (first.num_drafted, first.num_accepted, first.padded_gamma) == ([3, 2], [1, 0], 3)
+    assert (first.num_drafted, first.num_accepted, first.draft_width) == ([3, 2], [1, 0], 3)
     assert (second.num_drafted, second.num_accepted, second.digests) == (None, None, None)
     assert [reads.num_forwards for reads in observer.reads] == [3, 3]
 
@@ -90,6 +90,6 @@ def test_digests_of_all_ranks_take_the_place_of_those_of_one() -> None:
     observer.use_digests([[("abff", 3), ("0000", 0)], None])
     assert [step.digests for step in observer.steps] == [[("abff", 3), ("0000", 0)], None]
     of_requests = observer.verifications.by_request
-    assert [each.digest for each in of_requests[4]] == [("abff", 3)] and 2 not in of_requests
+    assert [request.digest for request in of_requests[4]] == [("abff", 3)] and 2 not in of_requests
     with pytest.raises(ValueError, match="zip"):
         observer.use_digests([None])

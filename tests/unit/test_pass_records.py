@@ -50,7 +50,7 @@ def line_of(each: PassRecord | dict[str, Any]) -> str:
 
 
 def write(path: Path, *records: PassRecord | dict[str, Any]) -> Path:
-    path.write_text("".join(line_of(each) + "\n" for each in records))
+    path.write_text("".join(line_of(record) + "\n" for record in records))
     return path
 
 
@@ -166,7 +166,7 @@ def test_runs_are_listed_without_the_passes_that_they_are_compared_with(
     modes = [plain, served(STEPS, 0, plain)]
     path = write(tmp_path / "runs.jsonl", *drawn_command(), *later, *modes)
     listing, served_table = command("table", path).out.split("\n\n")
-    rates = [f"{each.metrics.draft_acceptance_rate:.2f}±" for each in runs if each.metrics]
+    rates = [f"{run.metrics.draft_acceptance_rate:.2f}±" for run in runs if run.metrics]
     assert [rate in listing for rate in rates] == [True, True]
     assert "static" not in listing and "inflight+draft" in served_table
 

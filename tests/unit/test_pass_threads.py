@@ -40,7 +40,7 @@ from magicdec.records.reading import load_passes
 from magicdec.records.recomputing import unfounded_metric
 from magicdec.setup.prepare import prepare
 from magicdec.systems.flover.declaration import FloverSettings
-from magicdec.systems.flover.system import Flover, of_first_rank_alone
+from magicdec.systems.flover.system import Flover, on_first_rank
 from magicdec.systems.mdi_llm.system import MDILLM, OpenRing
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
@@ -87,8 +87,8 @@ def test_what_changes_during_a_pass_is_seen() -> None:
     before = torch.get_num_threads()
     with count.during():
         torch.set_num_threads(before + 1)
-    assert count.of_rank(2, before) == RankThreads(2, before, before, before + 1)
-    assert ThreadCount().of_rank(1, 0) == RankThreads(1, 0, 0, 0), "it waits"
+    assert count.rank_threads(2, before) == RankThreads(2, before, before, before + 1)
+    assert ThreadCount().rank_threads(1, 0) == RankThreads(1, 0, 0, 0), "it waits"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def config(tiny_checkpoint: Path, text_file: Path) -> RunConfig:
 
 def test_both_passes_of_a_run_say_their_threads_in_each_batch(config: RunConfig) -> None:
     records = execute(prepare(config, ALONE), is_leader=False).records
-    assert [[each.threads for each in record.groups] for record in records] == [[[1], [1]]] * 2
+    assert [[group.threads for group in record.groups] for record in records] == [[[1], [1]]] * 2
 
 
 RUN_FAULTS = {
@@ -243,7 +243,7 @@ def test_each_rank_has_its_own_and_one_process_those_of_its_host(
             ranks = "all" if is_on_all else "first"
             settings = FloverSettings(batch_ranks=ranks)
             batching = Flover(ServeOptions(), settings, [serving_pass], launch)
-            batching.run = run if is_on_all else of_first_rank_alone(run)
+            batching.run = run if is_on_all else on_first_rank(run)
             expected.append(batching.expected_threads)
         assert expected == of_ranks
 

@@ -271,8 +271,8 @@ def test_an_always_wrong_draft_is_cancelled_inside_the_stage_where_it_is() -> No
     assert scheduler.counts.invalid_runs == len(cancelled)
     useful = [run for run in layers if run not in cancelled]
     assert [layers[run] for run in useful] == [[4] * 4] * len(useful)
-    computed = sum(sum(each) for each in layers.values())
-    skipped = sum(4 - done for each in layers.values() for done in each)
+    computed = sum(sum(layer) for layer in layers.values())
+    skipped = sum(4 - done for layer in layers.values() for done in layer)
     assert computed + skipped == 16 * scheduler.counts.runs
 
 

@@ -36,10 +36,10 @@ def script() -> ModuleType:
 
 
 def test_every_fault_has_its_place(script: ModuleType) -> None:
-    faults = [fault for each in script.PROPERTIES for fault in each.faults]
+    faults = [fault for prop in script.PROPERTIES for fault in prop.faults]
     assert [fault for fault in faults if script.occurrences(fault) != 1] == []
     assert len({fault.name for fault in faults}) == len(faults) > 100
-    regressions = [each.fault for each in REGRESSIONS]
+    regressions = [regression.fault for regression in REGRESSIONS]
     assert [fault for fault in regressions if script.occurrences(fault) != 1] == []
 
 
@@ -53,10 +53,10 @@ def test_every_property_is_on_the_page_with_a_test_that_is_there(
     lines = properties_page.table().splitlines()
     shown = list(zip(lines[5::2], lines[6::2], strict=True))
     assert shown == [(f"   * - {p.name}", f"     - ``{p.test}``") for p in script.PROPERTIES]
-    assert len({each.name for each in script.PROPERTIES}) == len(shown) > 100
-    for each in script.PROPERTIES:
-        file, _, name = each.test.partition("::")
-        text = Path(script.place_of(each.test).partition("::")[0]).read_text()
+    assert len({prop.name for prop in script.PROPERTIES}) == len(shown) > 100
+    for prop in script.PROPERTIES:
+        file, _, name = prop.test.partition("::")
+        text = Path(script.place_of(prop.test).partition("::")[0]).read_text()
         assert f"def {name.partition('[')[0]}(" in text, f"{file} has no {name}"
 
 

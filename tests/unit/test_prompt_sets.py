@@ -159,7 +159,7 @@ def test_several_sets_are_drawn_from_together() -> None:
     expected = ["gsm8k"] * 5 + [f"mt_bench {name}" for name in READ["mt_bench"][2]]
     assert [by_index[i] for i in range(10)] == expected
     talks = work.conversations
-    assert talks is not None and sum(each.num_left_out for each in talks) == 5
+    assert talks is not None and sum(talk.num_left_out for talk in talks) == 5
     few = work.first(2)
     assert (few.categories, few.conversations) == (work.categories[:2], talks[:2])
 

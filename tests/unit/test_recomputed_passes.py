@@ -76,8 +76,8 @@ def test_no_metric_is_left_out() -> None:
         (TurnTimes, turns[0], set()),
         (ContextAcceptance, contexts[0], {"acceptance_by_category", "num_cancelled_draft_tokens"}),
     ):
-        assert {each.name for each in fields(kind)} - found.keys() <= others, kind
-    assert {each.name for each in fields(GroupAcceptance)} <= next(iter(groups.values())).keys()
+        assert {field.name for field in fields(kind)} - found.keys() <= others, kind
+    assert {field.name for field in fields(GroupAcceptance)} <= next(iter(groups.values())).keys()
 
 
 def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

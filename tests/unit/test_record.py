@@ -238,7 +238,7 @@ def test_the_document_has_the_keys_of_real_records(kind: str) -> None:
 
 def test_every_documented_object_is_in_some_record() -> None:
     seen = {p for make in RECORDS.values() for p, _ in objects(json.loads(make().to_json()))}
-    kinds = {load_object(each.details).name() for each in SYSTEMS.values() if each.details}
+    kinds = {load_object(system.details).name() for system in SYSTEMS.values() if system.details}
     details = {f"Details of kind `{kind}`" for kind in kinds}
     page = DOCUMENT.read_text(encoding="utf-8")
     assert all(heading in page for heading in details)

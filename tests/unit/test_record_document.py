@@ -28,7 +28,7 @@ from magicdec.records.reading import load_passes, parse_line, read_records
 from magicdec.records.record import append_together
 from magicdec.systems.modes import SYSTEMS
 
-DETAILS = tuple(load_object(each.details) for each in SYSTEMS.values() if each.details)
+DETAILS = tuple(load_object(system.details) for system in SYSTEMS.values() if system.details)
 TOPS = (*(load_named(names.RECORDS, kind) for kind in names.RECORDS), *DETAILS)
 BASELINES = ROOT / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl"
 

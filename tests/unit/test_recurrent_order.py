@@ -42,7 +42,7 @@ from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
 from magicdec.systems.mdi_llm.details import DraftCounts
 from magicdec.systems.mdi_llm.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
-from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
+from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, IN_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.observer import PassObserver
 from magicdec.systems.stages.emulation import EmulatedTime, SleepingModel
 
@@ -72,7 +72,7 @@ class OrderedRing:
         if message.kind is Kind.HIDDEN:
             assert message.payload is not None
             last = message.payload[:, -1:]
-            homes = {OF_PROMPT: None, ENDS_PROMPT: last, WANTED: last, VERIFY: message.payload}
+            homes = {IN_PROMPT: None, ENDS_PROMPT: last, WANTED: last, VERIFY: message.payload}
             home = homes[message.status]
             kind = Kind.VOID if home is None else Kind.HIDDEN
             message = replace(message, kind=kind, payload=home)
@@ -80,7 +80,7 @@ class OrderedRing:
             self.came_s = self.step_clock.now()
         self.under_way.append(message)
 
-    def is_there(self, seconds: float) -> bool:
+    def has_arrived(self, seconds: float) -> bool:
         return self.came_s + self.step_clock.step_s <= self.step_clock.now() + seconds
 
     def receive(self) -> Message:

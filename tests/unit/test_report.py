@@ -184,11 +184,11 @@ def links(page: str) -> list[str]:
 def test_each_model_has_its_figures_of_contexts(report: Report) -> None:
     """With a panel for each kind of draft, and the names of drafts without the gamma of all."""
     others = study()
-    for each in others:
-        each["config"]["model"]["model"] = "a/Other.gguf"
+    for other in others:
+        other["config"]["model"]["model"] = "a/Other.gguf"
     lookups = [variant(prefix_len=S, speedup=1.2) for S in (1024, 4096)]
-    for each in lookups:
-        each["config"]["decoding"]["drafter"] = "ngram"
+    for lookup in lookups:
+        lookup["config"]["decoding"]["drafter"] = "ngram"
     out, _ = report([*study(), *lookups, *others])
     for metric in ("length", "speedup"):
         assert {path.stem for path in out.glob(f"{metric}_by_context*.csv")} == {

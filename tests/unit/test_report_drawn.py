@@ -110,7 +110,7 @@ LOOPS = [numbered(row_of(line), at) for at, line in enumerate(CLOSED)]
 
 
 def only(outcomes: list[Any], name: str) -> Drawn:
-    (found,) = (each for each in outcomes if each.name == name)
+    (found,) = (outcome for outcome in outcomes if outcome.name == name)
     assert isinstance(found, Drawn)
     return found
 
@@ -153,10 +153,10 @@ def rounded(*numbers: Any) -> Any:
 def points(ax: Axes) -> Places:
     """The marks of a panel: those of scatters, and of lines that have markers."""
     found = Places()
-    for each in ax.collections:
-        if isinstance(each, PathCollection):
-            colour = to_hex(each.get_edgecolor()[0])
-            found.setdefault(colour, set()).update(rounded(*at) for at in each.get_offsets())
+    for collection in ax.collections:
+        if isinstance(collection, PathCollection):
+            colour = to_hex(collection.get_edgecolor()[0])
+            found.setdefault(colour, set()).update(rounded(*at) for at in collection.get_offsets())
     for line in ax.lines:
         if line.get_marker() not in ("None", "", None, "_", "|"):
             at = zip(line.get_xdata(), line.get_ydata(), strict=True)
@@ -166,8 +166,8 @@ def points(ax: Axes) -> Places:
 
 def spans(ax: Axes) -> set[tuple[float, float, float]]:
     """The upright lines of intervals: their place, and both ends."""
-    groups = [each for each in ax.collections if isinstance(each, LineCollection)]
-    segments = [segment for each in groups for segment in each.get_segments()]
+    groups = [collection for collection in ax.collections if isinstance(collection, LineCollection)]
+    segments = [segment for group in groups for segment in group.get_segments()]
     return {rounded(a[0], a[1], b[1]) for a, b in segments}
 
 
@@ -195,8 +195,8 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
     up, metric = NAMED[ax.get_ylabel()]
     found = points(ax)
     colours = colours_of(drawn)
-    for value in {each[series] for each in rows}:
-        of = [each for each in rows if each[series] == value]
+    for value in {point[series] for point in rows}:
+        of = [point for point in rows if point[series] == value]
         named = [text for text in colours if value == text] or [t for t in colours if value in t]
         (colour,) = {colours[text] for text in named}
         assert found.pop(colour) == {rounded(across(each), up(each)) for each in of}
@@ -206,7 +206,7 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
         for r in rows
         if metric
     ]
-    assert spans(ax) == {rounded(*each) for each in ends}
+    assert spans(ax) == {rounded(*end) for end in ends}
     table = drawn.table.to_dict("records")
     assert len(table) == len(rows)
 
@@ -216,9 +216,9 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
 def test_a_caption_says_how_many_records_are_of_a_busy_host(name: str) -> None:
     every = [row_of(line) | {"run": at} for at, line in enumerate(EVERY)]
     _, rows, _ = MARKED.get(name, (None, every, ""))
-    shown = [each for each in rows if name != "mdi_llm_stages" or each["pass"] == "ring"]
+    shown = [row for row in rows if name != "mdi_llm_stages" or row["pass"] == "ring"]
     busy = shown[0]["run"]
-    changed = [each | {"is_busy": each["run"] == busy} for each in rows]
+    changed = [row | {"is_busy": row["run"] == busy} for row in rows]
     makers: dict[bool, Callable[[Any], Any]] = {True: draw_served, False: passes.draw_by_context}
     alone = {
         "pareto_front": passes.draw_pareto,
@@ -236,9 +236,9 @@ def test_a_front_goes_through_its_passes_and_says_their_batch_size() -> None:
     """Of one kind the front is that of what nothing beats; here all but the first and third."""
     speeds = {1: (2.0, 5.0), 2: (2.5, 6.0), 3: (3.0, 1.0), 4: (8.0, 2.0)}
     made = [
-        each | {"request_step_ms": 1e3 / x, "decode_tokens_per_s": y, "median_step_ms": 7.0}
-        for each in RUNS
-        for x, y in [speeds[each["run"]]]
+        run | {"request_step_ms": 1e3 / x, "decode_tokens_per_s": y, "median_step_ms": 7.0}
+        for run in RUNS
+        for x, y in [speeds[run["run"]]]
     ]
     ax = draw(lambda: passes.draw_pareto(frame_of(made))).figure.axes[0]
     (line,) = (each for each in ax.lines if each.get_linestyle() == "-")
@@ -266,18 +266,18 @@ def test_a_dotted_line_is_where_its_drafter_pays() -> None:
     dotted = [line for line in lines if line.get_marker() == "None" and line.get_linewidth() == 1]
     found = {to_hex(line.get_color()): rounded(*line.get_ydata()) for line in dotted}
     for text, colour in colours_of(drawn).items():
-        of = [each for each in CONTEXTS if each["kv_policy"] in text]
+        of = [context for context in CONTEXTS if context["kv_policy"] in text]
         pays = (each["tokens_per_verification"] / each["speedup"] for each in of)
         assert found.pop(colour) == rounded(*pays)
     assert found == {}
 
 
 def test_repeated_runs_of_a_context_are_those_of_a_quiet_host() -> None:
-    again = [each | {"speedup": 99.0, "is_busy": True} for each in CONTEXTS]
+    again = [context | {"speedup": 99.0, "is_busy": True} for context in CONTEXTS]
     made = [*CONTEXTS, *again]
     drawn = draw(lambda: passes.draw_by_context(frame_of(made)), "speedup_by_context")
     heights = {y for marks in points(drawn.figure.axes[0]).values() for _, y in marks}
-    assert heights == {round(each["speedup"], 9) for each in CONTEXTS}
+    assert heights == {round(context["speedup"], 9) for context in CONTEXTS}
 
 
 def test_a_position_has_its_own_share_and_interval() -> None:
@@ -396,7 +396,9 @@ def test_phases_are_beside_each_other_and_make_up_the_step() -> None:
         "other": [(19.0, 1.0, 0.0), (40.0, 1.0, 1.0)],
     }
     assert ax.get_xlabel() == "time of a step (ms)"
-    (ticks,) = (each for each in ax.collections if isinstance(each, LineCollection))
+    (ticks,) = (
+        collection for collection in ax.collections if isinstance(collection, LineCollection)
+    )
     assert [rounded(a[0], (a[1] + b[1]) / 2) for a, b in ticks.get_segments()] == [
         (12.5, 0.0),
         (50.0, 1.0),
@@ -418,7 +420,7 @@ def test_a_line_of_a_closed_loop_says_how_many_are_in_flight() -> None:
     ax = draw(lambda: draw_served(frame_of(LOOPS)), "serving_concurrency").figure.axes[0]
     said = {(text.get_text(), *rounded(*text.xy)) for text in ax.texts}  # type: ignore[attr-defined]
     x, y = (NAMED[label][0] for label in (ax.get_xlabel(), ax.get_ylabel()))
-    assert said == {(str(each["concurrency"]), *rounded(x(each), y(each))) for each in LOOPS}
+    assert said == {(str(loop["concurrency"]), *rounded(x(loop), y(loop))) for loop in LOOPS}
 
 
 def test_a_bar_is_that_of_its_mode_command_and_metric() -> None:
@@ -438,10 +440,15 @@ def test_a_bar_is_that_of_its_mode_command_and_metric() -> None:
     for ax in drawn.figure.axes:
         value, _ = NAMED[" ".join(ax.get_title(loc="left").split())]
         wanted = {
-            (each["pass"], colours_of_command(colours, each in more), round(value(each), 9))
-            for each in rows
+            (row["pass"], colours_of_command(colours, row in more), round(value(row), 9))
+            for row in rows
         }
-        bars = [bar for each in ax.containers if isinstance(each, BarContainer) for bar in each]
+        bars = [
+            bar
+            for container in ax.containers
+            if isinstance(container, BarContainer)
+            for bar in container
+        ]
         middles = [(bar, bar.get_y() + bar.get_height() / 2) for bar in bars]
         assert {
             (ticks[round(at)], to_hex(bar.get_facecolor()), round(bar.get_width(), 9))

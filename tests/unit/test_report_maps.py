@@ -116,7 +116,7 @@ def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
     shades = mesh.get_array()
     assert shades is not None and shades.mask.tolist() == [[True, False, False, True]]
     assert shades.compressed().tolist() == [2.0, 1.5], "the colour is the net speedup"
-    marks = {int(each.get_x()): each for each in ax.patches if isinstance(each, Rectangle)}
+    marks = {int(patch.get_x()): patch for patch in ax.patches if isinstance(patch, Rectangle)}
     assert {x: (each.get_hatch(), each.get_linewidth() > 0) for x, each in marks.items()} == {
         0: ("////", False),
         2: (None, True),

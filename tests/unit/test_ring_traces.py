@@ -14,8 +14,8 @@ from test_recurrent_order import CHUNK, LIMITS, OrderedRing
 
 from magicdec.bench.timeline import (
     HEAD,
-    OF_STAGES,
     PROMPT,
+    STAGE_LOOKS,
     ServedGroup,
     decoding_window,
     served_groups,
@@ -106,8 +106,8 @@ def test_a_chart_has_a_row_for_each_stage() -> None:
         (4.0, "1"),
         (5.0, "2"),
     ]
-    assert [bar.look.hatch for bar in first[:4]] == [OF_STAGES[PROMPT].hatch] * 3 + [""]
-    assert sum(bar.look == OF_STAGES[HEAD] for bar in panel.bars) == 6
+    assert [bar.look.hatch for bar in first[:4]] == [STAGE_LOOKS[PROMPT].hatch] * 3 + [""]
+    assert sum(bar.look == STAGE_LOOKS[HEAD] for bar in panel.bars) == 6
     late = replace(
         trace,
         spans=[
@@ -154,7 +154,7 @@ def test_a_trace_has_every_repeat_with_its_own_stages() -> None:
     ]
     assert [group.requests for group in groups] == [[request] for request in record.requests]
     events = trace_events(groups)
-    names = [each["args"]["name"] for each in events if each["ph"] == "M"]  # type: ignore[index]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]  # type: ignore[index]
     of_group = ("requests", "stage 0", "stage 1")
     assert names == [f"static, repeat {n}: {of}" for n in (1, 2) for of in of_group]
     counts = [sum(e["pid"] == pid and e["ph"] == "X" for e in events) for pid in range(6)]
@@ -225,4 +225,7 @@ def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
     aheads = [Ahead(), Ahead(100.0)]
     monkeypatch.setattr(clocks, "all_gather_values", lambda own, kind, size: [own, theirs])
     expected = [Span(SpanKind.STAGE, 7, 2.5, 3.0, 3), Span(SpanKind.DRAFT, 2, 3.0, 3.25, 0)]
-    assert [list(each) for each in clocks.gather_spans(ours, aheads)] == [list(ours), expected]
+    assert [list(gather_span) for gather_span in clocks.gather_spans(ours, aheads)] == [
+        list(ours),
+        expected,
+    ]

@@ -116,11 +116,11 @@ def test_a_cell_of_the_map_is_that_of_its_gpus_and_requests(
     ax = Figure().subplots()
     scale.draw_map(ax, cluster, "llama-3.1-8b", 4096)
     names = [[text.get_text() for text in axis.get_ticklabels()] for axis in (ax.xaxis, ax.yaxis)]
-    gpus, requests = (list(map(int, each)) for each in names)
+    gpus, requests = (list(map(int, name)) for name in names)
     assert (tuple(gpus), tuple(requests)) == (scale.GPUS, scale.REQUESTS)
     cells = {
-        (gpus[round(each.get_x())], requests[round(each.get_y())]): to_hex(each.get_facecolor())
-        for each in ax.patches
+        (gpus[round(patch.get_x())], requests[round(patch.get_y())]): to_hex(patch.get_facecolor())
+        for patch in ax.patches
     }
     assert len(cells) == len(gpus) * len(requests)
     for (count, asked), colour in cells.items():

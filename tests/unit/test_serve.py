@@ -673,11 +673,11 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     assert keys[:4] == ["metric", "duration_s", "request_throughput", "output_throughput"]
     many = [
         replace(
-            each,
-            requests=list(each.requests) * 34,
-            groups=[replace(each.groups[0], num_requests=len(each.requests) * 34)],
+            record,
+            requests=list(record.requests) * 34,
+            groups=[replace(record.groups[0], num_requests=len(record.requests) * 34)],
         )
-        for each in records
+        for record in records
     ]
     assert "TTFT p99, ms" in [text_of(row[0]) for row in tables(many)[1].rows]
 

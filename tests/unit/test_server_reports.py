@@ -112,7 +112,7 @@ def ended(request_id: int = 0, num_tokens: int = NUM_TOKENS) -> Request:
 
 
 def said(*counts: ReportedCounts, program: str = "vllm") -> ServerCounts:
-    return ServerCounts(by_request=dict(enumerate((program, each) for each in counts)))
+    return ServerCounts(by_request=dict(enumerate((program, count) for count in counts)))
 
 
 def counters(text: str, values: tuple[int, ...]) -> Counters:
@@ -213,7 +213,7 @@ def test_counts_that_do_not_add_up_are_not_taken(changes: dict[str, Any], messag
 def test_counts_at_their_bounds_are_taken(
     steps: tuple[tuple[int, int], ...], num_tokens: int
 ) -> None:
-    counts = ReportedCounts.of([Verification(*each, 1) for each in steps])
+    counts = ReportedCounts.of([Verification(*step, 1) for step in steps])
     requests = [ended(0, 1 + num_tokens)]
     verifications, report = conclude(said(counts), requests, lambda: None)
     assert verifications.reported == {0: counts} and report.problems == []

@@ -102,7 +102,7 @@ def test_a_concept_has_one_spelling() -> None:
     assert [flags for flags in spellings.values() if len(flags) > 1] == []
     assert SYNONYMS & set(FLAGS) == set()
     for parser in PARSERS.values():
-        aliases = [each.flags[1:] for each in parser.settings.values()]
+        aliases = [setting.flags[1:] for setting in parser.settings.values()]
         assert not any(aliases), "only the drivers of the original suite have further spellings"
 
 
@@ -156,8 +156,8 @@ def bad_values(each: Declared) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("command", SETTINGS)
 def test_what_a_setting_cannot_be_is_refused_in_one_line(command: str) -> None:
-    for each in SETTINGS[command]:
-        check_refusals(each)
+    for placed in SETTINGS[command]:
+        check_refusals(placed)
 
 
 def check_refusals(each: Declared) -> None:
@@ -180,17 +180,19 @@ def check_refusals(each: Declared) -> None:
 
 def test_many_settings_have_bounds() -> None:
     settings = [each for of_command in SETTINGS.values() for each in of_command]
-    assert sum(bool(bad_values(each)) for each in settings) > 150
+    assert sum(bool(bad_values(setting)) for setting in settings) > 150
 
 
 @pytest.mark.parametrize("command", PARSERS)
 def test_the_defaults_are_values_that_a_user_could_give(command: str) -> None:
     parser = PARSERS[command]
-    for each in parser.settings.values():
-        if each.default not in (None, MISSING) and each.kind is not bool:
-            texts = [str(value) for value in each.default] if each.is_list else str(each.default)
+    for placed in parser.settings.values():
+        if placed.default not in (None, MISSING) and placed.kind is not bool:
+            texts = (
+                [str(value) for value in placed.default] if placed.is_list else str(placed.default)
+            )
             if texts:
-                assert each.read(texts) == each.default, each.flag
+                assert placed.read(texts) == placed.default, placed.flag
 
 
 @dataclass(frozen=True)

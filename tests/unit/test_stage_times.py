@@ -295,7 +295,7 @@ def test_a_rank_is_idle_from_the_first_token_on(clock: FakeClock) -> None:
     head = [Span(SpanKind.RESULT, run, 1019.0, 1019.0) for run in range(4)]
     layout = PipelineLayout((range(0), range(3)), 0)
     spans = served(clock, Device("cpu", clock))
-    observed = Observed.of_requests(layout, [head, spans], [first, second])
+    observed = Observed.from_requests(layout, [head, spans], [first, second])
     use = speculation_metrics(observed, Counts(), has_drafts=False)
     assert use.idle_s == [14.5, 14.5 - 3.5 * STAGE_S]
     assert use.busy == [0.0, 3.5 * STAGE_S / 14.5]

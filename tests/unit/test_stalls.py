@@ -157,8 +157,8 @@ def test_noise_is_no_stall(spread: float) -> None:
 def test_hardly_any_step_of_a_quiet_machine_stalled() -> None:
     """The share that docs/results.md names."""
     steps = [PassSteps.of(record.groups) for record in load_passes(CPU)]
-    num_steps = sum(each.num_steps for each in steps)
-    num_stalled = sum(len(each.stalls) for each in steps)
+    num_steps = sum(step.num_steps for step in steps)
+    num_stalled = sum(len(step.stalls) for step in steps)
     assert num_steps == 30174 and num_stalled / num_steps < 0.002
 
 
@@ -268,10 +268,10 @@ def test_a_step_is_timed_with_the_prompt_tokens_that_it_takes() -> None:
     observer.watch(
         StepPlan(parts=(PrefillChunk(request, 0, 3, 10), PrefillChunk(request, 1, 0, 5)))
     )
-    observer.observe([4, 5], StepOutput([[1], [2, 3]], padded_gamma=2), 0.25)
+    observer.observe([4, 5], StepOutput([[1], [2, 3]], draft_width=2), 0.25)
     observer.watch(StepPlan())
     observer.observe([4], StepOutput([[1]]), 0.5)
     assert [
-        (step.seconds, step.prompt_tokens, step.padded_gamma, len(step.request_ids))
+        (step.seconds, step.prompt_tokens, step.draft_width, len(step.request_ids))
         for step in observer.steps
     ] == [(0.25, 12, 2, 2), (0.5, 0, 0, 1)]

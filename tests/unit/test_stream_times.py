@@ -33,7 +33,7 @@ class ScriptedStream(Servers):
         self.api = load_object(SERVER_APIS[api])
         self.script = events
         self.at_s = ARRIVED_S
-        self.said = ServerCounts()
+        self.server_counts = ServerCounts()
         self.sends_text = False
         self.model = "tiny"
         decoding = SimpleNamespace(ignore_eos=False)

@@ -50,7 +50,7 @@ def configs(base: RunConfig) -> dict[str, RunConfig]:
     workload = replace(base.workload, batch_size=1, num_batches=BATCHES, warmup_batches=1)
     first = replace(base, decoding=decoding, workload=workload)
     of_copy = replace(decoding, draft_weights="int8")
-    others = [each for each in variants(first)[1:] if each.decoding.gamma != 5]
+    others = [variant for variant in variants(first)[1:] if variant.decoding.gamma != 5]
     all_configs = [*others, replace(first, decoding=of_copy)]
     return {f"draft{number}": config for number, config in enumerate(all_configs)}
 

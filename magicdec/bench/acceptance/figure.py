@@ -15,11 +15,13 @@ def draw(flag: str, path: Path, records: Sequence[AcceptanceRecord]) -> None:
     longest = max(record.context for record in records)
     with saved_figure(flag, path, (10.0, 4.2), columns=2) as (_, (tokens, depths)):
         for number, draft in enumerate(dict.fromkeys(record.draft for record in records)):
-            of_draft = sorted((r for r in records if r.draft == draft), key=lambda r: r.context)
+            draft_records = sorted(
+                (r for r in records if r.draft == draft), key=lambda r: r.context
+            )
             style = look(number)
             marks = {"color": style.colour, "marker": style.marker, "linestyle": style.line}
-            values = [record.rows[-1].tokens or 0.0 for record in of_draft]
-            ends = [record.rows[-1].tokens_interval for record in of_draft]
+            values = [record.rows[-1].tokens or 0.0 for record in draft_records]
+            ends = [record.rows[-1].tokens_interval for record in draft_records]
             errors = [
                 [
                     value - (end[0] if end else value)
@@ -30,13 +32,13 @@ def draw(flag: str, path: Path, records: Sequence[AcceptanceRecord]) -> None:
                     for value, end in zip(values, ends, strict=True)
                 ],
             ]
-            contexts = [record.context for record in of_draft]
+            contexts = [record.context for record in draft_records]
             tokens.errorbar(contexts, values, yerr=errors, capsize=2, label=draft, **marks)
-            last = of_draft[-1]
+            last = draft_records[-1]
             if last.context == longest:
-                known = [each for each in last.rows if each.conditional is not None]
-                rates = [each.conditional or 0.0 for each in known]
-                depths.plot([each.depth for each in known], rates, label=draft, **marks)
+                known = [row for row in last.rows if row.conditional is not None]
+                rates = [depth.conditional or 0.0 for depth in known]
+                depths.plot([depth.depth for depth in known], rates, label=draft, **marks)
         contexts = sorted({record.context for record in records})
         tokens.set_xscale("log", base=2)
         tokens.set_xticks(contexts, list(map(str, contexts)))

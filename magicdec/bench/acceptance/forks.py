@@ -96,13 +96,13 @@ def with_forks(plan: ModelPlan, num_forks: int) -> ModelPlan:
     room = plan.config.capacity
     block = backend_class(plan.backend)().block_size(BLOCK)
     per_text = -(-plan.tokens // block)
-    of_forks = blocks_of_forks(num_forks, room.rows, plan.config.decoding.max_gamma, block)
+    fork_blocks = blocks_of_forks(num_forks, room.rows, plan.config.decoding.max_gamma, block)
     return replace(
         plan,
         config=replace(plan.config, capacity=replace(room, rows=room.rows + num_forks)),
         row_tokens=plan.tokens,
         block_tokens=block,
-        cache_tokens=(room.rows * per_text + of_forks) * block,
+        cache_tokens=(room.rows * per_text + fork_blocks) * block,
         rewound=None,
     )
 
@@ -266,7 +266,7 @@ def tell(
     pairs = list(zip(positions, drafts, strict=True))
     output = StepOutput(
         token_ids=[[position.continuation[position.number]] for position in positions],
-        padded_gamma=max(map(len, drafts)),
+        draft_width=max(map(len, drafts)),
         num_accepted=[position.count(draft) for position, draft in pairs],
         num_drafted=[len(draft) for draft in drafts],
     )

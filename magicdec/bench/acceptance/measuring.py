@@ -185,14 +185,14 @@ class AcceptanceRunner(Runner):
             )
         gamma = config.decoding.max_gamma
         is_sampled = config.sampling.temperature > 0
-        accepted = [[each.accepted for each in of_text] for of_text in noted]
-        drafted = [[each.drafted for each in of_text] for of_text in noted]
-        chances = [[each.acceptance for each in of_text] for of_text in noted]
-        is_always = all(count == gamma for of_text in drafted for count in of_text)
+        accepted = [[position.accepted for position in counts] for counts in noted]
+        drafted = [[position.drafted for position in counts] for counts in noted]
+        chances = [[position.acceptance for position in counts] for counts in noted]
+        is_always = all(count == gamma for counts in drafted for count in counts)
         if is_sampled:
-            cumulative = [cumulative_of(of_text, gamma) for of_text in chances]
+            cumulative = [cumulative_of(counts, gamma) for counts in chances]
         else:
-            cumulative = [cumulative_of_counts(of_text, gamma) for of_text in accepted]
+            cumulative = [cumulative_of_counts(counts, gamma) for counts in accepted]
         workload = run.describe_workload()
         by_category = depths_by_category(
             workload.categories or (), cumulative, drafted, gamma, is_chain(config), is_sampled
@@ -204,9 +204,9 @@ class AcceptanceRunner(Runner):
             workload=workload,
             seconds=sum(step.seconds for step in group.observer.steps),
             outputs_sha256=hashlib.sha256(outputs.encode()).hexdigest(),
-            accepted=None if is_sampled else [digits_of(of_text) for of_text in accepted],
+            accepted=None if is_sampled else [digits_of(counts) for counts in accepted],
             acceptance_probabilities=rounded(chances) if is_sampled else None,
-            drafted=None if is_always else [digits_of(of_text) for of_text in drafted],
+            drafted=None if is_always else [digits_of(counts) for counts in drafted],
             rows=depths_of(cumulative, drafted, gamma, is_chain(config), is_sampled),
             rows_by_category=by_category or None,
             inexact=inexact_reason(config),
@@ -239,7 +239,7 @@ def noted_by_request(observer: PassObserver, ids: Sequence[int]) -> list[list[No
 
 def rounded(chances: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
     return [
-        [[round(chance, 4) for chance in position] for position in of_text] for of_text in chances
+        [[round(chance, 4) for chance in position] for position in counts] for counts in chances
     ]
 
 

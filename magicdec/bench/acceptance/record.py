@@ -231,7 +231,7 @@ def cumulative_of_counts(accepted: Sequence[int], gamma: int) -> Array:
 
 def cumulative_of(probabilities: Sequence[Sequence[float]], gamma: int) -> Array:
     """Probabilities of a text with 0 for what was not drafted, [positions, gamma]."""
-    padded = [[*of_drafts, *[0.0] * (gamma - len(of_drafts))] for of_drafts in probabilities]
+    padded = [[*position, *[0.0] * (gamma - len(position))] for position in probabilities]
     return np.array(padded, float).reshape(-1, gamma)
 
 
@@ -415,11 +415,11 @@ def _remarks(records: Sequence[AcceptanceRecord]) -> list[str]:
         of = dict.fromkeys(record.draft for record in records if record.inexact == reason)
         lines.append(f"{', '.join(of)}: {reason}")
     for context in dict.fromkeys(record.context for record in records):
-        of_context = [record for record in records if record.context == context]
-        num_short = max(record.num_short for record in of_context)
+        context_records = [record for record in records if record.context == context]
+        num_short = max(record.num_short for record in context_records)
         if num_short:
             lines.append(f"context {context}: {num_short} continuations end early")
-        if len({record.outputs_sha256 for record in of_context}) > 1:
+        if len({record.outputs_sha256 for record in context_records}) > 1:
             lines.append(
                 f"context {context}: continuations differ between drafts by rounding; positions "
                 "are those of each"

@@ -101,8 +101,8 @@ def measure_forwards(
 
 def count_unequal(pairs: Sequence[PairedLogits], runner: ModelRunner) -> int:
     flags = [int(not torch.equal(pair.decode, pair.verify)) for pair in pairs]
-    of_ranks = runner.group.all_gather(upload(flags, runner.device))
-    return int(of_ranks.amax(dim=0).sum())
+    rank_flags = runner.group.all_gather(upload(flags, runner.device))
+    return int(rank_flags.amax(dim=0).sum())
 
 
 def pairs_of(
@@ -132,12 +132,12 @@ def kept_logits(recorder: LogitsRecorder, runner: ModelRunner) -> dict[int, Kept
         for walk in walks(step, runner):
             request = step.requests[walk.row]
             first = step.num_output[walk.row]
-            of_request = found.setdefault(request.request_id, {})
+            request_logits = found.setdefault(request.request_id, {})
             text = request.output_ids[first:]
             for count in range(len(walk.tokens)):
                 if walk.tokens[:count] != text[:count]:
                     break
-                of_request[first + count - 1] = step.logits[walk.row, count]
+                request_logits[first + count - 1] = step.logits[walk.row, count]
     return found
 
 
@@ -182,8 +182,8 @@ def numbers_of(
     for first, wider in texts.logits(rows, prompt_lens, upload(ids, runner.device)):
         here = [pair for pair in pairs if first <= pair.index < first + wider.shape[1]]
         if here:
-            of_wider = [wider[places.index(pair.place), pair.index - first] for pair in here]
-            numbers = compare(here, of_wider, runner)
+            wider_logits = [wider[places.index(pair.place), pair.index - first] for pair in here]
+            numbers = compare(here, wider_logits, runner)
             measured += [(p.place, p.index, row) for p, row in zip(here, numbers, strict=True)]
     return measured
 
@@ -273,10 +273,13 @@ def chances_to_change(errors: Errors) -> list[float]:
     """The probability of each position that a verification changes its largest logit. It moves the
     decode step's gap by the difference of two errors, which are those of decode steps, or normal,
     whichever gives the larger probability."""
-    of_gaps = errors.gap - errors.wider_gap
-    shifts = range(1, min(len(of_gaps), MOST_SHIFTS))
-    moves = [torch.zeros(1, dtype=FLOAT), *((of_gaps - of_gaps.roll(s)).abs() for s in shifts)]
+    gap_changes = errors.gap - errors.wider_gap
+    shifts = range(1, min(len(gap_changes), MOST_SHIFTS))
+    moves = [
+        torch.zeros(1, dtype=FLOAT),
+        *((gap_changes - gap_changes.roll(s)).abs() for s in shifts),
+    ]
     measured = changes(torch.cat(moves).sort().values, errors.gap.contiguous())
-    spread = of_gaps.square().mean().mul(2).sqrt().clamp(min=SMALLEST)  # of a move
+    spread = gap_changes.square().mean().mul(2).sqrt().clamp(min=SMALLEST)  # of a move
     normal = torch.special.ndtr(-errors.gap / spread)
     return torch.maximum(measured, normal).tolist()

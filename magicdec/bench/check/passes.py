@@ -91,9 +91,9 @@ def check_differing(
     ours, theirs = (
         [
             replace(request, prompt_ids=tuple(prompt), output_ids=output)
-            for request, (prompt, output) in zip(side, of_side, strict=True)
+            for request, (prompt, output) in zip(side, side_texts, strict=True)
         ]
-        for side, of_side in zip((expected, found), known, strict=True)
+        for side, side_texts in zip((expected, found), known, strict=True)
     )
     asked = [pair for pair in zip(ours, theirs, strict=True) if is_asked_alike(*pair)]
     return check_outputs(name, [one for one, _ in asked], [other for _, other in asked], replays)

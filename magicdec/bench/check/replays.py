@@ -271,11 +271,11 @@ class ServedReplays:
         found = list[SentGaps]()
         if self._open(engine) is not None:
             outputs = {request.request_id: request.output_ids for request in requests}
-            of_requests = None if pairs is None else dict(zip(outputs, pairs, strict=True))
+            request_pairs = None if pairs is None else dict(zip(outputs, pairs, strict=True))
             made = list[ForcedSteps]()
 
             def make(runner: ModelRunner) -> ForcedSteps:
-                made.append(ForcedSteps(runner, outputs, engine.num_tokens, of_requests))
+                made.append(ForcedSteps(runner, outputs, engine.num_tokens, request_pairs))
                 return made[0]
 
             engine.system.replay(

@@ -165,10 +165,10 @@ def changes(moves: Tensor, gaps: Tensor) -> Tensor:
 def most_by_chance(chances: Sequence[float], confidence: float = CONFIDENCE) -> int:
     """The number of independent events that is exceeded with a probability of at most 1 -
     `confidence`."""
-    of_count = np.ones(1)  # the probability of each number of events
+    probabilities = np.ones(1)  # the probability of each number of events
     for chance in chances:
-        of_count = np.convolve(of_count, [1 - chance, chance])
-    return min(len(chances), int(np.searchsorted(of_count.cumsum(), confidence)))
+        probabilities = np.convolve(probabilities, [1 - chance, chance])
+    return min(len(chances), int(np.searchsorted(probabilities.cumsum(), confidence)))
 
 
 def is_by_chance(expected: int, found: int) -> bool:

@@ -122,13 +122,13 @@ class WiderTexts:
 
     def _copy(self, runner: ModelRunner, layer: int, place: int, row: int, length: int) -> None:
         device = self.source.device
-        of_model = runner.model.layers[layer] - self.source.model.layers.start
-        cache, _ = self.source.caches.of_layer(of_model)
+        index = runner.model.layers[layer] - self.source.model.layers.start
+        cache, _ = self.source.caches.cache_of(index)
         source = upload([row], device)
         target = upload([place], device)
         # A layer with a window may have lost the tokens that none after the prompt can see.
         for at in range(cache.first_held[row], length, TILE_TOKENS):
             positions = torch.arange(at, min(at + TILE_TOKENS, length), device=device)[None]
-            entries = self.source.caches.read(of_model, source, positions)  # [1, G, tokens, D] each
+            entries = self.source.caches.read(index, source, positions)  # [1, G, tokens, D] each
             k, v = (entry.to(runner.cache.k.dtype) for entry in entries)
             runner.caches.write(layer, target, positions, k, v)

@@ -116,8 +116,8 @@ class Subject:
     ) -> Case:
         """The case of a drafter and a policy; `ways` are further settings of decoding."""
         decoding = DecodingSection("speculative", drafter, gamma, ignore_eos=True, **ways)
-        of_drafter = {"model": self.standalone, EAGLE: self.head}
-        draft = of_drafter.get(decoding.model_drafter or "")
+        draft_models = {"model": self.standalone, EAGLE: self.head}
+        draft = draft_models.get(decoding.model_drafter or "")
         config = RunConfig(
             model=ModelSection(self.model, self.dtype),
             draft=None if draft is None else DraftSection(draft),
@@ -152,22 +152,22 @@ def standard_cases(subject: Subject) -> list[Case]:
     out."""
     full = KVSection(FULL_KV_POLICY)
     others = [p for p in KV_POLICIES if p not in (DEFAULT_KV_POLICY, FULL_KV_POLICY)]
-    of_others = [kv for policy in others for kv in _budgets(subject, policy, SOME_BUDGETS)]
-    of_default = [*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full]
+    other_kvs = [kv for policy in others for kv in _budgets(subject, policy, SOME_BUDGETS)]
+    default_kvs = [*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full]
     standalone = () if subject.standalone is None else _standalone(subject)
     return [
-        *(subject.case("self", kv, gamma) for gamma in GAMMAS for kv in of_default),
-        *(subject.case("self", kv, GAMMA) for kv in of_others),
+        *(subject.case("self", kv, gamma) for gamma in GAMMAS for kv in default_kvs),
+        *(subject.case("self", kv, GAMMA) for kv in other_kvs),
         subject.case("ngram", full, GAMMA),
         *(subject.case("model", kv, GAMMA) for kv in standalone),
-        *_of_head(subject),
+        *_head_cases(subject),
         *_other_ways(subject),
         *_on_ranks(subject),
-        *_of_systems(subject),
+        *_system_cases(subject),
     ]
 
 
-def _of_head(subject: Subject) -> Iterator[Case]:
+def _head_cases(subject: Subject) -> Iterator[Case]:
     """An EAGLE-3 head under both policies that it can have, and beside lookups."""
     if subject.head is None:
         return
@@ -222,7 +222,7 @@ def _on_ranks(subject: Subject) -> Iterator[Case]:
         yield Case(replace(config, draft=draft, parallel=parallel))
 
 
-def _of_systems(subject: Subject) -> Iterator[Case]:
+def _system_cases(subject: Subject) -> Iterator[Case]:
     """The systems that draft, with a draft model where there is one, else with lookups; and
     self-speculation in flight, whose requests take rows that others have left."""
     drafter = NGRAM if subject.standalone is None else "model"
@@ -235,8 +235,8 @@ def _of_systems(subject: Subject) -> Iterator[Case]:
     ]
     for serving_pass in modes:
         if serving_pass.ranks is Ranks.FIRST:
-            of_self = full if subject.prefix_len <= DRAFT_BUDGET else kv
-            yield _served(subject, serving_pass, SELF, of_self)
+            self_kv = full if subject.prefix_len <= DRAFT_BUDGET else kv
+            yield _served(subject, serving_pass, SELF, self_kv)
     for serving_pass in modes:
         # What is looked up follows from what is committed in time.
         if drafter != NGRAM or not serving_pass.declared.is_judged_by_time:
@@ -357,7 +357,7 @@ class Case:
         return replace(self, config=replace(self.config, parallel=parallel))
 
     @classmethod
-    def of_record(cls, record: PassRecord) -> Case:
+    def from_record(cls, record: PassRecord) -> Case:
         """What repeats the pass of a record, here, on as many ranks. What `auto` chose then is left
         to `auto` again. Raises ValueError, naming it, if its config is not one of a pass."""
         if record.error is not None:
@@ -514,4 +514,4 @@ def quick(baselines: Sequence[PassRecord]) -> list[PassRecord]:
     kinds: dict[str, list[PassRecord]] = {}
     for baseline in baselines:
         kinds.setdefault(kind_of(baseline), []).append(baseline)
-    return [of_kind[len(of_kind) // 2] for of_kind in kinds.values()]
+    return [alike[len(alike) // 2] for alike in kinds.values()]

@@ -99,8 +99,8 @@ def measure_grid(
     load.end()
     # The ceiling is the larger of two measurements, as in a run.
     bandwidth = max(bandwidth, read_bandwidth(group, session.device))
-    of_ranks = group.all_gather_values(timings, list[TimedCell])
-    rows = summarise(of_ranks, bandwidth, source.config.experts)
+    rank_timings = group.all_gather_values(timings, list[TimedCell])
+    rows = summarise(rank_timings, bandwidth, source.config.experts)
     return load.add_to(session.describe_environment(bandwidth)), rows
 
 
@@ -170,8 +170,8 @@ def seconds_of_products(model: Transformer, tokens: int, device: torch.device) -
     sizes: float = sum(layer.in_features * layer.out_features for layer in layers)
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         own = [m for m in (*experts.gate_up, *experts.down) if isinstance(m, Linear)]
-        of_experts = sum(m.in_features * m.out_features for m in own)
-        sizes -= of_experts * (1 - experts.num_used / len(experts.down))
+        expert_weights = sum(m.in_features * m.out_features for m in own)
+        sizes -= expert_weights * (1 - experts.num_used / len(experts.down))
     head = model.tied_head.numel() if model.has_head and model.head is None else 0
     return tokens * (sizes + head) / fastest
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
 
 
-OF_MIXTURES = "unless the model is a mixture of experts; records of before it was measured"
+NO_MIXTURE = "unless the model is a mixture of experts; records of before it was measured"
 # Why a share that would be above 1 is null.
 FROM_A_CACHE = (
     "more than 100 %: the bytes were read from a cache, or the machine was slower when its "
@@ -100,13 +100,13 @@ class LatencyRow(LatencyCell):
     experts_read: float | None = recorded(
         "experts of a layer that any token of the forward goes to, each of which is read once; on "
         "average over the layers with experts",
-        null=OF_MIXTURES,
+        null=NO_MIXTURE,
         default=None,
     )
     experts_by_chance: float | None = recorded(
         "those that `tokens` would read if each went to others at random: E (1 - (1 - k/E)^tokens) "
         "of E experts, k of each token",
-        null=OF_MIXTURES,
+        null=NO_MIXTURE,
         default=None,
     )
 
@@ -131,8 +131,8 @@ def summarise(
         median, p10, p90 = (percentile(seconds, p) for p in (50, 10, 90))
         assert median is not None and p10 is not None and p90 is not None, "at least one repeat"
         tokens = cell.B * cell.T
-        of_bytes = num_bytes / bandwidth / median
-        of_products = max(part[3] for part in parts) / median
+        bytes_share = num_bytes / bandwidth / median
+        products_share = max(part[3] for part in parts) / median
         row = LatencyRow(
             **vars(cell),
             tokens=tokens,
@@ -140,10 +140,10 @@ def summarise(
             ms_p10=1e3 * p10,
             ms_p90=1e3 * p90,
             bytes=num_bytes,
-            roofline_fraction=of_bytes if of_bytes <= 1 else None,
-            roofline_reason=None if of_bytes <= 1 else FROM_A_CACHE,
-            products_fraction=of_products if of_products <= 1 else None,
-            products_reason=None if of_products <= 1 else SLOWER_ALONE,
+            roofline_fraction=bytes_share if bytes_share <= 1 else None,
+            roofline_reason=None if bytes_share <= 1 else FROM_A_CACHE,
+            products_fraction=products_share if products_share <= 1 else None,
+            products_reason=None if products_share <= 1 else SLOWER_ALONE,
             experts_read=parts[0][4],
             experts_by_chance=None if experts is None else experts.touched(tokens),
         )
@@ -231,8 +231,8 @@ def break_even_table(record: LatencyRecord) -> Table:
             policy = draft[0] if draft in first_ms else None
             cells = []
             for gamma in lengths:
-                of_drafts = first_ms.get(draft, ms) + (gamma - 1) * ms
-                total = of_drafts + verify_ms.get((gamma + 1, policy), math.nan)
+                drafts_ms = first_ms.get(draft, ms) + (gamma - 1) * ms
+                total = drafts_ms + verify_ms.get((gamma + 1, policy), math.nan)
                 cells.append(fixed(total / decode_ms, 2))
             lines.append((*place, _name(draft), *cells))
             place = None, None

@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 1000  # that are held before they become columns
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_columns` writes
 ENVIRONMENT = "environment."  # begins the names of its columns
 ALWAYS = ("environment", "error")
-OF_GROUPS = ("acceptance_by_category",)  # metrics that are parts by the names of groups
+GROUPED_METRICS = ("acceptance_by_category",)  # metrics that are parts by the names of groups
 
 Columns = dict[str, list[Any]]
 
@@ -40,8 +40,8 @@ def columns_of(rows: Iterable[FrameRow]) -> Columns:
     that a large table fits in memory."""
     columns = Columns()
     length = 0
-    for names, of_names in groupby(rows, tuple):
-        while block := [*islice(of_names, ROWS_AT_ONCE)]:
+    for names, alike_rows in groupby(rows, tuple):
+        while block := [*islice(alike_rows, ROWS_AT_ONCE)]:
             for name, values in zip(names, zip(*map(dict.values, block), strict=True), strict=True):
                 column = columns.setdefault(name, [])
                 column += [None] * (length - len(column))
@@ -82,11 +82,11 @@ def flat_rows(
         if name == "metrics" or not (has_settings or name in ALWAYS):
             continue
         if isinstance(value, RecordPart):
-            of_part = _prefixed(f"{name}.", vars(value))
+            part_fields = _prefixed(f"{name}.", vars(value))
             if name not in record.config:
-                head.update(of_part)
+                head.update(part_fields)
                 continue
-            for key, inner in of_part:
+            for key, inner in part_fields:
                 head.setdefault(key, inner)  # the config has more of a draft
         elif name in ("error", "reference", "num_differing"):
             head[name] = value
@@ -124,7 +124,7 @@ def report_row(
     environment = record.environment
     metrics = record.metrics
     values = settings(record)
-    drafts = ", ".join(str(values[key]) for key in OF_SERIES if values[key] is not None)
+    drafts = ", ".join(str(values[key]) for key in SERIES_KEYS if values[key] is not None)
     series = drafts if record.is_drafting else BASELINE
     is_served = bool(record.groups) and not record.shares_prefill
     return {
@@ -149,7 +149,7 @@ def report_row(
     }
 
 
-OF_SERIES = ("drafter", "kv_policy")
+SERIES_KEYS = ("drafter", "kv_policy")
 
 
 def load_words(record: PassRecord) -> str:
@@ -212,7 +212,7 @@ def metric_row(metrics: RecordPart | None, kind: Any) -> FrameRow:
         value = values.get(name)
         if ends is not None:
             row[ends[0]], row[ends[1]] = value or (None, None)
-        elif name in OF_GROUPS:
+        elif name in GROUPED_METRICS:
             for group, part in (value or {}).items():
                 row.update(_prefixed(f"{name}.{group}.", metric_row(part, type(part))))
         elif isinstance(value, RecordPart):

@@ -121,7 +121,7 @@ def _command(argv: tuple[str, ...], world_size: int) -> str:
 
 ListingRow = dict[str, Any]
 NARROW = 80  # columns of a text table that is written to a file or a pipe
-OF_DRAFT = ("draft_ranks", "draft_dtype")
+DRAFT_KEYS = ("draft_ranks", "draft_dtype")
 TEXT_COLUMNS = ("model", "draft_model", "drafter", "draft_weights", "kv_policy", "device", "status")
 # The metrics that a column can have, as the record describes them.
 DESCRIBED = {
@@ -190,9 +190,9 @@ class Listing:
         rows = [row | _own_dtype(row) for row in self.rows]
         values = {key: {row[key] for row in rows} for key in self.columns}
         drafting = [row for row in rows if row["draft_model"] is not None]
-        for key in OF_DRAFT:  # which only passes with a draft model have
-            of_drafts = {row[key] for row in drafting}
-            values[key] = of_drafts if len(of_drafts) > 1 else {None}
+        for key in DRAFT_KEYS:  # which only passes with a draft model have
+            draft_values = {row[key] for row in drafting}
+            values[key] = draft_values if len(draft_values) > 1 else {None}
         if not any(is_busy(row[TAKEN]) for row in rows):
             values[TAKEN] = {None}
         varying = (*(["status"] if len(rows) == 1 else []), *METRICS, TAKEN)

@@ -105,8 +105,8 @@ def rows_of(records: Iterable[tuple[Path, PassRecord]], left_out: list[str]) -> 
     """The rows of passes, whose commands are numbered from 1. A record that contradicts itself is
     named in `left_out` instead. Raises ValueError if there is no other."""
     number = 0
-    for path, of_file in groupby(records, key=itemgetter(0)):
-        for command in commands_of(record for _, record in of_file):
+    for path, file_records in groupby(records, key=itemgetter(0)):
+        for command in commands_of(record for _, record in file_records):
             rows = list(rows_of_command(number + 1, path, command, left_out))
             number += bool(rows)
             yield from rows
@@ -339,7 +339,7 @@ def summary(passes: pd.DataFrame) -> list[str]:
         *load_line(passes, "passes"),
     ]
     kinds = {"net_speedup": "all the time after prefill (net)", "speedup": "decode steps"}
-    of_quiet = ", in the passes on a quiet host" if len(quiet(passes)) < len(passes) else ""
+    quiet_note = ", in the passes on a quiet host" if len(quiet(passes)) < len(passes) else ""
     for name, of in kinds.items():
         known = quiet(passes[passes[name].notna()])
         if known.empty:
@@ -350,7 +350,7 @@ def summary(passes: pd.DataFrame) -> list[str]:
         which = "largest value" if None in ends else "interval that begins highest"
         lines.append(
             f"Speedup over {BASELINE} decoding, of {of}: {values.min():.2f}x to "
-            f"{values.max():.2f}x{of_quiet}. The {which} is that of run {best['run']}, "
+            f"{values.max():.2f}x{quiet_note}. The {which} is that of run {best['run']}, "
             f"{metric_cell(best, name, DESCRIBED[name]).text}: {best['method']}, B {best['B']}, "
             f"prefix {best['prefix_len']}."
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from magicdec.bench.report.frame import ENVIRONMENT, FrameRow, frame_of, metric_row
-from magicdec.bench.report.listing import LABELS, OF_DRAFT, SETTINGS, TAKEN
+from magicdec.bench.report.listing import DRAFT_KEYS, LABELS, SETTINGS, TAKEN
 from magicdec.hardware.other_load import busy_share
 from magicdec.output.tables import Shown, Table, write_csv_columns
 from magicdec.records.acceptance import GroupAcceptance
@@ -35,7 +35,7 @@ PLACE = ("B", "prefix_len")  # what says, beside the way to decode, of what a ro
 METRICS = tuple(
     f.name for f in fields(PassMetrics) if "list" not in str(f.type) and "dict" not in str(f.type)
 )
-OF_CATEGORY = [field for field in described_fields(GroupAcceptance) if field[2].label]
+CATEGORY_FIELDS = [field for field in described_fields(GroupAcceptance) if field[2].label]
 PER_RUN = (
     "time_utc",
     "argv",
@@ -103,13 +103,13 @@ def passes_table(passes: pd.DataFrame) -> PageTable:
     Settings that all passes share are in the note."""
     counts = passes[list(SETTINGS[:-1])].nunique(dropna=False)
     same = [key for key in SETTINGS[:-1] if counts[key] == 1 and len(passes) > 1]
-    of_draft = passes.loc[passes["draft_model"].notna(), list(OF_DRAFT)].nunique(dropna=False)
+    draft_counts = passes.loc[passes["draft_model"].notna(), list(DRAFT_KEYS)].nunique(dropna=False)
     keys = [key for key in SETTINGS[:-1] if key not in same and passes[key].notna().any()]
-    keys = [key for key in keys if of_draft.get(key, 2) > 1]
+    keys = [key for key in keys if draft_counts.get(key, 2) > 1]
     place = [key for key in PLACE if key in keys]
     keys = [key for key in keys if key not in place]
     first = passes.iloc[0]
-    said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
+    same_values = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
     metrics = [
         m
         for m in described_fields(PassMetrics)
@@ -140,7 +140,7 @@ def passes_table(passes: pd.DataFrame) -> PageTable:
     shown = [name for name in ends if name.startswith(SHOWN_METRICS)]
     notes = ["In brackets: 95 % intervals"] if passes[shown].notna().any(axis=None) else []
     notes += ["Busy: the share of the cores that another load took"] if taken else []
-    notes += [f"In every pass: {', '.join(said)}"] if said else []
+    notes += [f"In every pass: {', '.join(same_values)}"] if same_values else []
     last = ["environment.time_utc", "environment.revision", f"{ENVIRONMENT}{TAKEN}"]
     frame = passes[["run", "pass", *SETTINGS, *METRICS, *ends, *last, "command", "error", "file"]]
     frame = frame.rename(columns=lambda name: name.removeprefix(ENVIRONMENT))
@@ -156,7 +156,7 @@ def categories_table(passes: pd.DataFrame) -> PageTable:
         for category, part in (row["by_category"] or {}).items()
     ]
     rows = [
-        [*about.values(), *(cell(part, key, described) for key, _, described in OF_CATEGORY)]
+        [*about.values(), *(cell(part, key, described) for key, _, described in CATEGORY_FIELDS)]
         for about, part in found[:MOST_ROWS]
     ]
     frame = frame_of(about | metric_row(part, GroupAcceptance) for about, part in found)
@@ -165,7 +165,7 @@ def categories_table(passes: pd.DataFrame) -> PageTable:
         "pass",
         "way",
         "category",
-        *(described.label for _, _, described in OF_CATEGORY),
+        *(described.label for _, _, described in CATEGORY_FIELDS),
     ]
     note = _note(["In brackets: 95 % intervals over the prompts of the category"], len(found))
     title = "Acceptance by category"

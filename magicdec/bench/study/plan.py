@@ -75,9 +75,9 @@ def make_plan(
     facts = [json.loads(text) for text in exchange_texts(launch, json.dumps(mine))]
     agreed = {}
     for cell in cells:
-        refusal = next(filter(None, (of_rank["refusals"][cell.key] for of_rank in facts)), "")
+        refusal = next(filter(None, (rank_facts["refusals"][cell.key] for rank_facts in facts)), "")
         agreed[cell.key] = replace(cell, prepared=None, refusal=refusal) if refusal else cell
-    kept_keys = set.intersection(*(set(of_rank["kept"]) for of_rank in facts))
+    kept_keys = set.intersection(*(set(rank_facts["kept"]) for rank_facts in facts))
     rooms = {key: replace(room, is_kept=key in kept_keys) for key, room in rooms.items()}
     return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], rooms, results)
 
@@ -88,8 +88,8 @@ def in_order(cells: Sequence[StudyCell], settings: Settings) -> list[StudyCell]:
     for _ in range(settings.repeats):
         models = grouped(cells, lambda c: c.model_key)
         rng.shuffle(models)
-        for of_model in models:
-            groups = grouped(of_model, lambda c: c.prompts_key)
+        for model_cells in models:
+            groups = grouped(model_cells, lambda c: c.prompts_key)
             rng.shuffle(groups)
             for group in groups:
                 rng.shuffle(group)

@@ -66,7 +66,7 @@ class TimedRunner(Runner):
         self.is_interrupted = False
         self.error: Exception | None = None  # that has ended a pass
         self.is_broken = False  # a pass has not come to its end
-        room = CacheDemand.of([of_cell.config for of_cell in prepared.values()])
+        room = CacheDemand.of([prepared_run.config for prepared_run in prepared.values()])
         self.sessions: dict[System, RankSession] = {}
         memory: dict[System, MemoryWatch] = {}
         passes = list[PlannedPass]()

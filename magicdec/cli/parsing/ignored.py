@@ -15,11 +15,11 @@ from magicdec.distributed.ranks import is_other_start
 from magicdec.names import BASELINE, FULL_KV_POLICY
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
-OF_DRAFTING = tuple(
+DRAFTING_SETTINGS = tuple(
     f"decoding.{name}" for name in ("gamma", "pa", "draft_weights", "baseline", "lookup_corpus")
 )
 # Fields of the KV section that are not a policy's settings.
-OF_EVERY_POLICY = ("policy", "budget")
+COMMON_KV_FIELDS = ("policy", "budget")
 
 
 def refuse_ignored(config: RunConfig, values: ParsedValues, used: Sequence[str] = ()) -> None:
@@ -41,7 +41,7 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
     """The reason why the run ignores a setting such as `kv.window_size`, if it does."""
     section, _, name = setting.partition(".")
     decoding = config.decoding
-    is_of_drafts = section in ("kv", "draft") or setting in OF_DRAFTING
+    is_of_drafts = section in ("kv", "draft") or setting in DRAFTING_SETTINGS
     if decoding.strategy == BASELINE and is_of_drafts:
         return "autoregressive decoding drafts nothing"
     if setting == "decoding.lookup_corpus" and not decoding.looks_up:
@@ -63,6 +63,6 @@ def _why_policy_ignores(config: RunConfig, name: str) -> str | None:
         whole = kv.policy == FULL_KV_POLICY and kv.budget != -1
         return f"--kv_policy {FULL_KV_POLICY} reads the whole cache" if whole else None
     policy = policy_name(kv.policy, kv.budget)
-    if name in OF_EVERY_POLICY or name in policy_called(policy).settings:
+    if name in COMMON_KV_FIELDS or name in policy_called(policy).settings:
         return None
     return f"--kv_policy {policy} does not use it"

@@ -31,7 +31,7 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
         systems = sorted(options.named_systems, key=lambda system: not system.has_stages)
         for system in systems:
             settings = options.systems[system.name]
-            settings.check_model(options, options.of_system(system), source, nproc)
+            settings.check_model(options, options.passes_of(system), source, nproc)
 
 
 @contextmanager

@@ -136,13 +136,13 @@ class StepParts:
 def choose_native_steps(value: str, parts: StepParts, layer_obstacle: str | None) -> Choice:
     """Whether native steps are on. Only `layer_obstacle`, a part of the layers that the library
     lacks, makes `auto` second best. Raises ValueError if the user asked for impossible ones."""
-    of_parts = parts.obstacle()
+    part_obstacle = parts.obstacle()
     if value != "auto":
-        obstacle = of_parts or layer_obstacle
+        obstacle = part_obstacle or layer_obstacle
         why = f"not possible with {obstacle}" if obstacle and value == "on" else None
         return asked_for("--native_steps", value, why, "auto, off")
-    if of_parts:
-        return Choice("off", f"auto: off, {of_parts}")
+    if part_obstacle:
+        return Choice("off", f"auto: off, {part_obstacle}")
     if parts.avoids_native:
         return Choice("off", "auto: off, MAGICDEC_NATIVE_STEPS=off")
     if layer_obstacle:

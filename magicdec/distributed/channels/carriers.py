@@ -62,7 +62,7 @@ class GroupCarrier:
     def fill(self, tensor: Tensor) -> None:
         self.wait_for(self._start(dist.irecv, tensor), self.peer, self.processes)
 
-    def is_there(self, seconds: float) -> bool:
+    def has_arrived(self, seconds: float) -> bool:
         """A process group cannot tell what has come unasked."""
         return True
 
@@ -218,7 +218,7 @@ class SharedRing:
     def fill(self, tensor: Tensor) -> None:
         self._move(self._library.magicdec_ring_read, tensor)
 
-    def is_there(self, seconds: float) -> bool:
+    def has_arrived(self, seconds: float) -> bool:
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
             wait_ms = ctypes.c_int64(min(WAIT_MS, int(1e3 * left_s)))

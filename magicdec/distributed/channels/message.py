@@ -102,7 +102,7 @@ class Receiver(Protocol):
     def receive(self) -> Message:
         """The next message, once it has come."""
 
-    def is_there(self, seconds: float) -> bool:
+    def has_arrived(self, seconds: float) -> bool:
         """False if the next message, under way, has not come after so many seconds. A channel that
         cannot tell returns True at once."""
 
@@ -126,8 +126,8 @@ class Carrier(Protocol):
     def fill(self, tensor: Tensor) -> None:
         """Receive into `tensor`, and wait until it is in this rank's memory."""
 
-    def is_there(self, seconds: float) -> bool:
-        """As `Receiver.is_there`."""
+    def has_arrived(self, seconds: float) -> bool:
+        """As `Receiver.has_arrived`."""
 
     def close(self) -> None:
         """Wait until everything is sent."""
@@ -181,8 +181,8 @@ class ChannelReceiver:
         payload = self._payload((rows, tokens, self.form.width)) if rows * tokens else None
         return Message(Kind(kind), run, status, tuple(words[:num_words]), payload)
 
-    def is_there(self, seconds: float) -> bool:
-        return self.reader.is_there(seconds)
+    def has_arrived(self, seconds: float) -> bool:
+        return self.reader.has_arrived(seconds)
 
     def _payload(self, shape: tuple[int, ...]) -> Tensor:
         if self.payloads is not None:
@@ -211,8 +211,8 @@ class SharedReceiver:
                 other.close()
         return message
 
-    def is_there(self, seconds: float) -> bool:
-        return self.receiver.is_there(seconds)
+    def has_arrived(self, seconds: float) -> bool:
+        return self.receiver.has_arrived(seconds)
 
 
 class Nowhere(Sender):
@@ -237,7 +237,7 @@ class Loopback(Sender):
     def receive(self) -> Message:
         return self._messages.get()
 
-    def is_there(self, seconds: float) -> bool:
+    def has_arrived(self, seconds: float) -> bool:
         return True  # what is under way has come
 
 

@@ -72,7 +72,7 @@ def hf_name(name: str, names: Names = Names(), mlp_norm: str = "ffn_norm") -> st
     return f"{whole[stem]}.{leaf}" if stem in whole else name
 
 
-def of_experts(tensor: GgufTensor) -> list[GgufTensor]:
+def expert_tensors(tensor: GgufTensor) -> list[GgufTensor]:
     """Each expert's matrix [outputs, inputs] of a stacked tensor [experts, outputs, inputs], or its
     bias of [experts, outputs]."""
     experts, *outputs = tensor.shape[:-1]
@@ -105,7 +105,7 @@ class GgufWeights(FileWeights):
         for name, tensor in file.tensors.items():
             theirs = hf_name(name, names, architecture.mlp_norm)
             if config.experts is not None and STACKED.match(name):
-                each = of_experts(tensor)
+                each = expert_tensors(tensor)
                 self._stored |= {theirs.format(i): matrix for i, matrix in enumerate(each)}
             elif name != ROPE_DIVISORS:
                 self._stored[theirs] = tensor

@@ -61,8 +61,8 @@ class Elementwise:
         softmax over all experts; `renormalises`: over those that are used."""
         scores = logits.float()
         largest, chosen = scores.sort(dim=-1, descending=True, stable=True)
-        of_softmax = largest[:, :num_used] if renormalises else largest
-        weights = torch.softmax(of_softmax, dim=-1)[:, :num_used]
+        weighed = largest[:, :num_used] if renormalises else largest
+        weights = torch.softmax(weighed, dim=-1)[:, :num_used]
         return chosen[:, :num_used], weights.to(logits.dtype).float()
 
     def weigh(self, logits: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ ARCHITECTURES = (
 )
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 # What others call a head by that of its layer, and what none calls itself.
-OF_LAYERS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "")
+LAYER_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "")
 # A head's layer has biases on q, k and v only if `attention_bias` says so, also under "qwen2".
 LAYER_FAMILIES = {"llama": read, "qwen2": read, "qwen3": read_qwen3}
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -58,7 +58,7 @@ def read_head(raw: dict[str, Any], name: str) -> ModelConfig:
     """The ModelConfig of a head. Raises ValueError, or KeyError for a missing field, for what is
     not computed."""
     architecture = architecture_of(raw)
-    if architecture not in (*ARCHITECTURES, *OF_LAYERS):
+    if architecture not in (*ARCHITECTURES, *LAYER_ARCHITECTURES):
         raise ValueError(
             f"architecture {architecture!r} of a draft head is not supported; choose an EAGLE-3 "
             f"head, which calls itself {', '.join(ARCHITECTURES)}"
@@ -74,9 +74,9 @@ def read_head(raw: dict[str, Any], name: str) -> ModelConfig:
     nested = fields.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise ValueError(f"eagle_config {shown(nested)} is not a table")
-    of_head = ConfigFields(nested)
-    only(of_head, "use_aux_hidden_state", True)
-    switches = {field: _switch(fields, of_head, field, is_of_speculators) for field in SWITCHES}
+    head_fields = ConfigFields(nested)
+    only(head_fields, "use_aux_hidden_state", True)
+    switches = {field: _switch(fields, head_fields, field, is_of_speculators) for field in SWITCHES}
     layers = ConfigFields(inner) if isinstance(inner, dict) else fields
     kind = layers.get("model_type") or "llama"
     if kind not in LAYER_FAMILIES:
@@ -91,11 +91,11 @@ def read_head(raw: dict[str, Any], name: str) -> ModelConfig:
     eagle = EagleConfig(
         vocab_size,
         state_size,
-        capture=_capture(fields, of_head),
+        capture=_capture(fields, head_fields),
         is_exact=is_of_speculators,
         **switches,
     )
-    for table in (fields, of_head, layers):
+    for table in (fields, head_fields, layers):
         for field in IRRELEVANT:
             table.get(field)
         check_unread(table, EAGLE_HEAD)
@@ -104,11 +104,11 @@ def read_head(raw: dict[str, Any], name: str) -> ModelConfig:
     )
 
 
-def _switch(fields: ConfigFields, of_head: ConfigFields, field: str, is_stated: bool) -> bool:
+def _switch(fields: ConfigFields, head_fields: ConfigFields, field: str, is_stated: bool) -> bool:
     """Of the table or of `eagle_config`. Programs read a missing `norm_before_residual` of
     `speculators` differently."""
     old = OLD_NAMES.get(field, field)
-    given = [table for table in (fields, of_head) if field in table or old in table]
+    given = [table for table in (fields, head_fields) if field in table or old in table]
     if not given and is_stated and field == "norm_before_residual":
         raise ValueError(
             f"{field} is missing, which some programs read as true and others as false; add it"
@@ -119,8 +119,8 @@ def _switch(fields: ConfigFields, of_head: ConfigFields, field: str, is_stated: 
     return values.pop() if values else False
 
 
-def _capture(fields: ConfigFields, of_head: ConfigFields) -> tuple[int, ...] | None:
-    lists = [table.get(LAYERS) for table in (fields, of_head)]
+def _capture(fields: ConfigFields, head_fields: ConfigFields) -> tuple[int, ...] | None:
+    lists = [table.get(LAYERS) for table in (fields, head_fields)]
     given = [layers for layers in lists if layers is not None]
     if not given:
         return None

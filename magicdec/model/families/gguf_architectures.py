@@ -113,8 +113,8 @@ def expert_counts(file: GgufFile, own: Keys, known: HfFields, width: int) -> tup
         raise KeyError(first)
     for name, tensor in file.tensors.items():
         if match := STACKED.match(name):
-            of_expert = (hidden, width) if match[1] == "down" else (width, hidden)
-            expected = (count, *of_expert[: 1 if match[2] == "bias" else 2])
+            expert_shape = (hidden, width) if match[1] == "down" else (width, hidden)
+            expected = (count, *expert_shape[: 1 if match[2] == "bias" else 2])
             if tensor.shape != expected:
                 raise ValueError(
                     f"tensor {name} has shape {tensor.shape}, but expert_count {count}, the "

@@ -82,8 +82,8 @@ def read_qwen2(raw: ConfigFields) -> dict[str, Any]:
         check_whole("max_window_layers", most)
         has_window = [is_windowed and i < most and i % 2 == 0 for i in range(num_layers)]
         types = [SLIDING if is_sliding else FULL for is_sliding in has_window]
-    of_layers = [kind.window for kind in kinds(types, window)]
-    windows = of_layers * num_layers if len(of_layers) == 1 else of_layers
+    layer_windows = [kind.window for kind in kinds(types, window)]
+    windows = layer_windows * num_layers if len(layer_windows) == 1 else layer_windows
     experts = ExpertsConfig(
         size(raw, "num_experts", "num_local_experts", default=60),
         size(raw, "num_experts_per_tok", default=4),
@@ -106,8 +106,8 @@ def kinds_of_mixture(raw: ConfigFields, windows: Sequence[int | None]) -> tuple[
     if not isinstance(stated, list) or not all(type(layer) is int for layer in stated):
         raise ValueError(f"mlp_only_layers {shown(stated)} is no list of numbers of layers")
     dense = {layer for layer in range(len(windows)) if (layer + 1) % step} | set(stated)
-    of_layers = tuple(LayerKind(each, has_mlp=i in dense) for i, each in enumerate(windows))
-    return of_layers[:1] if len(set(of_layers)) == 1 else of_layers
+    layer_kinds = tuple(LayerKind(each, has_mlp=i in dense) for i, each in enumerate(windows))
+    return layer_kinds[:1] if len(set(layer_kinds)) == 1 else layer_kinds
 
 
 def mixtral_names(config: ModelConfig) -> Names:

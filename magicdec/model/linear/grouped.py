@@ -40,8 +40,8 @@ class NumberFormat:
 
     @property
     def bytes_per_weight(self) -> Fraction:
-        of_group = getattr(torch, self.scale).itemsize * (1 + self.has_minimum)
-        return Fraction(self.bits, 8) + Fraction(of_group, self.group)
+        group_bytes = getattr(torch, self.scale).itemsize * (1 + self.has_minimum)
+        return Fraction(self.bits, 8) + Fraction(group_bytes, self.group)
 
 
 def common_format(formats: Sequence[NumberFormat]) -> NumberFormat:

@@ -322,8 +322,8 @@ def first_outputs(linear: Linear, num_bytes: int) -> Linear:
     part._parameters = dict(linear._parameters)
     for name, whole in parameters.items():
         is_by_group = name in ("scale", "minimum") and whole.ndim == 2
-        of_outputs = slice(-(-outputs // WIDTH) if name == "packed" else outputs)
-        values = whole[:, of_outputs] if is_by_group else whole[of_outputs]
+        output_slice = slice(-(-outputs // WIDTH) if name == "packed" else outputs)
+        values = whole[:, output_slice] if is_by_group else whole[output_slice]
         part.register_parameter(name, nn.Parameter(values, requires_grad=False))
     part.out_features = outputs
     return part

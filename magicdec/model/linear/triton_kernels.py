@@ -122,8 +122,8 @@ def multiply_groups(
             sums += part * scales[:, None]
             if minimum is not None:
                 minima = tl.load(minimum + at, mask=here, other=0.0).to(tl.float32)
-                of_x = tl.load(sums_of_x + m * GROUPS + g, mask=is_row & is_group, other=0.0)
-                sums += minima[:, None] * of_x[None, :]
+                x_sums = tl.load(sums_of_x + m * GROUPS + g, mask=is_row & is_group, other=0.0)
+                sums += minima[:, None] * x_sums[None, :]
     place = m.to(tl.int64)[None, :] * num_outputs + n[:, None]
     mask = is_row[None, :] & is_output[:, None]
     if SPLITS == 1:

@@ -281,11 +281,11 @@ def compare(
     """What was found out about each new record, in order. A record is compared with every baseline
     of the same thing under the same conditions, and the worst counts: none of them may hide a
     regression from another."""
-    of_records = [match(record, baselines) for record in new]
-    matches = [m for matched in of_records if not isinstance(matched, Comparison) for m in matched]
+    results = [match(record, baselines) for record in new]
+    matches = [m for matched in results if not isinstance(matched, Comparison) for m in matched]
     level = level_for(matches)
     comparisons = []
-    for group in of_records:
+    for group in results:
         if isinstance(group, Comparison):
             comparisons.append(group)
             continue
@@ -386,9 +386,9 @@ def judge_exactly(m: Match) -> Comparison:
         return Comparison(m.name, SAME, text, rates, unchanged, EXACT)
     relative = rates[1] / rates[0] - 1 if rates[0] else 0.0
     text = f"{change}; acceptance rate {rates[0]:.4f} -> {rates[1]:.4f}, {100 * relative:+.1f} %"
-    of_rates = Change(relative, None, m.pair.after.num_prompts)
+    rate_change = Change(relative, None, m.pair.after.num_prompts)
     text += f": {CHANGED}; if it was meant, {RENEW}"
-    return Comparison(m.name, CHANGED, text, rates, of_rates, EXACT)
+    return Comparison(m.name, CHANGED, text, rates, rate_change, EXACT)
 
 
 def judge_by_statistics(m: Match, rule: Rule, level: float) -> Comparison:

@@ -31,7 +31,7 @@ SHORT_NAMES = {
     "recent_window": "recent_window",
 }
 # What the text of the prompts follows from: conditions only where their tokens are others.
-OF_TEXT = ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "tokenizer")
+TEXT_CONDITIONS = ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "tokenizer")
 FORMAT = "prompt_format"  # also such a condition, of the config
 # The flags of `magicdec serve` on which drafts depend, with what records without them did. Where
 # passes share a prefill, no request waits for another.
@@ -117,7 +117,7 @@ def first_difference(new: PassRecord, old: PassRecord) -> str | None:
     assert ours is not None and theirs is not None, "only a failed record may lack it"
     before = conditions(old)
     for name, value in conditions(new).items():
-        is_of_text = name in (*OF_TEXT, FORMAT) and ours.sha256 == theirs.sha256
+        is_of_text = name in (*TEXT_CONDITIONS, FORMAT) and ours.sha256 == theirs.sha256
         if value != before[name] and not is_of_text:
             return f"{name} {value}, was {before[name]}"
     if ours.sha256 != theirs.sha256:
@@ -136,7 +136,7 @@ def conditions(record: PassRecord) -> dict[str, Any]:
     cost = config["decoding"].get("step_cost")
     emulated = config["decoding"].get("emulate_acceptance")
     return {
-        **{name: getattr(workload, name) for name in ("model", *OF_TEXT)},
+        **{name: getattr(workload, name) for name in ("model", *TEXT_CONDITIONS)},
         FORMAT: prompt_format(config),
         "gen_len": config["workload"]["gen_len"],
         "dtype": config["model"]["dtype"],
@@ -185,8 +185,8 @@ def flags_of_mode(
 ) -> str:
     """What is served in a mode, as the flags of `magicdec serve`, which place stages and drafts
     themselves."""
-    of_draft = draft or (config.get("draft") or {}).get("model")
-    flags = flags_of({**config, "parallel": None, "draft": None}, of_draft)
+    draft_model = draft or (config.get("draft") or {}).get("model")
+    flags = flags_of({**config, "parallel": None, "draft": None}, draft_model)
     ranks = [f"--nproc {num_ranks}"] * (num_ranks > 1)
     return " ".join([f"--modes {mode}", flags, *ranks])
 
@@ -201,8 +201,8 @@ def flags_of(
     kv = config.get("kv") or {}
     if decoding["strategy"] == BASELINE:
         return f"--draft {NONE}"
-    of_config = config.get("draft")
-    name = draft or (of_config and of_config["model"])
+    draft_config = config.get("draft")
+    name = draft or (draft_config and draft_config["model"])
     words = [f"--draft {join_draft(decoding['drafter'], name)}"]
     words += _flags_of_policy(policy_of(config), kv)
     pa = decoding.get("pa")
@@ -226,11 +226,11 @@ def _flags_of_ranks(config: Mapping[str, Any], num_ranks: int | None) -> list[st
         return []
     usual = list(range(number))
     ranks = list(parallel.get("rank_group") or usual)
-    of_draft = list(draft.get("rank_group") or ranks[:1])
+    draft_ranks = list(draft.get("rank_group") or ranks[:1])
     words = [f"--nproc {number}"]
     for flag, given, default in (
         ("--rank_group", ranks, usual),
-        ("--draft_ranks", of_draft, ranks[:1]),
+        ("--draft_ranks", draft_ranks, ranks[:1]),
     ):
         words += [] if given == default else [f"{flag} {' '.join(map(str, given))}"]
     return words

@@ -18,7 +18,7 @@ from magicdec.records.pass_record import PassRecord
 BURST = "burst"  # the arrival of requests that all arrive at once
 RENEW = "renew it with `magicdec gate save`"
 # What of an environment the last bits depend on, with the words that name it.
-OF_BITS = {
+BIT_CONDITIONS = {
     "cpu": "CPU",
     "cpu_capability": "vector instructions of torch",
     "instructions": "instructions of the kernels",
@@ -100,7 +100,7 @@ def ranks_of(record: PassRecord) -> Iterator[str]:
 
 def other_machine(new: PassRecord, old: PassRecord) -> str | None:
     """The first thing of the machine and its software from which other bits may follow."""
-    for name, words in OF_BITS.items():
+    for name, words in BIT_CONDITIONS.items():
         ours = getattr(new.environment, name)
         theirs = getattr(old.environment, name)
         if isinstance(ours, list) and isinstance(theirs, list):

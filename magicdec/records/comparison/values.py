@@ -28,7 +28,7 @@ PLACES = {
 
 
 # What of an environment times depend on.
-OF_MACHINE = ("cpu", "gpu", "threads", "torch", "revision")
+MACHINE_KEYS = ("cpu", "gpu", "threads", "torch", "revision")
 
 
 @dataclass
@@ -58,7 +58,7 @@ def values_of(records: Iterable[Record]) -> dict[str, RecordedValues]:
             workload = record.config.get("workload")
             of = [model["model"], model["dtype"], model.get("target_dtype"), mode, workload]
             of.append(record.environment.world_size)
-            machine = {key: getattr(record.environment, key) for key in OF_MACHINE}
+            machine = {key: getattr(record.environment, key) for key in MACHINE_KEYS}
             name = f"{mode or record.kind}: {model['model']} ({model['dtype']})"
         else:
             of = [{key: value for key, value in record.config.items() if key != "flags"}]

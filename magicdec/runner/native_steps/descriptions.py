@@ -128,12 +128,12 @@ def describe_model(
     if has_head:
         assert model.head is not None, "packed models have a head"
         head = _linear(model.head, True)
-    of_head: tuple[int | None, ...] = (None, None, 0, 0)
+    head_fields: tuple[int | None, ...] = (None, None, 0, 0)
     first = model.blocks[0]
     if isinstance(model, EagleHead) and isinstance(first, FirstBlock):
         norm: int = first.hidden_norm.weight.data_ptr()
         switches = int(first.norm_before_residual), int(model.norm_output)
-        of_head = (norm, model.target_ids.data_ptr(), *switches)
+        head_fields = (norm, model.target_ids.data_ptr(), *switches)
     return ModelFields(
         len(model.blocks),
         config.hidden_size,
@@ -150,7 +150,7 @@ def describe_model(
         multiply_in_team(dtype),
         GateFields(GELU if config.activation == "gelu_tanh" else SILU),
         model.head_rows[0],
-        *of_head,
+        *head_fields,
         layers,
     )
 
@@ -257,4 +257,4 @@ def layer_obstacle(config: ModelConfig) -> str | None:
         "a norm after the embedding": config.embedding_norm,
         f"hidden size {config.hidden_size}, which is odd": config.hidden_size % 2 == 1,
     }
-    return next((part for part, is_there in obstacles.items() if is_there), None)
+    return next((part for part, applies in obstacles.items() if applies), None)

@@ -300,12 +300,12 @@ class Executor:
         self, x: Tensor, views: LayerViews, offsets: Tensor | None, steps: int, num_outputs: int
     ) -> CallFields:
         view = views.widest
-        of_views = array_of(ViewFields, len(views.distinct))()
+        view_fields = array_of(ViewFields, len(views.distinct))()
         tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed]
         if offsets is not None:
             tensors.append(offsets[view.row_index])
         x_pointer, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
-        for fields, each in zip(of_views, views.distinct, strict=True):
+        for fields, each in zip(view_fields, views.distinct, strict=True):
             ranges = each.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
             tensors.append(ranges)
             fields.ranges = ranges.data_ptr()
@@ -323,14 +323,14 @@ class Executor:
             committed,
             None if offsets is None else tensors[4].data_ptr(),
             hidden,
-            ctypes.addressof(of_views),
-            len(of_views),
+            ctypes.addressof(view_fields),
+            len(view_fields),
             ctypes.addressof(views.windows.in_c),
             view.is_of_prompt,
             num_outputs,
         )
-        # The library reads them until it returns, and counts in `of_views`.
-        call.kept = [tensors, views, of_views]
+        # The library reads them until it returns, and counts in `view_fields`.
+        call.kept = [tensors, views, view_fields]
         return call
 
     def _run(self, views: LayerViews, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
@@ -388,6 +388,6 @@ class Executor:
 
 def _keys_seen(call: CallFields) -> int:
     """Keys that one head saw in all layers, summed over rows and forwards."""
-    _, views, of_views = call.kept[:3]
-    pairs = zip(of_views, views.windows.num_layers, strict=True)
+    _, views, view_fields = call.kept[:3]
+    pairs = zip(view_fields, views.windows.num_layers, strict=True)
     return sum(fields.keys_seen * num_layers for fields, num_layers in pairs)

@@ -55,13 +55,13 @@ class ChosenTokens:
 
     sums: Numbers  # [L, G, N + 1] of their positions, as `sums_before`
 
-    def sums_at(self, cells: LogPlaces, of_text: Numbers, offset: int) -> Numbers:
+    def sums_at(self, cells: LogPlaces, text_sums: Numbers, offset: int) -> Numbers:
         """Sums of the positions of entries before `cells` [L, G, R]. Later entries lie `offset`
         cells before their position."""
         num_chosen = self.sums.shape[-1] - 1
         chosen = np.take_along_axis(self.sums, np.minimum(cells, num_chosen), axis=-1)
         later = np.maximum(cells, num_chosen) + offset
-        return chosen + of_text[later] - of_text[num_chosen + offset]
+        return chosen + text_sums[later] - text_sums[num_chosen + offset]
 
 
 @dataclass
@@ -98,7 +98,7 @@ class DraftLog(ForwardObserver):
     is_complete: bool = True
     _rows: dict[int, RowLog] = field(default_factory=dict)
     _chosen: dict[tuple[int, int], ChosenTokens] = field(default_factory=dict)  # by cache and row
-    _of_text: Numbers = field(default_factory=lambda: sums_before(np.arange(4096)))
+    _text_sums: Numbers = field(default_factory=lambda: sums_before(np.arange(4096)))
 
     def begin(self) -> None:
         self._rows.clear()
@@ -131,23 +131,23 @@ class DraftLog(ForwardObserver):
             return
         view = views.widest
         windows = views.windows
-        ranges = [_ranges_of(of_layer) for of_layer in views.distinct]
+        ranges = [_ranges_of(layer_ranges) for layer_ranges in views.distinct]
         shifts = [0] * len(view.rows) if offsets is None else offsets[view.row_index].tolist()
         for _ in range(num_forwards):
             for place, row in enumerate(view.rows):
                 hashed = num_read = 0
-                for each, of_view, layers in zip(
+                for each, view_ranges, layers in zip(
                     views.distinct, ranges, windows.layers, strict=True
                 ):
-                    of_row = of_view[:, place]  # [L or 1, G or 1, R, 2]
-                    hashed += self._hash(each.cache, row, of_row, shifts[place], layers)
-                    keys = int((of_row[0, 0, :, 1] - of_row[0, 0, :, 0]).sum())
+                    row_ranges = view_ranges[:, place]  # [L or 1, G or 1, R, 2]
+                    hashed += self._hash(each.cache, row, row_ranges, shifts[place], layers)
+                    keys = int((row_ranges[0, 0, :, 1] - row_ranges[0, 0, :, 0]).sum())
                     num_read += len(layers) * keys
                 log = self._rows.setdefault(row, RowLog())
                 log.reads = (log.reads * NEXT_FORWARD + hashed) & MASK
-                log.num_read += num_read // len(windows.of_layer)
-            for of_view in ranges:
-                of_view[..., -1, 1] += 1
+                log.num_read += num_read // len(windows.window_indices)
+            for view_ranges in ranges:
+                view_ranges[..., -1, 1] += 1
 
     def _hash(
         self, cache: KVCache, row: int, ranges: LogPlaces, offset: int, layers: Sequence[int]
@@ -155,24 +155,24 @@ class DraftLog(ForwardObserver):
         """Of what the `layers` of a cache read."""
         size = len(layers), cache.shape.num_kv_heads
         chosen = self._chosen.get((id(cache), row))
-        of_text = self._sums_of_text(int(ranges.max()) + offset)
+        text_sums = self._sums_of_text(int(ranges.max()) + offset)
         if chosen is None:
-            before = of_text[ranges[..., 0] + offset]
-            until = of_text[ranges[..., 1] + offset]
+            before = text_sums[ranges[..., 0] + offset]
+            until = text_sums[ranges[..., 1] + offset]
         else:
             everywhere = np.broadcast_to(ranges, (*size, *ranges.shape[2:]))
             before, until = (
-                chosen.sums_at(everywhere[..., end], of_text, offset) for end in (0, 1)
+                chosen.sums_at(everywhere[..., end], text_sums, offset) for end in (0, 1)
             )
-        of_heads = (until - before).sum(axis=-1, dtype=np.uint64)  # [L or 1, G or 1]
+        head_sums = (until - before).sum(axis=-1, dtype=np.uint64)  # [L or 1, G or 1]
         heads = np.array(layers)[:, None] * size[1] + np.arange(size[1])  # of all layers
         weights = mixed(heads) | np.uint64(1)
-        return int((weights * of_heads).sum(dtype=np.uint64))
+        return int((weights * head_sums).sum(dtype=np.uint64))
 
     def _sums_of_text(self, most: int) -> Numbers:
-        if most >= len(self._of_text):
-            self._of_text = sums_before(np.arange(2 * most))
-        return self._of_text
+        if most >= len(self._text_sums):
+            self._text_sums = sums_before(np.arange(2 * most))
+        return self._text_sums
 
 
 def _ranges_of(view: KVView) -> LogPlaces:

@@ -61,7 +61,7 @@ class CoupledSampling:
         """Logits [N, V] after penalties, float32, of rows that follow `prompt` (each token once
         or more) and `outputs`."""
         params = [make_params(self.section, 1, (), 0)] * len(outputs)
-        penalties = Penalties.of_texts(params, [prompt], outputs, logits.shape[1], logits.device)
+        penalties = Penalties.from_texts(params, [prompt], outputs, logits.shape[1], logits.device)
         return process(logits.unsqueeze(1), penalties)[:, 0]
 
     def perturbed(self, logits: Tensor, request: int, positions: Sequence[int]) -> Tensor:

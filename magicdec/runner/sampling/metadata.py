@@ -90,7 +90,7 @@ class Penalties:
         if not places:
             return None
         rows = [requests[place] for place in places]
-        return cls.of_texts(
+        return cls.from_texts(
             [r.sampling for r in rows],
             [r.distinct_prompt_ids for r in rows],
             [r.output_ids for r in rows],
@@ -100,7 +100,7 @@ class Penalties:
         )
 
     @classmethod
-    def of_texts(
+    def from_texts(
         cls,
         params: Sequence[SamplingParams],
         prompts: Sequence[Sequence[int]],
@@ -160,9 +160,9 @@ class SamplingMetadata:
 
     @property
     def state(self) -> list[Tensor]:
-        of_draws = [] if self.draws is None else [self.draws.emitted]
-        of_penalties = [] if self.penalties is None else [self.penalties.in_output]
-        return of_draws + of_penalties + ([] if self.flaws is None else [self.flaws])
+        draws = [] if self.draws is None else [self.draws.emitted]
+        penalties = [] if self.penalties is None else [self.penalties.in_output]
+        return draws + penalties + ([] if self.flaws is None else [self.flaws])
 
     def note(self, logits: Tensor) -> None:
         """Check logits [B, T, V] from which tokens are chosen."""

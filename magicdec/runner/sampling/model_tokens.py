@@ -57,8 +57,8 @@ def join(proposals: Sequence[Proposal | None], counts: Sequence[Sequence[int]]) 
     all_ids = []
     all_probs = list[Tensor]()
     sizes = {drawn.probabilities.shape[2] for drawn in chains if drawn.probabilities is not None}
-    for proposal, of_rows in zip(proposals, counts, strict=True):
-        chain = proposal or Proposal(chains[0].ids.new_zeros(len(of_rows), 0))
+    for proposal, row_counts in zip(proposals, counts, strict=True):
+        chain = proposal or Proposal(chains[0].ids.new_zeros(len(row_counts), 0))
         room = width - chain.ids.shape[1]
         all_ids.append(F.pad(chain.ids, (0, room)))
         for size in sizes:

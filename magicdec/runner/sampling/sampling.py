@@ -55,8 +55,8 @@ def by_selection(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     num_kept = (cumulative - shares < top_p).sum(dim=-1, keepdim=True)
     # Scores that are NaN keep no token, and are noted elsewhere (`SamplingMetadata.note`).
     last_kept = (num_kept - 1).clamp(min=0)
-    of_top_p = torch.where(has_top_p, best.gather(-1, last_kept), -torch.inf)
-    return torch.where(scores < torch.maximum(floor, of_top_p), -torch.inf, scores)
+    top_p_floor = torch.where(has_top_p, best.gather(-1, last_kept), -torch.inf)
+    return torch.where(scores < torch.maximum(floor, top_p_floor), -torch.inf, scores)
 
 
 def by_sorting(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

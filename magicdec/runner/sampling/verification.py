@@ -46,7 +46,7 @@ def verify(
     draft_ids [B, K], of which `counts` [B] are real. draft_probs float64 [B, K, V]: their
     distributions q, None if one-hot. target_probs float64 [B, K+1, V]: p at each position, given
     the drafts before. u_accept [B, K] and u_resample [B, K+1] are independent and uniform."""
-    p, q = _of_drafts(draft_ids, draft_probs, target_probs)
+    p, q = _probabilities_of_drafts(draft_ids, draft_probs, target_probs)
     # This is u < p / q without the division. A token with p = 0 is never accepted.
     accepted = leading(u_accept * q < p, counts)
     following = residual(draft_ids, draft_probs, target_probs, accepted, counts)
@@ -68,7 +68,7 @@ def acceptance_of(
     min(1, p/q) is min(p, q). What `verify` draws has the same mean and varies most; with p(x)/q(x)
     of the k-th draft too it would vary more than so. A product of the sums alone would have another
     mean: the drafts that are accepted before come from min(p, q), and not from q."""
-    p, q = _of_drafts(draft_ids, draft_probs, target_probs)
+    p, q = _probabilities_of_drafts(draft_ids, draft_probs, target_probs)
     ratio = torch.where(p < q, p / q, (p > 0).double())  # padding may have q = 0
     overlap = p  # with a one-hot q
     if draft_probs is not None:
@@ -82,7 +82,7 @@ def acceptance_of(
     return before * overlap
 
 
-def _of_drafts(
+def _probabilities_of_drafts(
     draft_ids: Tensor, draft_probs: Tensor | None, target_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """p and q of the drafts themselves, float64 [B, K]; q is 1 if it is one-hot."""
@@ -139,7 +139,7 @@ class Judgement:
 
     @property
     def columns(self) -> list[Tensor]:
-        """What the host reads, int64 [B, any] (`Verdict.of_columns`)."""
+        """What the host reads, int64 [B, any] (`Verdict.from_columns`)."""
         columns = [self.accepted.unsqueeze(1), self.ids]
         return columns if self.acceptance is None else [*columns, (self.acceptance * UNITS).long()]
 
@@ -156,7 +156,7 @@ class Verdict(NamedTuple):
     acceptance: list[float] | None = None  # see `acceptance_of`
 
     @classmethod
-    def of_columns(cls, columns: list[int], padded_gamma: int) -> Verdict:
+    def from_columns(cls, columns: list[int], padded_gamma: int) -> Verdict:
         """From `Judgement.columns` of a row, whose drafts are padded to `padded_gamma`."""
         accepted = columns[0]
         ids = columns[1 : 2 + padded_gamma]

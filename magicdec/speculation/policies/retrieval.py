@@ -83,9 +83,9 @@ class RetrievedBlocks(BlockKV):
         for request, row in zip(requests, rows, strict=True):
             self._complete[row] = 0
             self._committed[row] = request.num_cached
-        of_all_layers = newest_queries(self.runner, requests, 1)
+        layer_queries = newest_queries(self.runner, requests, 1)
         for number, layer in enumerate(self.runner.windows.layers[0]):
-            self._query[number, index] = self._by_kv_head(of_all_layers[layer][:, 0])
+            self._query[number, index] = self._by_kv_head(layer_queries[layer][:, 0])
         self._add_means(requests)
         self._choice = None
 

@@ -56,7 +56,7 @@ class SeenLogits:
         logits = verification.logits()
         self.logits[: len(self.rows), : logits.shape[1]].copy_(logits[self.index])
 
-    def of_rows(self, rows: Sequence[int], num_tokens: int) -> Tensor:
+    def copy_rows(self, rows: Sequence[int], num_tokens: int) -> Tensor:
         """A copy of the logits [R, T, V] of the last verification."""
         return self.logits[[self.rows.index(row) for row in rows], :num_tokens]
 
@@ -143,7 +143,7 @@ class CapturedSteps(DecodeSteps):
         if self._seen is not None and recorder is not None:
             places = recorder.wants(batch.rows)
             if places:
-                logits = self._seen.of_rows([batch.rows[place] for place in places], 1 + count)
+                logits = self._seen.copy_rows([batch.rows[place] for place in places], 1 + count)
                 recorder.keep(batch.requests, proposal, verdict, places, logits)
         if not self._captures_drafts:
             # The captured verification did not truncate the drafter's cache.

@@ -35,17 +35,17 @@ from magicdec.speculation.steps.strategy import Setup
 
 @dataclass(frozen=True)
 class StepDraft:
-    """The draft of rows that draft as many tokens: none, or `padded_gamma` tokens a row with
+    """The draft of rows that draft as many tokens: none, or `draft_width` tokens a row with
     padding."""
 
     batch: Batch
     plan: DraftPlan
     proposal: Proposal | None
-    padded_gamma: int
+    draft_width: int
 
     @property
     def counts(self) -> list[int]:
-        return [min(self.padded_gamma, count) for count in self.plan.counts]
+        return [min(self.draft_width, count) for count in self.plan.counts]
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class Speculative:
         verdicts = dict(zip(rows.requests, self.steps.verify(rows, proposal), strict=True))
         seconds = time.perf_counter() - together.started
         is_ragged = proposal is not None and proposal.counts is not None
-        of_step = seconds if together.is_alone and len(drafts) == 1 else None
+        step_seconds = seconds if together.is_alone and len(drafts) == 1 else None
         for draft in drafts:
-            self._observe(draft, verdicts, of_step, is_ragged)
+            self._observe(draft, verdicts, step_seconds, is_ragged)
         return verdicts
 
     def _accept(
@@ -133,12 +133,12 @@ class Speculative:
     ) -> StepOutput:
         """What each row emits: its accepted drafts, if they are kept, and a token of the target."""
         log = self.log
-        of_rows = [verdicts[request] for request in batch.requests]
-        accepted = [verdict.accepted for verdict in of_rows]
+        in_rows = [verdicts[request] for request in batch.requests]
+        accepted = [verdict.accepted for verdict in in_rows]
         kept = map(self.steps.kept, accepted)
-        emitted = [verdict.ids[: 1 + n] for verdict, n in zip(of_rows, kept, strict=True)]
-        padded_gamma = max(draft.padded_gamma for draft in drafts)
-        if padded_gamma == 0:
+        emitted = [verdict.ids[: 1 + n] for verdict, n in zip(in_rows, kept, strict=True)]
+        draft_width = max(draft.draft_width for draft in drafts)
+        if draft_width == 0:
             return StepOutput(emitted, digests=None if log is None else [])
         proposed = dict[Request, int]()
         for draft in drafts:
@@ -146,11 +146,11 @@ class Speculative:
         digests = None if log is None else log.digests(batch.rows)
         counts = [proposed[r] for r in batch.requests]
         acceptance = None
-        if any(verdict.acceptance for verdict in of_rows):
-            pairs = zip(of_rows, counts, strict=True)
+        if any(verdict.acceptance for verdict in in_rows):
+            pairs = zip(in_rows, counts, strict=True)
             acceptance = [(verdict.acceptance or [])[:count] for verdict, count in pairs]
         return StepOutput(
-            emitted, padded_gamma, accepted, counts, digests=digests, acceptance=acceptance
+            emitted, draft_width, accepted, counts, digests=digests, acceptance=acceptance
         )
 
     def _draft_rows(self, batch: Batch, count: int) -> StepDraft:
@@ -181,17 +181,15 @@ class Speculative:
         seconds: float | None,
         is_ragged: bool,
     ) -> None:
-        accepted = (
-            [verdicts[r].accepted for r in draft.batch.requests] if draft.padded_gamma else ()
-        )
+        accepted = [verdicts[r].accepted for r in draft.batch.requests] if draft.draft_width else ()
         judged = draft.plan.judged
-        verified = draft.padded_gamma
+        verified = draft.draft_width
         if is_ragged:
             verified = round(sum(draft.counts) / len(draft.counts)) or 1
             if any(judged) and judged != draft.plan.counts:  # some are those of a model
                 seconds = None
         self.draft_length.observe(
-            draft.batch, draft.padded_gamma, accepted, seconds, judged, verified
+            draft.batch, draft.draft_width, accepted, seconds, judged, verified
         )
 
     def measure(self, batch: Batch) -> list[float]:

@@ -179,7 +179,7 @@ class DecodeSteps:
         for i, runner in enumerate(self._runners, first):
             runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
         first += len(self._runners)
-        return [Verdict.of_columns(row[first:], padded_gamma) for row in results]
+        return [Verdict.from_columns(row[first:], padded_gamma) for row in results]
 
     def _begin(self, proposal: Proposal | None) -> PendingVerification:
         runner = self.runner
@@ -209,8 +209,8 @@ class DecodeSteps:
         for count in sorted(set(counts)):
             members = [place for place, each in enumerate(counts) if each == count]
             new_tokens = tokens[members, : 1 + count]
-            of_members = ForwardBatch(new_tokens, [rows[place] for place in members])
-            forwards.append(self.runner.enqueue(of_members))
+            member_batch = ForwardBatch(new_tokens, [rows[place] for place in members])
+            forwards.append(self.runner.enqueue(member_batch))
             for place in members:
                 starts[place] = num_tokens
                 num_tokens = num_tokens + 1 + count

@@ -44,7 +44,7 @@ from magicdec.systems.system import (
     ReplayingSystem,
     StepShape,
     SystemDetails,
-    of_first_rank_alone,
+    on_first_rank,
 )
 
 MakeStrategy = Callable[[ModelRunner], DecodingStrategy]
@@ -81,7 +81,7 @@ class Flover(ReplayingSystem):
             check_stage_group(f"--modes {self.names}", models.config.parallel)
             check_shared(f"--modes {self.names}", world_size, models.source.config)
         else:
-            models = of_first_rank_alone(models)
+            models = on_first_rank(models)
         self.settings.check_cache(max_tokens(models.config))
         if self.settings.prefix_cache:
             check_prefixes("--prefix_cache", models.config)

@@ -49,7 +49,7 @@ from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.drafter import Drafter, DraftSetup, DraftShape, make_drafter
 from magicdec.systems.mdi_llm.details import DraftCounts
-from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, OF_PROMPT, VERIFY, WANTED, Stage
+from magicdec.systems.mdi_llm.ring_stage import ENDS_PROMPT, IN_PROMPT, VERIFY, WANTED, Stage
 from magicdec.systems.stages.spans import SpanKind, Spans
 
 
@@ -78,8 +78,8 @@ class RingSpeculation:
         self.draft_length = FixedLength(gamma)
         self.is_padded = False  # whether each message has so many drafts, for a timing
         self.log: DraftLog | None = None
-        of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
-        self._vocab_size = max(r.model.config.vocab_size for r in (runner, *of_draft))
+        draft_runners = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
+        self._vocab_size = max(r.model.config.vocab_size for r in (runner, *draft_runners))
         self._known: dict[int, Request] = {}  # by row; they share the lists of their output tokens
 
     def admit(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class RingSpeculation:
         emitted = [line[2:] for line in lines]
         proposed = draft.num_drafted
         self.counts.num_rounds += len(counts)
-        tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
+        tokens = [row_tokens[: n + 1] for row_tokens, n in zip(emitted, counts, strict=True)]
         longest = draft.proposal.ids.shape[1]
         digests = None if draft.digests is None else list(draft.digests)
         return StepOutput(tokens, longest, counts, list(proposed), digests=digests)
@@ -182,7 +182,7 @@ class RingRun:
             return VERIFY
         if self.is_decode:
             return WANTED
-        return ENDS_PROMPT if self.is_wanted else OF_PROMPT
+        return ENDS_PROMPT if self.is_wanted else IN_PROMPT
 
 
 class RecurrentPipeline:
@@ -280,7 +280,7 @@ class RecurrentPipeline:
         if not (self.is_alone and self._idle_lanes and self._arrivals):
             return True
         next_s = self._arrivals.next_s
-        return math.isinf(next_s) or self.ends.inbound.is_there(next_s - self.clock.now())
+        return math.isinf(next_s) or self.ends.inbound.has_arrived(next_s - self.clock.now())
 
     def _take_arrivals(self) -> None:
         """Queue requests that have arrived, and begin idle lanes. All ranks of the first stage read

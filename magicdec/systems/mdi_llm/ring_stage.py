@@ -24,7 +24,7 @@ from magicdec.runner.forward_batch import ForwardBatch, Tokens
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.systems.stages.spans import SpanKind
 
-OF_PROMPT = 0
+IN_PROMPT = 0
 WANTED = 1
 VERIFY = 2
 ENDS_PROMPT = 3
@@ -57,7 +57,7 @@ class Stage:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
         num_outputs = None if status == VERIFY else min(status, 1)
-        out = self.compute(x, rows, num_outputs, status in (OF_PROMPT, ENDS_PROMPT))
+        out = self.compute(x, rows, num_outputs, status in (IN_PROMPT, ENDS_PROMPT))
         wait_for_stream(out.device)
         return out if status or not self.is_last else None
 

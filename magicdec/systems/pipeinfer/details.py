@@ -123,7 +123,7 @@ class Observed:
     end_s: float
 
     @classmethod
-    def of_requests(
+    def from_requests(
         cls, layout: PipelineLayout, by_rank: Sequence[Sequence[Span]], requests: Sequence[Request]
     ) -> Observed:
         begin_s = min(request.token_times_s[0] for request in requests)

@@ -32,7 +32,7 @@ class ScriptedPathDrafter:
         self.emulated = emulated or EmulatedTime()
 
     @classmethod
-    def of_emulated_stages(
+    def for_emulated_stages(
         cls,
         acceptance: float,
         prompt_lens: Sequence[int],

@@ -81,8 +81,8 @@ class PipeInfer(StagedSystem):
         run = self.complete(replace(models, config=config), cache)
         self.drafting: Prepared | None = None
         if run.draft_source is not None:  # what follows a prompt are the draft's own tokens
-            of_draft = replace(config, capacity=config.capacity.without_outputs())
-            self.drafting = replace(run, config=of_draft)
+            draft_config = replace(config, capacity=config.capacity.without_outputs())
+            self.drafting = replace(run, config=draft_config)
         self.run = replace(run, config=config.without_drafts())
         self.sampling = CoupledSampling(config.sampling)
         most = max(shape.output_len for shape in options.shapes) - 1
@@ -137,8 +137,8 @@ class PipeInfer(StagedSystem):
         config = super().config_of(serving_pass)
         config["decoding"]["gamma"] = self.gamma
         if serving_pass.is_drafting and self.drafting is not None:
-            of_draft = self.drafting.config.to_dict()
-            config |= {name: of_draft[name] for name in ("draft", "kv")}
+            draft_config = self.drafting.config.to_dict()
+            config |= {name: draft_config[name] for name in ("draft", "kv")}
         return config
 
     def open(self, serving_pass: Pass, device: torch.device, progress: Progress) -> None:
@@ -193,7 +193,7 @@ class PipeInfer(StagedSystem):
         observer.counts.num_steps = scheduler.counts.runs
         if self.rank != 0 or not observer.is_measured:
             return SystemDetails()
-        observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
+        observed = Observed.from_requests(self.layout, spans_of_ranks, requests)
         prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is SpanKind.PROMPT)
         ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
         return SystemDetails(
@@ -224,7 +224,7 @@ class PipeInfer(StagedSystem):
         """The drafter for stages that sleep."""
         shapes = self.options.shapes
         workload = self.run.workload
-        return ScriptedPathDrafter.of_emulated_stages(
+        return ScriptedPathDrafter.for_emulated_stages(
             acceptance,
             [min(len(p), s.prompt_len) for p, s in zip(workload.prompts, shapes, strict=False)],
             [shape.output_len for shape in shapes],
@@ -240,8 +240,8 @@ def with_own_model(run_config: RunConfig) -> RunConfig:
     int8 if the target is and no other weights are asked for."""
     if run_config.decoding.drafter != SELF:
         return run_config
-    of_target = "int8" if run_config.model.target_dtype == "int8" else None
-    weights = run_config.decoding.draft_weights or of_target
+    target_weights = "int8" if run_config.model.target_dtype == "int8" else None
+    weights = run_config.decoding.draft_weights or target_weights
     own = DraftSection(model=run_config.model.model)
     decoding = replace(run_config.decoding, drafter="model", draft_weights=weights)
     return replace(run_config, draft=own, decoding=decoding)

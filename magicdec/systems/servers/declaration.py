@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ENDPOINT = "endpoint"
 NO_URL = "none"  # in `--endpoint_metrics`, of a server whose counters are not read
-OF_EACH = ("endpoint_model", "endpoint_prompts", "endpoint_api", "endpoint_metrics")
+SERVER_SETTINGS = ("endpoint_model", "endpoint_prompts", "endpoint_api", "endpoint_metrics")
 
 
 def parse_url(text: str) -> str:
@@ -111,8 +111,8 @@ class ServersSettings(RowSettings, PrefixSettings):
     def num_instances(self) -> int:
         return len(self.endpoint or ())
 
-    def of_server(self, name: str, number: int) -> Any:
-        """The value that a setting of `OF_EACH` has for the server of that number."""
+    def server_value(self, name: str, number: int) -> Any:
+        """The value that a setting of `SERVER_SETTINGS` has for the server of that number."""
         values = getattr(self, name)
         return None if values is None else values[0 if len(values) == 1 else number]
 
@@ -137,15 +137,17 @@ class ServersSettings(RowSettings, PrefixSettings):
             raise ValueError("--endpoint names a server twice; name each once")
         for url in servers:
             check_credentials(url, self.endpoint_key_env)
-        for name in OF_EACH:
+        for name in SERVER_SETTINGS:
             values = getattr(self, name)
             if values is not None and len(values) not in (1, len(servers)):
                 raise ValueError(
                     f"--{name} has {len(values)} values for {len(servers)} servers of --endpoint; "
                     "give one for all or one for each"
                 )
-        of_each = [self.of_server("endpoint_metrics", number) for number in range(len(servers))]
-        urls = [url for url in of_each if url not in (None, NO_URL)]
+        metrics_urls = [
+            self.server_value("endpoint_metrics", number) for number in range(len(servers))
+        ]
+        urls = [url for url in metrics_urls if url not in (None, NO_URL)]
         if len(set(urls)) < len(urls):
             raise ValueError(
                 "--endpoint_metrics has the same counters for several servers; give each its own, "

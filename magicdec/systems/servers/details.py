@@ -115,12 +115,12 @@ class ServerCounts:
                 self.by_request[request_id] = name, counts
 
 
-def cached_of(said: ServerCounts, requests: Sequence[Request]) -> dict[int, int]:
+def cached_of(counts: ServerCounts, requests: Sequence[Request]) -> dict[int, int]:
     """Of each request the prompt tokens of which the server had the KV; empty if it does not say
     that of all. Raises ValueError, one sentence, if that cannot be right."""
     found = dict[int, int]()
     for request in requests:
-        if (count := said.cached.get(request.request_id)) is None:
+        if (count := counts.cached.get(request.request_id)) is None:
             return {}
         size = len(request.prompt_ids)
         if not 0 <= as_count("cached_tokens", count) <= size:
@@ -132,15 +132,17 @@ def cached_of(said: ServerCounts, requests: Sequence[Request]) -> dict[int, int]
 
 
 def conclude(
-    said: ServerCounts, requests: Sequence[Request], counted: Callable[[], CountedPass | None]
+    server_counts: ServerCounts,
+    requests: Sequence[Request],
+    counted: Callable[[], CountedPass | None],
 ) -> tuple[Verifications, ServersDetails]:
     """What is taken of the answers and of the counters of a pass whose requests have ended.
     `counted` raises ValueError, one sentence, if its counts are not those of the pass."""
     lengths = {request.request_id: len(request.output_ids) - 1 for request in requests}
-    program = next((name for name, _ in said.by_request.values()), None)
+    program = next((name for name, _ in server_counts.by_request.values()), None)
     problems = list[str]()
     try:
-        answers = _checked_answers(said, lengths)
+        answers = _checked_answers(server_counts, lengths)
     except ValueError as error:
         problems.append(str(error))
         answers = {}
@@ -163,12 +165,14 @@ def conclude(
     return taken, ServersDetails(program=program, source=source, missing=[], problems=problems)
 
 
-def _checked_answers(said: ServerCounts, lengths: Mapping[int, int]) -> dict[int, ReportedCounts]:
+def _checked_answers(
+    server_counts: ServerCounts, lengths: Mapping[int, int]
+) -> dict[int, ReportedCounts]:
     """The counts of each request; empty if no answer has any. Raises ValueError if one cannot be
     right, or lacks what others have."""
-    for request_id, problem in sorted(said.problems.items()):
+    for request_id, problem in sorted(server_counts.problems.items()):
         raise ValueError(f"request {request_id}: {problem}")
-    counts = {request_id: each for request_id, (_, each) in said.by_request.items()}
+    counts = {request_id: each for request_id, (_, each) in server_counts.by_request.items()}
     if not counts:
         return {}
     for request_id, num_tokens in lengths.items():
@@ -229,8 +233,8 @@ def _check_total(
         raise ValueError(found)
     for name in SUMS:
         counted = getattr(total, name)
-        said = [getattr(answer, name) for answer in answers.values()]
-        if said and counted is not None and None not in said and sum(said) != counted:
+        sent = [getattr(answer, name) for answer in answers.values()]
+        if sent and counted is not None and None not in sent and sum(sent) != counted:
             raise ValueError(
-                f"{counted} {name}, but the answers have {sum(said)}, so that they count others too"
+                f"{counted} {name}, but the answers have {sum(sent)}, so that they count others too"
             )

@@ -126,9 +126,9 @@ class Server:
         return f"Basic {b64encode(pair.encode()).decode()}"
 
     def _headers(self) -> dict[str, str]:
-        said = self._basic() if self.key is None else f"Bearer {self.key}"
+        authorization = self._basic() if self.key is None else f"Bearer {self.key}"
         headers = {"Content-Type": "application/json"}
-        return headers | {"Authorization": said} if said else headers
+        return headers | {"Authorization": authorization} if authorization else headers
 
     @contextmanager
     def ask(self, path: str, body: bytes | None, limits: AnswerLimits) -> Iterator[HTTPResponse]:

@@ -42,7 +42,7 @@ from magicdec.systems.system import (
     StepShape,
     System,
     SystemDetails,
-    of_first_rank_alone,
+    on_first_rank,
 )
 
 # Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
@@ -57,11 +57,11 @@ OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")  # of a stream of events, be
 # A server may count a moment after it has answered.
 COUNTING_S = 5.0
 EVERY_S = 0.05
-OF_OPENAI = "/v1"  # the end of the URL of OpenAI's interface
+OPENAI_PATH = "/v1"  # the end of the URL of OpenAI's interface
 
 
 NOT_FOUND = 404
-OF_CONTENT = (400, 415, 422, 500, 501)  # the statuses of servers that cannot take a prompt
+CONTENT_ERRORS = (400, 415, 422, 500, 501)  # the statuses of servers that cannot take a prompt
 
 
 class Refused(ValueError):
@@ -79,12 +79,12 @@ class Servers(System):
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         capacity = self.options.capacity(self.rows)
         models = self.find(run_config, capacity, cache)
-        self.run = self.complete(of_first_rank_alone(models), cache)
+        self.run = self.complete(on_first_rank(models), cache)
         number = self.passes[0].server
-        self.model = self.settings.of_server("endpoint_model", number)
-        self.sends_text = self.settings.of_server("endpoint_prompts", number) == "text"
+        self.model = self.settings.server_value("endpoint_model", number)
+        self.sends_text = self.settings.server_value("endpoint_prompts", number) == "text"
         self.api: ServerApi = load_object(
-            SERVER_APIS[self.settings.of_server("endpoint_api", number)]
+            SERVER_APIS[self.settings.server_value("endpoint_api", number)]
         )
         variable = self.settings.endpoint_key_env
         key = None if variable is None else read_key(variable)
@@ -92,10 +92,10 @@ class Servers(System):
         self.server = Server(url, key)
         self.root = Server(without_openai(url), key) if self.api.is_at_root else self.server
         self.metrics: Server | None = None
-        metrics_url = self.settings.of_server("endpoint_metrics", number)
+        metrics_url = self.settings.server_value("endpoint_metrics", number)
         if metrics_url not in (None, NO_URL):
             self.metrics = Server(metrics_url, key if is_same_server(metrics_url, url) else None)
-        self.said = ServerCounts()
+        self.server_counts = ServerCounts()
         if self.launch.rank == 0:
             self._find_model()
             self._check_metrics()
@@ -148,7 +148,7 @@ class Servers(System):
         self, serving_pass: Pass, requests: Sequence[Request], observer: PassObserver
     ) -> SystemDetails:
         ended = SimpleQueue[Exception | None]()
-        self.said = ServerCounts()
+        self.server_counts = ServerCounts()
         is_read = observer.is_measured and self.launch.rank == 0
         before = self._counters() if is_read else None
         arrivals = Arrivals(requests, serving_pass.concurrency)
@@ -162,7 +162,9 @@ class Servers(System):
                 raise error
         if not is_read:
             return SystemDetails()
-        taken, report = conclude(self.said, requests, lambda: self._count(before, requests))
+        taken, report = conclude(
+            self.server_counts, requests, lambda: self._count(before, requests)
+        )
         observer.verifications = taken
         self._take_hits(requests, observer.counts, report.problems)
         return SystemDetails(report)
@@ -172,7 +174,7 @@ class Servers(System):
     ) -> None:
         """Count what the server says that it had of prompts, as a prefix cache here is counted."""
         try:
-            found = cached_of(self.said, requests)
+            found = cached_of(self.server_counts, requests)
         except ValueError as error:
             problems.append(str(error))
             return
@@ -219,22 +221,22 @@ class Servers(System):
         ids.
         """
         most = request.sampling.max_new_tokens
-        said = None
+        num_sent = None
         has_ids = False
         ignores_eos = self.run.config.decoding.ignore_eos
         size = PROMPT_BYTES * len(request.prompt_ids) + TOKEN_BYTES * most
         limits = self._limits(STREAM_BYTES + size)
         for sent in self._events(limits, self._body(request.prompt_ids, most)):
             event = self.api.event(sent, len(request.output_ids))
-            self.said.observe(request.request_id, event)
+            self.server_counts.observe(request.request_id, event)
             if isinstance(usage := event.get("usage"), dict):
-                said = usage.get("completion_tokens")
+                num_sent = usage.get("completion_tokens")
             for choice in self._parts(event, "choices"):
                 ids = choice.get("token_ids")
                 has_ids = has_ids or bool(ids)
                 # Beside ids a text says nothing: it may be that of tokens that came before.
                 is_text = bool(choice.get("text")) and not has_ids
-                tokens = ids or [UNKNOWN_ID] * (self._num_new(request, said) if is_text else 0)
+                tokens = ids or [UNKNOWN_ID] * (self._num_new(request, num_sent) if is_text else 0)
                 self._check_tokens(request, tokens, has_ids=bool(ids))
                 if tokens:
                     limits.progress()
@@ -242,7 +244,7 @@ class Servers(System):
                 observer.observe([request.request_id], StepOutput([tokens]), 0.0)
         output = request.output_ids
         times = request.token_times_s
-        count = said if UNKNOWN_ID in output and isinstance(said, int) else len(output)
+        count = num_sent if UNKNOWN_ID in output and isinstance(num_sent, int) else len(output)
         if not output or not 0 < count <= most or (ignores_eos and count < most):
             raise self._other_number(request, count)
         if request.turn is not None and UNKNOWN_ID in output:
@@ -258,13 +260,13 @@ class Servers(System):
         del output[count:], times[count - 1 : -1]
         request.finished_s = times[-1]
 
-    def _num_new(self, request: Request, said: object) -> int:
+    def _num_new(self, request: Request, num_sent: object) -> int:
         """The tokens of a text without ids: those that the server says to have sent so far, without
         the known ones. One where it says so at the end alone."""
-        if not isinstance(said, int):
+        if not isinstance(num_sent, int):
             return 1
         most = MOST_PARTS * request.sampling.max_new_tokens + 1
-        return max(0, min(said, most) - len(request.output_ids))
+        return max(0, min(num_sent, most) - len(request.output_ids))
 
     def _check_tokens(self, request: Request, tokens: object, has_ids: bool) -> None:
         size = self.run.source.config.vocab_size
@@ -340,8 +342,8 @@ class Servers(System):
                 if sent and not sent.startswith(OTHER_FIELDS):
                     event = self._object(path, sent)
                     if event.get("error"):
-                        said = self._shown(event["error"])
-                        raise Refused(f"{self._flag} ends an answer with: {said}")
+                        reason = self._shown(event["error"])
+                        raise Refused(f"{self._flag} ends an answer with: {reason}")
                     yield event
                     if self.api.is_last(event):
                         return
@@ -372,8 +374,8 @@ class Servers(System):
                     line = f"{flag} answers{place} with {response.status}: {text}"
                     is_elsewhere = server is self.server and lacks_openai(server.url)
                     if response.status == NOT_FOUND and is_elsewhere:
-                        line += f"; the URL of OpenAI's interface ends in {OF_OPENAI}"
-                    refuses = response.status in OF_CONTENT
+                        line += f"; the URL of OpenAI's interface ends in {OPENAI_PATH}"
+                    refuses = response.status in CONTENT_ERRORS
                     raise Refused(line) if refuses else ValueError(line)
                 yield response
         except LimitReached as error:
@@ -386,13 +388,13 @@ class Servers(System):
 
 
 def lacks_openai(url: str) -> bool:
-    return not urlsplit(url).path.rstrip("/").endswith(OF_OPENAI)
+    return not urlsplit(url).path.rstrip("/").endswith(OPENAI_PATH)
 
 
 def without_openai(url: str) -> str:
     """The URL of the whole server, whose interface of OpenAI's is at `url`."""
     parts = urlsplit(url)
-    return parts._replace(path=parts.path.rstrip("/").removesuffix(OF_OPENAI)).geturl()
+    return parts._replace(path=parts.path.rstrip("/").removesuffix(OPENAI_PATH)).geturl()
 
 
 def is_same_server(url: str, other: str) -> bool:

@@ -100,11 +100,11 @@ def stage_times(
             hosts.setdefault(facts["host"], []).append(RankTimes(**facts["times"]))
     times = []
     for ranks in stages:
-        of_hosts = [hosts[by_rank[rank]["host"]] for rank in ranks]
-        layer_s = max(median(rank.layer_s for rank in host) for host in of_hosts)
+        host_ranks = [hosts[by_rank[rank]["host"]] for rank in ranks]
+        layer_s = max(median(rank.layer_s for rank in host) for host in host_ranks)
         own = [by_rank[rank]["times"]["own_fixed_s"] for rank in ranks]
         with_ends = [fixed_s for fixed_s in own if fixed_s is not None]
-        without = (median(rank.fixed_s for rank in host) for host in of_hosts)
+        without = (median(rank.fixed_s for rank in host) for host in host_ranks)
         times.append(StageTimes(max(with_ends or without), layer_s))
     return times
 

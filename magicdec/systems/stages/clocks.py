@@ -65,9 +65,9 @@ def gather_spans(spans: Spans, clocks: Sequence[Ahead]) -> list[Spans]:
     return [
         Spans(
             replace(span, begin_s=span.begin_s - clock.ahead_s, end_s=span.end_s - clock.ahead_s)
-            for span in of_rank
+            for span in rank_spans
         )
-        for of_rank, clock in zip(by_rank, clocks, strict=True)
+        for rank_spans, clock in zip(by_rank, clocks, strict=True)
     ]
 
 

@@ -46,9 +46,10 @@ def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
     """[stages, NUM_PARTS] the share of each part of the time in which each stage was busy, from
     what the stages did when."""
     working = [
-        sorted((s.begin_s, s.end_s) for s in of_stage if s.what.name in WORK) for of_stage in spans
+        sorted((s.begin_s, s.end_s) for s in stage_times if s.what.name in WORK)
+        for stage_times in spans
     ]
-    times = [np.array(of_stage).reshape(-1, 2).T for of_stage in working]
+    times = [np.array(stage_times).reshape(-1, 2).T for stage_times in working]
     edges = np.linspace(
         min(begins_s.min(initial=np.inf) for begins_s, _ in times),
         max(ends_s.max(initial=-np.inf) for _, ends_s in times),

@@ -230,8 +230,8 @@ class DueReceiver:
         self.emulated.reach(due_ns / 1e9 if self.shares_clock else time.perf_counter())
         return replace(message, words=tuple(words))
 
-    def is_there(self, seconds: float) -> bool:
-        return self.receiver.is_there(seconds)
+    def has_arrived(self, seconds: float) -> bool:
+        return self.receiver.has_arrived(seconds)
 
 
 class LateConnector(Connector):

@@ -534,9 +534,9 @@ RANKS = (
         "--draft_ranks 1",
     ),
 )
-OF_MODEL = f"{FULL} --gamma 4"
-IN_FLIGHT = f"--modes inflight+draft {OF_MODEL}"
-SYNC = f"--modes pipeline+draft {OF_MODEL} --nproc 2"
+MODEL_FLAGS = f"{FULL} --gamma 4"
+IN_FLIGHT = f"--modes inflight+draft {MODEL_FLAGS}"
+SYNC = f"--modes pipeline+draft {MODEL_FLAGS} --nproc 2"
 ASYNC = SYNC.replace("pipeline+draft", "pipeinfer")
 SYSTEMS = (
     regression(
@@ -553,7 +553,7 @@ SYSTEMS = (
         "systems/mdi_llm/recurrent.py",
         "        self.counts.num_messages += 1\n",
         "        proposal.ids[:, -1] = 5\n        self.counts.num_messages += 1\n",
-        f"--modes ring+draft {OF_MODEL} --nproc 2",
+        f"--modes ring+draft {MODEL_FLAGS} --nproc 2",
     ),
     regression(
         "a pipeline's drafter never proposes every 16th token",

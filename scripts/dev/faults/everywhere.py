@@ -54,8 +54,8 @@ PROPERTIES = (
             Fault(
                 "a position has the probabilities of another row",
                 "speculation/steps/speculative.py",
-                "pairs = zip(of_rows, counts, strict=True)",
-                "pairs = zip(reversed(of_rows), counts, strict=True)",
+                "pairs = zip(in_rows, counts, strict=True)",
+                "pairs = zip(reversed(in_rows), counts, strict=True)",
             ),
         ),
     ),

@@ -111,8 +111,8 @@ PROPERTIES = (
             Fault(
                 "drafts without their choice",
                 "bench/latency/record.py",
-                "of_drafts = first_ms.get(draft, ms) + (gamma - 1) * ms",
-                "of_drafts = gamma * ms",
+                "drafts_ms = first_ms.get(draft, ms) + (gamma - 1) * ms",
+                "drafts_ms = gamma * ms",
             ),
             Fault(
                 "verifications that are not watched",

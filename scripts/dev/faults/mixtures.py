@@ -52,8 +52,8 @@ PROPERTIES = (
             Fault(
                 "all experts in each forward",
                 "bench/roofline.py",
-                "of_experts * counts.experts_read // num_experts",
-                "of_experts * counts.num_forwards",
+                "expert_total * counts.experts_read // num_experts",
+                "expert_total * counts.num_forwards",
             ),
             Fault(
                 "experts that are not counted",
@@ -76,7 +76,7 @@ PROPERTIES = (
             Fault(
                 "all experts in each step",
                 "hardware/costs.py",
-                "of_all * (1 - c.experts.touched(B * T) / c.experts.num_experts)",
+                "expert_total * (1 - c.experts.touched(B * T) / c.experts.num_experts)",
                 "0",
             ),
         ),
@@ -118,8 +118,8 @@ PROPERTIES = (
             Fault(
                 "all experts in the bytes of a forward",
                 "bench/roofline.py",
-                "read = of_experts * counts.experts_read // num_experts if num_experts else 0",
-                "read = of_experts",
+                "read = expert_total * counts.experts_read // num_experts if num_experts else 0",
+                "read = expert_total",
             ),
         ),
     ),

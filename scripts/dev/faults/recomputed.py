@@ -14,8 +14,8 @@ ACCEPTANCE = "records/acceptance.py"
 REPORT = "bench/report/"
 ENDPOINT = "systems/servers/system.py"
 COUNTERS = "systems/servers/counters.py"
-OF_SPEEDS = "speedup_interval=ratio_interval(of_steps)"
-OF_NET = "net_speedup_interval=ratio_interval(net)"
+SPEED_INTERVAL = "speedup_interval=ratio_interval(of_steps)"
+NET_INTERVAL = "net_speedup_interval=ratio_interval(net)"
 
 PROPERTIES = (
     Property(
@@ -91,8 +91,8 @@ PROPERTIES = (
             Fault(
                 "acceptance of a context of the first requests",
                 "records/computing.py",
-                "verifications.of_requests(members), len(members)",
-                "verifications.of_requests(range(len(members))), len(members)",
+                "verifications.subset(members), len(members)",
+                "verifications.subset(range(len(members))), len(members)",
             ),
             Fault(
                 "a turn of the category of another prompt",
@@ -121,9 +121,9 @@ PROPERTIES = (
             Fault(
                 "counters before answers",
                 ACCEPTANCE,
-                "found = of_pass | {name: value for name, value in found.items() "
+                "found = pass_metrics | {name: value for name, value in found.items() "
                 "if value is not None}",
-                "found = found | of_pass",
+                "found = found | pass_metrics",
             ),
             Fault(
                 "a request of a group by its number in the pass",
@@ -376,7 +376,7 @@ PROPERTIES = (
             Fault(
                 "a text is one token",
                 ENDPOINT,
-                "return max(0, min(said, most) - len(request.output_ids))",
+                "return max(0, min(num_sent, most) - len(request.output_ids))",
                 "return 1",
             ),
             Fault(

@@ -17,7 +17,7 @@ PROPERTIES = (
                 "step time halved on drafting steps",
                 "engine/engine.py",
                 "output, now), now - started)",
-                "output, now), (now - started) / (2 if output.padded_gamma else 1))",
+                "output, now), (now - started) / (2 if output.draft_width else 1))",
             ),
         ),
     ),
@@ -122,8 +122,8 @@ PROPERTIES = (
             Fault(
                 "a step's rows taken from the first request on",
                 "records/acceptance.py",
-                "of_requests = zip(request_ids, drafted,",
-                "of_requests = zip(range(len(drafted)), drafted,",
+                "row_counts = zip(request_ids, drafted,",
+                "row_counts = zip(range(len(drafted)), drafted,",
             ),
         ),
     ),
@@ -278,7 +278,7 @@ PROPERTIES = (
             Fault(
                 "stolen time not taken",
                 "hardware/other_load.py",
-                "taken = min(others, waited) + of_stolen",
+                "taken = min(others, waited) + own_stolen",
                 "taken = min(others, waited)",
             ),
             Fault(

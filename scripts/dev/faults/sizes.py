@@ -123,8 +123,8 @@ PROPERTIES = (
             Fault(
                 "experts without their biases",
                 COSTS,
-                "of_expert = 2 * (last - first) + config.hidden_size",
-                "of_expert = 2 * (last - first)",
+                "expert_numbers = 2 * (last - first) + config.hidden_size",
+                "expert_numbers = 2 * (last - first)",
             ),
             Fault(
                 "the gate or the other half",
@@ -147,8 +147,8 @@ PROPERTIES = (
             Fault(
                 "all experts of a layer are read",
                 "bench/roofline.py",
-                "of_experts * counts.experts_read // num_experts",
-                "of_experts * counts.num_forwards",
+                "expert_total * counts.experts_read // num_experts",
+                "expert_total * counts.num_forwards",
             ),
             Fault(
                 "an expert for each token",

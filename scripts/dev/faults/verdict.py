@@ -63,8 +63,8 @@ PROPERTIES = (
             Fault(
                 "logits taken for those of the next token",
                 "bench/check/forwards.py",
-                "of_request[first + count - 1] =",
-                "of_request[first + count] =",
+                "request_logits[first + count - 1] =",
+                "request_logits[first + count] =",
             ),
             Fault(
                 "logits compared after other prompts",

@@ -47,7 +47,7 @@ def call_magicdec(command: str, flags: Sequence[object]) -> str:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if code:
-        said = [*output.getvalue().splitlines(), *errors.getvalue().splitlines()]
-        last = [line for line in said if line.strip()][-8:]
+        output_lines = [*output.getvalue().splitlines(), *errors.getvalue().splitlines()]
+        last = [line for line in output_lines if line.strip()][-8:]
         raise CommandFailed(f"magicdec {command} ended with {code}: " + "\n".join(last))
     return output.getvalue()

@@ -58,10 +58,10 @@ def goals(directory: Path) -> list[dict[str, Any]]:
     ]
     for goal, wanted, (phase, T), B, S, budget in ROOFLINES:
         row = largest(rows, phase, T, B, S, budget)
-        of_roofline = None
+        roofline_share = None
         if row is not None and copied is not None:
-            of_roofline = row["bytes"] / copied / (row["ms_median"] / 1e3)
-        found.append(goal_of(f"{goal}: share of its roofline", wanted, of_roofline, row))
+            roofline_share = row["bytes"] / copied / (row["ms_median"] / 1e3)
+        found.append(goal_of(f"{goal}: share of its roofline", wanted, roofline_share, row))
     decode, verify = (largest(rows, *kind, 32, 32768) for kind in (("decode", 1), ("verify", 5)))
     ratio = None
     if decode is not None and verify is not None:

@@ -56,7 +56,9 @@ def sizes_of(
         threads,
         num_requests=max(map(len, lengths)),
         max_tokens=max(map(max, lengths)),
-        cache_tokens=max(sum(of_trace) + BLOCK * len(of_trace) for of_trace in lengths),
+        cache_tokens=max(
+            sum(trace_lengths) + BLOCK * len(trace_lengths) for trace_lengths in lengths
+        ),
         **way.settings,
     )
 

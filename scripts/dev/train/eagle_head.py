@@ -236,16 +236,16 @@ class FlashForkedAttention(torch.autograd.Function):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         first = flash(grad, q, keys_values[0], keys_values[1], out, log_sum, 0.0, True)
         scale = 1 / math.sqrt(q.shape[-1])
-        of_q = first[0].float()
+        q_grad = first[0].float()
         found = list(first[1:])
         weighted = (grad.float() * out).sum(dim=-1)
         for key, value in zip(keys_values[2::2], keys_values[3::2], strict=True):
             weight = (_own_score(q, key, scale) - log_sum).exp()
-            of_score = weight * ((grad.float() * value).sum(dim=-1) - weighted) * scale
-            of_q += of_score[..., None] * key
-            found.append((of_score[..., None] * q).to(q.dtype))
+            score_grad = weight * ((grad.float() * value).sum(dim=-1) - weighted) * scale
+            q_grad += score_grad[..., None] * key
+            found.append((score_grad[..., None] * q).to(q.dtype))
             found.append((weight[..., None] * grad).to(q.dtype))
-        return of_q.to(q.dtype), *found
+        return q_grad.to(q.dtype), *found
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -260,8 +260,8 @@ class SoftCrossEntropy(torch.autograd.Function):
         ctx: Any, states: Tensor, head: Tensor, targets: Tensor, weights: Tensor, chunk: int
     ) -> Tensor:
         total = states.new_zeros((), dtype=torch.float32)
-        of_states = torch.empty_like(states)
-        of_head = torch.zeros_like(head)
+        states_grad = torch.empty_like(states)
+        head_grad = torch.zeros_like(head)
         used = head.to(states.dtype)
         for first in range(0, len(states), chunk):
             slots = slice(first, first + chunk)
@@ -270,13 +270,13 @@ class SoftCrossEntropy(torch.autograd.Function):
             total -= (guesses * targets[slots]).sum(dim=-1) @ weights[slots]
             difference = guesses.exp_().sub_(targets[slots]).mul_(weights[slots, None])
             difference = difference.to(states.dtype)
-            of_states[slots] = difference @ used
-            of_head += difference.mT @ part
-        ctx.save_for_backward(of_states, of_head)
+            states_grad[slots] = difference @ used
+            head_grad += difference.mT @ part
+        ctx.save_for_backward(states_grad, head_grad)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        of_states, of_head = ctx.saved_tensors
+        states_grad, head_grad = ctx.saved_tensors
         grad = grads[0]
-        return of_states * grad.to(of_states.dtype), of_head * grad, None, None, None
+        return states_grad * grad.to(states_grad.dtype), head_grad * grad, None, None, None

@@ -112,8 +112,8 @@ class Form:
         varying = [key for key in self.held if len({held[key] for held, _ in panels}) > 1]
         handles: dict[str, Any] = {}
         for number, ((held, _), table, ax) in enumerate(zip(panels, tables, axes, strict=True)):
-            of_series = table.groupby(self.series, sort=False) if looks else ()
-            series = [(str(name), of, looks[name]) for name, of in of_series if name in looks]
+            series_groups = table.groupby(self.series, sort=False) if looks else ()
+            series = [(str(name), of, looks[name]) for name, of in series_groups if name in looks]
             handles |= self.draw(ax, table, series)
             ax.set_xlabel(self.labels[0])
             if number % self.axes.get("columns", 2) == 0 or not self.axes.get("sharey"):
@@ -184,7 +184,7 @@ ABOUT = ("model", "draft_model", "prefix_len", "gamma")  # what every picture sa
 
 def about(passes: pd.DataFrame) -> str:
     parts = [
-        said(key, several([value for value in passes[key].unique() if value is not None]))
+        setting_text(key, several([value for value in passes[key].unique() if value is not None]))
         for key in ABOUT
         if key in passes and passes[key].notna().any()
     ]
@@ -222,10 +222,10 @@ def choose(series: Sequence[Iterable[str]], limit: int) -> list[str]:
 
 
 def in_words(held: Mapping[str, SettingValue], keys: Iterable[str]) -> str:
-    return ", ".join(said(key, held[key]) for key in keys if held[key] is not None)
+    return ", ".join(setting_text(key, held[key]) for key in keys if held[key] is not None)
 
 
-def said(key: str, value: SettingValue) -> str:
+def setting_text(key: str, value: SettingValue) -> str:
     """A setting in words, such as `prefix 2048 tokens`."""
     name = LABELS.get(key, key).replace("_", " ")
     return str(value) if key in SELF_EVIDENT else f"{name} {value}{UNITS.get(key, '')}"
@@ -344,9 +344,9 @@ def plain_ticks(axis: Any, values: Sequence[Any] | None = None) -> None:
     span less than a decade."""
     from matplotlib import ticker
 
-    of_log = ticker.LogLocator(subs=(1.0, 2.0, 5.0))
+    log_locator = ticker.LogLocator(subs=(1.0, 2.0, 5.0))
     fixed = None if values is None else ticker.FixedLocator(values, nbins=MOST_TICKS)
-    axis.set_major_locator(fixed or of_log)
+    axis.set_major_locator(fixed or log_locator)
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
     if values is not None:

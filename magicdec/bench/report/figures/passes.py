@@ -25,7 +25,7 @@ from magicdec.bench.report.figures.panels import (
     num_different,
     plain_ticks,
     quiet,
-    said,
+    setting_text,
     summarize,
     values_of,
 )
@@ -416,10 +416,10 @@ def draw_by_context(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
         num_contexts = num_different(measured, [*held, "series"], ["prefix_len"])
         shown = measured[np.array(num_contexts, dtype=int) > 1]
         num_models = shown["model"].nunique()
-        for of_model in [of for _, of in shown.groupby("model")] or [shown]:
-            num_kinds = max(1, of_model["kind_of_draft"].nunique())
+        for model_passes in [of for _, of in shown.groupby("model")] or [shown]:
+            num_kinds = max(1, model_passes["kind_of_draft"].nunique())
             form = Form(
-                name=f"{name}_{file_name(of_model)}" if num_models > 1 else name,
+                name=f"{name}_{file_name(model_passes)}" if num_models > 1 else name,
                 title=title,
                 reason="no way to draft was measured at two contexts and else equal settings",
                 held=held,
@@ -433,13 +433,13 @@ def draw_by_context(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
                 most_panels=max(4, 2 * num_kinds),
                 most_series=2 * MOST_SERIES,
             )
-            figures.append(form.of(of_model))
+            figures.append(form.of(model_passes))
     return figures
 
 
-def file_name(of_model: pd.DataFrame) -> str:
+def file_name(model_passes: pd.DataFrame) -> str:
     """The model of all rows in small letters, digits and underscores."""
-    return re.sub("[^a-z0-9]+", "_", str(of_model["model"].iloc[0]).lower()).strip("_")
+    return re.sub("[^a-z0-9]+", "_", str(model_passes["model"].iloc[0]).lower()).strip("_")
 
 
 def names_of_drafts(passes: pd.DataFrame) -> list[str]:
@@ -683,7 +683,7 @@ def draw_bars(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
 def name_of(bar: dict[str, Any], keys: list[str]) -> str:
     """The settings `keys` in short. A policy implies that the model drafts for itself."""
     names = [
-        f"{SHORT[key]} {bar[key]}" if key in SHORT else said(key, bar[key])
+        f"{SHORT[key]} {bar[key]}" if key in SHORT else setting_text(key, bar[key])
         for key in keys
         if bar[key] is not None
         and not (key == "drafter" and bar["kv_policy"] and bar[key] == "self")

@@ -34,7 +34,7 @@ from magicdec.systems.modes import SYSTEMS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OF_USER = "user_tokens_per_s"
+USER_SPEED = "user_tokens_per_s"
 # The metrics that compare modes, with their units.
 SPEEDS = {
     "request_tokens_per_s": "speed of a request, tokens/s",
@@ -67,7 +67,7 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
         labels = list[PointLabel]()
         for name, of, style in series:
             ordered = of.sort_values("concurrency")
-            x = ordered[OF_USER].astype(float)
+            x = ordered[USER_SPEED].astype(float)
             y = ordered["output_throughput"].astype(float)
             (handles[name],) = ax.plot(
                 x,
@@ -93,7 +93,7 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
         held=["about"],
         places=["mode", "concurrency"],
         series="mode",
-        show=lambda of: of[["mode", "run", "concurrency", OF_USER, "output_throughput"]],
+        show=lambda of: of[["mode", "run", "concurrency", USER_SPEED, "output_throughput"]],
         draw=draw,
         labels=("one user: 1 / median TPOT (tokens/s)", "all users (tokens/s)"),
         what="commands",
@@ -108,7 +108,7 @@ def draw_concurrency(passes: pd.DataFrame) -> Drawn | LeftOut:
     if "p50_tpot_ms" not in passes:
         return form.of(passes[:0])
     known = passes[passes["p50_tpot_ms"].notna()]
-    drawn = form.of(known.assign(**{OF_USER: 1e3 / known["p50_tpot_ms"].astype(float)}))
+    drawn = form.of(known.assign(**{USER_SPEED: 1e3 / known["p50_tpot_ms"].astype(float)}))
     if isinstance(drawn, Drawn):
         drawn.figure.draw_without_rendering()  # which lays it out
         for ax, labels in panels:

@@ -56,13 +56,13 @@ def stored_parts(
 ) -> dict[str, StoredTensor]:
     """The headers of the tensors that hold a matrix [N, K] in groups, by name."""
     outputs, width = shape
-    of_groups = StoredTensor((outputs, width // kind.group), kind.scale)
+    group_tensor = StoredTensor((outputs, width // kind.group), kind.scale)
     stored = {
         name: StoredTensor(
             (outputs, width * kind.bits // 8), "int8" if kind.bits == 8 else "uint8"
         ),
-        f"{name}_scale": of_groups,
-        f"{name}_minimum": of_groups,
+        f"{name}_scale": group_tensor,
+        f"{name}_minimum": group_tensor,
         f"{name}_least": StoredTensor((1,), "int8"),
         f"{name}_order": StoredTensor((width,), "int32"),
     }
@@ -156,12 +156,12 @@ class ConvertedMatrix(GroupsOfFile):
     def numbers(self, rows: slice, columns: slice) -> GroupedNumbers:
         kind = self.format
         assert kind is not None
-        of_bytes = slice(columns.start * kind.bits // 8, columns.stop * kind.bits // 8)
+        byte_columns = slice(columns.start * kind.bits // 8, columns.stop * kind.bits // 8)
         groups = slice(columns.start // kind.group, columns.stop // kind.group)
         minimum = self.parts.read("weight_minimum", rows, groups) if kind.has_minimum else None
         return GroupedNumbers(
             kind,
-            expanded(self.parts.read("weight", rows, of_bytes), kind),
+            expanded(self.parts.read("weight", rows, byte_columns), kind),
             self.parts.read("weight_scale", rows, groups),
             minimum,
             self.order,
