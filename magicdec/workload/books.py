@@ -18,6 +18,7 @@ from magicdec.workload.prompt_sets import (
     HUB_NAME,
     PROMPT_SETS,
     PromptItem,
+    category_at,
     category_in,
     sets_of,
     string_at,
@@ -33,7 +34,16 @@ T = TypeVar("T")
 def read_books(dataset: str, most: int) -> Iterator[str]:
     """The texts of at most `most` books of a named dataset, or of files and folders joined by
     commas. Raises ValueError as `read_values`."""
-    return read_values("--dataset", dataset, most, _text_of)
+    return (text for text, _ in read_categorized_books(dataset, most))
+
+
+def read_categorized_books(dataset: str, most: int) -> Iterator[tuple[str, str | None]]:
+    """The texts as by `read_books`, each with its `category`, if its record names one."""
+
+    def book_of(record: Any, place: str) -> tuple[str, str | None]:
+        return _text_of(record, place), category_at(record, "category", place)
+
+    return read_values("--dataset", dataset, most, book_of)
 
 
 def read_corpus(path: str, most: int, encode: Callable[[str], list[int]]) -> Iterator[list[int]]:

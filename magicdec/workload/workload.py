@@ -16,7 +16,7 @@ from magicdec.workload import ruler
 from magicdec.workload.answers import Answer, recall_prompts
 from magicdec.workload.books import (
     NAMED_READERS,
-    read_books,
+    read_categorized_books,
     read_corpus,
     read_prompts,
     title_of,
@@ -43,9 +43,9 @@ SKIP_TOKENS = {"pg19": 8000}
 class Workload:
     """The prefixes in the order of the run, and their `answers`, if known. `sources` are (book
     index, chunk index), drawn from `num_available` prefixes; None if generated. `sha256` is of
-    token ids and prompt boundaries. Of a prompt set, `categories` are those of its items, some of
-    them None, `conversations` their turns, of which `prompts` are the first, and `left_out` counts
-    the items that were drawn and left out, by reason."""
+    token ids and prompt boundaries. `categories` are those of the books or items, some of them
+    None. Of a prompt set, `conversations` are the turns of items, of which `prompts` are the first,
+    and `left_out` counts the items that were drawn and left out, by reason."""
 
     dataset: str
     prompts: tuple[tuple[int, ...], ...]
@@ -175,7 +175,7 @@ def _prefixes_of_books(
     room = frame.room(prefix_len)
     chunk_len = prefix_len if wanted.cut_from is None else wanted.cut_from
     chunk = frame.room(chunk_len)
-    texts, places = _cut_books(books, tokenizer, skip, chunk, wanted.num_prompts)
+    texts, names, places = _cut_books(books, tokenizer, skip, chunk, wanted.num_prompts)
     num_prompts = wanted.enough(len(places))
     if len(places) < num_prompts:
         after = f" after the first {skip} of each text (--skip_tokens)" if skip else ""
@@ -188,21 +188,34 @@ def _prefixes_of_books(
     chunks = (_prefix(texts[b], c, chunk, bos_token_id) for b, c in sources)
     prompts = tuple(frame.around(tokens[:room]) for tokens in chunks)
     digest = _hash_prompts(prompts)
-    return Workload(name, prompts, sources, len(places), skip, seed, digest)
+    categories = tuple(names[b] for b, _ in sources)
+    return Workload(
+        name,
+        prompts,
+        sources,
+        len(places),
+        skip,
+        seed,
+        digest,
+        categories=categories if any(categories) else None,
+    )
 
 
 def _cut_books(
     books: str, tokenizer: Tokenizer, skip: int, prefix_len: int, num_prompts: int
-) -> tuple[list[array[int]], list[tuple[int, int]]]:
+) -> tuple[list[array[int]], list[str | None], list[tuple[int, int]]]:
+    """The tokens of books, their categories, and the places of prefixes: book and chunk."""
     texts: list[array[int]] = []
+    categories = list[str | None]()
     places = list[tuple[int, int]]()
-    for text in read_books(books, MOST_ITEMS):
+    for text, category in read_categorized_books(books, MOST_ITEMS):
         ids = array("q", tokenizer.encode(text))
         places += [(len(texts), c) for c in range(max(len(ids) - skip, 0) // prefix_len)]
         texts.append(ids[skip:])
+        categories.append(category)
         if len(texts) >= ENOUGH_BOOKS and len(places) >= num_prompts:
             break
-    return texts, places
+    return texts, categories, places
 
 
 # Why an item of a prompt set is left out, as a record has it (`records/workload.py`).

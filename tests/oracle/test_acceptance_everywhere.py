@@ -58,11 +58,15 @@ Steps = list[tuple[Sequence[int], StepOutput]]
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return table_of(tmp_path_factory.mktemp("acceptance"), WORKLOAD)
+
+
+def table_of(folder: Path, workload: str) -> dict[str, Any]:
     """The records by draft."""
-    out = tmp_path_factory.mktemp("acceptance") / "table.jsonl"
+    out = folder / "table.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         for words in COMMANDS:
-            line = f"magicdec acceptance {words} {WORKLOAD} --gamma {MOST} --out {out}"
+            line = f"magicdec acceptance {words} {workload} --gamma {MOST} --out {out}"
             patch.setattr("sys.argv", line.split())
             with pytest.raises(SystemExit) as ended:
                 console()
@@ -111,6 +115,7 @@ def pairs_of(
     folder: Path,
     record: dict[str, Any],
     words: str,
+    workload: str = WORKLOAD,
 ) -> list[tuple[int, int]]:
     """What each verification of a run accepted, and what the table says."""
     steps: Steps = []
@@ -121,16 +126,18 @@ def pairs_of(
         observe(observer, ids, output, seconds)
 
     monkeypatch.setattr(PassObserver, "observe", see)
-    more = f"{WORKLOAD} --num_batches 1 --warmup_batches 0 --no_baseline --out {folder}/out.jsonl"
+    more = f"{workload} --num_batches 1 --warmup_batches 0 --no_baseline --out {folder}/out.jsonl"
     ended = command("run", *words.split(), *more.split())
     assert ended.code == 0, ended.err
     counts = [counts_of(text) for text in record["accepted"]]
-    assert [len(text) for text in counts] == [48] * 3
+    w = record["config"]["workload"]
+    last = w["gen_len"] - 1
+    assert [len(text) for text in counts] == [last] * w["batch_size"]
     return [
         (accepted, min(counts[number][at - 1], drafted))
         for number, of_request in verifications(steps).items()
         for at, drafted, accepted in of_request
-        if at <= 48
+        if at <= last
     ]
 
 
@@ -155,6 +162,26 @@ def test_every_verification_of_a_run_accepts_what_the_table_says(
         assert record["metrics"]["mean_acceptance_length"] == pytest.approx(rows[gamma], rel=1e-12)
     is_lossless = name == "self full"
     assert len({ours for ours, _ in pairs}) > 1 or name == "ngram" or is_lossless
+
+
+@pytest.mark.wide
+def test_by_the_thousand_verifications_accept_what_the_table_says(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    workload = "--prefix_len 512 --gen_len 193 --B 8 --dtype float32 --threads 1 --ignore_eos"
+    table = table_of(tmp_path, workload)
+    num_verifications = 0
+    for name, words in OF_TEXT.items():
+        for gamma in (2, MOST):
+            given = f"{words} --gamma {gamma}"
+            folder = tmp_path / f"{len(name)} {gamma} {num_verifications}".replace(" ", "-")
+            with monkeypatch.context() as patch:
+                pairs = pairs_of(command, patch, folder, table[name], given, workload)
+            different = [pair for pair in pairs if pair[0] != pair[1]]
+            print(f"{name} gamma {gamma}: {len(pairs)} verifications, {len(different)} differ")
+            assert not different, name
+            num_verifications += len(pairs)
+    assert num_verifications > 5000
 
 
 CHAINS = [name for name in NOT_OF_TEXT if "verified" not in name and "+" not in name]

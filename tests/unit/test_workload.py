@@ -155,12 +155,29 @@ def test_only_of_pg19_the_front_matter_is_skipped_unless_told_otherwise(
     skipped: int,
     available: int,
 ) -> None:
-    monkeypatch.setattr(module, "read_books", lambda dataset, most: ["f" * 8000 + "x" * 45])
+    books = [("f" * 8000 + "x" * 45, None)]
+    monkeypatch.setattr(module, "read_categorized_books", lambda dataset, most: books)
     monkeypatch.setattr(module, "recall_prompts", lambda prompts, *_: (prompts, None))
     work = build(dataset, skip_tokens=skip_tokens)
     assert (work.dataset, work.skip_tokens, work.num_available) == (dataset, skipped, available)
     if skipped == 8000:
         assert all(set(prompt[1:]) == {ord("x")} for prompt in work.prompts)
+
+
+def test_prefixes_have_the_categories_of_their_books(tmp_path: Path) -> None:
+    path = tmp_path / "kinds.jsonl"
+    books = [
+        {"text": letter * 40, "category": name} for letter, name in (("a", "code"), ("b", None))
+    ]
+    path.write_text("".join(f"{json.dumps(book)}\n" for book in books))
+    work = build(str(path), prefix_len=10, num_prompts=8)
+    assert work.categories is not None and set(work.categories) == {"code", None}
+    for prompt, category in zip(work.prompts, work.categories, strict=True):
+        assert set(prompt[1:]) == {ord("a" if category == "code" else "b")}
+    assert work.first(3).categories == work.categories[:3]
+    path.write_text(json.dumps({"text": "a" * 40, "category": 3}))
+    with pytest.raises(ValueError, match="has no 'category' that is a string"):
+        build(str(path), prefix_len=10, num_prompts=1)
 
 
 def test_a_skip_is_said_where_it_leaves_too_few(long_books: str) -> None:
