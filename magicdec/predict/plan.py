@@ -112,7 +112,7 @@ class PlanCell(RecordPart):
     )
     speedup: float = recorded("of decode steps", label="speedup", digits=2, suffix="x")
     speedup_interval: list[float] | None = recorded(
-        "its 95 % interval over the texts of the acceptance", "ratio", null=WITHOUT_TEXTS
+        "its 95 % interval over the texts of the acceptance", null=WITHOUT_TEXTS
     )
     begin_ms: float = recorded(
         "between prefill and the first step", "ms", label="before, ms", digits=2
@@ -121,7 +121,7 @@ class PlanCell(RecordPart):
         "from the end of prefill to the last token", label="net", digits=2, suffix="x"
     )
     net_speedup_interval: list[float] | None = recorded(
-        "its 95 % interval over the texts of the acceptance", "ratio", null=WITHOUT_TEXTS
+        "its 95 % interval over the texts of the acceptance", null=WITHOUT_TEXTS
     )
     break_even_gen_len: int | None = recorded(
         "the smallest output length with a net speedup above 1",
