@@ -1,6 +1,7 @@
 """Stage `demo_tokens` of `quick`: the demo model's float32 tokens on this device are the CPU's,
 decoded step by step and replayed from CUDA graphs, alone and with drafts of itself, drafts in int4
-and requests in flight. Each run also compares itself with autoregressive decoding on its device."""
+and requests in flight; and the acceptance that forks of a text find is that of a run. Each run also
+compares itself with autoregressive decoding on its device."""
 
 from __future__ import annotations
 
@@ -47,6 +48,7 @@ def run(suite: Suite) -> None:
         if suite.device.type == "cuda" or name in ON_CPU:
             cell(name, partial(decode_alike, suite, flags))
     cell("in flight", partial(serve, suite))
+    cell("acceptance in forks", partial(accept, suite))
 
 
 def common(suite: Suite, device: str, out: Path, flags: Sequence[object] = ()) -> list[object]:
@@ -112,3 +114,23 @@ def serve(suite: Suite) -> dict[str, Any]:
     ]:
         raise RuntimeError(f"other tokens than one request at a time: {', '.join(wrong)}")
     return found
+
+
+def accept(suite: Suite) -> dict[str, Any]:
+    """Tokens a step by the acceptance at every position, in forks, and of a run with the same
+    texts. Raises RuntimeError if they differ."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder, "acceptance.jsonl")
+        runs = Path(folder, "runs.jsonl")
+        shape = [*SELF, *SPARSE, "--B", 4]
+        call_magicdec("acceptance", [*common(suite, suite.device.type, table), *shape])
+        once = ["--num_batches", 1, "--warmup_batches", 0, "--no_baseline", "--ignore_eos"]
+        call_magicdec("run", [*common(suite, suite.device.type, runs), *shape, *once])
+        record = json.loads(table.read_text().splitlines()[-1])
+        run = json.loads(runs.read_text().splitlines()[-1])
+    ours = record["rows"][-1]["tokens_per_step"]
+    length = run["metrics"]["mean_acceptance_length"]
+    if not record["is_forked"] or abs(ours - length) > 1e-9:
+        raise RuntimeError(f"forks say {ours} tokens a step, the run has {length}")
+    num_drafts = sum(map(len, record["accepted"])) * record["config"]["decoding"]["gamma"]
+    return {"tokens_per_step": ours, "draft_tokens_per_s": num_drafts / record["seconds"]}
