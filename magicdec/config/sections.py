@@ -32,6 +32,7 @@ from magicdec.names import (
 )
 
 SELF = "self"
+MODEL = "model"
 NGRAM = "ngram"
 NONE = "none"
 MODEL_PREFIX = "model:"

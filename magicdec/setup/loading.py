@@ -194,10 +194,12 @@ def make_draft(
     row_tokens: int | None = None,
     goes_far_back: bool = False,
     target: ModelPlan | None = None,
+    num_forks: int = 0,
 ) -> DraftModel | None:
     """The standalone draft model of a run, None without one. Only its ranks hold weights and a
     cache, for rows of at most `row_tokens`, which are truncated by no more than a step appends
-    unless one `goes_far_back`. It shares prefixes if the `target` does (`ModelPlan.beside`)."""
+    unless one `goes_far_back`. It shares prefixes if the `target` does (`ModelPlan.beside`), and
+    has `num_forks` more rows, which begin with blocks of others (`ModelPlan.with_forks`)."""
     config = run.config
     source = run.draft_source
     if config.draft is None or source is None:
@@ -215,6 +217,8 @@ def make_draft(
         )
         if target is not None:
             plan = plan.beside(target)
+        if num_forks:
+            plan = plan.with_forks(num_forks)
         runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)
         if isinstance(runner.model, EagleHead):

@@ -26,6 +26,9 @@ from magicdec.runner.device_batch import NEWEST
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.rolling_runner import BLOCK_SIZE, MOST_REWOUND, blocks_held
 
+# Tokens of a block of rows that fork, of which a fork copies at most one; or what kernels ask for.
+FORK_BLOCK = 16
+
 
 def max_tokens(config: ResolvedConfig) -> int:
     """The most cached tokens of a row."""
@@ -51,6 +54,13 @@ def rewound_by_pass(config: ResolvedConfig, row_tokens: int) -> int:
     """The most tokens by which a run truncates a row of `row_tokens`: each pass goes back to the
     end of the prompt."""
     return max_following(config, row_tokens) + rewound_by_step(config)
+
+
+def blocks_of_forks(num_forks: int, num_texts: int, gamma: int, block: int) -> int:
+    """The most blocks that forks of neighbouring positions of texts take for `gamma` drafts, beside
+    those of the texts: one that is copied, and more for those whose drafts end in the next."""
+    num_whole, rest = divmod(gamma, block)
+    return num_forks * (1 + num_whole) + rest * (-(-num_forks // block) + num_texts)
 
 
 @dataclass(frozen=True)
@@ -202,6 +212,23 @@ class ModelPlan:
         if self.is_draft:  # whose blocks no scheduler counts: every row has room to its end
             return max(asked, self.num_rows * -(-self.tokens // size))
         return asked
+
+    def with_forks(self, num_forks: int) -> ModelPlan:
+        """This plan with more rows, which fork the texts of the others at neighbouring positions:
+        they share blocks, and have room for drafts. Every token is kept: all forks go back."""
+        room = self.config.capacity
+        block = backend_class(self.backend)().block_size(FORK_BLOCK)
+        per_text = -(-self.tokens // block)
+        gamma = self.config.decoding.max_gamma
+        num_blocks = room.rows * per_text + blocks_of_forks(num_forks, room.rows, gamma, block)
+        return replace(
+            self,
+            config=replace(self.config, capacity=replace(room, rows=room.rows + num_forks)),
+            row_tokens=self.tokens,
+            block_tokens=block,
+            cache_tokens=num_blocks * block,
+            rewound=None,
+        )
 
     def beside(self, target: ModelPlan) -> ModelPlan:
         """This plan of a draft, which shares prefixes as `target` does, in a cache as large as

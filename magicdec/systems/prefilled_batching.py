@@ -27,6 +27,7 @@ from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import make_draft_length
+from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
 from magicdec.speculation.steps.strategy import DecodingStrategy
@@ -95,8 +96,11 @@ class PrefilledBatching(Flover):
         room = room or CacheDemand.of([config])
         self.caches = shared.caches(config, room, self._make_runner)
         self._engines: dict[int, Engine] = {}  # by the identity of that of the prompts
-        self.draft = make_draft(prepared, groups, shared.models)
+        self.draft = self._make_draft()
         self.draft_length = make_draft_length(decoding, groups.target, device)
+
+    def _make_draft(self) -> DraftModel | None:
+        return make_draft(self.run, self.groups, self.shared.models)
 
     def _make_runner(self, room: CacheDemand) -> ModelRunner:
         source = self.run.source

@@ -17,19 +17,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.config.sections import NGRAM, SELF, SamplingSection
+from magicdec.config.sections import MODEL, NGRAM, SELF, SamplingSection
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.hardware.timing import synchronize
-from magicdec.names import BASELINE
+from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
+from magicdec.setup.loading import make_draft
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import WholeLookups
-from magicdec.speculation.drafter import DraftSetup
-from magicdec.speculation.model_drafter import SelfDrafter
+from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.policies.policy import make_policy
 from magicdec.speculation.steps.build import build_decoder
@@ -42,7 +41,6 @@ from magicdec.systems.system import SystemDetails
 
 CONTINUATIONS = "continuations"  # the name of a result that drafts share
 MOST_FORKS = 256  # rows of a batch, beside those of the texts
-BLOCK = 16  # tokens of a block, of which a fork copies at most one; or what kernels ask for
 
 
 def can_fork(config: ResolvedConfig) -> bool:
@@ -53,7 +51,9 @@ def can_fork(config: ResolvedConfig) -> bool:
         return False
     policy = make_policy(config.kv)
     by_length = not (policy.needs_weights or policy.is_copied or policy.observed_tokens)
-    return config.decoding.drafter == NGRAM or (config.decoding.drafter == SELF and by_length)
+    is_whole = config.kv.policy == FULL_KV_POLICY
+    by_drafter = {NGRAM: True, SELF: by_length, MODEL: is_whole}
+    return by_drafter.get(config.decoding.drafter or "", False)
 
 
 def num_forks(config: ResolvedConfig) -> int:
@@ -84,29 +84,6 @@ class Position:
         return next(differ, len(draft))
 
 
-def blocks_of_forks(num_forks: int, num_texts: int, gamma: int, block: int) -> int:
-    """The most blocks that forks of neighbouring positions of texts take for `gamma` drafts, beside
-    those of the texts: one that is copied, and more for those whose drafts end in the next."""
-    num_whole, rest = divmod(gamma, block)
-    return num_forks * (1 + num_whole) + rest * (-(-num_forks // block) + num_texts)
-
-
-def with_forks(plan: ModelPlan, num_forks: int) -> ModelPlan:
-    """The plan with rows for forks of its texts. It keeps every token: all forks go back."""
-    room = plan.config.capacity
-    block = backend_class(plan.backend)().block_size(BLOCK)
-    per_text = -(-plan.tokens // block)
-    fork_blocks = blocks_of_forks(num_forks, room.rows, plan.config.decoding.max_gamma, block)
-    return replace(
-        plan,
-        config=replace(plan.config, capacity=replace(room, rows=room.rows + num_forks)),
-        row_tokens=plan.tokens,
-        block_tokens=block,
-        cache_tokens=(room.rows * per_text + fork_blocks) * block,
-        rewound=None,
-    )
-
-
 class TextDrafts(PrefilledBatching):
     """Drafts beside texts that all drafts of a context share, in a cache that has rows for
     forks."""
@@ -124,7 +101,7 @@ class TextDrafts(PrefilledBatching):
 
     def _plan_of(self, row_tokens: int, rewound: int | None = None) -> ModelPlan:
         plan = super()._plan_of(row_tokens, rewound)
-        return with_forks(plan, self.num_forks) if self.num_forks else plan
+        return plan.with_forks(self.num_forks) if self.num_forks else plan
 
 
 class ForkedDrafts(TextDrafts):
@@ -176,59 +153,52 @@ class ForkedDrafts(TextDrafts):
         ends = request.sampling.eos_token_ids
         return next((n for n, token in enumerate(tokens[:most], 1) if token in ends), most)
 
+    def _make_draft(self) -> DraftModel | None:
+        models = self.shared.models
+        return make_draft(self.run, self.groups, models, num_forks=self.num_forks)
+
     def _draft(
         self, runner: ModelRunner, positions: Sequence[Position], observer: PassObserver
     ) -> None:
         decoding = self.run.config.decoding
         gamma = decoding.max_gamma
         count = self.num_forks
-        drafter = SelfDrafter.build(DraftSetup(runner, decoding, self.run.config.kv))
+        setup = DraftSetup(runner, decoding, self.run.config.kv, self.draft)
+        assert decoding.drafter is not None, "something drafts"
+        drafter = make_drafter(decoding.drafter, setup)
         steps = DecodeSteps(runner, drafter, observer.phases or nullcontext)
+        runners = [runner]
+        if self.draft is not None:
+            assert self.draft.runner is not None, "the only rank drafts"
+            runners.append(self.draft.runner)
+            drafter.admit(texts_of(positions))
         for first in range(0, len(positions), count):
             some = positions[first : first + count]
             started = time.perf_counter()
-            forks = self._fork(runner, some, gamma)
-            drafter.admit(forks)
+            forks = self._forks(runner, some, gamma)
+            for one in runners:
+                fork(one, forks, some, gamma)
+            assert drafter.draft_kv is not None, "a model drafts"
+            drafter.draft_kv.admit(forks)
             steps.admit(Batch(tuple(forks)), [gamma])
             drafts = steps.draft(Batch(tuple(forks)), gamma).ids.tolist()
-            self._join(runner, some, forks)
+            for one in runners:
+                join(one, forks, some)
             synchronize(self.device)
             tell(observer, some, drafts, time.perf_counter() - started)
 
-    def _fork(self, runner: ModelRunner, positions: Sequence[Position], room: int) -> list[Request]:
-        """A request for each position, in a row that has the blocks of its text, and a copy of the
-        last one if that is not full."""
+    def _forks(
+        self, runner: ModelRunner, positions: Sequence[Position], room: int
+    ) -> list[Request]:
+        """A request for each position, in rows without a text."""
         texts = {request.row for request in self.kept.engine.requests} if self.kept else set()
         free = [row for row in range(runner.num_rows) if row not in texts]
         forks = []
         for row, position in zip(free, positions, strict=False):
-            request = position.request
-            assert request.row is not None, "its text was prefilled"
-            length = position.num_cached
-            for cache in runner.caches.distinct:
-                blocks = cache.blocks[request.row]
-                num_whole = length // cache.shape.block_size
-                cache.adopt(row, blocks[:num_whole])
-                cache.allocate(row, length + room)
-                if length % cache.shape.block_size:
-                    cache.copy_block(blocks[num_whole], cache.blocks[row][num_whole])
-            runner.cache.advance([row], length)
             known = [*position.continuation[: position.number]]
-            forks.append(
-                Request(row, request.prompt_ids, SamplingParams(len(known) + room), known, row=row)
-            )
+            sampling = SamplingParams(len(known) + room)
+            forks.append(Request(row, position.request.prompt_ids, sampling, known, row=row))
         return forks
-
-    def _join(
-        self, runner: ModelRunner, positions: Sequence[Position], forks: Sequence[Request]
-    ) -> None:
-        """Give the rows of forks back, but for the blocks of their texts."""
-        rows = {position.request.row for position in positions}
-        for cache in runner.caches.distinct:
-            kept = {block for row in rows if row is not None for block in cache.blocks[row]}
-            for fork in forks:
-                assert fork.row is not None, "a fork has a row"
-                cache.release(fork.row, kept)
 
     def _look_up(self, positions: Sequence[Position], observer: PassObserver) -> None:
         """Lookups at all positions of each text in turn, in whose order they learn."""
@@ -248,6 +218,42 @@ class ForkedDrafts(TextDrafts):
                 assert request.row is not None, "its text was prefilled"
                 drafts.append([token for token, _ in drafter.proposals[request.row]])
             tell(observer, some, drafts, time.perf_counter() - started)
+
+
+def texts_of(positions: Sequence[Position]) -> list[Request]:
+    """The texts with all that is known of them, in their rows."""
+    last = {position.request: position for position in positions}
+    return [
+        replace(request, output_ids=[*position.continuation]) for request, position in last.items()
+    ]
+
+
+def fork(
+    runner: ModelRunner, forks: Sequence[Request], positions: Sequence[Position], room: int
+) -> None:
+    """Give each fork the blocks of its text, and a copy of the last one if that is not full."""
+    for request, position in zip(forks, positions, strict=True):
+        text_row = position.request.row
+        assert text_row is not None and request.row is not None, "texts and forks have rows"
+        length = position.num_cached
+        for cache in runner.caches.distinct:
+            blocks = cache.blocks[text_row]
+            num_whole = length // cache.shape.block_size
+            cache.adopt(request.row, blocks[:num_whole])
+            cache.allocate(request.row, length + room)
+            if length % cache.shape.block_size:
+                cache.copy_block(blocks[num_whole], cache.blocks[request.row][num_whole])
+        runner.cache.advance([request.row], length)
+
+
+def join(runner: ModelRunner, forks: Sequence[Request], positions: Sequence[Position]) -> None:
+    """Give the rows of forks back, but for the blocks of their texts."""
+    rows = {position.request.row for position in positions}
+    for cache in runner.caches.distinct:
+        kept = {block for row in rows if row is not None for block in cache.blocks[row]}
+        for request in forks:
+            assert request.row is not None, "a fork has a row"
+            cache.release(request.row, kept)
 
 
 def by_request(positions: Sequence[Position]) -> Iterator[tuple[Request, list[Position]]]:

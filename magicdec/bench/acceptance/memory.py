@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from magicdec.bench.acceptance.forks import can_fork, num_forks, with_forks
+from magicdec.bench.acceptance.forks import can_fork, num_forks
 from magicdec.bench.study.cells import StudyCell
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.setup.memory_check import MemoryBudget, describe_place
@@ -40,9 +40,11 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
         for cell in group:
             config = cell.resolved.config
             target, *drafts = model_plans_of(config, cell.resolved.models, 0)
+            if can_fork(config):
+                drafts = [draft.with_forks(room.num_forks) for draft in drafts]
             own = plan_of([target, *drafts])  # but for the cache that all share
             shared = replace(target, row_tokens=room.max_tokens, rewound=None)
-            forked = with_forks(shared, room.num_forks) if room.num_forks else shared
+            forked = shared.with_forks(room.num_forks) if room.num_forks else shared
             draft = None if config.draft is None else config.draft.model
             draft_weights[draft, config.low_bit] = own.draft_weights
             # The target is loaded before its cache takes memory.
