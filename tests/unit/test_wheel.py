@@ -51,7 +51,7 @@ def magicdec(environment: Path, tmp_path: Path) -> Command:
 
 def test_a_run_is_reported(magicdec: Command, tmp_path: Path) -> None:
     sizes = ("--prefix_len", "128", "--gen_len", "8", "--B", "1", "--num_batches", "1")
-    assert "identical: 8 tokens" in magicdec("run", *sizes)
+    assert "verified: the other pass has the 8 tokens of static" in magicdec("run", *sizes)
     magicdec("report", "results/runs.jsonl", "--out", "report")
     assert "<svg" in (tmp_path / "report" / "index.html").read_text()
 
