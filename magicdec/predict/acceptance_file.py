@@ -152,9 +152,10 @@ def _position_curves(
             {context: lengths_of(record) for context, record in chosen.items()}
         )
         contexts = " ".join(map(str, chosen))
-        places[budget] = (
-            f"{budget_records[0].workload.model} at every position after {contexts} tokens"
-        )
+        reasons = dict.fromkeys(record.inexact for record in chosen.values() if record.inexact)
+        otherwise = "".join(f"; a run may draft otherwise: {reason}" for reason in reasons)
+        model = budget_records[0].workload.model
+        places[budget] = f"{model} at every position after {contexts} tokens{otherwise}"
     return curves, places
 
 

@@ -142,6 +142,13 @@ def test_each_context_has_its_own_speedup_with_its_interval(file: Path) -> None:
     assert len({*best.values()}) > 1
 
 
+def test_a_plan_says_where_a_run_may_draft_otherwise(command: Command, tmp_path: Path) -> None:
+    other = acceptance_record(64, inexact="it has a window")
+    path = write_records(tmp_path / "other.jsonl", [other])
+    shown = " ".join(command("plan", *BY_HAND.split(), "--acceptance", path).out.split())
+    assert "tokens; a run may draft otherwise: it has a window" in shown
+
+
 def test_few_texts_have_no_interval(tmp_path: Path) -> None:
     few = write_records(tmp_path / "few.jsonl", [acceptance_record(64, TEXTS[:3])])
     assert make(f"{BY_HAND} --acceptance {few}").predict(64, 32000).speedup_interval is None
