@@ -272,7 +272,9 @@ def _workload_of(
     w = run.config.workload
     is_chat = w.prompt_format == CHAT  # a template has its own words before a text
     bos = None if is_chat else tokenizer.bos_of(run.source.config.bos_token_id)
-    count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
+    # Several contexts have one batch each.
+    flags = "--B x --num_batches" if cut_from is None else "--B"
+    count, counted_by = num_prompts or (w.num_prompts, flags)
     room = run.config.capacity
     wanted = Wanted(
         room.prompt_len,

@@ -181,6 +181,7 @@ def test_the_best_gamma_pays_for_its_tokens() -> None:
         ("--draft eagle:demo-eagle --kv_policy snapkv", "--kv_policy snapkv: an EAGLE-3 head"),
         ("--prefix_len 64 99999", "--prefix_len 99999"),
         ("--dataset {short}", "short.txt"),
+        ("--B 9999", "prefixes of --prefix_len 96 tokens; 9999 are needed (--B)"),
         ("--draft eagle:{head}", "--draft eagle:"),
         ("--plot chart.gif", "--plot chart.gif: the name must end in .png or .svg or .pdf"),
         ("--lookup_corpus {short}", "--lookup_corpus does nothing here: nothing is looked up"),
