@@ -6,6 +6,7 @@ import hashlib
 import random
 import struct
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -32,6 +33,7 @@ from magicdec.workload.prompt_sets import (
     sets_of,
 )
 
+Place = tuple[int, int]  # of a prefix: its book, and its chunk of it
 ENOUGH_BOOKS = 50  # of more only as many are read as the prompts need
 MOST_ITEMS = 5000  # that are read of a dataset
 # Tokens skipped in each book of a published dataset, as in the original suite: title page, contents
@@ -184,6 +186,8 @@ def _prefixes_of_books(
             f"{after}; {num_prompts} are needed ({wanted.counted_by})"
         )
     random.Random(seed).shuffle(places)
+    if any(names):
+        places = in_turns(places, [names[b] for b, _ in places])
     sources = tuple(places[:num_prompts])
     chunks = (_prefix(texts[b], c, chunk, bos_token_id) for b, c in sources)
     prompts = tuple(frame.around(tokens[:room]) for tokens in chunks)
@@ -199,6 +203,17 @@ def _prefixes_of_books(
         digest,
         categories=categories if any(categories) else None,
     )
+
+
+def in_turns(places: Sequence[Place], categories: Sequence[str | None]) -> list[Place]:
+    """Places in an order in which their categories take turns: first one of each, and so on."""
+    num_before: Counter[str | None] = Counter()
+    turns = list[int]()
+    for category in categories:
+        turns.append(num_before[category])
+        num_before[category] += 1
+    order = sorted(range(len(places)), key=lambda index: turns[index])
+    return [places[index] for index in order]
 
 
 def _cut_books(

@@ -25,6 +25,8 @@ from magicdec.records.reading import read_records
 
 GAMMA = 4  # draft tokens of a step, in the left panels
 BATCH = 64  # requests, in the right ones
+CONTROL = "self full"  # which the target accepts always
+APART = 0.06  # of neighbouring drafts, as a power of 2
 # Of an H200: published bandwidth (GB/s) and bfloat16 TFLOP/s. The acceptance is replaced.
 MACHINE = "--model llama-3.1-8b --bandwidth 4800 --flops 989 --conditional_acceptance 0.8"
 
@@ -36,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     check_picture("--plot", args.plot)
     models = [list(read_records(path, AcceptanceRecord)) for path in args.records]
-    size = (10.0, 3.8 * len(models))
+    size = (10.0, 4.6 * len(models))
     with saved_figure("--plot", args.plot, size, rows=len(models), columns=2) as (_, axes):
         for place, records in enumerate(models):
             tokens, wrong = axes[2 * place : 2 * place + 2]
@@ -64,7 +66,9 @@ def marks(number: int) -> dict[str, Any]:
 
 
 def draw_tokens(ax: Any, records: Sequence[AcceptanceRecord]) -> None:
-    for number, (draft, contexts) in enumerate(by_draft(records).items()):
+    drafts = {draft: found for draft, found in by_draft(records).items() if draft != CONTROL}
+    for number, (draft, contexts) in enumerate(drafts.items()):
+        shift = 2 ** (APART * (number - (len(drafts) - 1) / 2))  # so that intervals stay apart
         rows = {c: record.rows[min(GAMMA, record.gamma) - 1] for c, record in contexts.items()}
         known = {c: row for c, row in rows.items() if row.tokens_per_step is not None}
         if not known:  # drafts whose number decides what they are
@@ -76,15 +80,23 @@ def draw_tokens(ax: Any, records: Sequence[AcceptanceRecord]) -> None:
         ends = [own or [value] * 2 for own, value in zip(intervals, values, strict=True)]
         below = [max(0.0, value - low) for value, (low, _) in zip(values, ends, strict=True)]
         above = [max(0.0, high - value) for value, (_, high) in zip(values, ends, strict=True)]
-        ax.errorbar([*known], values, yerr=[below, above], capsize=2, label=draft, **marks(number))
+        at = [context * shift for context in known]
+        ax.errorbar(at, values, yerr=[below, above], capsize=2, label=draft, **marks(number))
     places = sorted({record.context for record in records})
     workload = records[0].workload
     ax.set_xscale("log", base=2)
     ax.set_xticks(places, [f"{context:,}" for context in places])
     ax.set_xlabel("context (tokens)")
     ax.set_ylabel(f"tokens a step, {GAMMA} drafts")
-    ax.set_title(f"{Path(workload.model).parent.name or workload.model}: measured", fontsize=9)
-    ax.legend(fontsize=6)
+    title = (
+        f"{workload.model}, {workload.num_prompts} texts of {num_kinds(records)} kinds: measured"
+    )
+    ax.set_title(title, fontsize=9)
+    ax.legend(fontsize=6, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+
+
+def num_kinds(records: Sequence[AcceptanceRecord]) -> int:
+    return len({*(records[0].workload.categories or ())})
 
 
 def draw_wrong(ax: Any, records: Sequence[AcceptanceRecord]) -> None:

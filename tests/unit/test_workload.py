@@ -175,6 +175,8 @@ def test_prefixes_have_the_categories_of_their_books(tmp_path: Path) -> None:
     for prompt, category in zip(work.prompts, work.categories, strict=True):
         assert set(prompt[1:]) == {ord("a" if category == "code" else "b")}
     assert work.first(3).categories == work.categories[:3]
+    halves = [set(work.categories[place : place + 2]) for place in range(0, 8, 2)]
+    assert halves == [{"code", None}] * 4, "they take turns"
     path.write_text(json.dumps({"text": "a" * 40, "category": 3}))
     with pytest.raises(ValueError, match="has no 'category' that is a string"):
         build(str(path), prefix_len=10, num_prompts=1)
