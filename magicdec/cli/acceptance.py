@@ -9,10 +9,10 @@ Heavy imports happen after the flags are read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from magicdec.bench.acceptance.record import MOST_DRAFTS, AcceptanceRecord, tables
 from magicdec.cli.flags import LoneCommand, config_of
@@ -86,13 +86,15 @@ def run(values: ParsedValues) -> int:
         cell_key,
         groups_of,
         measure_cells,
+        prepare_cells,
         record_key,
     )
     from magicdec.bench.acceptance.memory import check_memory
     from magicdec.bench.study.progress import PassProgress
     from magicdec.output.console import make_progress
+    from magicdec.setup.prepare import SetupCache
 
-    cells = list(prepare(configs))
+    cells = list(prepare_cells(configs, SetupCache()))
     found = {record_key(record): record for record in records_in(args.out)}
     todo = [cell for cell in cells if cell_key(cell) not in found]
     num_done = len(cells) - len(todo)
@@ -201,27 +203,6 @@ def refuse_idle(values: ParsedValues, args: AcceptanceFlags) -> None:
         values.refuse_given(["decoding.lookup_corpus"], "nothing is looked up")
     if not any("eagle" in name for name in names):
         values.refuse_given(["draft.eagle_layers"], "no EAGLE-3 head drafts here")
-
-
-def prepare(configs: Sequence[RunConfig]) -> Iterator[StudyCell]:
-    """The cells, all checked before anything is measured. Raises ValueError as `prepare` of a
-    run."""
-    from magicdec.bench.study.cells import StudyCell
-    from magicdec.setup.prepare import SetupCache, complete, find
-
-    cache = SetupCache()
-    longest = max(config.workload.prefix_len for config in configs)
-    for config in configs:
-        resolved = find(config, Launch(), cache)
-        prepared = complete(resolved, cache, cut_from=longest)
-        resolved = replace(resolved, config=prepared.config)
-        yield StudyCell(resolved, name_of(prepared.config), prepared)
-
-
-def name_of(config: Any) -> str:
-    from magicdec.records.describe import method_of
-
-    return f"{method_of(config.to_dict())}, context {config.workload.prefix_len}"
 
 
 def records_in(path: Path) -> list[AcceptanceRecord]:

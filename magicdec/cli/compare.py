@@ -32,7 +32,7 @@ from magicdec.records.comparison.compare import (
 )
 from magicdec.records.comparison.conditions import describe, is_judged
 from magicdec.records.comparison.values import compare_predictions, tables_of_measured
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.drafted import JudgedRecord
 from magicdec.records.reading import read_records
 from magicdec.records.record import Record
 
@@ -83,7 +83,7 @@ def compare_files(values: ParsedValues) -> int:
 
 
 def compare_all(
-    new: Sequence[PassRecord], old: Sequence[PassRecord], rule: Rule, is_complete: bool
+    new: Sequence[JudgedRecord], old: Sequence[JudgedRecord], rule: Rule, is_complete: bool
 ) -> list[Comparison]:
     """The comparisons, and one for each baseline that no new record covers. If the new records are
     to be complete, it says that this could not be compared."""

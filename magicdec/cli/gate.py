@@ -40,7 +40,7 @@ from magicdec.hardware.other_load import warn_of_load
 from magicdec.output.writing import check_files, check_record_file, check_writable, write_text
 from magicdec.records.comparison.compare import CHANGED, case_failed, compare
 from magicdec.records.comparison.conditions import describe
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.drafted import JudgedRecord
 from magicdec.records.record import append_records
 
 COMMITTED = Path("results/baselines/acceptance.jsonl")
@@ -123,7 +123,7 @@ def save_cases(values: ParsedValues) -> int:
     args = values[SaveSection]
     path = to_renew(args.baseline)
     check_writable("--baseline", path)
-    old: list[PassRecord] = []
+    old: list[JudgedRecord] = []
     source = path if path.exists() else args.baseline
     if source.exists() and not any(name.startswith("subject.") for name in values.given):
         old = read_baselines(source)
@@ -140,9 +140,9 @@ def save_cases(values: ParsedValues) -> int:
     if args.margin is not None:
         margins = [0.0 if margin == 0 else args.margin for margin in margins]
     results = run(args.processes, cases)
-    records: list[PassRecord] = []
+    records: list[JudgedRecord] = []
     for case, margin, result in zip(cases, margins, results, strict=True):
-        if not isinstance(result, str) and result.passed and result.metrics is not None:
+        if not isinstance(result, str) and result.passed:
             records.append(dataclasses.replace(result, margin=margin))
         else:
             why = f"{case.name}: {_describe(result)}"
@@ -221,7 +221,7 @@ def _describe(result: Result) -> str:
         return f"failed: {result}"
     if result.error is not None:
         return f"{describe(result)}: failed: {result.error}"
-    rate = None if result.metrics is None else result.metrics.draft_acceptance_rate
+    rate = result.draft_acceptance_rate
     return f"{describe(result)}: {result.status if rate is None else f'{rate:.4f}'}"
 
 
@@ -241,6 +241,7 @@ save = LoneCommand(
     "Run the cases of a baseline file and put the new records in their place, or make a file for "
     "your own model and text. What has changed since is printed, and accepted by this. The cases "
     "of a new file are the standard ones: every drafter and KV policy, at several budgets, "
-    "every other way to draft, and some cases on the ranks of --nproc, on the CPU (1: none).",
+    "every other way to draft, some cases on the ranks of --nproc, on the CPU (1: none), and "
+    "drafts at every position of a batch of short texts.",
     {"save": SaveSection(), "subject": Subject()},
 )

@@ -19,9 +19,9 @@ from magicdec.bench.acceptance.selection import (
 )
 from magicdec.predict.lengths import AcceptanceLengths
 from magicdec.records.comparison.conditions import sampling
+from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.record import Record
 
 Curves = dict[int, tuple[float, ...] | AcceptanceLengths]
 """By KV budget the shares of verifications that accept at least 1, 2, ... draft tokens, or lengths
@@ -57,11 +57,13 @@ def is_plain(config: Mapping[str, Any]) -> bool:
 
 
 def load_by_kind(path: Path) -> RecordsByKind:
-    """The records of a file with an acceptance, by kind. Raises ValueError if it cannot be read, or
-    has none."""
+    """The records of a file with an acceptance, by kind; of baselines the passes alone, since what
+    the gate has judged at every position is of one short context. Raises ValueError if it cannot be
+    read, or has none."""
     found = defaultdict[str, list[Any]](list)
-    for record in read_records(path, Record, kinds=KINDS):
-        found[record.kind].append(record)
+    for record in read_records(path, JudgedRecord, kinds=KINDS):
+        if not (record.mode == EVERY_POSITION and record.is_logged):
+            found[record.kind].append(record)
     return found
 
 

@@ -1,15 +1,89 @@
-"""DraftedPass: what a pass drafted and emitted, request by request, in the form that comparisons
-read. Imports no torch.
+"""JudgedRecord: a record of drafts, on which comparisons give a verdict; and DraftedPass: what it
+drafted and emitted, request by request, in the form that they read. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from magicdec.records.acceptance import PromptCounts, Verification, Verifications
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.record import MeasuredRecord, sealed_json
+from magicdec.records.workload import WorkloadRecord
+
+EVERY_POSITION = "every position"  # the mode of drafts that are judged there, and never kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedRecord(MeasuredRecord):
+    """A record of drafts: of a pass, or at every position of texts."""
+
+    if TYPE_CHECKING:  # fields of every kind, each at its own place of the line
+        workload: WorkloadRecord | None
+        margin: float | None
+        seal: str | None
+
+    def to_json(self) -> str:
+        return sealed_json(self)
+
+    @property
+    def mode(self) -> str:
+        """In what mode it was decoded; or `EVERY_POSITION`."""
+        raise NotImplementedError
+
+    @property
+    def passed(self) -> bool:
+        """Whether its tokens are not known to be wrong."""
+        return True
+
+    @property
+    def error(self) -> str | None:
+        """What has ended it; None if it did not fail."""
+        return None
+
+    @property
+    def shares_prefill(self) -> bool:
+        """Whether its prompts are in whole batches."""
+        return True
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether its mode drafts, whether something was drafted or not."""
+        return True
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the gate has made it, so that it says of each step what was drafted."""
+        return self.seal is not None
+
+    @property
+    def is_uncompared(self) -> bool:
+        """Whether its tokens could have been compared with others, and were not."""
+        return False
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted draft tokens / draft tokens; None if nothing was drafted, or it is not known."""
+        raise NotImplementedError
+
+    @property
+    def kv_tokens_read(self) -> float | None:
+        """KV entries of a row that a draft forward read, on average; None if it is not known."""
+        return None
+
+    @property
+    def draft_totals(self) -> dict[str, Any]:
+        """Further numbers of all drafts, by their names, as far as they were counted."""
+        return {}
+
+    @property
+    def output_hashes(self) -> list[str]:
+        """The hash of the output of each request."""
+        raise NotImplementedError
+
+    def verifications(self) -> Verifications:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -73,23 +147,19 @@ class DraftedPass:
         return found
 
     @classmethod
-    def of(cls, record: PassRecord) -> DraftedPass:
+    def of(cls, record: JudgedRecord) -> DraftedPass:
         """What a pass drafted. Raises ValueError if the record does not say it."""
-        if record.metrics is None or record.metrics.draft_acceptance_rate is None:
+        if record.draft_acceptance_rate is None:
             raise ValueError("has no draft_acceptance_rate")
         verifications = record.verifications()
         if verifications.reported:
             raise ValueError("has the acceptance that a server reports, which is not compared")
         steps = [
             [step_log(i, each) for i, each in enumerate(verifications.by_request.get(number, ()))]
-            for number in range(len(record.requests))
+            for number in range(len(record.output_hashes))
         ]
-        totals = {
-            name: values
-            for name in ("draft_kv_tokens", "draft_rows")
-            if None not in (values := [getattr(group, name) for group in record.groups])
-        }
-        return cls(verifications, record.output_hashes, steps if record.is_logged else None, totals)
+        logged = steps if record.is_logged else None
+        return cls(verifications, record.output_hashes, logged, record.draft_totals)
 
 
 def step_log(number: int, verification: Verification) -> StepLog:

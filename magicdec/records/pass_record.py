@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, TypeAdapter
 from magicdec.names import DETAILS, load_object
 from magicdec.records.acceptance import ReportedCounts, Verification, Verifications
 from magicdec.records.correctness import Correctness
+from magicdec.records.drafted import JudgedRecord
 from magicdec.records.environment import MemoryRecord
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metrics import (
@@ -32,7 +33,7 @@ from magicdec.records.metrics import (
     PassMetrics,
     TurnTimes,
 )
-from magicdec.records.record import MeasuredRecord, Status, margin_field, seal_field, sealed_json
+from magicdec.records.record import Status, margin_field, seal_field
 from magicdec.records.workload import WorkloadRecord
 
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
@@ -279,7 +280,7 @@ class GroupRecord(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassRecord(MeasuredRecord):
+class PassRecord(JudgedRecord):
     """All requests of a command, decoded in one of its modes, and how their tokens compare with
     those of another pass of the command."""
 
@@ -354,9 +355,6 @@ class PassRecord(MeasuredRecord):
     margin: float | None = margin_field()
     seal: str | None = seal_field()
 
-    def to_json(self) -> str:
-        return sealed_json(self)
-
     def __post_init__(self) -> None:
         problem = self._contradiction() or missing_key(self.config)
         problem = problem or gone_with_trees(self.config) or unequal_threads(self)
@@ -399,6 +397,13 @@ class PassRecord(MeasuredRecord):
     def mode(self) -> str:
         """Its `name` without the requests in flight."""
         return self.name.partition(", ")[0]
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether comparisons give a verdict on it: on what the gate has made, on the drafts of
+        passes that share a prefill, and on any failure."""
+        has_failed = self.error is not None
+        return self.is_logged or has_failed or (self.shares_prefill and self.is_drafting)
 
     @property
     def is_reference(self) -> bool:
@@ -479,6 +484,22 @@ class PassRecord(MeasuredRecord):
         if self.accepts_by_chance or (self.is_drafting and workload.get(ACCEPTANCE) is not None):
             names.append(ACCEPTANCE)
         return [f"--{name}" for name in names]
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        return None if self.metrics is None else self.metrics.draft_acceptance_rate
+
+    @property
+    def kv_tokens_read(self) -> float | None:
+        return None if self.metrics is None else self.metrics.kv_tokens_read
+
+    @property
+    def draft_totals(self) -> dict[str, Any]:
+        return {
+            name: values
+            for name in ("draft_kv_tokens", "draft_rows")
+            if None not in (values := [getattr(group, name) for group in self.groups])
+        }
 
     @property
     def output_hashes(self) -> list[str]:

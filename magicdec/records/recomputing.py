@@ -16,6 +16,7 @@ from magicdec.records.computing import (
     pass_metrics,
     times_by_turn,
 )
+from magicdec.records.drafted import JudgedRecord
 from magicdec.records.metrics import PassMetrics
 from magicdec.records.pass_record import PassRecord, RequestRecord, reference_of
 
@@ -33,10 +34,13 @@ RATIO_METRICS = (
 )
 
 
-def unfounded_metric(record: PassRecord, command: Sequence[PassRecord] = ()) -> str | None:
+def unfounded_metric(record: JudgedRecord, command: Sequence[PassRecord] = ()) -> str | None:
     """The name of the first metric that is not what the requests and groups of the record give, or
-    that nothing can have measured beside them; None if there is none. Ratios are checked if
-    `command` has the pass that they are to. Raises ValueError without requests."""
+    that nothing can have measured beside them; None if there is none, and of drafts at every
+    position, whose counts alone are compared. Ratios are checked if `command` has the pass that
+    they are to. Raises ValueError without requests."""
+    if not isinstance(record, PassRecord):
+        return None
     metrics = record.metrics
     if metrics is None:
         return None

@@ -40,6 +40,11 @@ class Record(RecordPart):
     status: str
     config: dict[str, Any] = recorded("the resolved configuration, in which no value is `auto`")
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether comparisons give a verdict on it; what else was measured they show."""
+        return False
+
     def to_json(self) -> str:
         return to_json(self)
 
@@ -69,7 +74,7 @@ def seal_field() -> Any:
     return recorded(
         "hash of the rest of the line: the first 16 hexadecimal digits of its SHA-256. A line that "
         "was edited since `magicdec gate` wrote it is refused",
-        null="except in the passes of the gate",
+        null="except in the records of the gate",
     )
 
 

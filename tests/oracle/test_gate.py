@@ -8,14 +8,15 @@ import pytest
 from conftest import ROOT, served_pairs
 
 from magicdec.bench.gate.cases import Case
-from magicdec.bench.gate.files import read_baselines, to_compare_with
+from magicdec.bench.gate.files import to_compare_with
 from magicdec.bench.gate.measuring import run_cases
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.pass_record import PassRecord
+from magicdec.records.reading import load_passes
 
 COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
-BASELINES = [each for each in read_baselines(to_compare_with(COMMITTED)) if each.shares_prefill]
+BASELINES = [each for each in load_passes(to_compare_with(COMMITTED)) if each.shares_prefill]
 
 
 def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> PassRecord:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from magicdec.bench.gate.cases import Case, Subject
+from magicdec.bench.gate.cases import Case, Subject, standard_cases
 from magicdec.bench.gate.measuring import run_cases
 from magicdec.config.sections import KVSection
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.exact import find_change, other_machine
-from magicdec.records.drafted import DraftedPass
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.drafted import DraftedPass, JudgedRecord
 from magicdec.runner.observers.hidden_states import HiddenStates
+from magicdec.runner.request import Batch
 from magicdec.runner.sampling import model_tokens
 from magicdec.speculation.policies.retrieval import RetrievedBlocks
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
@@ -38,20 +38,20 @@ CASES: dict[str, Case] = {
 Plant = Callable[[pytest.MonkeyPatch], Any]
 
 
-def run(cases: list[Case]) -> list[PassRecord]:
+def run(cases: list[Case]) -> list[JudgedRecord]:
     found = [result for _, result in run_cases(list(enumerate(cases)))]
-    records = [result for result in found if isinstance(result, PassRecord)]
+    records = [result for result in found if not isinstance(result, str)]
     assert len(records) == len(cases), found
     return records
 
 
 @pytest.fixture(scope="module")
-def clean() -> dict[str, PassRecord]:
+def clean() -> dict[str, JudgedRecord]:
     return dict(zip(CASES, run([case.with_threads(1) for case in CASES.values()]), strict=True))
 
 
 @pytest.mark.wide
-def test_neither_threads_nor_native_calls_change_a_step(clean: dict[str, PassRecord]) -> None:
+def test_neither_threads_nor_native_calls_change_a_step(clean: dict[str, JudgedRecord]) -> None:
     chains = {name: case for name, case in CASES.items() if case.config.decoding.gamma == 4}
     off = {name: layer_by_layer(case) for name, case in chains.items()}
     for cases, threads in ((CASES, 2), (off, 1)):
@@ -148,7 +148,7 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
 @pytest.mark.narrow(2)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_regression_is_named(
-    name: str, clean: dict[str, PassRecord], monkeypatch: pytest.MonkeyPatch
+    name: str, clean: dict[str, JudgedRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, plant, said = PLANTS[name]
     plant(monkeypatch)
@@ -157,3 +157,37 @@ def test_a_planted_regression_is_named(
     verdict = "regression" if plant is dead_row else "changed"
     assert exit_code([found]) == 1 and found.verdict == verdict, found
     assert said in str(found), found
+
+
+def wrong_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of the drafts at every 32nd position of each text, which a run may pass."""
+    drafted = DecodeSteps._drafted
+
+    def draft(self: DecodeSteps, batch: Batch, gamma: int) -> Any:
+        proposal = drafted(self, batch, gamma)
+        for row, request in enumerate(batch.requests):
+            if len(request.output_ids) % 32 == 16:
+                proposal.ids[row, 0] = (proposal.ids[row, 0] + 1) % 100
+        return proposal
+
+    monkeypatch.setattr(DecodeSteps, "_drafted", draft)
+
+
+def test_a_loss_is_seen_at_every_position_that_a_run_of_these_texts_does_not_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By statistics, which decide on other machines. On this one both are exact."""
+    subject = Subject(batch_size=8, num_batches=1, prefix_len=256, gen_len=65)
+    every = next(case for case in standard_cases(subject) if case.is_at_every_position)
+    decoding = replace(every.config.decoding, baseline=True)
+    cases = [Case(replace(every.config, decoding=decoding)), every]
+    before = run([case.with_threads(1) for case in cases])
+    assert [len(record.verifications().every) > 400 for record in before] == [False, True]
+    wrong_now_and_then(monkeypatch)
+    after = run([case.with_threads(1) for case in cases])
+    found = compare(after, before)
+    assert [each.verdict for each in found] == ["changed", "changed"], found
+    assert "step 15: accepted 0 of 4, was " in str(found[1])
+    machine = {"environment": replace(before[0].environment, torch="0")}
+    found = compare(after, [replace(record, **machine) for record in before])
+    assert [each.verdict for each in found] == ["tolerated", "regression"], found

@@ -487,6 +487,7 @@ def test_a_machine_file_of_another_machine_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = gate_runs()[0]
+    capsys.readouterr()
     here = record.environment
     args = read("--machine", str(tmp_path / "machine.json"))
     for description, told in (

@@ -12,6 +12,7 @@ from conftest import ROOT, Command, served_pairs
 from synthetic_records import with_fields
 
 from magicdec.bench.gate.cases import (
+    DRAFTING_MODE,
     LEAST_PROMPTS,
     STEP_COST,
     Case,
@@ -24,7 +25,7 @@ from magicdec.bench.gate.cases import (
     standard_cases,
 )
 from magicdec.bench.gate.files import read_baselines
-from magicdec.bench.gate.measuring import shares_of
+from magicdec.bench.gate.measuring import prompts_of, shares_of
 from magicdec.cli.drivers import RUN
 from magicdec.config.sections import AttentionSection, ModelSection
 from magicdec.names import DRAFTERS, FULL_KV_POLICY, KV_POLICIES
@@ -35,15 +36,23 @@ from magicdec.records.comparison.conditions import (
     measured_thing,
     method_of,
 )
+from magicdec.records.drafted import EVERY_POSITION
+from magicdec.records.reading import load_passes
 
 COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
 EVERY = read_baselines(COMMITTED)
-BASELINES = [baseline for baseline in EVERY if baseline.shares_prefill]
+PASSES = load_passes(COMMITTED)
+BASELINES = [baseline for baseline in PASSES if baseline.shares_prefill]
 
 
 def standard_runs(subject: Subject = Subject()) -> list[Case]:
     """Those in whole batches."""
-    return [case for case in standard_cases(subject) if case.shares_prefill]
+    cases = standard_cases(subject)
+    return [case for case in cases if case.shares_prefill and not case.is_at_every_position]
+
+
+def cases_at_every_position(subject: Subject = Subject()) -> list[Case]:
+    return [case for case in standard_cases(subject) if case.is_at_every_position]
 
 
 def test_the_committed_file_has_the_standard_cases() -> None:
@@ -65,7 +74,7 @@ def test_the_committed_file_has_the_standard_cases() -> None:
 def test_every_system_that_drafts_has_a_case() -> None:
     """In the committed file and in that of any model, of which a quick gate runs one each."""
     cases = [case for case in standard_cases(Subject()) if not case.shares_prefill]
-    served = [baseline for baseline in EVERY if not baseline.shares_prefill]
+    served = [baseline for baseline in PASSES if not baseline.shares_prefill]
     assert [describe(baseline) for baseline in served] == [case.name for case in cases]
     modes = {"inflight+draft", "ring+draft", "pipeline+draft", "pipeinfer"}
     assert {case.mode for case in cases} == modes
@@ -88,6 +97,29 @@ def test_every_system_that_drafts_has_a_case() -> None:
         ValueError, match=r"--modes ring.draft .* 2 requests; a gate needs at least"
     ):
         check_case(replace(cases[2], load=Load(2)), num_cores=2)
+
+
+def test_drafts_that_follow_from_the_text_are_cases_at_every_position() -> None:
+    """Of one batch of short texts, a thousand positions; of which a quick gate judges one draft."""
+    cases = cases_at_every_position()
+    baselines = [baseline for baseline in EVERY if baseline.mode == EVERY_POSITION]
+    assert [describe(baseline) for baseline in baselines] == [case.name for case in cases]
+    assert [case.draft for case in cases] == ["self", "self", "ngram"]
+    assert [kind_of(b) for b in quick(EVERY)].count(EVERY_POSITION) == 1
+    for baseline, case in zip(baselines, cases, strict=True):
+        again = Case.from_record(baseline)
+        assert again.mode == case.mode and again.draft == case.draft
+        assert again.config.decoding == case.config.decoding
+        assert again.config.workload == case.config.workload
+        assert len(baseline.verifications().every) == 1024
+        check_case(again, num_cores=2)
+    assert len({prompts_of(case) for case in cases}) == 1
+    run = replace(cases[0], mode=DRAFTING_MODE)
+    assert prompts_of(run) != prompts_of(cases[0]), "they share no prefill"
+    few = cases_at_every_position(Subject(batch_size=2, prefix_len=200, gen_len=9))
+    assert [case.draft for case in few] == ["self", "ngram"], "257 hold the whole prompt"
+    workloads = [case.config.workload for case in few]
+    assert {(w.batch_size, w.prefix_len, w.gen_len) for w in workloads} == {(4, 200, 9)}
 
 
 def test_a_case_has_the_name_that_runs_it() -> None:

@@ -26,7 +26,6 @@ from synthetic_records import (
 )
 from written_records import failed, line_of, mismatch, with_ties
 
-from magicdec.bench.gate.files import read_baselines
 from magicdec.cli import compare as compare_command
 from magicdec.records.acceptance import PromptCounts
 from magicdec.records.comparison.compare import (
@@ -42,12 +41,13 @@ from magicdec.records.comparison.conditions import kind_of, method_of, weight_dt
 from magicdec.records.correctness import Correctness
 from magicdec.records.drafted import DraftedPass
 from magicdec.records.pass_record import PassRecord, verifications_of
+from magicdec.records.reading import load_passes
 from magicdec.records.recomputing import unfounded_metric
 from magicdec.records.record import Status
 
 Gate = Callable[..., tuple[int, str]]
 COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
-BASELINES = [baseline for baseline in read_baselines(COMMITTED) if baseline.shares_prefill]
+BASELINES = [baseline for baseline in load_passes(COMMITTED) if baseline.shares_prefill]
 CERTAIN = [b for b in BASELINES if b.metrics and b.metrics.draft_acceptance_rate == 1.0]
 OTHERS = [b for b in BASELINES if b not in CERTAIN]
 

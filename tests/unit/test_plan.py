@@ -247,7 +247,7 @@ def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
 def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
     """Each budget in the committed baselines has its longest curve, and never one of the full
     cache, of another policy or of another drafter."""
-    records = [json.loads(line) for line in BASELINES.read_text().splitlines()]
+    records = [json.loads(record.to_json()) for record in load_passes(BASELINES)]
     expected = {
         r["config"]["kv"]["budget"]: tuple(r["metrics"]["acceptance_per_position"])
         for r in records

@@ -94,7 +94,8 @@ def test_real_records_are_as_the_schema_says(kind: str) -> None:
 
 
 def test_committed_records_are_read_and_as_the_schema_says() -> None:
-    lines = BASELINES.read_text(encoding="utf-8").splitlines()
+    every = BASELINES.read_text(encoding="utf-8").splitlines()
+    lines = [line for line in every if json.loads(line)["kind"] == "pass"]
     assert len(load_passes(BASELINES)) == len(lines) > 0
     for line in lines:
         raw = json.loads(line)

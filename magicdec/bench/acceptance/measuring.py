@@ -12,7 +12,7 @@ from what was chosen at the end of the prompt. `inexact_reason` says of which dr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -38,15 +38,18 @@ from magicdec.bench.study.plan import grouped
 from magicdec.bench.study.progress import PassProgress
 from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NGRAM
-from magicdec.distributed.groups import ParallelGroups
+from magicdec.distributed.groups import Launch, ParallelGroups
 from magicdec.names import FULL_KV_POLICY
+from magicdec.records.describe import method_of
+from magicdec.records.pass_record import hash_output
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import CountedAcceptance
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import MemoryWatch, describe_memory
 from magicdec.setup.model_plan import max_following, max_tokens
-from magicdec.setup.prepare import Prepared
+from magicdec.setup.prepare import Prepared, SetupCache, complete, find
 from magicdec.setup.session import RankSession, Sessions
 from magicdec.speculation.draft_length import WholeLookups
 from magicdec.systems.modes import DRAFTING, Pass
@@ -204,6 +207,7 @@ class AcceptanceRunner(Runner):
             workload=workload,
             seconds=sum(step.seconds for step in group.observer.steps),
             outputs_sha256=hashlib.sha256(outputs.encode()).hexdigest(),
+            text_hashes=[hash_output(request.output_ids) for request in group.requests],
             accepted=None if is_sampled else [digits_of(counts) for counts in accepted],
             acceptance_probabilities=rounded(chances) if is_sampled else None,
             drafted=None if is_always else [digits_of(counts) for counts in drafted],
@@ -273,6 +277,21 @@ def in_order(cell: StudyCell) -> tuple[int, bool]:
     """The longest context first, and in a context first those that share the decoded texts."""
     config = cell.resolved.config
     return -config.workload.prefix_len, not can_fork(config)
+
+
+def prepare_cells(configs: Sequence[RunConfig], cache: SetupCache) -> Iterator[StudyCell]:
+    """The cells, all checked before anything is measured. Raises ValueError as `prepare` of a
+    run."""
+    longest = max(config.workload.prefix_len for config in configs)
+    for config in configs:
+        resolved = find(config, Launch(), cache)
+        prepared = complete(resolved, cache, cut_from=longest)
+        resolved = replace(resolved, config=prepared.config)
+        yield StudyCell(resolved, name_of(prepared.config), prepared)
+
+
+def name_of(config: ResolvedConfig) -> str:
+    return f"{method_of(config.to_dict())}, context {config.workload.prefix_len}"
 
 
 def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) -> None:

@@ -19,12 +19,14 @@ import numpy as np
 
 from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import RULE, Column, Shown, Table
-from magicdec.records.acceptance import members_of
+from magicdec.records.acceptance import Verification, Verifications, members_of
 from magicdec.records.comparison.conditions import flags_of_sampling, policy_of
+from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
 from magicdec.records.environment import MemoryRecord
 from magicdec.records.fields import Recorded, RecordPart, recorded
 from magicdec.records.intervals import Array, interval, with_each_left_out
-from magicdec.records.record import MeasuredRecord
+from magicdec.records.pass_record import missing_key
+from magicdec.records.record import margin_field, seal_field
 from magicdec.records.workload import WorkloadRecord
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -101,7 +103,7 @@ class DepthAcceptance(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceRecord(MeasuredRecord):
+class AcceptanceRecord(JudgedRecord):
     kind: Literal["acceptance"] = recorded("`acceptance`", default="acceptance")
     status: Literal["ok"] = recorded("`ok`: the target's own text is no claim", default="ok")
     workload: WorkloadRecord = recorded("the texts, and the models")
@@ -109,6 +111,10 @@ class AcceptanceRecord(MeasuredRecord):
     outputs_sha256: str = recorded(
         "hash over the continuations; drafts of one context with other hashes were judged beside "
         "texts that differ by the rounding of the target's forwards"
+    )
+    text_hashes: list[str] | None = recorded(
+        "for each text the hash of its continuation, as `output_hash` of a request",
+        null="in records of earlier versions",
     )
     accepted: list[str] | None = recorded(
         "for each text, a digit for each position of its continuation from the second token on: "
@@ -141,6 +147,24 @@ class AcceptanceRecord(MeasuredRecord):
     inexact: str | None = recorded(
         "why a run may draft otherwise at a position", null="if it does not"
     )
+    margin: float | None = margin_field()
+    seal: str | None = seal_field()
+
+    def __post_init__(self) -> None:
+        problem = missing_key(self.config) or self._contradiction()
+        assert problem is None, problem
+
+    def _contradiction(self) -> str | None:
+        """Why the values of the record exclude each other."""
+        if self.accepted is None:
+            return None
+        count = self.workload.num_prompts
+        if {len(self.accepted), len(self.output_hashes)} != {count}:
+            return "it has not as many texts as prompts"
+        drafted = self.accepted if self.drafted is None else self.drafted
+        if [*map(len, drafted)] != self.lengths:
+            return "it does not say at every position what was drafted"
+        return None
 
     @property
     def command(self) -> tuple[object, ...]:
@@ -148,6 +172,37 @@ class AcceptanceRecord(MeasuredRecord):
         that went on."""
         w = self.workload
         return w.model, w.model_sha256, w.dataset, self.config["model"]["dtype"], self.sampling
+
+    @property
+    def mode(self) -> str:
+        return EVERY_POSITION
+
+    @property
+    def is_judged(self) -> bool:
+        """Of sampled texts nothing was counted that could be compared."""
+        return self.accepted is not None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Over all positions; None also of sampled texts."""
+        found = self.verifications()
+        return found.num_accepted / found.num_drafted if found.num_drafted else None
+
+    @property
+    def output_hashes(self) -> list[str]:
+        """Without those of the texts that of all stands for each."""
+        return self.text_hashes or [self.outputs_sha256] * len(self.lengths)
+
+    def verifications(self) -> Verifications:
+        """By text one for each position, also where nothing was drafted, which emits one token.
+        None of sampled texts."""
+        found = Verifications()
+        for text, digits in enumerate(self.accepted or ()):
+            counts = counts_of(digits)
+            drafted = counts_of(self.drafted[text]) if self.drafted else [self.gamma] * len(counts)
+            pairs = zip(drafted, counts, strict=True)
+            found.by_request[text] = [Verification(*pair, emitted=1) for pair in pairs]
+        return found
 
     @property
     def context(self) -> int:

@@ -1,4 +1,5 @@
-"""The cases of the gate: the passes whose drafts are compared with those of a baseline.
+"""The cases of the gate: the passes, and the positions of texts, whose drafts are compared with
+those of a baseline.
 
 A file of baselines holds its own cases, because a record holds the configuration of its pass. The
 standard cases make such a file for a model and a text. Must not know how records are judged.
@@ -40,12 +41,13 @@ from magicdec.names import (
 from magicdec.records.comparison.conditions import (
     LOAD,
     describe,
+    flags_at,
     flags_of,
     flags_of_mode,
     is_judged,
     kind_of,
 )
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
 from magicdec.records.recomputing import unfounded_metric
 from magicdec.systems.declaration import WITH_DRAFT, Drafts, Ranks
 from magicdec.systems.modes import DRAFTING, MODES, Pass
@@ -62,7 +64,11 @@ SOME_BUDGETS = (129, 257, 513)  # of the other policies
 DRAFT_BUDGET = 257  # of a standalone draft, and of the other ways to draft
 SHORT_PREFIX = 1024  # of the cases whose prefill no other case shares, at most
 FEW_PROMPTS = 8  # of sampled cases, whose prefill draws first tokens of its own
-SERVED_PREFIX = 512  # at most
+# Of the cases at every position: many texts, since losses depend on them, that are short.
+POSITIONS_TEXTS = 16  # at most
+POSITIONS = 64  # of each text
+POSITIONS_BUDGETS = (65, 257)
+SERVED_PREFIX = 512  # at most; also of the cases at every position
 SERVED_REQUESTS = 8
 SERVED_TOKENS = 32
 # Of the systems that have such settings: few rows, and drafts that no threshold ends.
@@ -164,6 +170,7 @@ def standard_cases(subject: Subject) -> list[Case]:
         *_other_ways(subject),
         *_on_ranks(subject),
         *_system_cases(subject),
+        *_at_every_position(subject),
     ]
 
 
@@ -243,6 +250,23 @@ def _system_cases(subject: Subject) -> Iterator[Case]:
             yield _served(subject, serving_pass, drafter, full)
 
 
+def _at_every_position(subject: Subject) -> Iterator[Case]:
+    """Drafts that follow from the text, which forks make, at every position of one batch of
+    texts."""
+    texts = replace(
+        subject,
+        batch_size=min(subject.batch_size * subject.num_batches, POSITIONS_TEXTS),
+        num_batches=1,
+        prefix_len=min(subject.prefix_len, SERVED_PREFIX),
+        gen_len=subject.gen_len or POSITIONS + 1,
+    )
+    drafts = [(SELF, kv) for kv in _budgets(texts, DEFAULT_KV_POLICY, POSITIONS_BUDGETS)]
+    for drafter, kv in (*drafts, (NGRAM, KVSection(FULL_KV_POLICY))):
+        config = texts.case(drafter, kv, GAMMA).config
+        decoding = replace(config.decoding, baseline=False)
+        yield Case(replace(config, decoding=decoding), EVERY_POSITION)
+
+
 def _served(subject: Subject, serving_pass: Pass, drafter: str, kv: KVSection) -> Case:
     """On one rank where the mode has no stages. Few and short prompts, more than there are rows."""
     ranks = subject.nproc if serving_pass.ranks is Ranks.STAGES else 1
@@ -290,7 +314,8 @@ class Load:
 class Case:
     """A mode that drafts, and what it decodes: prompts of `config.workload`, of which a load has as
     many as it says. Without a load they are whole batches, and cases with the same prompts share
-    their prefill and the pass that they are compared with."""
+    their prefill and the pass that they are compared with; those at every position are compared
+    with no pass, and share their texts."""
 
     config: RunConfig
     mode: str = DRAFTING_MODE
@@ -299,6 +324,10 @@ class Case:
     @property
     def shares_prefill(self) -> bool:
         return self.load is None
+
+    @property
+    def is_at_every_position(self) -> bool:
+        return self.mode == EVERY_POSITION
 
     @property
     def serving_pass(self) -> Pass:
@@ -335,7 +364,7 @@ class Case:
         """As `describe` names its record."""
         sections = asdict(self.config)
         if self.shares_prefill:
-            return flags_of(sections)
+            return flags_at(self.mode, flags_of(sections))
         return flags_of_mode(self.mode, sections, num_ranks=self.num_ranks)
 
     def check(self) -> None:
@@ -357,7 +386,7 @@ class Case:
         return replace(self, config=replace(self.config, parallel=parallel))
 
     @classmethod
-    def from_record(cls, record: PassRecord) -> Case:
+    def from_record(cls, record: JudgedRecord) -> Case:
         """What repeats the pass of a record, here, on as many ranks. What `auto` chose then is left
         to `auto` again. Raises ValueError, naming it, if its config is not one of a pass."""
         if record.error is not None:
@@ -401,7 +430,7 @@ def options_of(cases: Sequence[Case]) -> ServeOptions:
     return options.settle(passes, w.seed, settings)
 
 
-def config_of_record(record: PassRecord) -> RunConfig:
+def config_of_record(record: JudgedRecord) -> RunConfig:
     """The sections of a pass. Ranks that serve are placed by their mode."""
     kinds = {item.name: type(getattr(RunConfig(), item.name)) for item in fields(RunConfig)}
     kinds["draft"] = DraftSection
@@ -442,12 +471,22 @@ def _values_of_user(kind: type, saved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def baselines_in(records: Iterable[PassRecord]) -> list[PassRecord]:
-    """Those that comparisons judge."""
-    return [record for record in records if is_judged(record)]
+def baselines_in(records: Iterable[JudgedRecord]) -> list[JudgedRecord]:
+    """Those that comparisons judge. Raises ValueError for drafts at every position of sampled
+    texts, which would be left out."""
+    found = list[JudgedRecord]()
+    for record in records:
+        if is_judged(record):
+            found.append(record)
+        elif record.mode == EVERY_POSITION:
+            raise ValueError(
+                f"{describe(record)}: drafts of sampled texts are probable and not counted, so "
+                "that no rule compares them; leave it out, or measure it without --temperature"
+            )
+    return found
 
 
-def unfounded(record: PassRecord) -> str | None:
+def unfounded(record: JudgedRecord) -> str | None:
     """A sentence if a metric of the record does not follow from its requests."""
     try:
         name = unfounded_metric(record)
@@ -508,10 +547,10 @@ def check_case(case: Case, num_cores: int) -> None:
         raise ValueError(f"{case.name}: {error}") from None
 
 
-def quick(baselines: Sequence[PassRecord]) -> list[PassRecord]:
+def quick(baselines: Sequence[JudgedRecord]) -> list[JudgedRecord]:
     """One baseline for each drafter and policy, and for each other way to draft, the middle one of
     its baselines in the file."""
-    kinds: dict[str, list[PassRecord]] = {}
+    kinds: dict[str, list[JudgedRecord]] = {}
     for baseline in baselines:
         kinds.setdefault(kind_of(baseline), []).append(baseline)
     return [alike[len(alike) // 2] for alike in kinds.values()]

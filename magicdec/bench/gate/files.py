@@ -13,9 +13,10 @@ from magicdec.bench.gate.cases import baselines_in
 from magicdec.kernels.build import used_instructions
 from magicdec.output.writing import write_text
 from magicdec.records.comparison.conditions import describe
-from magicdec.records.pass_record import PassRecord
-from magicdec.records.reading import load_passes
+from magicdec.records.drafted import JudgedRecord
+from magicdec.records.reading import read_records
 
+RECORD_KINDS = "pass", "acceptance"  # that can be baselines
 # The instructions that the kernels differ by, by the name of the kind of CPU, the newest first.
 KINDS = {"amx": "AMX_BF16", "avx512_bf16": "AVX512BF16", "avx2": "AVX2"}
 
@@ -35,9 +36,9 @@ def kind_of_file(path: Path) -> str:
     return kind_of_cpu(read_baselines(path)[0].environment.instructions)
 
 
-def read_baselines(path: Path) -> list[PassRecord]:
+def read_baselines(path: Path) -> list[JudgedRecord]:
     """Raises ValueError if there are none."""
-    records = baselines_in(load_passes(path, is_strict=True))
+    records = baselines_in(read_records(path, JudgedRecord, is_strict=True, kinds=RECORD_KINDS))
     if not records:
         raise ValueError(
             f"{path} holds no records; make it with `magicdec gate save --baseline {path}`"
@@ -62,7 +63,7 @@ def to_renew(path: Path) -> Path:
     return path if is_ours else beside(path, kind_here())
 
 
-def void_on_others(path: Path, renewed: Path, changed: Sequence[PassRecord]) -> list[Path]:
+def void_on_others(path: Path, renewed: Path, changed: Sequence[JudgedRecord]) -> list[Path]:
     """Leave the lines of these cases in the files of other kinds of CPU to statistics: what has
     changed and was accepted on this kind has changed there too, and cannot be measured here. Such
     a line no longer names its kernels. Returns the files in which there were any."""
@@ -79,5 +80,5 @@ def void_on_others(path: Path, renewed: Path, changed: Sequence[PassRecord]) -> 
     return voided
 
 
-def void(line: PassRecord) -> PassRecord:
+def void(line: JudgedRecord) -> JudgedRecord:
     return replace(line, environment=replace(line.environment, kernels=None), seal="")

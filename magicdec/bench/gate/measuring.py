@@ -24,14 +24,16 @@ from magicdec.distributed.groups import Launch, set_launch
 from magicdec.distributed.loopback import LOOPBACK, listen, serve_store
 from magicdec.distributed.ranks import end_with_parent, interrupting_no_child
 from magicdec.output.console import make_progress
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.drafted import JudgedRecord
 
 if TYPE_CHECKING:
+    from magicdec.bench.acceptance.record import AcceptanceRecord
+    from magicdec.bench.study.cells import StudyCell
     from magicdec.setup.prepare import Prepared
     from magicdec.setup.session import Sessions
 
 Numbered = tuple[int, Case]
-Result = PassRecord | str
+Result = JudgedRecord | str
 """The record of a case, or why it has none."""
 NO_RESULT = "no result came back: its process has skipped it, or ended before it"
 APART = "not run: the ranks of its group may differ since the failure of an earlier case"
@@ -199,7 +201,8 @@ def shares_of(cases: Sequence[Numbered], num_processes: int) -> list[list[Number
 def prompts_of(case: Case) -> str:
     """What two cases have in common that share a prefill."""
     config = case.config
-    return repr((config.model, config.sampling, config.workload, case.load))
+    own = case.load, case.is_at_every_position
+    return repr((config.model, config.sampling, config.workload, own))
 
 
 def costs_of(share: Sequence[Numbered]) -> Iterator[tuple[int, int]]:
@@ -267,8 +270,9 @@ def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[
     cache = SetupCache()
     groups: dict[object, list[tuple[int, Prepared]]] = {}
     arriving = [(number, case) for number, case in cases if not case.shares_prefill]
+    everywhere = [(number, case) for number, case in cases if case.is_at_every_position]
     for number, case in cases:
-        if not case.shares_prefill:
+        if not case.shares_prefill or case.is_at_every_position:
             continue
         try:
             case.config.check(launch.world_size)
@@ -292,9 +296,58 @@ def run_cases(cases: Sequence[Numbered], launch: Launch = Launch()) -> Iterator[
                 for number_apart in (*left, *(number for number, _ in arriving))
             )
             return
-    if groups:
+    yield from judge_positions(everywhere)
+    if groups or everywhere:
         close_groups()
     yield from serve_cases(arriving, launch)
+
+
+def judge_positions(cases: Sequence[Numbered]) -> Iterator[tuple[int, Result]]:
+    """As `run_cases`, for drafts at every position of texts, on one rank. Those of the same texts
+    share them."""
+    with_texts: dict[str, list[Numbered]] = {}
+    for case in cases:
+        with_texts.setdefault(prompts_of(case[1]), []).append(case)
+    for alike in with_texts.values():
+        yield from _judge_texts(alike)
+
+
+def _judge_texts(cases: Sequence[Numbered]) -> list[tuple[int, Result]]:
+    from magicdec.bench.acceptance.measuring import groups_of as groups_of_cells
+    from magicdec.bench.acceptance.measuring import measure_cells, prepare_cells
+    from magicdec.bench.acceptance.memory import check_memory
+    from magicdec.bench.study.progress import PassProgress
+    from magicdec.setup.prepare import SetupCache
+
+    cache = SetupCache()
+    results = list[tuple[int, Result]]()
+    cells: list[tuple[int, StudyCell]] = []
+
+    def keep(measured: StudyCell, record: AcceptanceRecord) -> None:
+        (number,) = (number for number, cell in cells if cell is measured)
+        results.append((number, replace(record, seal="")))  # its line gets the one of its content
+
+    for number, case in cases:
+        try:
+            (cell,) = prepare_cells([case.config], cache)
+            cells.append((number, cell))
+        except Exception as wrong:
+            results.append((number, reason_of(wrong)))
+    todo = [cell for _, cell in cells]
+    reason = NO_RESULT
+    try:
+        if todo:
+            check_memory(groups_of_cells(todo))
+            measure_cells(todo, PassProgress(make_progress(False), Launch()), keep)
+    except Exception as wrong:  # so that it costs these cases only
+        reason = reason_of(wrong)
+    ended = [number for number, _ in results]
+    return results + [(number, reason) for number, _ in cells if number not in ended]
+
+
+def reason_of(error: Exception) -> str:
+    """Why a case has no record: what a user can mend says it itself."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def serve_cases(cases: Sequence[Numbered], launch: Launch) -> Iterator[tuple[int, Result]]:
@@ -322,16 +375,14 @@ def _serve_modes(cases: Sequence[Numbered], launch: Launch) -> list[tuple[int, R
     from magicdec.bench.measure import measure_modes
     from magicdec.bench.prepare import prepare
 
-    records = list[PassRecord]()
+    records = list[JudgedRecord]()
     error = ""
     try:
         served = [case for _, case in cases]
         prepared = prepare(served[0].config, options_of(served), launch)
         measure_modes(prepared, records.append, is_logged=True)
-    except ValueError as wrong:
-        error = str(wrong)
     except Exception as wrong:  # so that it costs these cases only
-        error = f"{type(wrong).__name__}: {wrong}"
+        error = reason_of(wrong)
     if launch.rank > 0 and not error:
         return []  # the first rank has the records, whose lines get the seal of their content
     results: list[Result] = [replace(record, seal="") for record in records]

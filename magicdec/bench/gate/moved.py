@@ -12,17 +12,17 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.records.comparison.conditions import describe
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.drafted import JudgedRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.setup.prepare import ResolvedRun, SetupCache, complete, describe_model, find
 
 
-def with_names_here(cases: Sequence[Case], baselines: Sequence[PassRecord]) -> list[PassRecord]:
+def with_names_here(cases: Sequence[Case], baselines: Sequence[JudgedRecord]) -> list[JudgedRecord]:
     """The baselines, whose models have the names that they have here. `cases` are theirs
     with the places of here. Raises ValueError, naming the flag, for a model or prompts whose hash
     is not that of the baseline."""
     cache = SetupCache()
-    here = list[PassRecord]()
+    here = list[JudgedRecord]()
     for case, baseline in zip(cases, baselines, strict=True):
         theirs = baseline.workload
         assert theirs is not None, "only a pass that failed has none, and it has no case"
@@ -62,7 +62,7 @@ def _other_model(config: RunConfig, found: ResolvedRun, theirs: WorkloadRecord) 
     return None
 
 
-def _refuse(other: str | None, baseline: PassRecord) -> None:
+def _refuse(other: str | None, baseline: JudgedRecord) -> None:
     """Raises ValueError if something is not that of the baseline."""
     if other is not None:
         raise ValueError(

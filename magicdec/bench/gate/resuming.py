@@ -21,7 +21,7 @@ from magicdec.bench.gate.files import read_baselines
 from magicdec.kernels.build import compiler_version, library_folder, used_instructions
 from magicdec.kernels.cpu import cpu_field
 from magicdec.output.writing import write_text
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.drafted import JudgedRecord
 
 PACKAGE = Path(__file__).parents[2]
 SOURCES = (".py", ".cpp", ".h")
@@ -45,7 +45,7 @@ class FinishedCases:
                 shutil.rmtree(other, ignore_errors=True)
         return cls(folders / key_of(cases))
 
-    def read(self) -> dict[int, PassRecord]:
+    def read(self) -> dict[int, JudgedRecord]:
         """Those of earlier, by the number of their case."""
         found = {}
         for path in self.folder.glob("*.jsonl"):
@@ -53,7 +53,7 @@ class FinishedCases:
                 (found[int(path.stem)],) = read_baselines(path)
         return found
 
-    def keep(self, number: int, record: PassRecord) -> None:
+    def keep(self, number: int, record: JudgedRecord) -> None:
         self.folder.mkdir(exist_ok=True)
         write_text("the finished cases", self.folder / f"{number}.jsonl", record.to_json() + "\n")
 

@@ -41,7 +41,7 @@ from magicdec.records.comparison.exact import (
     why_not_exact,
 )
 from magicdec.records.describe import verdict_of
-from magicdec.records.drafted import DraftedPass
+from magicdec.records.drafted import DraftedPass, JudgedRecord
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.record import Status
@@ -170,7 +170,7 @@ def rate_variances(drafted: DraftedPass) -> Array:
     return scatter * counts.verifications / np.maximum(counts.drafted, 1) ** 2
 
 
-def drafted_of(record: PassRecord, name: str) -> DraftedPass:
+def drafted_of(record: JudgedRecord, name: str) -> DraftedPass:
     """What a record says of drafts; `name` stands for it in the error. Raises ValueError if it says
     nothing."""
     try:
@@ -222,7 +222,7 @@ class Rule:
         below=1,
     )
 
-    def margin_of(self, baseline: PassRecord) -> float:
+    def margin_of(self, baseline: JudgedRecord) -> float:
         margin = baseline.margin if self.margin is None else self.margin
         return DEFAULT_MARGIN if margin is None else margin
 
@@ -257,8 +257,8 @@ class Match:
 
     name: str
     pair: PairedCounts
-    new: PassRecord
-    old: PassRecord
+    new: JudgedRecord
+    old: JudgedRecord
     after: DraftedPass
     before: DraftedPass
 
@@ -276,7 +276,7 @@ class Match:
 
 
 def compare(
-    new: Sequence[PassRecord], baselines: Sequence[PassRecord], rule: Rule = Rule()
+    new: Sequence[JudgedRecord], baselines: Sequence[JudgedRecord], rule: Rule = Rule()
 ) -> list[Comparison]:
     """What was found out about each new record, in order. A record is compared with every baseline
     of the same thing under the same conditions, and the worst counts: none of them may hide a
@@ -294,12 +294,12 @@ def compare(
     return comparisons
 
 
-def match(record: PassRecord, baselines: Sequence[PassRecord]) -> list[Match] | Comparison:
+def match(record: JudgedRecord, baselines: Sequence[JudgedRecord]) -> list[Match] | Comparison:
     """The baselines of the same thing under the same conditions, or why there is none."""
     name = describe(record)
     if record.status == Status.VERIFIED_WITH_TIES:
         name += f" [{record.status}]"
-    if not record.passed:
+    if isinstance(record, PassRecord) and not record.passed:
         return Comparison(name, REGRESSION, f"the new pass: {verdict_of(record)}")
     try:
         alike = alike_baselines(record, baselines)
@@ -312,19 +312,18 @@ def match(record: PassRecord, baselines: Sequence[PassRecord]) -> list[Match] | 
         return Comparison(name, INCOMPARABLE, f"not comparable: {error}")
 
 
-def match_of(name: str, new: PassRecord, old: PassRecord) -> Match:
+def match_of(name: str, new: JudgedRecord, old: JudgedRecord) -> Match:
     before = drafted_of(old, "baseline")
     after = drafted_of(new, "new record")
     return Match(name, pair_of(after, before), new, old, after, before)
 
 
-def has_drafted(record: PassRecord) -> bool:
+def has_drafted(record: JudgedRecord) -> bool:
     """Whether it has drafted, or had no drafter that could have done so."""
-    rate = None if record.metrics is None else record.metrics.draft_acceptance_rate
-    return rate is not None or not record.is_drafting
+    return record.draft_acceptance_rate is not None or not record.is_drafting
 
 
-def alike_baselines(record: PassRecord, baselines: Sequence[PassRecord]) -> list[PassRecord]:
+def alike_baselines(record: JudgedRecord, baselines: Sequence[JudgedRecord]) -> list[JudgedRecord]:
     """Raises ValueError, naming the first cause, if there is none."""
     if record.is_uncompared:
         raise ValueError("its tokens were compared with nothing")
@@ -349,12 +348,11 @@ def level_for(matches: Sequence[Match]) -> float:
     return 1 - FALSE_ALARMS / max(1, num_tests)
 
 
-def other_reads(new: PassRecord, old: PassRecord) -> str | None:
+def other_reads(new: JudgedRecord, old: JudgedRecord) -> str | None:
     """What a draft forward reads, if it is no longer what it was: then it is not the same policy or
     budget, whatever the records say."""
-    assert new.metrics is not None and old.metrics is not None
-    after = new.metrics.kv_tokens_read
-    before = old.metrics.kv_tokens_read
+    after = new.kv_tokens_read
+    before = old.kv_tokens_read
     if after is None or before is None or abs(after - before) <= READS_TOLERANCE * before:
         return None
     return f"regression: a draft forward reads {after:.1f} tokens of a row's KV, was {before:.1f}"
@@ -436,12 +434,12 @@ def decide(rates: tuple[float, float], change: Change, margin: float) -> tuple[s
     return verdict, f"beyond the margin of {100 * margin:g} % and the noise"
 
 
-def case_failed(baseline: PassRecord, error: str) -> Comparison:
+def case_failed(baseline: JudgedRecord, error: str) -> Comparison:
     """The case of a baseline that left no record."""
     return Comparison(describe(baseline), REGRESSION, f"the case failed: {error}")
 
 
-def uncovered(new: Sequence[PassRecord], baselines: Sequence[PassRecord]) -> list[PassRecord]:
+def uncovered(new: Sequence[JudgedRecord], baselines: Sequence[JudgedRecord]) -> list[JudgedRecord]:
     """The baselines with which no new record can be compared."""
     matches = [match(record, baselines) for record in new]
     covered = {

@@ -16,7 +16,8 @@ from magicdec.config.sections import NONE, KVSection, SamplingSection, model_dra
 from magicdec.config.setting import declared
 from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.output.console import printable
-from magicdec.records.pass_record import PassRecord, is_greedy
+from magicdec.records.drafted import EVERY_POSITION, JudgedRecord
+from magicdec.records.pass_record import is_greedy
 from magicdec.records.record import Record
 from magicdec.records.workload import prompt_format
 
@@ -66,7 +67,7 @@ def policy_of(config: Mapping[str, Any]) -> str | None:
     return None if drafter is not None and model_drafter_of(drafter) is None else policy
 
 
-def measured_thing(record: PassRecord) -> Key:
+def measured_thing(record: JudgedRecord) -> Key:
     """What a record measures: two records of the same thing are meant to be compared. A setting
     that its policy does not read is None."""
     config = record.config
@@ -91,7 +92,7 @@ def measured_thing(record: PassRecord) -> Key:
     )
 
 
-def load_of(record: PassRecord) -> dict[str, Any]:
+def load_of(record: JudgedRecord) -> dict[str, Any]:
     """The flags of the load on which the drafts of a pass depend; none of one that shares its
     prefill."""
     if record.shares_prefill:
@@ -100,16 +101,12 @@ def load_of(record: PassRecord) -> dict[str, Any]:
     return {name: flags.get(name, default) for name, default in LOAD.items()}
 
 
-def is_judged(record: Record) -> TypeGuard[PassRecord]:
-    """Whether comparisons give a verdict on a record: on what the gate has made, on the drafts of
-    passes that share a prefill, and on any failure. What else was measured they show."""
-    if not isinstance(record, PassRecord):
-        return False
-    has_failed = record.error is not None
-    return record.is_logged or has_failed or (record.shares_prefill and record.is_drafting)
+def is_judged(record: Record) -> TypeGuard[JudgedRecord]:
+    """Whether comparisons give a verdict on a record. What else was measured they show."""
+    return record.is_judged
 
 
-def first_difference(new: PassRecord, old: PassRecord) -> str | None:
+def first_difference(new: JudgedRecord, old: JudgedRecord) -> str | None:
     """The first condition in which two records of the same thing differ, such as `prefix_len 1024,
     was 4096`; None if all agree. Neither record failed."""
     ours = new.workload
@@ -129,7 +126,7 @@ def first_difference(new: PassRecord, old: PassRecord) -> str | None:
     return None
 
 
-def conditions(record: PassRecord) -> dict[str, Any]:
+def conditions(record: JudgedRecord) -> dict[str, Any]:
     """Each setting that must agree, by the name that the gate prints."""
     config = record.config
     workload = record.workload
@@ -164,20 +161,25 @@ def sampling(config: Mapping[str, Any]) -> dict[str, Any] | str:
     return "greedy" if is_greedy(config) else config.get("sampling") or {}
 
 
-def placement(record: PassRecord) -> str:
+def placement(record: JudgedRecord) -> str:
     """On which ranks the target and a draft model are, as the flags of `magicdec run`, in words."""
     return " ".join(_flags_of_ranks(record.config, record.environment.world_size)) or "one rank"
 
 
-def describe(record: PassRecord) -> str:
+def describe(record: JudgedRecord) -> str:
     """What a record measures, as `flags_of` has it, in a form that can be printed."""
     draft = None if record.workload is None else record.workload.draft
     name = None if draft is None else draft.model
     num_ranks = record.environment.world_size
     config = record.config
-    if record.shares_prefill:
-        return printable(flags_of(config, name, num_ranks))
-    return printable(flags_of_mode(record.name, config, name, num_ranks))
+    if not record.shares_prefill:
+        return printable(flags_of_mode(record.mode, config, name, num_ranks))
+    return printable(flags_at(record.mode, flags_of(config, name, num_ranks)))
+
+
+def flags_at(mode: str, flags: str) -> str:
+    """The flags of what shares a prefill; of the command that judges every position it is said."""
+    return f"{flags}, {EVERY_POSITION}" if mode == EVERY_POSITION else flags
 
 
 def flags_of_mode(
@@ -259,19 +261,21 @@ def _flags_of_policy(policy: str | None, kv: Mapping[str, Any]) -> list[str]:
     return [f"{settings[name].flag} {v}" for name, v in {"policy": policy, **given}.items()]
 
 
-def method_of(record: PassRecord) -> str:
+def method_of(record: JudgedRecord) -> str:
     """The drafter and the policy of a record, without their parameters."""
     thing = dict(measured_thing(record))
     return " ".join(str(thing[key]) for key in ("drafter", "draft", "policy") if thing[key])
 
 
-def kind_of(record: PassRecord) -> str:
+def kind_of(record: JudgedRecord) -> str:
     """The method of a record where it drafts chains of one length with its own weights for greedy
     requests on one rank; else in which other way it drafts, without parameters, whatever the
     method. Sampling is one way, since its prompts are prefilled by themselves. So are several
-    ranks, and a draft model on some of them."""
+    ranks, a draft model on some of them, and drafts at every position."""
     if not record.shares_prefill:
         return f"mode {record.mode}"
+    if record.mode == EVERY_POSITION:
+        return EVERY_POSITION
     decoding = record.config["decoding"]
     kv = record.config["kv"]
     several = record.environment.world_size > 1

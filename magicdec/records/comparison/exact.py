@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from magicdec.names import FULL_KV_POLICY
 from magicdec.records.comparison.conditions import placement
-from magicdec.records.drafted import DraftedPass, StepLog
-from magicdec.records.pass_record import PassRecord
+from magicdec.records.drafted import DraftedPass, JudgedRecord, StepLog
 
 BURST = "burst"  # the arrival of requests that all arrive at once
 RENEW = "renew it with `magicdec gate save`"
@@ -40,7 +39,7 @@ class ExactChange:
         return self.first + more
 
 
-def why_not_exact(new: PassRecord, old: PassRecord) -> str | None:
+def why_not_exact(new: JudgedRecord, old: JudgedRecord) -> str | None:
     """Why two records of the same thing under the same conditions may differ although the code is
     the same; None if they may not."""
     config = new.config
@@ -66,39 +65,42 @@ def why_not_exact(new: PassRecord, old: PassRecord) -> str | None:
     return other_machine(new, old)
 
 
-def why_other_drafts(new: PassRecord, old: PassRecord) -> str | None:
+def why_other_drafts(new: JudgedRecord, old: JudgedRecord) -> str | None:
     """Why unchanged code may draft other tokens in either of two passes of the same thing; None if
     only rounding decides."""
     if are_judged_by_time(new) or are_judged_by_time(old):
         if not drafts_by_text(new):
             return "which drafts are made and judged follows from measured times"
-        if not all(request.has_positions for record in (new, old) for request in record.requests):
+        positions = [
+            each.position for record in (new, old) for each in record.verifications().every
+        ]
+        if None in positions:
             return "a record does not say where its drafts were; renew it"
     if not new.shares_prefill and new.config["workload"].get("arrival") != BURST:
         return "requests join at measured times"
     return None
 
 
-def are_judged_by_time(record: PassRecord) -> bool:
+def are_judged_by_time(record: JudgedRecord) -> bool:
     """Whether times decide which drafts are judged, so that only drafts at the same place of the
     same text can be compared: where they run ahead of the newest token, and say where they are."""
-    return any(request.per_step_position is not None for request in record.requests)
+    return any(each.position is not None for each in record.verifications().every)
 
 
-def drafts_by_text(record: PassRecord) -> bool:
+def drafts_by_text(record: JudgedRecord) -> bool:
     """Whether a draft follows from the text before it alone, committed or not: a model that reads
     all of it does so, and lookups know only what is committed."""
     kv = record.config.get("kv") or {}
     return (record.config["decoding"]["drafter"], kv.get("policy")) == ("model", FULL_KV_POLICY)
 
 
-def ranks_of(record: PassRecord) -> Iterator[str]:
+def ranks_of(record: JudgedRecord) -> Iterator[str]:
     """What the order of sums between ranks follows from, in words."""
     yield placement(record)
     yield f"--collectives {record.config['parallel']['collectives']}"
 
 
-def other_machine(new: PassRecord, old: PassRecord) -> str | None:
+def other_machine(new: JudgedRecord, old: JudgedRecord) -> str | None:
     """The first thing of the machine and its software from which other bits may follow."""
     for name, words in BIT_CONDITIONS.items():
         ours = getattr(new.environment, name)

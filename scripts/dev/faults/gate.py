@@ -8,6 +8,8 @@ COVERAGE = "test_gate_coverage.py::"
 THREADS = "test_pass_threads.py::"
 EXACT = "test_gate_exact.py::"
 RULE = "test_gate_rule.py::"
+POSITIONS = "test_gate_positions.py::"
+CASES = "test_gate_cases.py::"
 LOG = "test_draft_log.py::"
 
 PROPERTIES = (
@@ -109,6 +111,48 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Of drafts at every position any difference is named.",
+        f"{POSITIONS}test_any_change_of_a_position_is_named_and_fails",
+        (
+            Fault(
+                "positions without drafts are left out",
+                "bench/acceptance/record.py",
+                "[Verification(*pair, emitted=1) for pair in pairs]",
+                "[Verification(*pair, emitted=1) for pair in pairs if pair[0]]",
+            ),
+            Fault(
+                "the texts are not compared one by one",
+                "bench/acceptance/record.py",
+                "return self.text_hashes or [",
+                "return [",
+            ),
+        ),
+    ),
+    Property(
+        "Sampled texts are no baseline, and are not left out in silence.",
+        f"{POSITIONS}test_sampled_texts_are_refused_as_baselines_in_one_line",
+        (
+            Fault(
+                "they are left out",
+                "bench/gate/cases.py",
+                "elif record.mode == EVERY_POSITION:",
+                "elif False:",
+            ),
+        ),
+    ),
+    Property(
+        "Drafts at every position have a prefill of their own.",
+        f"{CASES}test_drafts_that_follow_from_the_text_are_cases_at_every_position",
+        (
+            Fault(
+                "they are taken to share that of passes",
+                "bench/gate/measuring.py",
+                "own = case.load, case.is_at_every_position",
+                "own = case.load, None",
+            ),
+        ),
+    ),
+    Property(
         "Passes of other loads are not compared.",
         f"{EXACT}test_passes_that_stop_chains_elsewhere_are_not_compared",
         (
@@ -138,15 +182,15 @@ PROPERTIES = (
         (
             Fault(
                 "passes without drafts are judged",
-                "records/comparison/conditions.py",
-                "(record.shares_prefill and record.is_drafting)",
-                "record.shares_prefill",
+                "records/pass_record.py",
+                "(self.shares_prefill and self.is_drafting)",
+                "self.shares_prefill",
             ),
             Fault(
                 "served passes are judged",
-                "records/comparison/conditions.py",
-                "(record.shares_prefill and record.is_drafting)",
-                "record.is_drafting",
+                "records/pass_record.py",
+                "(self.shares_prefill and self.is_drafting)",
+                "self.is_drafting",
             ),
         ),
     ),
