@@ -21,6 +21,7 @@ LOOKUP = "--draft ngram --gamma 4"
 LONG_LOOKUP = "--draft ngram --gamma 31"
 MIXED = "ngram+self"
 AUTO = f"{SELF} 257 --gamma auto"
+EVERY = "--gamma 4, every position"
 
 STEPS = "speculation/steps/steps.py"
 MODELS = "speculation/model_drafter.py"
@@ -34,6 +35,7 @@ MIXTURE = "speculation/mixed.py"
 RETRIEVED = "speculation/policies/retrieval.py"
 WEIGHED = "speculation/policies/verified.py"
 STREAMING = "speculation/policies/streaming_llm.py"
+FORKS = "bench/acceptance/forks.py"
 PATH_DRAFTER = "systems/pipeinfer/path_drafter.py"
 POLICIES = {
     "full": "policy:FullKV",
@@ -595,6 +597,22 @@ HEADS = (
         HEAD,
     ),
 )
+FORKED = (
+    regression(
+        "forks have no copy of their last block",
+        FORKS,
+        "if length % cache.shape.block_size:",
+        "if False:",
+        f"{SELF} 65 {EVERY}",
+    ),
+    regression(
+        "a lookup in forks does not know the newest token",
+        FORKS,
+        "known.output_ids = [*position.continuation[: position.number]]",
+        "known.output_ids = [*position.continuation[: position.number - 1]]",
+        f"--draft ngram {EVERY}",
+    ),
+)
 REGRESSIONS = (
     *ROWS,
     *SWAPPED,
@@ -606,4 +624,5 @@ REGRESSIONS = (
     *RANKS,
     *SYSTEMS,
     *HEADS,
+    *FORKED,
 )
