@@ -55,7 +55,8 @@ class PromptCaches:
     def __init__(
         self, make_runner: Callable[[], ModelRunner], chunk: int, progress: Progress, is_kept: bool
     ) -> None:
-        self.make_runner = make_runner
+        # It holds the system that makes runners, with its draft, for as long as more are made.
+        self.make_runner = make_runner if is_kept else None
         self.chunk = chunk
         self.progress = progress
         self.is_kept = is_kept
@@ -77,6 +78,7 @@ class PromptCaches:
         if not self.is_kept:
             self._groups.clear()
         elif number:
+            assert self.make_runner is not None, "every group has a runner"
             self.engine = Engine(self.make_runner(), self.chunk)
         kept = self._prefill(number, requests, name)
         self._groups[number] = kept

@@ -33,7 +33,6 @@ from magicdec.workload.prompt_sets import (
     sets_of,
 )
 
-Place = tuple[int, int]  # of a prefix: its book, and its chunk of it
 ENOUGH_BOOKS = 50  # of more only as many are read as the prompts need
 MOST_ITEMS = 5000  # that are read of a dataset
 # Tokens skipped in each book of a published dataset, as in the original suite: title page, contents
@@ -205,7 +204,9 @@ def _prefixes_of_books(
     )
 
 
-def in_turns(places: Sequence[Place], categories: Sequence[str | None]) -> list[Place]:
+def in_turns(
+    places: Sequence[tuple[int, int]], categories: Sequence[str | None]
+) -> list[tuple[int, int]]:
     """Places in an order in which their categories take turns: first one of each, and so on."""
     num_before: Counter[str | None] = Counter()
     turns = list[int]()

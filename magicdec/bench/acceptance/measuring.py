@@ -41,6 +41,7 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NGRAM
 from magicdec.distributed.groups import Launch, ParallelGroups
+from magicdec.hardware.environment import release_memory
 from magicdec.names import FULL_KV_POLICY
 from magicdec.records.describe import method_of
 from magicdec.records.pass_record import hash_output
@@ -310,6 +311,7 @@ def measure_cells(cells: Sequence[StudyCell], pace: PassProgress, keep: Keep) ->
                 shared = SharedPrefill(session.device, pace)
                 common = Common(shared, MemoryWatch(session.device), plan_of_cells(groups))
             AcceptanceRunner(cell, session, common, room, pace, keep).measure_groups()
+            release_memory(session.device)  # of its draft, before the next one takes some
 
 
 def groups_of(cells: Sequence[StudyCell]) -> list[list[StudyCell]]:
