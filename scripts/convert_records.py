@@ -38,12 +38,11 @@ from magicdec.records.pass_record import (
     GroupRecord,
     PassRecord,
     RequestRecord,
-    commands_of,
     reference_of,
     verifications_of,
 )
 from magicdec.records.reading import parse_line
-from magicdec.records.record import SCHEMA_VERSION, Status
+from magicdec.records.record import SCHEMA_VERSION, Status, commands_of
 from magicdec.systems.modes import Pass
 from magicdec.systems.options import ServeOptions
 

@@ -21,7 +21,6 @@ from magicdec.config.sections import NONE, WrittenSection
 from magicdec.config.setting import Declared, same, setting
 from magicdec.config.toml_file import to_toml
 from magicdec.output.writing import write_text
-from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
 from magicdec.records.record import MeasuredRecord, Record
 
@@ -74,7 +73,7 @@ def flags_of(record: Record) -> dict[str, Any]:
         if flags is None:
             raise ValueError("the record is older than its flags; predict it again")
         return flags
-    if not isinstance(record, PassRecord) or not record.shares_prefill:
+    if not record.is_of_run:
         again = command_of(record.environment)
         raise ValueError(f"the command itself makes the record again: {again}")
     draft = draft_of(config)

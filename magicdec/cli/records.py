@@ -19,7 +19,6 @@ from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.cli.parsing.record_files import (
     TABLES,
     RecordFilesSection,
-    commands_of,
     read_every_kind,
 )
 from magicdec.config.sections import WrittenSection
@@ -30,7 +29,7 @@ from magicdec.output.files import complete_file
 from magicdec.output.tables import FORMATS, Table, print_tables
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
-from magicdec.records.record import MeasuredRecord, Record
+from magicdec.records.record import MeasuredRecord, Record, commands_of, of_type
 
 if TYPE_CHECKING:
     from magicdec.bench.export.export_format import ExportFormat
@@ -141,8 +140,8 @@ def runs_of(
         for command in commands_of(read_records(path, Record, args.strict)):
             if command[0].kind not in kinds:
                 continue
-            passes = [record for record in command if isinstance(record, PassRecord)]
-            if any(record.shares_prefill for record in passes):
+            if any(record.is_of_run for record in command):
+                passes = of_type(command, PassRecord)
                 yield from (record for record in passes if not record.is_reference)
             else:
                 others.append(command)

@@ -33,7 +33,7 @@ from magicdec.records.metrics import (
     PassMetrics,
     TurnTimes,
 )
-from magicdec.records.record import Status, margin_field, seal_field
+from magicdec.records.record import Record, Status, margin_field, of_type, seal_field
 from magicdec.records.workload import WorkloadRecord
 
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
@@ -457,6 +457,13 @@ class PassRecord(JudgedRecord):
         return any(group.prefill_ms is not None for group in self.groups)
 
     @property
+    def is_of_run(self) -> bool:
+        return self.shares_prefill
+
+    def repeats(self, others: Sequence[Record]) -> bool:
+        return self.name in {other.name for other in of_type(others, PassRecord)}
+
+    @property
     def is_logged(self) -> bool:
         """Whether the gate has made it, so that it says of each step what was drafted."""
         has_log = any(request.draft_hashes is not None for request in self.requests)
@@ -565,22 +572,6 @@ def unequal_threads(record: PassRecord) -> str | None:
 def hash_output(token_ids: Sequence[int]) -> str:
     """The hash of an output, as a record holds it (`RequestRecord.output_hash`)."""
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
-
-
-def commands_of(passes: Iterable[PassRecord]) -> list[list[PassRecord]]:
-    """The passes of each command, in order: neighbours with one command line and start. A name
-    that comes again begins another one, as in a sweep."""
-    commands = list[list[PassRecord]]()
-    key: object = None
-    for record in passes:
-        environment = record.environment
-        own = environment.time_utc, environment.argv
-        names = [known.name for known in commands[-1]] if commands else []
-        if own != key or record.name in names:
-            commands.append([])
-        key = own
-        commands[-1].append(record)
-    return commands
 
 
 def reference_of(record: PassRecord, command: Iterable[PassRecord]) -> PassRecord | None:

@@ -4,17 +4,19 @@ statuses of a pass. docs/record.md is made from these classes. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from magicdec.output.writing import append_line, seal_of, to_json, with_seal
 from magicdec.records.environment import Environment
 from magicdec.records.fields import RecordPart, recorded
 
 SCHEMA_VERSION = 4
+R = TypeVar("R", bound="Record")
 
 
 class Status(StrEnum):
@@ -47,6 +49,38 @@ class Record(RecordPart):
 
     def to_json(self) -> str:
         return to_json(self)
+
+    @property
+    def command(self) -> tuple[object, ...]:
+        """A key that the records of one command share: of predictions their options and work."""
+        return self.config.get("options"), self.config.get("work")
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether `magicdec run` makes it again."""
+        return False
+
+    def repeats(self, others: Sequence[Record]) -> bool:
+        """Whether it begins another command than these, with the same key."""
+        return False
+
+
+def commands_of(records: Iterable[R]) -> Iterator[list[R]]:
+    """The records of each command: neighbours of one kind with one command line and start or, of
+    predictions, equal options and work. The name of a pass that comes again begins another."""
+    for _, group in groupby(records, lambda record: (record.kind, *record.command)):
+        found: list[R] = []
+        for record in group:
+            if record.repeats(found):
+                yield found
+                found = []
+            found.append(record)
+        yield found
+
+
+def of_type(records: Iterable[Record], record_type: type[R]) -> list[R]:
+    """Those of one type, of records of several."""
+    return [record for record in records if isinstance(record, record_type)]
 
 
 @dataclass(frozen=True, kw_only=True)

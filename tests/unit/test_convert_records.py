@@ -12,9 +12,10 @@ import pytest
 from conftest import ROOT
 from identities import check_command, check_record
 
-from magicdec.records.pass_record import PassRecord, commands_of
+from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes
 from magicdec.records.recomputing import follows
+from magicdec.records.record import commands_of
 
 OLD = Path(__file__).parent / "records_of_version_3.jsonl"
 BASELINES = ROOT / "magicdec" / "bench" / "gate" / "baselines" / "acceptance.jsonl"
@@ -91,7 +92,7 @@ def test_what_was_converted_follows_from_its_requests(
     convert_records: ModuleType, tmp_path: Path
 ) -> None:
     records = converted(convert_records, tmp_path)
-    commands = commands_of(records)
+    commands = list(commands_of(records))
     assert [len(command) for command in commands] == [2, 2]
     assert [check_command(command) for command in commands] == [[], []]
     for record in commands[0]:

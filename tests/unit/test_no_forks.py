@@ -1,5 +1,5 @@
-"""Nothing outside `records/` asks of what kind a record is, except where a file of several kinds is
-read: what differs between passes is a property of their record."""
+"""Nothing outside `records/` asks of what kind a record is: what differs between records is a
+property of theirs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from magicdec.names import RECORDS
 
 PACKAGE = Path(__file__).parents[2] / "magicdec"
 KINDS = {place.partition(":")[2] for place in RECORDS.values()}
-# Files that read records of several kinds, or show what such a file has.
-OF_SEVERAL = {
-    "cli/acceptance.py",
-    "cli/config_of.py",
-    "cli/parsing/record_files.py",
-    "cli/records.py",
-}
 
 
 def forks(source: str) -> Iterator[int]:
@@ -49,5 +42,4 @@ def test_no_code_outside_records_asks_for_the_kind_of_a_record() -> None:
         if any(forks(path.read_text(encoding="utf-8")))
         and path.relative_to(PACKAGE).parts[0] != "records"
     }
-    assert found <= OF_SEVERAL
-    assert found >= OF_SEVERAL, "a file of this list that asks no longer"
+    assert found == set()

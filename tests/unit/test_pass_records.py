@@ -13,14 +13,14 @@ from conftest import Command
 from synthetic_records import ENVIRONMENT, PLAIN, STEPS, drawn_command, served
 
 from magicdec.cli import compare, config_of, plan, simulate
-from magicdec.cli.parsing.record_files import TABLES, commands_of
+from magicdec.cli.parsing.record_files import TABLES
 from magicdec.names import RECORDS, load_named
 from magicdec.output.tables import print_tables
 from magicdec.records.correctness import Correctness
 from magicdec.records.describe import verdict_of
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes, read_records
-from magicdec.records.record import Status
+from magicdec.records.record import Status, commands_of
 
 UNJUDGED = Correctness("sequential", False, 90)
 

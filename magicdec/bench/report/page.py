@@ -50,8 +50,9 @@ from magicdec.hardware.other_load import load_text
 from magicdec.names import BASELINE
 from magicdec.output.console import printable
 from magicdec.output.figures import styled
-from magicdec.records.pass_record import PassRecord, commands_of, reference_of
+from magicdec.records.pass_record import PassRecord, reference_of
 from magicdec.records.recomputing import unfounded_metric
+from magicdec.records.record import commands_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,19 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.setting import setting
 from magicdec.names import RECORDS
-from magicdec.records.pass_record import PassRecord
-from magicdec.records.pass_record import commands_of as passes_by_command
 from magicdec.records.reading import read_records
-from magicdec.records.record import MeasuredRecord, Record
+from magicdec.records.record import Record
 
 
 @dataclass(frozen=True)
@@ -58,21 +55,6 @@ TABLES = {
     "plan": "magicdec.predict.plan:tables",
     "simulation": "magicdec.predict.simulator.run:tables",
 }
-
-
-def commands_of(records: Iterable[Record]) -> Iterator[list[Any]]:
-    """The records of each command: neighbours of one kind with one command line and start or, of
-    simulations, equal options and work. The name of a pass that comes again begins another."""
-    for _, group in groupby(records, _command_of):
-        found: list[Any] = list(group)
-        yield from passes_by_command(found) if isinstance(found[0], PassRecord) else [found]
-
-
-def _command_of(record: Record) -> tuple[object, ...]:
-    """A key that the records of one command share."""
-    if isinstance(record, MeasuredRecord):
-        return record.kind, *record.command
-    return record.kind, record.config.get("options"), record.config.get("work")
 
 
 UNRECORDED = ("config", "out", "plot", "plot_ms")
