@@ -27,6 +27,7 @@ HOMES = {
         "speculation/steps/speculative.py",
         "speculation/mixed.py",
         "systems/mdi_llm/recurrent.py",  # whose first stage drafts, and judges what comes home
+        "bench/acceptance/forks.py",  # whose drafts are compared with how a text goes on
     },
     "acceptance_metrics": {
         "records/computing.py",
