@@ -56,7 +56,8 @@ class RecordedCall:
         of tensors."""
         self.func = func
         self.places: list[tuple[Any, Any, Any]] = []  # (list or dict, index or key, reference)
-        self.args, self.kwargs = self._open(args), self._open(kwargs)
+        self.args = self._open(args)
+        self.kwargs = self._open(kwargs)
         self.results = [
             (index, each.number) for index, each in enumerate(out) if isinstance(each, Made)
         ]

@@ -69,7 +69,8 @@ class RollingRunner(ModelRunner):
 
     def allocate(self, row: int) -> None:
         assert not self.cache.blocks[row], "the row was released"
-        self.settled[row], self.evicted[row] = 0, self._sink_blocks()
+        self.settled[row] = 0
+        self.evicted[row] = self._sink_blocks()
 
     def make_room(
         self,

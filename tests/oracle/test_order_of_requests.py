@@ -95,7 +95,9 @@ class PlainScheduler:
         for text in sorted(waiting, key=lambda t: t.age):
             if not rows or self.blocks_of(text) > self.free:
                 break
-            text.row, text.num_blocks, text.left = rows.pop(0), self.blocks_of(text), text.cached
+            text.row = rows.pop(0)
+            text.num_blocks = self.blocks_of(text)
+            text.left = text.cached
             self.joined.append(text)
             admitted.append((text.number, text.row))
         return admitted

@@ -549,9 +549,13 @@ def test_counters_are_read_around_the_pass(
     ],
 )
 def test_counters_are_read_around_each_repeat(
-    second: tuple[int, ...], problems: list[str], expected: tuple[int | None, ...],
-    words: list[str], server: StandInServer, tmp_path: Path,
-) -> None:  # fmt: skip
+    second: tuple[int, ...],
+    problems: list[str],
+    expected: tuple[int | None, ...],
+    words: list[str],
+    server: StandInServer,
+    tmp_path: Path,
+) -> None:
     """In the second repeat the server is first. Where one repeat has no counts, their sum is not
     known, and the record, read back, does not say that it has counters."""
     first = COUNTERS.format(5, 10, 3)

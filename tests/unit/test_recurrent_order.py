@@ -210,7 +210,8 @@ class ScriptedDrafter(Drafter):
     has_probabilities = False
 
     def __init__(self) -> None:
-        self.random, self.counts = Random(0), list[int]()
+        self.random = Random(0)
+        self.counts = list[int]()
         self.expected = DraftCounts()
         self.judged: list[tuple[int, int]] = []  # drafted and accepted tokens of rows
 

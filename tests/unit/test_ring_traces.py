@@ -174,7 +174,8 @@ class Passing:
     what: ClassVar[SpanKind] = SpanKind.STAGE
 
     def __init__(self, clock: FakeClock, seconds: list[float]) -> None:
-        self.clock, self.seconds = clock, iter(seconds)
+        self.clock = clock
+        self.seconds = iter(seconds)
 
     def answer(self, message: Message) -> tuple[Message, int | None]:
         self.clock.advance(next(self.seconds))

@@ -402,7 +402,8 @@ class RoundRobin(System):
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         capacity = self.options.capacity(1)
         self.run = self.complete(self.find(run_config, capacity, cache), cache)
-        self.clock, self.log = VirtualClock(1.0), list[tuple[str, list[tuple[int, int]]]]()
+        self.clock = VirtualClock(1.0)
+        self.log = list[tuple[str, list[tuple[int, int]]]]()
         self.made.append(self)
 
     def model_plans(self, serving_pass: Pass, rank: int) -> list[ModelPlan]:
@@ -581,9 +582,16 @@ def test_repeats_give_a_ratio_its_interval(
     ],
 )
 def test_repeats_that_had_ended_are_kept(
-    error: BaseException, failing: str, repeat: int, expected: dict[str, int], toy: Toy,
-    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command,
-) -> None:  # fmt: skip
+    error: BaseException,
+    failing: str,
+    repeat: int,
+    expected: dict[str, int],
+    toy: Toy,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: Command,
+) -> None:
     """What ends the command in one repeat of a mode costs no earlier one, of any mode."""
     serve_toy = RoundRobin.serve
 

@@ -226,7 +226,8 @@ def test_the_probability_of_acceptance_by_its_definition() -> None:
         row = list[float]()
         lookups = list[float]()
         for k, x in enumerate(chain):
-            p_k, q_k = p[chain[:k]], q[chain[:k]]
+            p_k = p[chain[:k]]
+            q_k = q[chain[:k]]
             overlap = sum(map(min, p_k, q_k))
             row.append(before * overlap if k < count else 0.0)
             before *= min(1.0, p_k[x] / q_k[x]) if q_k[x] else float(p_k[x] > 0)
@@ -250,7 +251,8 @@ def test_drafts_are_accepted_as_often_as_their_probabilities_say() -> None:
     places = torch.arange(DEPTH).expand(rows, -1)
     u = uniforms(seeds, places, Purpose.DRAFT)
     chains = torch.zeros(rows, 0, dtype=torch.int64)
-    target, drawn = [], []
+    target = []
+    drawn = []
     for k in range(DEPTH + 1):
         known = [tuple(chain) for chain in chains.tolist()]
         target.append(exact([p[chain] for chain in known]))

@@ -219,7 +219,8 @@ class CapturedSteps(DecodeSteps):
             self._seen = before.seen
             self._batch.load(batch)
             return
-        self._works, self._pending_proposal = {}, self._make_proposal()
+        self._works = {}
+        self._pending_proposal = self._make_proposal()
         if self.logits_recorder is not None:
             self._seen = SeenLogits.of(
                 self.runner, self.logits_recorder.rows, self._batch, self._most, self._seen
