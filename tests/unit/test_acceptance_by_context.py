@@ -149,6 +149,19 @@ def test_a_plan_says_where_a_run_may_draft_otherwise(command: Command, tmp_path:
     assert "tokens; a run may draft otherwise: it has a window" in shown
 
 
+def test_of_lookups_it_is_said_that_they_are_judged_whole(command: Command, tmp_path: Path) -> None:
+    """In the table and in a golden file, and of other drafts not."""
+    for drafter in ("ngram", "self"):
+        path = write_records(
+            tmp_path / f"{drafter}.jsonl", [acceptance_record(64, drafter=drafter)]
+        )
+        out = tmp_path / f"{drafter}.yaml"
+        assert command("export", path, "--format", "golden", "--out", out).code == 0
+        shown = command("table", path).out
+        for text in (out.read_text(), shown):
+            assert ("ngram: lookups are judged whole" in text) == (drafter == "ngram")
+
+
 def test_few_texts_have_no_interval(tmp_path: Path) -> None:
     few = write_records(tmp_path / "few.jsonl", [acceptance_record(64, TEXTS[:3])])
     assert make(f"{BY_HAND} --acceptance {few}").predict(64, 32000).speedup_interval is None

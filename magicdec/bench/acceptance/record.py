@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from magicdec.config.sections import NGRAM
 from magicdec.names import FULL_KV_POLICY
 from magicdec.output.tables import RULE, Column, Shown, Table
 from magicdec.records.acceptance import Verification, Verifications, members_of
@@ -38,6 +39,9 @@ FEW_TEXTS = (
 )
 NO_STEPS = "if the continuations are sampled, of which the steps of a run do not follow"
 ONE_GAMMA = "where drafts of fewer tokens would be others, except of the most"
+WHOLE_LOOKUPS = (
+    f"{NGRAM}: lookups are judged whole; a run drafts fewer tokens where one promises little"
+)
 TOKENS = Recorded("", digits=2)
 RATE = Recorded("", digits=2)
 KINDS_IN_WORDS = {
@@ -55,7 +59,8 @@ class DepthAcceptance(RecordPart):
     tokens_per_step: float | None = recorded(
         "what a run with `depth` draft tokens emits a step: 1 + mean accepted tokens at the "
         "positions where its steps begin, the first and then always where the last step ended; "
-        "its `mean_acceptance_length`",
+        "its `mean_acceptance_length`. Lookups are judged whole, of which a run drafts fewer "
+        "tokens where one promises little",
         "tokens",
         null=f"{NO_STEPS}; {ONE_GAMMA}",
     )
@@ -228,12 +233,9 @@ class AcceptanceRecord(JudgedRecord):
         return sum(self.lengths)
 
     @property
-    def cumulative_by_text(self) -> list[Array]:
-        """For each text [positions, gamma]: whether the first 1, 2, ... drafts were accepted, or
-        the probability of it."""
-        if self.acceptance_probabilities is not None:
-            return [cumulative_of(text, self.gamma) for text in self.acceptance_probabilities]
-        return [cumulative_of_counts(counts_of(text), self.gamma) for text in self.accepted or ()]
+    def is_judged_whole(self) -> bool:
+        """Whether drafts are lookups, of some of which a run drafts fewer tokens."""
+        return bool(self.config["decoding"]["drafter"] == NGRAM)
 
     @property
     def num_short(self) -> int:
@@ -245,7 +247,7 @@ class AcceptanceRecord(JudgedRecord):
         """Texts of a category that have a position."""
         categories = self.workload.categories or ()
         pairs = zip(categories, self.lengths, strict=True)
-        return sum(each == category and length > 0 for each, length in pairs)
+        return sum(own == category and length > 0 for own, length in pairs)
 
     @property
     def draft(self) -> str:
@@ -465,6 +467,8 @@ def _tokens(row: DepthAcceptance) -> object:
 
 def _remarks(records: Sequence[AcceptanceRecord]) -> list[str]:
     lines = [f"best gamma: most tokens over time if a draft token takes {DRAFT_COST:g} of a step"]
+    if any(record.is_judged_whole for record in records):
+        lines.append(WHOLE_LOOKUPS)
     reasons = {record.inexact: record.draft for record in records if record.inexact}
     for reason in reasons:
         of = dict.fromkeys(record.draft for record in records if record.inexact == reason)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from magicdec.bench.acceptance.record import AcceptanceRecord
+from magicdec.bench.acceptance.record import WHOLE_LOOKUPS, AcceptanceRecord
 from magicdec.bench.acceptance.selection import (
     by_context,
     conditions_of,
@@ -92,6 +92,7 @@ def text_of(records: list[AcceptanceRecord]) -> str:
         curves[curve_name(draft)] = lengths if has_contexts else next(iter(lengths.values()))
         reason = draft_records[0].inexact
         reasons += [f"{curve_name(draft)}: {reason}"] if reason else []
+        reasons += [WHOLE_LOOKUPS] if draft_records[0].is_judged_whole else []
     workload = records[0].workload
     contexts = _values(record.context for record in records)
     output_len = _values(record.config["workload"]["gen_len"] for record in records)
