@@ -26,7 +26,7 @@ from magicdec.setup.loading import make_draft, runner_of, with_copy
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.setup.prepare import Prepared
-from magicdec.speculation.draft_length import make_draft_length
+from magicdec.speculation.draft_length import DraftLength, make_draft_length
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.logits_recorder import LogitsRecorder
@@ -93,11 +93,14 @@ class PrefilledBatching(Flover):
         self.shared = shared
         self.ranks_of_layer = groups.target.size
         self.models = shared.models
-        room = room or CacheDemand.of([config])
-        self.caches = shared.caches(config, room, self._make_runner)
+        self.room = room or CacheDemand.of([config])
+        self.caches = shared.caches(config, self.room, self._make_runner)
         self._engines: dict[int, Engine] = {}  # by the identity of that of the prompts
         self.draft = self._make_draft()
-        self.draft_length = make_draft_length(decoding, groups.target, device)
+        self.draft_length = self._make_draft_length()
+
+    def _make_draft_length(self) -> DraftLength:
+        return make_draft_length(self.run.config.decoding, self.groups.target, self.device)
 
     def _make_draft(self) -> DraftModel | None:
         return make_draft(self.run, self.groups, self.shared.models)

@@ -17,9 +17,9 @@ from magicdec.cli.commands import console
 from magicdec.engine.engine import Engine
 from magicdec.runner.request import StepOutput
 from magicdec.runner.sampling.sampling import make_params
+from magicdec.setup.prepare import complete
 from magicdec.speculation.eagle import EagleDrafter
 from magicdec.systems.observer import PassObserver
-from magicdec.systems.shared_prefill import KeptPrompts
 
 WORKLOAD = "--prefix_len 160 --gen_len 49 --B 3 --dtype float32 --threads 1 --ignore_eos"
 MOST = 6
@@ -244,8 +244,8 @@ def test_contexts_that_share_a_prefill_accept_what_they_accept_alone(
     words: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The shorter prompts are the beginnings of the longest ones. They are prefilled once for all
-    drafts, but for those of a head, or each anew."""
-    workload = "--prefix_len 70 130 97 --gen_len 33 --B 3 --dtype float32 --threads 1 --gamma 5"
+    drafts, but for those of a head; or each by a command of its own, which knows no other."""
+    workload = "--gen_len 33 --B 3 --dtype float32 --threads 1 --gamma 5"
     num_prefills = []
     prefill = Engine.prefill
 
@@ -253,20 +253,35 @@ def test_contexts_that_share_a_prefill_accept_what_they_accept_alone(
         num_prefills.append(len(requests[0].prompt_ids))
         return prefill(engine, requests, *more)
 
+    def complete_alone(*given: Any, **named: Any) -> Any:
+        return complete(*given, **named | {"cut_from": 130})
+
     monkeypatch.setattr(Engine, "prefill", count)
     found = []
-    for name in ("shared", "alone"):
-        out = tmp_path / f"{name}.jsonl"
-        if name == "alone":
-            monkeypatch.setattr(KeptPrompts, "begins_with", lambda kept, requests: False)
-        ended = command("acceptance", *words.split(), *workload.split(), "--out", out)
-        assert ended.code == 0, ended.err
+    for contexts in ([70, 130, 97],), ([130], [97], [70]):
+        out = tmp_path / f"{len(contexts)}.jsonl"
+        for context in contexts:
+            ended = command(
+                "acceptance",
+                *words.split(),
+                *workload.split(),
+                "--prefix_len",
+                *context,
+                "--out",
+                out,
+            )
+            assert ended.code == 0, ended.err
+        monkeypatch.setattr(measuring, "complete", complete_alone)
         records = [json.loads(line) for line in out.read_text().splitlines()]
-        keys = ("config", "accepted", "drafted", "rows", "outputs_sha256")
-        found.append([{key: record[key] for key in keys} for record in records])
-    assert found[0] == found[1]
+        keys = ("accepted", "drafted", "rows", "outputs_sha256", "text_hashes")
+        found.append(
+            {repr(record["config"]): {key: record[key] for key in keys} for record in records}
+        )
+    together, apart = found
+    assert together == apart and len({record["outputs_sha256"] for record in apart.values()}) == 3
     groups_of_drafts = 2 if "eagle" in words else 1
-    assert num_prefills == [130] * groups_of_drafts + [130, 97, 70] * groups_of_drafts
+    assert num_prefills[:groups_of_drafts] == [130] * groups_of_drafts
+    assert sorted(num_prefills[groups_of_drafts:]) == sorted([130, 97, 70] * groups_of_drafts)
 
 
 @pytest.mark.parametrize("most", [128, 7])

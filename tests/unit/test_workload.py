@@ -164,6 +164,18 @@ def test_only_of_pg19_the_front_matter_is_skipped_unless_told_otherwise(
         assert all(set(prompt[1:]) == {ord("x")} for prompt in work.prompts)
 
 
+def test_shorter_prefixes_are_the_beginnings_of_those_that_they_are_cut_from(
+    long_books: str,
+) -> None:
+    """For contexts that share a prefill: the same places of the same books, BOS included."""
+    whole = build(long_books, prefix_len=20, num_prompts=3)
+    for length in (7, 20):
+        cut = build(long_books, prefix_len=length, num_prompts=3, cut_from=20)
+        assert cut.prompts == tuple(prompt[:length] for prompt in whole.prompts)
+        assert (cut.sources, cut.num_available) == (whole.sources, whole.num_available)
+    assert build(long_books, prefix_len=7, num_prompts=3).num_available != whole.num_available
+
+
 def test_prefixes_have_the_categories_of_their_books(tmp_path: Path) -> None:
     path = tmp_path / "kinds.jsonl"
     books = [

@@ -2,10 +2,11 @@
 shares the blocks of its text, and no forward verifies: a draft is compared with how the text goes
 on. The texts are the model's own, decoded once for all these drafts of a context.
 
-This serves drafts that follow from the target's cache of the text, which are those of the target
-itself or a low-bit copy of it under a policy that chooses by lengths, and lookups, which need no
-forward at all. Another policy's state, or another model's cache, is made step by step. So are
-sampled drafts, which the target's distribution after them judges, and not how a text goes on.
+This serves drafts that follow from caches of the text: those of the target itself or a low-bit copy
+of it under a policy that chooses by lengths, and those of a draft model with its whole cache; and
+lookups, which need no forward at all. Another policy's state, and the states that a head reads, are
+made step by step. So are sampled drafts, which the target's distribution after them judges, and not
+how a text goes on.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ import torch
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import MODEL, NGRAM, SELF, SamplingSection
-from magicdec.distributed.groups import ParallelGroups
 from magicdec.hardware.timing import synchronize
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
 from magicdec.setup.loading import make_draft
 from magicdec.setup.model_plan import ModelPlan
-from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import WholeLookups
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.speculation.ngram import NgramDrafter
@@ -36,7 +35,6 @@ from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.systems.modes import Pass
 from magicdec.systems.observer import PassObserver
 from magicdec.systems.prefilled_batching import PrefilledBatching
-from magicdec.systems.shared_prefill import CacheDemand, SharedPrefill
 from magicdec.systems.system import SystemDetails
 
 CONTINUATIONS = "continuations"  # the name of a result that drafts share
@@ -88,20 +86,9 @@ class TextDrafts(PrefilledBatching):
     """Drafts beside texts that all drafts of a context share, in a cache that has rows for
     forks."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        groups: ParallelGroups,
-        device: torch.device,
-        shared: SharedPrefill,
-        room: CacheDemand,
-    ) -> None:
-        self.num_forks = room.num_forks
-        super().__init__(prepared, groups, device, shared, room)
-
     def _plan_of(self, row_tokens: int, rewound: int | None = None) -> ModelPlan:
         plan = super()._plan_of(row_tokens, rewound)
-        return plan.with_forks(self.num_forks) if self.num_forks else plan
+        return plan.with_forks(self.room.num_forks) if self.room.num_forks else plan
 
 
 class ForkedDrafts(TextDrafts):
@@ -155,14 +142,14 @@ class ForkedDrafts(TextDrafts):
 
     def _make_draft(self) -> DraftModel | None:
         models = self.shared.models
-        return make_draft(self.run, self.groups, models, num_forks=self.num_forks)
+        return make_draft(self.run, self.groups, models, num_forks=self.room.num_forks)
 
     def _draft(
         self, runner: ModelRunner, positions: Sequence[Position], observer: PassObserver
     ) -> None:
         decoding = self.run.config.decoding
         gamma = decoding.max_gamma
-        count = self.num_forks
+        count = self.room.num_forks
         setup = DraftSetup(runner, decoding, self.run.config.kv, self.draft)
         assert decoding.drafter is not None, "something drafts"
         drafter = make_drafter(decoding.drafter, setup)

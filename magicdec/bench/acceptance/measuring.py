@@ -3,10 +3,11 @@ drafts that cannot fork, by the passes of a run, in which the target judges the 
 own next token alone (`CountedAcceptance`). Of sampled drafts the probability of being accepted is
 noted, which varies less than what is drawn with it.
 
-Drafts of a context that can fork share one prefill and one text, the others another prefill, and
-those of an EAGLE head one of their own, which keeps states. The largest gamma stands for the
-smaller ones. A draft is what a run drafts at that position if it follows from the text, and
-from what was chosen at the end of the prompt. `inexact_reason` says of which drafts it does not.
+All drafts and contexts share one prefill, but for those of an EAGLE head, which needs one that
+keeps states; drafts of a context that can fork share the decoded texts as well. The largest gamma
+stands for the smaller ones. A draft is what a run drafts at that position if it follows from the
+text, and from what was chosen at the end of the prompt. `inexact_reason` says of which drafts it
+does not.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NGRAM
-from magicdec.distributed.groups import Launch, ParallelGroups
+from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import release_memory
 from magicdec.names import FULL_KV_POLICY
 from magicdec.records.describe import method_of
@@ -50,9 +51,9 @@ from magicdec.runner.sampling.model_tokens import CountedAcceptance
 from magicdec.setup.memory_plan import MemoryPlan
 from magicdec.setup.memory_sampler import MemoryWatch, describe_memory
 from magicdec.setup.model_plan import max_following, max_tokens
-from magicdec.setup.prepare import Prepared, SetupCache, complete, find
+from magicdec.setup.prepare import SetupCache, complete, find
 from magicdec.setup.session import RankSession, Sessions
-from magicdec.speculation.draft_length import WholeLookups
+from magicdec.speculation.draft_length import DraftLength, WholeLookups
 from magicdec.systems.modes import DRAFTING, Pass
 from magicdec.systems.observer import PassObserver
 from magicdec.systems.shared_prefill import CacheDemand, KeptPrompts, SharedPrefill
@@ -97,18 +98,11 @@ class CountedDrafts(TextDrafts):
 
     rule = CountedAcceptance()
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        groups: ParallelGroups,
-        device: Any,
-        shared: SharedPrefill,
-        room: CacheDemand,
-    ) -> None:
-        super().__init__(prepared, groups, device, shared, room)
-        decoding = prepared.config.decoding
+    def _make_draft_length(self) -> DraftLength:
+        decoding = self.run.config.decoding
         if decoding.drafter == NGRAM:
-            self.draft_length = WholeLookups(decoding.max_gamma)
+            return WholeLookups(decoding.max_gamma)
+        return super()._make_draft_length()
 
     def _with_copy(self, kept: KeptPrompts) -> KeptPrompts:
         """With a runner of the rows of texts alone, so that no policy keeps anything of forks."""
@@ -281,12 +275,12 @@ def in_order(cell: StudyCell) -> tuple[int, bool]:
 
 
 def prepare_cells(configs: Sequence[RunConfig], cache: SetupCache) -> Iterator[StudyCell]:
-    """The cells, all checked before anything is measured. Raises ValueError as `prepare` of a
-    run."""
+    """The cells, all checked before anything is measured, but for their memory, which is that of
+    all together (`memory.check_memory`). Raises ValueError as `prepare` of a run."""
     longest = max(config.workload.prefix_len for config in configs)
     for config in configs:
         resolved = find(config, Launch(), cache)
-        prepared = complete(resolved, cache, cut_from=longest)
+        prepared = complete(resolved, cache, check=lambda *given: "", cut_from=longest)
         resolved = replace(resolved, config=prepared.config)
         yield StudyCell(resolved, name_of(prepared.config), prepared)
 

@@ -8,6 +8,8 @@ VERIFICATION = "test_verification.py::"
 COMMAND = "test_acceptance_command.py::"
 SAMPLED = "test_sampled_acceptance.py::"
 RECORD = "bench/acceptance/record.py"
+MEMORY = "test_acceptance_memory.py::"
+EVERYWHERE = "test_acceptance_everywhere.py::"
 
 PROPERTIES = (
     Property(
@@ -98,6 +100,66 @@ PROPERTIES = (
                 RECORD,
                 "return np.where(is_drafted, before, 0.0)",
                 "return before",
+            ),
+        ),
+    ),
+    Property(
+        "What a step of a run emits follows from the counts at every position.",
+        f"{COMMAND}test_tokens_a_step_are_those_of_counts",
+        (
+            Fault(
+                "a step that begins at what the last one rejected",
+                RECORD,
+                "        position += count + 1\n",
+                "        position += max(1, count)\n",
+            ),
+        ),
+    ),
+    Property(
+        "Forks of neighbouring positions take no more blocks than are planned.",
+        f"{MEMORY}test_forks_take_no_more_blocks_than_are_planned",
+        (
+            Fault(
+                "drafts that end in the next block forgotten",
+                "setup/model_plan.py",
+                "return num_forks * (1 + num_whole) + rest * (-(-num_forks // block) + num_texts)",
+                "return num_forks * (1 + num_whole)",
+            ),
+        ),
+    ),
+    Property(
+        "The caches of acceptance are as large as planned.",
+        f"{MEMORY}test_caches_are_as_large_as_planned",
+        (
+            Fault(
+                "a draft model planned without its forks",
+                "bench/acceptance/memory.py",
+                "drafts = [draft.with_forks(room.num_forks) for draft in drafts]",
+                "pass",
+            ),
+        ),
+    ),
+    Property(
+        "A draft is freed before the next one takes memory.",
+        f"{MEMORY}test_a_draft_is_freed_before_the_next_one_takes_memory",
+        (
+            Fault(
+                "the first system kept with its prompts",
+                "systems/shared_prefill.py",
+                "self.make_runner = make_runner if is_kept else None",
+                "self.make_runner = make_runner",
+            ),
+        ),
+    ),
+    Property(
+        "Contexts that share a prefill accept what they accept alone.",
+        f"{EVERYWHERE}test_contexts_that_share_a_prefill_accept_what_they_accept_alone",
+        (
+            Fault(
+                "continuations of the longer context kept",
+                "systems/shared_prefill.py",
+                "            self.results.clear()\n",
+                "            pass\n",
             ),
         ),
     ),

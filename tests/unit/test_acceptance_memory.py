@@ -1,0 +1,95 @@
+"""The memory of `magicdec acceptance`: what is planned is what its caches take, what does not fit
+is refused, and one draft's own cache is there at a time."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magicdec.bench.acceptance import measuring
+from magicdec.bench.acceptance.record import AcceptanceRecord
+from magicdec.records.reading import read_records
+from magicdec.setup import prepare
+from magicdec.setup.model_plan import blocks_of_forks
+
+SMALL = "--prefix_len 64 96 --gen_len 17 --gamma 5 --B 3 --dtype float32 --threads 1 --ignore_eos"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60)), min_size=1, max_size=4),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([1, 16, 64]),
+)
+def test_forks_take_no_more_blocks_than_are_planned(
+    texts: list[tuple[int, int]], num_forks: int, gamma: int, block: int
+) -> None:
+    """Of any window of neighbouring positions, by the length of each prompt and its positions."""
+    lengths = [prompt + number for prompt, count in texts for number in range(count)]
+    most = blocks_of_forks(num_forks, len(texts), gamma, block)
+    for first in range(0, len(lengths), num_forks):
+        some = lengths[first : first + num_forks]
+        taken = sum(-(-(length + gamma) // block) - length // block for length in some)
+        assert taken <= most
+
+
+@pytest.mark.parametrize(
+    ("words", "num_drafts"),
+    [
+        ("--draft self ngram --kv_policy streaming_llm full --budget 33", 0),
+        ("--draft self model:demo-draft --kv_policy full", 2),
+        ("--draft self model:demo-draft --kv_policy full --attention grouped", 2),
+    ],
+)
+def test_caches_are_as_large_as_planned(
+    words: str, num_drafts: int, command: Command, made: list[int], tmp_path: Path
+) -> None:
+    """One of all texts and their forks, and one of a draft model at each context."""
+    out = tmp_path / "out.jsonl"
+    ended = command("acceptance", *words.split(), *SMALL.split(), "--out", out)
+    assert ended.code == 0 and ended.err.startswith("memory: "), ended.err
+    target, *drafts = made
+    assert len(drafts) == num_drafts
+    for record in read_records(out, AcceptanceRecord):
+        assert record.is_forked
+        assert record.memory.kv_bytes == target
+        assert record.memory.draft_kv_bytes == max(drafts, default=0)
+
+
+def test_what_does_not_fit_is_refused_in_one_line(
+    command: Command, monkeypatch: pytest.MonkeyPatch, made: list[int], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(prepare, "free_device_memory", lambda device, rank: 160 << 20)
+    out = tmp_path / "out.jsonl"
+    few = command("acceptance", "--draft", "self", *SMALL.split(), "--B", 2, "--out", out)
+    assert few.code == 0, few.err
+    made.clear()
+    words = ["--draft", "self", *SMALL.split(), "--prefix_len", 64, 4096, "--B", 24]
+    code, _, err = command("acceptance", *words, "--out", tmp_path / "large.jsonl")
+    assert code == 2 and made == []
+    assert err.startswith("magicdec acceptance: --B 24 --prefix_len 4096 needs "), err
+    assert "are free; choose a smaller --B, shorter contexts or fewer drafts" in err
+
+
+def test_a_draft_is_freed_before_the_next_one_takes_memory(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also the first one, whose system has made the caches that all share."""
+    begun: list[weakref.ref[Any]] = []
+    begin = measuring.TextDrafts.__init__
+
+    def begin_alone(system: Any, *given: Any) -> None:
+        assert [earlier() for earlier in begun] == [None] * len(begun)
+        begun.append(weakref.ref(system))
+        begin(system, *given)
+
+    monkeypatch.setattr(measuring.TextDrafts, "__init__", begin_alone)
+    words = "--draft model:demo-draft self --kv_policy full snapkv --budget 33"
+    out = tmp_path / "out.jsonl"
+    ended = command("acceptance", *words.split(), *SMALL.split(), "--out", out)
+    assert ended.code == 0, ended.err
+    assert len(begun) == 8
