@@ -26,7 +26,7 @@ from magicdec.records.computing import acceptance_by_context
 from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import read_records
 from magicdec.systems.flover.system import Flover
-from magicdec.systems.servers.system import is_same_server, without_openai
+from magicdec.systems.servers.connection import is_same_server, without_openai
 
 ALONE = Launch(0, 1, 0, 1)
 

@@ -16,6 +16,7 @@ from magicdec.engine.scheduler import StepCounts
 from magicdec.names import SERVER_APIS, load_object
 from magicdec.runner.request import UNKNOWN_ID, Moves, Request, SamplingParams
 from magicdec.systems.observer import PassObserver
+from magicdec.systems.servers.connection import Connection
 from magicdec.systems.servers.counters import Counters
 from magicdec.systems.servers.details import ServerCounts, cached_of, count_pass, is_behind
 from magicdec.systems.servers.http_client import AnswerLimits
@@ -26,31 +27,36 @@ MOST = 6  # tokens that are asked for
 ARRIVED_S = 100.0
 
 
-class ScriptedStream(Servers):
+class ScriptedConnection(Connection):
     """Answers with events at times of a clock that stands still between them."""
+
+    clock_s = ARRIVED_S
+    script: Sequence[tuple[float, Event]] = ()
+
+    def events(self, limits: AnswerLimits, body: dict[str, Any]) -> Iterator[Event]:
+        for at_s, event in self.script:
+            self.clock_s = ARRIVED_S + at_s
+            yield event
+
+
+class ScriptedStream(Servers):
+    """A server whose answers are events at times."""
 
     def __init__(self, api: str, events: Sequence[tuple[float, Event]]) -> None:
         self.api = load_object(SERVER_APIS[api])
-        self.script = events
-        self.at_s = ARRIVED_S
+        self.scripted = ScriptedConnection("http://localhost/v1", self.api, 1.0, 1.0)
+        self.scripted.script = events
+        self.connection = self.scripted
         self.server_counts = ServerCounts()
         self.sends_text = False
         self.model = "tiny"
         decoding = SimpleNamespace(ignore_eos=False)
         source = SimpleNamespace(config=SimpleNamespace(vocab_size=50), name="tiny")
         self.run: Any = SimpleNamespace(config=SimpleNamespace(decoding=decoding), source=source)
-        self.server: Any = "http://localhost"
-        self.settings: Any = SimpleNamespace(
-            turns=1, prefix_cache=False, endpoint_timeout_s=1.0, endpoint_total_s=1.0
-        )
+        self.settings: Any = SimpleNamespace(turns=1, prefix_cache=False)
 
     def now(self) -> float:
-        return self.at_s
-
-    def _events(self, limits: AnswerLimits, body: dict[str, Any]) -> Iterator[Event]:
-        for at_s, event in self.script:
-            self.at_s = ARRIVED_S + at_s
-            yield event
+        return self.scripted.clock_s
 
 
 def streamed(api: str, events: Sequence[tuple[float, Event]]) -> Request:

@@ -12,6 +12,7 @@ from magicdec.systems.servers.counters import COUNTER, Counters, drafts_counted
 from magicdec.systems.servers.server_format import (
     NOTHING,
     AskedText,
+    ScoredToken,
     ServerApi,
     ServerEvent,
     ServerFormat,
@@ -46,10 +47,38 @@ LLAMA_CPP = ServerFormat(read, PREFIX, f"{PREFIX}tokens_predicted{COUNTER}", cou
 
 
 def body_of(asked: AskedText) -> dict[str, Any]:
+    """Log-probabilities are those before temperature, `top_k` and `top_p`. Its own samplers beside
+    these are off."""
     prompt = asked.prompt if isinstance(asked.prompt, str) else list(asked.prompt)
-    body: dict[str, Any] = {"prompt": prompt, "n_predict": asked.max_tokens, "temperature": 0}
+    body: dict[str, Any] = {"prompt": prompt, "n_predict": asked.max_tokens}
     body |= {"stream": True, "return_tokens": True, "cache_prompt": asked.keeps_prompt}
+    body |= asked.sampling.fields()
+    if asked.sampling.temperature:
+        body |= {"top_k": asked.sampling.top_k or 0, "top_p": asked.sampling.top_p or 1.0}
+        body |= {"min_p": 0.0}
+    if asked.sampling.seed is not None:
+        body |= {"seed": asked.sampling.seed}
+    if asked.num_logprobs:
+        body |= {"n_probs": asked.num_logprobs}
     return body | {"ignore_eos": asked.ignores_eos}
+
+
+def scores_of(event: ServerEvent) -> list[ScoredToken]:
+    """`completion_probabilities` of new tokens; the last event repeats those of all."""
+    if event.get("stop") is True:
+        return []
+    return [
+        ScoredToken(
+            int(place["id"]),
+            {int(top["id"]): float(top["logprob"]) for top in place["top_logprobs"]}
+            | {int(place["id"]): float(place["logprob"])},
+        )
+        for place in event.get("completion_probabilities") or ()
+    ]
+
+
+def tokenize_body(model: str | None, text: str) -> dict[str, Any]:
+    return {"content": text, "add_special": False}
 
 
 def as_openai(event: ServerEvent, num_before: int) -> ServerEvent:
@@ -65,6 +94,8 @@ COMPLETION = ServerApi(
     "/completion",
     body_of,
     as_openai,
+    scores_of,
+    tokenize_body,
     is_at_root=True,
     is_last=lambda event: event.get("stop") is True,
 )

@@ -1,5 +1,5 @@
 """ServerFormat: in which form another program reports its drafts, in an answer and in its counters;
-and ServerApi: how it is asked for tokens. Imports no torch."""
+and ServerApi: how it is asked for tokens, and for their log-probabilities. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,15 +29,57 @@ class ServerFormat:
 
 
 @dataclass(frozen=True)
+class AskedSampling:
+    """How a server is to choose tokens: greedily, or at a temperature among the tokens that `top_k`
+    and `top_p` leave."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a request, which all servers name alike but the seed."""
+        found: dict[str, Any] = {"temperature": self.temperature}
+        limits = {"top_k": self.top_k, "top_p": self.top_p}
+        return found | {name: value for name, value in limits.items() if value is not None}
+
+
+GREEDILY = AskedSampling()
+
+
+@dataclass(frozen=True)
 class AskedText:
     """A request as it is sent: the token ids of its prompt, or their text. `keeps_prompt`: the
-    server may keep the KV of prompts, and begin with what it has of this one."""
+    server may keep the KV of prompts, and begin with what it has of this one. `num_logprobs`: of
+    how many of the likeliest tokens it is to say the log-probability at each place."""
 
     model: str | None
     prompt: Sequence[int] | str
     max_tokens: int
     ignores_eos: bool
     keeps_prompt: bool = False
+    sampling: AskedSampling = GREEDILY
+    num_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token of an output or of a given text, and log-probabilities at its place by token id: of
+    the likeliest tokens and, if the server says it, of the token itself."""
+
+    token_id: int
+    logprobs: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class TextScoring:
+    """How a server scores a given text in one request, by a forward that never speculates. `body`
+    asks of `ids` for the tokens from `first` on, with so many likeliest ones; `read` finds them in
+    the answer."""
+
+    body: Callable[[str | None, Sequence[int], int, int], dict[str, Any]]
+    read: Callable[[ServerEvent, Sequence[int], int], list[ScoredToken]]
 
 
 @dataclass(frozen=True)
@@ -45,11 +87,18 @@ class ServerApi:
     """An interface for streamed completions. `path` is below the URL, or with `is_at_root` below
     the URL without its `/v1`. `event` makes an event in OpenAI's form of one that was sent, given
     how many token ids came before. `is_last` tells an event after which none comes; without it the
-    stream ends with `[DONE]`."""
+    stream ends with `[DONE]`.
+
+    `scores` are the log-probabilities in an event as it was sent; they and what `scoring` reads
+    raise KeyError, TypeError, ValueError, IndexError or AttributeError for what has another form.
+    `tokenize` asks `/tokenize` for the ids of a text, without special tokens."""
 
     path: str
     body: Callable[[AskedText], dict[str, Any]]
     event: Callable[[ServerEvent, int], ServerEvent]
+    scores: Callable[[ServerEvent], list[ScoredToken]]
+    tokenize: Callable[[str | None, str], dict[str, Any]]
+    scoring: TextScoring | None = None
     is_at_root: bool = False
     is_last: Callable[[ServerEvent], bool] = lambda event: False
 

@@ -5,6 +5,7 @@ verifications (`sglang/srt/observability/metrics_collector.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from magicdec.records.acceptance import ReportedCounts
@@ -12,9 +13,11 @@ from magicdec.systems.servers.counters import COUNTER, Counters
 from magicdec.systems.servers.server_format import (
     NOTHING,
     AskedText,
+    ScoredToken,
     ServerApi,
     ServerEvent,
     ServerFormat,
+    TextScoring,
     cached_tokens,
     count_in,
     counts_in,
@@ -57,11 +60,58 @@ SGLANG = ServerFormat(read, PREFIX, f"{PREFIX}generation_tokens{COUNTER}", count
 
 
 def body_of(asked: AskedText) -> dict[str, Any]:
-    sampling: dict[str, Any] = {"max_new_tokens": asked.max_tokens, "temperature": 0}
+    sampling: dict[str, Any] = {"max_new_tokens": asked.max_tokens} | asked.sampling.fields()
     sampling |= {"ignore_eos": asked.ignores_eos}
+    if asked.sampling.seed is not None:
+        sampling |= {"sampling_seed": asked.sampling.seed}
     body: dict[str, Any] = {"sampling_params": sampling, "stream": True}
+    if asked.num_logprobs:
+        body |= {"return_logprob": True, "top_logprobs_num": asked.num_logprobs}
     is_text = isinstance(asked.prompt, str)
     return body | ({"text": asked.prompt} if is_text else {"input_ids": list(asked.prompt)})
+
+
+def scores_of(event: ServerEvent) -> list[ScoredToken]:
+    """`output_token_logprobs` of the event."""
+    info = part_of(event, "meta_info") or {}
+    return _scored(info.get("output_token_logprobs"), info.get("output_top_logprobs"))
+
+
+def _scored(tokens: Any, tops: Any) -> list[ScoredToken]:
+    """Entries [log-probability, id, text], of tokens and of the likeliest ones at their places."""
+    if not tokens:
+        return []
+    tops = tops or [None] * len(tokens)
+    return [
+        ScoredToken(
+            int(own[1]),
+            {int(entry[1]): float(entry[0]) for entry in top or ()} | {int(own[1]): float(own[0])},
+        )
+        for own, top in zip(tokens, tops, strict=True)
+    ]
+
+
+def scoring_body(
+    model: str | None, ids: Sequence[int], first: int, num_logprobs: int
+) -> dict[str, Any]:
+    """The first token that is said has no log-probability, so that it is the one before `first`."""
+    body: dict[str, Any] = {"input_ids": list(ids), "return_logprob": True}
+    body |= {"logprob_start_len": max(0, first - 1), "top_logprobs_num": num_logprobs}
+    return body | {"sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+
+
+def scored_text(answer: ServerEvent, ids: Sequence[int], first: int) -> list[ScoredToken]:
+    info = answer["meta_info"]
+    count = len(ids) - first
+    tokens = info["input_token_logprobs"][-count:]
+    found = _scored(tokens, info["input_top_logprobs"][-count:])
+    if [scored.token_id for scored in found] != list(ids[first:]):
+        raise ValueError("input_token_logprobs of other tokens than those that were sent")
+    return found
+
+
+def tokenize_body(model: str | None, text: str) -> dict[str, Any]:
+    return {"model": model, "prompt": text, "add_special_tokens": False}
 
 
 def as_openai(event: ServerEvent, num_before: int) -> ServerEvent:
@@ -77,4 +127,12 @@ def as_openai(event: ServerEvent, num_before: int) -> ServerEvent:
     return {"choices": [choice], "usage": usage, "meta_info": info}
 
 
-GENERATE = ServerApi("/generate", body_of, as_openai, is_at_root=True)
+GENERATE = ServerApi(
+    "/generate",
+    body_of,
+    as_openai,
+    scores_of,
+    tokenize_body,
+    TextScoring(scoring_body, scored_text),
+    is_at_root=True,
+)

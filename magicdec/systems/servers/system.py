@@ -3,15 +3,11 @@ sends for `return_token_ids`) are compared; other tokens are counted."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.client import HTTPException, HTTPResponse
+from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -24,6 +20,15 @@ from magicdec.runner.request import UNKNOWN_ID, Request, StepOutput
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.modes import Pass
+from magicdec.systems.servers.connection import (
+    METRICS_BYTES,
+    PROMPT_BYTES,
+    STREAM_BYTES,
+    TOKEN_BYTES,
+    Connection,
+    Refused,
+    is_same_server,
+)
 from magicdec.systems.servers.counters import Counters
 from magicdec.systems.servers.declaration import NO_URL, ServersSettings
 from magicdec.systems.servers.details import (
@@ -35,7 +40,7 @@ from magicdec.systems.servers.details import (
     form_of,
     is_behind,
 )
-from magicdec.systems.servers.http_client import AnswerLimits, LimitReached, Server, read_key
+from magicdec.systems.servers.http_client import Server, read_key
 from magicdec.systems.servers.server_format import AskedText, ServerApi
 from magicdec.systems.system import (
     PassObserver,
@@ -45,27 +50,10 @@ from magicdec.systems.system import (
     on_first_rank,
 )
 
-# Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
-# the prompt, which a server may repeat as ids, and for each token that was asked for.
-MODELS_BYTES = 4 << 20
-METRICS_BYTES = 32 << 20
-STREAM_BYTES = 1 << 20
-PROMPT_BYTES = 32
-TOKEN_BYTES = 1 << 14
 MOST_PARTS = 8  # of a streamed text without ids, for each token that was asked for
-OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")  # of a stream of events, beside its data
 # A server may count a moment after it has answered.
 COUNTING_S = 5.0
 EVERY_S = 0.05
-OPENAI_PATH = "/v1"  # the end of the URL of OpenAI's interface
-
-
-NOT_FOUND = 404
-CONTENT_ERRORS = (400, 415, 422, 500, 501)  # the statuses of servers that cannot take a prompt
-
-
-class Refused(ValueError):
-    """What a server says that does not do what it was asked for."""
 
 
 class Servers(System):
@@ -81,7 +69,6 @@ class Servers(System):
         models = self.find(run_config, capacity, cache)
         self.run = self.complete(on_first_rank(models), cache)
         number = self.passes[0].server
-        self.model = self.settings.server_value("endpoint_model", number)
         self.sends_text = self.settings.server_value("endpoint_prompts", number) == "text"
         self.api: ServerApi = load_object(
             SERVER_APIS[self.settings.server_value("endpoint_api", number)]
@@ -89,29 +76,19 @@ class Servers(System):
         variable = self.settings.endpoint_key_env
         key = None if variable is None else read_key(variable)
         url = (self.settings.endpoint or ("",))[number]
-        self.server = Server(url, key)
-        self.root = Server(without_openai(url), key) if self.api.is_at_root else self.server
+        self.connection = Connection(
+            url, self.api, self.settings.endpoint_timeout_s, self.settings.endpoint_total_s, key
+        )
+        self.model: str | None = self.settings.server_value("endpoint_model", number)
         self.metrics: Server | None = None
         metrics_url = self.settings.server_value("endpoint_metrics", number)
         if metrics_url not in (None, NO_URL):
             self.metrics = Server(metrics_url, key if is_same_server(metrics_url, url) else None)
         self.server_counts = ServerCounts()
         if self.launch.rank == 0:
-            self._find_model()
+            self.model = self.connection.find_model(self.model)
             self._check_metrics()
             self._check_prompts()
-
-    def _find_model(self) -> None:
-        """Raises ValueError if the server lacks the model."""
-        answer = self._object("/models", self._text(self.server, "/models", MODELS_BYTES))
-        served = self._parts(answer, "data")
-        names = [str(model["id"]) for model in served if "id" in model]
-        self.model = self.model or next(iter(names), None)
-        if self.model not in names:
-            choices = ", ".join(names) or "no model"
-            raise ValueError(
-                f"--endpoint_model {self.model} is not served there; choose from {choices}"
-            )
 
     def _check_metrics(self) -> None:
         """Raises ValueError if the counters cannot be read, or are those of an unknown program."""
@@ -128,7 +105,7 @@ class Servers(System):
             return
         body = self._body(self.run.workload.prompts[0][:1], 1)
         try:
-            for _ in self._events(self._limits(STREAM_BYTES), body):
+            for _ in self.connection.events(self.connection.limits(STREAM_BYTES), body):
                 pass
         except Refused as error:
             raise ValueError(
@@ -199,7 +176,7 @@ class Servers(System):
         """The counters now; None without `--endpoint_metrics`. Raises ValueError."""
         if self.metrics is None:
             return None
-        sent = self._text(self.metrics, "", METRICS_BYTES, "--endpoint_metrics")
+        sent = self.connection.text(self.metrics, "", METRICS_BYTES, "--endpoint_metrics")
         return Counters.read(sent.decode(errors="replace"))
 
     def _serve_one(
@@ -225,13 +202,13 @@ class Servers(System):
         has_ids = False
         ignores_eos = self.run.config.decoding.ignore_eos
         size = PROMPT_BYTES * len(request.prompt_ids) + TOKEN_BYTES * most
-        limits = self._limits(STREAM_BYTES + size)
-        for sent in self._events(limits, self._body(request.prompt_ids, most)):
+        limits = self.connection.limits(STREAM_BYTES + size)
+        for sent in self.connection.events(limits, self._body(request.prompt_ids, most)):
             event = self.api.event(sent, len(request.output_ids))
             self.server_counts.observe(request.request_id, event)
             if isinstance(usage := event.get("usage"), dict):
                 num_sent = usage.get("completion_tokens")
-            for choice in self._parts(event, "choices"):
+            for choice in self.connection.parts(event, "choices"):
                 ids = choice.get("token_ids")
                 has_ids = has_ids or bool(ids)
                 # Beside ids a text says nothing: it may be that of tokens that came before.
@@ -249,8 +226,8 @@ class Servers(System):
             raise self._other_number(request, count)
         if request.turn is not None and UNKNOWN_ID in output:
             raise ValueError(
-                f"{self._flag} sends the text of an answer and no token ids, with which a "
-                f"conversation of --turns {self.options.turns} would go on; ask by an "
+                f"{self.connection.flag} sends the text of an answer and no token ids, with which "
+                f"a conversation of --turns {self.options.turns} would go on; ask by an "
                 "--endpoint_api that sends ids, or leave --turns out"
             )
         # A part of a text may be several tokens, or be none of its own.
@@ -272,20 +249,22 @@ class Servers(System):
         size = self.run.source.config.vocab_size
         most = request.sampling.max_new_tokens
         if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
-            raise ValueError(f"{self._flag} sends token_ids that are no ids: {self._shown(tokens)}")
+            shown = self.connection.shown(tokens)
+            raise ValueError(f"{self.connection.flag} sends token_ids that are no ids: {shown}")
         count = len(request.output_ids) + len(tokens)
         if count > (most if has_ids else MOST_PARTS * most):
             raise self._other_number(request, count)
         if wrong := [token for token in tokens if not 0 <= token < size] if has_ids else []:
+            shown = self.connection.shown(wrong[0])
             raise ValueError(
-                f"{self._flag} sends a token id {self._shown(wrong[0])}, but --model "
+                f"{self.connection.flag} sends a token id {shown}, but --model "
                 f"{self.run.source.name} has the ids 0 to {size - 1}"
             )
 
     def _other_number(self, request: Request, count: int) -> ValueError:
         asked = "" if self.run.config.decoding.ignore_eos else "1 to "
         return ValueError(
-            f"{self._flag}: request {request.request_id} has {count} tokens, not "
+            f"{self.connection.flag}: request {request.request_id} has {count} tokens, not "
             f"{asked}{request.sampling.max_new_tokens} as it was asked for"
         )
 
@@ -302,101 +281,5 @@ class Servers(System):
             )
         )
 
-    def _parts(self, answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        parts = answer.get(name) or []
-        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise ValueError(
-                f"{self._flag} sends {name} that are no list of objects: {self._shown(parts)}"
-            )
-        return parts
-
-    def _object(self, path: str, text: bytes) -> dict[str, Any]:
-        try:
-            answer = json.loads(text.decode(errors="replace"))
-        except (ValueError, RecursionError) as error:  # a number of many digits, many brackets
-            raise ValueError(f"{self._flag} answers {path} with no JSON: {error}") from None
-        if not isinstance(answer, dict):
-            raise ValueError(f"{self._flag} answers {path} with no object: {self._shown(answer)}")
-        return answer
-
-    @property
-    def _flag(self) -> str:
-        return f"--endpoint {self.server}"
-
-    def _shown(self, sent: object) -> str:
-        return self.server.shown(sent)
-
-    def _limits(self, num_bytes: int) -> AnswerLimits:
-        return AnswerLimits(
-            self.settings.endpoint_timeout_s, self.settings.endpoint_total_s, num_bytes
-        )
-
-    def _events(self, limits: AnswerLimits, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The JSON objects that the server streams. Raises ValueError as `_asked` does."""
-        path = self.api.path
-        with self._asked(self.root, path, limits, json.dumps(body).encode()) as response:
-            for line in response:
-                sent = line.strip().removeprefix(b"data:").strip()
-                if sent == b"[DONE]":
-                    return
-                if sent and not sent.startswith(OTHER_FIELDS):
-                    event = self._object(path, sent)
-                    if event.get("error"):
-                        reason = self._shown(event["error"])
-                        raise Refused(f"{self._flag} ends an answer with: {reason}")
-                    yield event
-                    if self.api.is_last(event):
-                        return
-            raise ValueError(f"{self._flag} ends in the middle of an answer")
-
-    def _text(self, server: Server, path: str, num_bytes: int, flag: str = "--endpoint") -> bytes:
-        """What a server answers. Raises ValueError as `_asked` does."""
-        with self._asked(server, path, self._limits(num_bytes), flag=flag) as response:
-            return response.read()
-
-    @contextmanager
-    def _asked(
-        self,
-        server: Server,
-        path: str,
-        limits: AnswerLimits,
-        data: bytes | None = None,
-        flag: str = "--endpoint",
-    ) -> Iterator[HTTPResponse]:
-        """The answer of a server. Raises ValueError, one line naming the server, if it fails or
-        exceeds the limits, also while it is read."""
-        flag = f"{flag} {server}"
-        try:
-            with server.ask(path, data, limits) as response:
-                if response.status != 200:
-                    text = server.shown(response.read(TOKEN_BYTES).decode(errors="replace"))
-                    place = f" {path}" if path else ""
-                    line = f"{flag} answers{place} with {response.status}: {text}"
-                    is_elsewhere = server is self.server and lacks_openai(server.url)
-                    if response.status == NOT_FOUND and is_elsewhere:
-                        line += f"; the URL of OpenAI's interface ends in {OPENAI_PATH}"
-                    refuses = response.status in CONTENT_ERRORS
-                    raise Refused(line) if refuses else ValueError(line)
-                yield response
-        except LimitReached as error:
-            raise ValueError(f"{flag} {error}") from None
-        except (OSError, HTTPException) as error:
-            raise ValueError(f"{flag}: {server.shown(str(error))}") from None
-
     def close(self) -> None:
         """Nothing is open."""
-
-
-def lacks_openai(url: str) -> bool:
-    return not urlsplit(url).path.rstrip("/").endswith(OPENAI_PATH)
-
-
-def without_openai(url: str) -> str:
-    """The URL of the whole server, whose interface of OpenAI's is at `url`."""
-    parts = urlsplit(url)
-    return parts._replace(path=parts.path.rstrip("/").removesuffix(OPENAI_PATH)).geturl()
-
-
-def is_same_server(url: str, other: str) -> bool:
-    """Whether both have one host and port, so that one may have the key of the other."""
-    return urlsplit(url)[:2] == urlsplit(other)[:2]
