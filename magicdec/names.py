@@ -82,6 +82,7 @@ RECORDS = {
     "pass": "magicdec.records.pass_record:PassRecord",
     "latency": "magicdec.bench.latency.record:LatencyRecord",
     "acceptance": "magicdec.bench.acceptance.record:AcceptanceRecord",
+    "audit": "magicdec.bench.audit.record:AuditRecord",
     "plan": "magicdec.predict.plan:PlanRecord",
     "simulation": "magicdec.predict.simulator.run:SimulationRecord",
 }

@@ -32,6 +32,10 @@ COMMANDS = {
         "count what drafts are worth at every position, by context",
         "acceptance:main",
     ),
+    "audit": (
+        "audit another program's server: lossless, counts, states",
+        "audit:main",
+    ),
     "serve": ("serve the same requests in every mode, in one table", "serve:main"),
     "inflight": ("serve requests as they arrive: in-flight and other batchings", "serve:inflight"),
     "recurrent": ("divide a model by layers among ranks; samples circulate", "serve:recurrent"),
@@ -77,6 +81,7 @@ GROUPS = {  # in which `magicdec --help` shows them
         "sweep",
         "latency",
         "acceptance",
+        "audit",
         "table",
         "report",
     ),

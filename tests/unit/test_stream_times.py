@@ -4,7 +4,7 @@ add up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ class ScriptedConnection(Connection):
     clock_s = ARRIVED_S
     script: Sequence[tuple[float, Event]] = ()
 
-    def events(self, limits: AnswerLimits, body: dict[str, Any]) -> Iterator[Event]:
+    def events(self, limits: AnswerLimits, body: dict[str, Any]) -> Generator[Event]:
         for at_s, event in self.script:
             self.clock_s = ARRIVED_S + at_s
             yield event

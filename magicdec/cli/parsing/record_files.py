@@ -52,6 +52,7 @@ TABLES = {
     "pass": "magicdec.bench.showing:tables",
     "latency": "magicdec.bench.latency.record:tables",
     "acceptance": "magicdec.bench.acceptance.record:tables",
+    "audit": "magicdec.bench.audit.record:tables",
     "plan": "magicdec.predict.plan:tables",
     "simulation": "magicdec.predict.simulator.run:tables",
 }

@@ -470,17 +470,17 @@ KINDS = {
 }
 
 
-def junit(comparisons: Sequence[Comparison]) -> str:
+def junit(
+    comparisons: Sequence[Comparison], title: str = TITLE, room: str = "magicdec.bench.gate"
+) -> str:
     """One test case for each comparison: a regression or a change is a failure, and what could not
     be compared is an error."""
-    suite = ElementTree.Element("testsuite", name=TITLE, tests=str(len(comparisons)))
+    suite = ElementTree.Element("testsuite", name=title, tests=str(len(comparisons)))
     counts = Counter(KINDS[c.verdict][1] for c in comparisons if c.verdict in KINDS)
     for _, attribute in KINDS.values():
         suite.set(attribute, str(counts[attribute]))
     for comparison in comparisons:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname="magicdec.bench.gate", name=comparison.name
-        )
+        case = ElementTree.SubElement(suite, "testcase", classname=room, name=comparison.name)
         if comparison.verdict in KINDS:
             kind, _ = KINDS[comparison.verdict]
             ElementTree.SubElement(case, kind, message=comparison.finding)

@@ -4,7 +4,7 @@ within limits of bytes and time. Imports no torch."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
@@ -74,7 +74,7 @@ class Connection:
             raise ValueError(f"--endpoint_model {found} is not served there; choose from {choices}")
         return found
 
-    def events(self, limits: AnswerLimits, body: dict[str, Any]) -> Iterator[ServerEvent]:
+    def events(self, limits: AnswerLimits, body: dict[str, Any]) -> Generator[ServerEvent]:
         """The JSON objects that the server streams."""
         path = self.api.path
         server = self.root if self.api.is_at_root else self.server

@@ -3,9 +3,10 @@ only what adds up and is of this pass alone. Imports no torch."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from magicdec.names import SERVER_FORMATS, load_object
 from magicdec.records.acceptance import ReportedCounts, Verifications
@@ -20,6 +21,9 @@ COUNTERS = "counters"
 AND = " and "
 BOTH = f"{ANSWERS}{AND}{COUNTERS}"
 SAID_MISSING = ("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position")
+# A server may count a moment after it has answered.
+COUNTING_S = 5.0
+EVERY_S = 0.05
 SUMS = ("drafted", "accepted", "verifications")  # that answers and counters may both have
 
 
@@ -191,7 +195,26 @@ class CountedPass:
     counts: ReportedCounts
 
 
-def count_pass(before: Counters, after: Counters, requests: Sequence[Request]) -> CountedPass:
+class Decoded(Protocol):
+    """A request with its output."""
+
+    output_ids: list[int]
+
+
+def count_when_ended(
+    read: Callable[[], Counters], before: Counters, requests: Sequence[Decoded]
+) -> CountedPass:
+    """What was counted since a reading, as soon as a server has counted all tokens of these
+    requests, or some time after. Raises ValueError as `count_pass` does."""
+    end_s = time.monotonic() + COUNTING_S
+    while True:
+        after = read()
+        if not is_behind(before, after, requests) or time.monotonic() > end_s:
+            return count_pass(before, after, requests)
+        time.sleep(EVERY_S)
+
+
+def count_pass(before: Counters, after: Counters, requests: Sequence[Decoded]) -> CountedPass:
     """What was counted between two readings around a pass. Raises ValueError, one sentence, if the
     server has restarted, or has generated tokens for other clients too."""
     counted = after.since(before)
@@ -210,7 +233,7 @@ def count_pass(before: Counters, after: Counters, requests: Sequence[Request]) -
     return CountedPass(name, form.total(counted, num_tokens - len(requests)))
 
 
-def is_behind(before: Counters, after: Counters, requests: Sequence[Request]) -> bool:
+def is_behind(before: Counters, after: Counters, requests: Sequence[Decoded]) -> bool:
     """Whether a server that has answered these requests has not yet counted all of their tokens."""
     counted = [counters.count(form_of(after)[1].generated) or 0 for counters in (before, after)]
     return 0 <= counted[1] - counted[0] < sum(len(request.output_ids) for request in requests)

@@ -47,15 +47,11 @@ LLAMA_CPP = ServerFormat(read, PREFIX, f"{PREFIX}tokens_predicted{COUNTER}", cou
 
 
 def body_of(asked: AskedText) -> dict[str, Any]:
-    """Log-probabilities are those before temperature, `top_k` and `top_p`. Its own samplers beside
-    these are off."""
+    """Log-probabilities are those before temperature, `top_k` and `top_p`."""
     prompt = asked.prompt if isinstance(asked.prompt, str) else list(asked.prompt)
     body: dict[str, Any] = {"prompt": prompt, "n_predict": asked.max_tokens}
     body |= {"stream": True, "return_tokens": True, "cache_prompt": asked.keeps_prompt}
     body |= asked.sampling.fields()
-    if asked.sampling.temperature:
-        body |= {"top_k": asked.sampling.top_k or 0, "top_p": asked.sampling.top_p or 1.0}
-        body |= {"min_p": 0.0}
     if asked.sampling.seed is not None:
         body |= {"seed": asked.sampling.seed}
     if asked.num_logprobs:

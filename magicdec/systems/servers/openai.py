@@ -27,6 +27,8 @@ def body_of(asked: AskedText) -> dict[str, Any]:
         body |= {"seed": asked.sampling.seed}
     if asked.num_logprobs:
         body |= {"logprobs": asked.num_logprobs, "return_tokens_as_token_ids": True}
+    if asked.salt is not None:
+        body |= {"cache_salt": asked.salt}
     return body | (
         {"ignore_eos": True, "min_tokens": asked.max_tokens} if asked.ignores_eos else {}
     )

@@ -39,10 +39,12 @@ class AskedSampling:
     seed: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a request, which all servers name alike but the seed."""
+        """The fields of a request, which servers name alike. What else would choose among tokens,
+        by a server's or a model's own defaults, is off."""
         found: dict[str, Any] = {"temperature": self.temperature}
-        limits = {"top_k": self.top_k, "top_p": self.top_p}
-        return found | {name: value for name, value in limits.items() if value is not None}
+        if self.temperature:
+            found |= {"top_k": self.top_k or -1, "top_p": self.top_p or 1.0, "min_p": 0.0}
+        return found
 
 
 GREEDILY = AskedSampling()
@@ -61,6 +63,7 @@ class AskedText:
     keeps_prompt: bool = False
     sampling: AskedSampling = GREEDILY
     num_logprobs: int = 0
+    salt: str | None = None
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ from magicdec.systems.servers.details import (
     ServerCounts,
     cached_of,
     conclude,
-    count_pass,
+    count_when_ended,
     form_of,
-    is_behind,
 )
 from magicdec.systems.servers.http_client import Server, read_key
 from magicdec.systems.servers.server_format import AskedText, ServerApi
@@ -51,9 +50,6 @@ from magicdec.systems.system import (
 )
 
 MOST_PARTS = 8  # of a streamed text without ids, for each token that was asked for
-# A server may count a moment after it has answered.
-COUNTING_S = 5.0
-EVERY_S = 0.05
 
 
 class Servers(System):
@@ -164,18 +160,14 @@ class Servers(System):
         Raises ValueError as `count_pass` does."""
         if before is None:
             return None
-        end_s = time.monotonic() + COUNTING_S
-        while True:
-            after = self._counters()
-            assert after is not None, "they were read before"
-            if not is_behind(before, after, requests) or time.monotonic() > end_s:
-                return count_pass(before, after, requests)
-            time.sleep(EVERY_S)
+        return count_when_ended(self._read_counters, before, requests)
 
     def _counters(self) -> Counters | None:
         """The counters now; None without `--endpoint_metrics`. Raises ValueError."""
-        if self.metrics is None:
-            return None
+        return None if self.metrics is None else self._read_counters()
+
+    def _read_counters(self) -> Counters:
+        assert self.metrics is not None, "it has counters"
         sent = self.connection.text(self.metrics, "", METRICS_BYTES, "--endpoint_metrics")
         return Counters.read(sent.decode(errors="replace"))
 

@@ -1,0 +1,375 @@
+"""Audits a server: whether its speculation is lossless, its counts are right, and its acceptance is
+the same in every state. One check after the other; a check that a server cannot be judged by says
+so, and the others go on.
+
+All prompts are new to the server, or asked for without KV of them, the first time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from magicdec.bench.audit.asking import Answer, AuditedServer, NoScores, together
+from magicdec.bench.audit.counting import faults_of_answers, faults_of_sums, tokens_per_step
+from magicdec.bench.audit.judging import (
+    Judge,
+    Noise,
+    best,
+    can_score_texts,
+    gap,
+    margin,
+    measure_noise,
+)
+from magicdec.bench.audit.record import (
+    COUNTERS,
+    GREEDY,
+    SAMPLING,
+    STATE,
+    AuditCheck,
+    AuditFinding,
+    GreedyCell,
+    SampledPlace,
+    StateCell,
+)
+from magicdec.bench.audit.sampling import draw, draws_needed, faults_of, open_places
+from magicdec.bench.audit.states import LAST, TURN, Pairs, States, cell_of, lost_acceptance
+from magicdec.bench.audit.statistics import binomial_tail, most_undetected
+from magicdec.records.record import Status
+from magicdec.systems.servers.details import count_when_ended
+from magicdec.systems.servers.server_format import AskedSampling, ScoredToken
+
+Say = Callable[[str], None]
+FLIP_ALPHA = 1e-3  # chance of a false alarm about how often near ties are lost
+NUM_REPEATS = 6  # of a passage, in texts that drafts follow
+SHOWN = 3  # first differences that are named
+
+
+@dataclass(frozen=True)
+class AuditPlan:
+    """What is asked for: `prompts` by context, so many tokens after each, so many requests at once,
+    which checks, and how far from the right distribution samples may be."""
+
+    prompts: dict[int, list[list[int]]]
+    gen_len: int
+    concurrency: tuple[int, ...]
+    checks: tuple[str, ...]
+    sampling: AskedSampling
+    num_places: int
+    total_variation: float
+    most_judged: int
+
+
+@dataclass
+class Audit:
+    """An audit, and what it has found so far."""
+
+    server: AuditedServer
+    plain: AuditedServer | None
+    plan: AuditPlan
+    say: Say
+    checks: list[AuditCheck] = field(default_factory=list)
+    noise: Noise | None = None
+    greedy: list[GreedyCell] = field(default_factory=list)
+    sampled: list[SampledPlace] = field(default_factory=list)
+    states: list[StateCell] = field(default_factory=list)
+    program: str | None = None
+    cold: dict[int, list[Answer]] = field(default_factory=dict)
+    others: list[Answer] = field(default_factory=list)  # beside others or in states
+    judge: Judge | None = None
+    unjudged: str = ""  # why there is no judge
+
+    def run(self) -> None:
+        """All checks. Raises ValueError if the server fails before anything is known."""
+        started_s = time.monotonic()
+        for context, prompts in self.plan.prompts.items():
+            self.say(f"{len(prompts)} answers after {context} tokens, one after the other")
+            self.cold[context] = self._states().cold(prompts)
+        self._prepare_judge()
+        known = {
+            GREEDY: self._check_greedy,
+            COUNTERS: self._check_counters,
+            STATE: self._check_states,
+            SAMPLING: self._check_sampling,
+        }
+        for name, check in known.items():
+            if name not in self.plan.checks:
+                continue
+            self.say(f"{name} ({time.monotonic() - started_s:.0f} s so far)")
+            try:
+                found = check()
+            except NoScores as error:
+                found = AuditCheck(
+                    name=name, status=Status.UNVERIFIED, text=str(error), findings=[]
+                )
+            except ValueError as error:
+                found = AuditCheck(name=name, status=Status.FAILED, text=str(error), findings=[])
+            self.checks.append(found)
+
+    def _states(self) -> States:
+        return States(self.server, self.plan.gen_len)
+
+    @property
+    def most_at_once(self) -> int:
+        return max(self.plan.concurrency)
+
+    def _prepare_judge(self) -> None:
+        """Find out how the server, or a plain one of the same model, scores texts, and how noisy it
+        is."""
+        answers = [answer for found in self.cold.values() for answer in found]
+        most = self.plan.most_judged
+        try:
+            own = Judge(
+                self.server, can_score_texts(self.server, answers[0]), self.most_at_once, most
+            )
+            plain = None
+            if self.plain is not None:
+                by_text = can_score_texts(self.plain, answers[0])
+                plain = Judge(self.plain, by_text, self.most_at_once, most)
+            self.say("noise of the server's own log-probabilities")
+            self.noise = measure_noise(answers, own, plain, self.most_at_once)
+            if self.noise.text_is_wrong:
+                own = replace(own, by_text=False, known={})
+            self.judge = plain or own
+        except NoScores as error:
+            self.unjudged = str(error)
+
+    def _judged(self) -> tuple[Judge, Noise]:
+        """Raises NoScores if there is no judge."""
+        if self.judge is None or self.noise is None:
+            raise NoScores(self.unjudged)
+        return self.judge, self.noise
+
+    def _check_greedy(self) -> AuditCheck:
+        judge, noise = self._judged()
+        findings = [
+            AuditFinding(name="log-probabilities", text=text) for text in noise.contradictions
+        ]
+        places = dict[tuple[tuple[int, ...], tuple[int, ...]], Places]()
+        for context, cold in self.cold.items():
+            for concurrency in self.plan.concurrency:
+                answers = cold
+                if concurrency > 1:
+                    jobs = [self._asking(answer.prompt_ids) for answer in cold]
+                    answers = together(jobs, concurrency)
+                    self.others += answers
+                found = judge.judge(answers)
+                cell, wrong = greedy_cell(context, concurrency, answers, found, noise)
+                self.greedy.append(cell)
+                if wrong is not None:
+                    findings.append(wrong)
+                for answer, here in zip(answers, found, strict=True):
+                    places[answer.prompt_ids, tuple(answer.output_ids)] = here
+        near = sum(cell.num_near for cell in self.greedy)
+        flips = sum(cell.num_flips for cell in self.greedy)
+        if binomial_tail(flips, near, 0.5) < FLIP_ALPHA:
+            text = f"{flips} of {near} near ties went against the likeliest token; noise has half"
+            findings.append(AuditFinding(name="flips", text=text))
+        tokens = sum(cell.num_tokens for cell in self.greedy)
+        text = f"{tokens} tokens of {sum(c.num_requests for c in self.greedy)} answers are judged"
+        text += f", {flips} lost to near ties" if flips else ""
+        text += " by the plain server" if judge.server is not self.server else " by itself"
+        if findings:
+            status = Status.MISMATCH
+        else:
+            status = Status.VERIFIED_WITH_TIES if flips else Status.VERIFIED
+        bound = f"a fault of less than {noise.tolerance:.2g} in the logits of a token"
+        if any(len(here) < len(key[1]) for key, here in places.items()):
+            bound += f", or in fewer than {most_undetected(tokens):.2%} of tokens"
+        return AuditCheck(name=GREEDY, status=status, text=text, bound=bound, findings=findings)
+
+    def _asking(self, prompt: Sequence[int]) -> Callable[[], Answer]:
+        return lambda: self.server.answer(prompt, self.plan.gen_len)
+
+    def _check_counters(self) -> AuditCheck:
+        """Texts that drafts follow, and answers of a single token, beside all others so far."""
+        prompts = [
+            repeated(answer.prompt_ids) for found in self.cold.values() for answer in found[:2]
+        ]
+        before = None if self.server.metrics is None else self.server.counters()
+        forced = [self.server.answer(prompt, self.plan.gen_len) for prompt in prompts]
+        short = [self.server.answer(prompt, 1) for prompt in prompts]
+        alone = [*forced, *(answer for found in self.cold.values() for answer in found)]
+        findings = faults_of_answers([*alone, *short, *self.others], alone)
+        self.others += forced
+        total = None
+        if before is not None:
+            counted = count_when_ended(self.server.counters, before, [*forced, *short])
+            total = counted.counts
+            self.program = counted.program
+            findings += faults_of_sums([*forced, *short], total)
+        reporting = [answer for answer in alone if answer.counts is not None]
+        if not reporting and total is None:
+            return AuditCheck(
+                name=COUNTERS,
+                status=Status.UNVERIFIED,
+                text="the server reports no drafts; give --endpoint_metrics for its counters",
+                findings=[],
+            )
+        self.program = self.program or next((a.program for a in reporting), None)
+        drafted = sum((answer.counts.drafted or 0) for answer in reporting if answer.counts)
+        rate = tokens_per_step(alone)
+        text = f"{len(reporting)} answers report {drafted} draft tokens"
+        if total is not None:
+            text += f"; its counters {total.drafted} of {len(forced) + len(short)} answers"
+        if rate is not None:
+            text += f"; {rate:.2f} tokens a step"
+        if not (drafted or (total is not None and total.has_drafts)):
+            return AuditCheck(
+                name=COUNTERS,
+                status=Status.MISMATCH if findings else Status.UNVERIFIED,
+                text="nothing was drafted, not even after repeated text",
+                findings=findings,
+            )
+        return AuditCheck(
+            name=COUNTERS,
+            status=Status.MISMATCH if findings else Status.VERIFIED,
+            text=text,
+            bound="counts that are wrong in every place alike, and as the steps that were seen",
+            findings=findings,
+        )
+
+    def _check_states(self) -> AuditCheck:
+        states = self._states()
+        groups = list[Pairs]()
+        shortest = min(self.cold)
+        for context, cold in self.cold.items():
+            groups.append(states.after_hits(cold, context))
+            if self.most_at_once > 1:
+                groups.append(states.beside_others(cold, context, self.most_at_once))
+        groups += states.conversations(self.cold[shortest], shortest)
+        groups.append(states.beside_cancelled(self.cold[shortest], shortest))
+        groups.append(states.after_hits(self.cold[shortest], shortest, LAST))
+        findings = list[AuditFinding]()
+        for pairs in groups:
+            wrong = self._wrong_of(pairs, findings)
+            self.states.append(cell_of(pairs, wrong))
+        by_state = dict[str, list[Pairs]]()
+        for pairs in groups:
+            is_turn = pairs.state.startswith(TURN.format("").strip())
+            by_state.setdefault(TURN if is_turn else pairs.state, []).append(pairs)
+        losses = [lost_acceptance(found) for found in by_state.values()]
+        findings += [loss for loss in losses if loss is not None]
+        self.others += [answer for pairs in groups for answer in pairs.answers]
+        count = sum(len(pairs.answers) for pairs in groups)
+        known = tokens_per_step([answer for pairs in groups for answer in pairs.answers])
+        text = f"{count} answers in {len(by_state)} states beside the same prompts without KV"
+        if known is None:
+            text += "; acceptance is not known"
+        is_judged = known is not None or self.judge is not None
+        status = Status.VERIFIED if is_judged else Status.UNVERIFIED
+        return AuditCheck(
+            name=STATE,
+            status=Status.MISMATCH if findings else status,
+            text=text,
+            bound="a loss of less than a tenth of the tokens a step" if known else None,
+            findings=findings,
+        )
+
+    def _wrong_of(self, pairs: Pairs, findings: list[AuditFinding]) -> int:
+        """The wrong tokens of answers that differ from those without KV; adds the finding."""
+        if self.judge is None or self.noise is None or not pairs.others:
+            return 0
+        found = self.judge.judge(pairs.others)
+        cell, wrong = greedy_cell(pairs.context, pairs.concurrency, pairs.others, found, self.noise)
+        if wrong is not None:
+            findings.append(replace(wrong, name=f"tokens {pairs.state}"))
+        return cell.num_wrong
+
+    def _check_sampling(self) -> AuditCheck:
+        judge, noise = self._judged()
+        answers = [*self.others, *(answer for found in self.cold.values() for answer in found)]
+        shortest = min(len(answer.prompt_ids) for answer in answers)
+        few = [answer for answer in answers if len(answer.prompt_ids) <= 2 * shortest]
+        distinct = list(
+            {(answer.prompt_ids, *answer.output_ids): answer for answer in few}.values()
+        )
+        places = open_places(distinct, judge.judge(distinct), self.plan.num_places)
+        if not places:
+            text = "no place was found at which several tokens can follow a nearly certain one"
+            return AuditCheck(name=SAMPLING, status=Status.UNVERIFIED, text=text, findings=[])
+        needed = draws_needed(places, self.plan.total_variation)
+        self.say(f"{sum(needed)} answers are drawn at {len(places)} places")
+        num_drafted: int | None = 0
+        for place, count in zip(places, needed, strict=True):
+            drawn = draw(
+                self.server, judge, place, count, self.plan.sampling, self.most_at_once, noise
+            )
+            self.sampled += drawn.tested
+            here = drawn.num_drafted
+            num_drafted = None if here is None or num_drafted is None else num_drafted + here
+        findings = faults_of(self.sampled)
+        text = f"{sum(needed)} answers at {len(places)} places, {len(self.sampled)} tests"
+        text += "" if num_drafted is None else f", {num_drafted} draft tokens judged"
+        if num_drafted == 0 and not findings:
+            text += ": without drafts they prove nothing"
+            return AuditCheck(name=SAMPLING, status=Status.UNVERIFIED, text=text, findings=[])
+        return AuditCheck(
+            name=SAMPLING,
+            status=Status.MISMATCH if findings else Status.VERIFIED,
+            text=text,
+            bound=f"a distance of less than {self.plan.total_variation:g} (total variation) at the "
+            "first token that drafts can be",
+            findings=findings,
+        )
+
+
+Places = dict[int, ScoredToken]
+
+
+def greedy_cell(
+    context: int,
+    concurrency: int,
+    answers: Sequence[Answer],
+    found: Sequence[Places],
+    noise: Noise,
+) -> tuple[GreedyCell, AuditFinding | None]:
+    """What was judged of some answers, and the fault of those that are wrong."""
+    near = 0
+    flips = 0
+    wrong = list[tuple[int, int, str]]()  # answer, place, and the difference in words
+    largest = 0.0
+    for number, (answer, places) in enumerate(zip(answers, found, strict=True)):
+        for place, scored in sorted(places.items()):
+            token = answer.output_ids[place]
+            lost = margin(scored, token)
+            largest = max(largest, lost)
+            near += gap(scored) <= noise.tolerance
+            if lost > noise.tolerance:
+                text = (
+                    f"request {number}, token {place}: {token} in place of {best(scored)}, which "
+                    f"is {lost:.2f} likelier"
+                )
+                wrong.append((number, place, text))
+            elif lost > 0:
+                flips += 1
+    requests = {number for number, _, _ in wrong}
+    cell = GreedyCell(
+        context=context,
+        concurrency=concurrency,
+        num_requests=len(answers),
+        num_tokens=sum(map(len, found)),
+        num_near=near,
+        num_flips=flips,
+        num_wrong=len(wrong),
+        num_wrong_requests=len(requests),
+        largest_margin=largest,
+        tokens_per_step=tokens_per_step(answers),
+    )
+    if not wrong:
+        return cell, None
+    firsts = {number: text for number, _, text in reversed(wrong)}
+    shown = "; ".join([firsts[number] for number in sorted(firsts)][:SHOWN])
+    text = (
+        f"context {context}, {concurrency} at once: {len(wrong)} tokens of {len(requests)} of "
+        f"{len(answers)} answers are not what a forward without drafts chooses: {shown} (natural "
+        f"logarithm; noise explains {noise.tolerance:.2g})"
+    )
+    return cell, AuditFinding(name="tokens", text=text)
+
+
+def repeated(prompt: Sequence[int]) -> list[int]:
+    """A passage several times, as long as the prompt, so that drafts are right."""
+    size = max(1, len(prompt) // NUM_REPEATS)
+    return ([*prompt[:size]] * (NUM_REPEATS + 1))[: len(prompt)]

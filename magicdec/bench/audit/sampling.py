@@ -1,0 +1,217 @@
+"""Whether tokens that a server samples with drafts follow its own distribution: at chosen places
+many draws of the next tokens, tested by chi-squared.
+
+The first token of an answer comes from the forward of the prompt and proves nothing. So the text of
+a place ends before a token that is nearly certain, and draws that begin with it are tested at the
+tokens after it, which drafts can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from magicdec.bench.audit.asking import Answer, AuditedServer, together
+from magicdec.bench.audit.judging import Judge, Noise
+from magicdec.bench.audit.record import AuditFinding, SampledPlace
+from magicdec.bench.audit.statistics import compare_counts, num_draws, rejected
+from magicdec.systems.servers.server_format import AskedSampling, ScoredToken
+
+ALPHA = 1e-3  # of all tests together
+POWER = 0.9
+CELLS = 10  # that a place usually has, for how many draws are needed
+LEAST_DRAWS = 100  # that a test is worth
+FORCED = 0.6  # least probability of the token before a place
+LEAST_OPEN = 0.15  # to MOST_OPEN: probability of the likeliest token at a place
+MOST_OPEN = 0.75
+NUM_DEPTHS = 3  # tokens after the first that are tested
+TAIL = -1  # the cell of tokens that are not told apart
+LEAST_SLACK = 0.01  # of sums of probabilities at the edge of `top_p`
+NUM_ERRORS = 3  # relative errors of a probability that are slack there
+MOST_IMPOSSIBLE = 0.002  # share of draws that an edge elsewhere may explain
+
+
+@dataclass(frozen=True)
+class OpenPlace:
+    """A text and the token that nearly always follows it, after which several can."""
+
+    ids: tuple[int, ...]
+    first: int
+    chance: float  # of `first`
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Probabilities of cells, together 1. Draws of the tokens at the `edge` of `top_k` or `top_p`
+    are left out; all others are impossible if the cells are all that there can be (`is_closed`),
+    and left out too if not."""
+
+    cells: dict[int, float]
+    edge: frozenset[int] = frozenset()
+    is_closed: bool = False
+
+
+def open_places(
+    answers: Sequence[Answer], scored: Sequence[dict[int, ScoredToken]], most: int
+) -> list[OpenPlace]:
+    """The places that are most open, one of each answer, of greedy answers with what is said of
+    their tokens."""
+    found = list[tuple[float, OpenPlace]]()
+    for answer, places in zip(answers, scored, strict=True):
+        options = []
+        for i, here in places.items():
+            before = places.get(i - 1)
+            if before is None:
+                continue
+            forced = math.exp(before.logprobs.get(answer.output_ids[i - 1], -math.inf))
+            chance = math.exp(max(here.logprobs.values()))
+            if forced >= FORCED and LEAST_OPEN <= chance <= MOST_OPEN:
+                ids = tuple(answer.text_ids[: len(answer.prompt_ids) + i - 1])
+                place = OpenPlace(ids, answer.output_ids[i - 1], forced)
+                options.append((forced * (1 - abs(chance - 0.4)), place))
+        if options:
+            found.append(max(options, key=lambda option: option[0]))
+    found.sort(key=lambda option: -option[0])
+    return [place for _, place in found[:most]]
+
+
+def draws_needed(places: Sequence[OpenPlace], total_variation: float) -> list[int]:
+    """For each place how many answers are drawn, so that a distribution so far from the right one
+    is found."""
+    alpha = ALPHA / max(1, NUM_DEPTHS * len(places))
+    needed = num_draws(CELLS, total_variation, alpha, POWER)
+    return [math.ceil(needed / place.chance) for place in places]
+
+
+def expected_of(scored: ScoredToken, sampling: AskedSampling, noise: Noise) -> Expected | None:
+    """The distribution of a token at these settings, from log-probabilities before them. At another
+    temperature than 1 it is that among the tokens that the server says, because of others the
+    probability does not follow. None if more tokens are in `top_p` than it says."""
+    likely = sorted(scored.logprobs.items(), key=lambda item: -item[1])
+    weights = {token: math.exp(value / sampling.temperature) for token, value in likely}
+    if sampling.top_k is None and sampling.top_p is None:
+        if sampling.temperature == 1:
+            return Expected(weights | {TAIL: max(0.0, 1 - sum(weights.values()))}, is_closed=True)
+        return Expected(_normalised(weights))
+    if sampling.top_k is not None:
+        edge = _edge_of_top_k(likely, sampling.top_k, noise.tolerance)
+        kept = likely[: sampling.top_k]
+    else:
+        assert sampling.top_p is not None and sampling.temperature == 1, "checked with the flags"
+        before = [0.0, *accumulate(weights.values())]
+        if before[-1] < sampling.top_p:
+            return None
+        slack = max(LEAST_SLACK, NUM_ERRORS * noise.relative)
+        pairs = list(zip(likely, before[:-1], strict=True))
+        edge = {token for (token, _), sum_ in pairs if abs(sum_ - sampling.top_p) <= slack}
+        kept = [pair for pair, sum_ in pairs if sum_ < sampling.top_p]
+    cells = {token: weights[token] for token, _ in kept if token not in edge}
+    return Expected(_normalised(cells), frozenset(edge), is_closed=True)
+
+
+def _edge_of_top_k(likely: Sequence[tuple[int, float]], top_k: int, tolerance: float) -> set[int]:
+    """The tokens that noise may bring into the likeliest ones, and those that may leave them."""
+    if top_k >= len(likely):
+        return set()
+    last, next_one = likely[top_k - 1][1], likely[top_k][1]
+    coming = {token for token, value in likely[top_k:] if last - value <= tolerance}
+    leaving = {token for token, value in likely[:top_k] if value - next_one <= tolerance}
+    return coming | leaving
+
+
+def _normalised(weights: dict[int, float]) -> dict[int, float]:
+    total = sum(weights.values())
+    return {token: value / total for token, value in weights.items()}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The answers that were drawn at a place, and what was found at each depth."""
+
+    place: OpenPlace
+    answers: list[Answer]
+    tested: list[SampledPlace]
+
+    @property
+    def num_drafted(self) -> int | None:
+        """Draft tokens that were judged in the draws; None if the server does not say it."""
+        known = [answer.counts.drafted for answer in self.answers if answer.counts is not None]
+        counts = [count for count in known if count is not None]
+        return sum(counts) if counts else None
+
+
+def draw(
+    server: AuditedServer,
+    judge: Judge,
+    place: OpenPlace,
+    count: int,
+    sampling: AskedSampling,
+    concurrency: int,
+    noise: Noise,
+) -> Drawn:
+    """Draw answers at a place and test them, at each depth those that begin alike."""
+
+    def ask(seed: int) -> Answer:
+        return server.answer(place.ids, 1 + NUM_DEPTHS, replace(sampling, seed=seed))
+
+    jobs = [lambda seed=seed: ask(seed) for seed in range(1, count + 1)]
+    answers = together(jobs, concurrency)
+    tested = list[SampledPlace]()
+    path = [place.first]
+    for depth in range(2, 2 + NUM_DEPTHS):
+        drawn = [a.output_ids[depth - 1] for a in answers if a.output_ids[: depth - 1] == path]
+        if len(drawn) < LEAST_DRAWS:
+            break
+        ids = [*place.ids, *path]
+        expected = expected_of(judge.server.next_token(ids), sampling, noise)
+        found = None if expected is None else compare_draws(drawn, expected, noise.relative)
+        if found is not None:
+            tested.append(replace(found, context=len(ids), depth=depth))
+        path.append(Counter(drawn).most_common(1)[0][0])
+    return Drawn(place, answers, tested)
+
+
+def compare_draws(drawn: Sequence[int], expected: Expected, error: float) -> SampledPlace | None:
+    """The test of drawn tokens; None if they cannot be told apart."""
+    counts = Counter(token if token in expected.cells else TAIL for token in drawn)
+    num_others = sum(token not in expected.cells and token not in expected.edge for token in drawn)
+    cells = list(expected.cells)
+    found = compare_counts([counts[cell] for cell in cells], [*expected.cells.values()], error)
+    if found is None:
+        return None
+    has_tail = TAIL in expected.cells
+    return SampledPlace(
+        context=0,
+        depth=0,
+        num_draws=found.num_draws,
+        num_cells=found.num_cells,
+        p_value=found.p_value,
+        total_variation=found.total_variation,
+        total_variation_interval=list(found.interval),
+        total_variation_by_chance=found.by_chance,
+        num_impossible=num_others if expected.is_closed and not has_tail else 0,
+    )
+
+
+def faults_of(tested: Sequence[SampledPlace]) -> list[AuditFinding]:
+    """What is wrong with draws at all places together."""
+    found = list[AuditFinding]()
+    are_rejected = rejected([place.p_value for place in tested], ALPHA)
+    for place, is_rejected in zip(tested, are_rejected, strict=True):
+        where = f"token {place.depth} after {place.context - place.depth + 1} tokens"
+        if place.num_impossible > MOST_IMPOSSIBLE * place.num_draws:
+            text = f"{where}: {place.num_impossible} draws that --top_k or --top_p exclude"
+            found.append(AuditFinding(name="excluded tokens", text=text))
+        if is_rejected:
+            low, high = place.total_variation_interval
+            text = (
+                f"{where}: {place.num_draws} draws are {place.total_variation:.3f} "
+                f"[{low:.3f}, {high:.3f}] from the server's own distribution (total variation; "
+                f"right draws stay below {place.total_variation_by_chance:.3f}; p = "
+                f"{place.p_value:.1e})"
+            )
+            found.append(AuditFinding(name="distribution", text=text))
+    return found
