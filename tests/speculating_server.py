@@ -1,10 +1,10 @@
 """A server on the loopback that decodes a made-up language model with speculation, written from the
-definitions, and answers as vLLM, SGLang or llama.cpp do; and faults that can be planted in it. Holds
-no tests itself.
+definitions, and answers as vLLM, SGLang or llama.cpp do; and faults that can be planted in it.
+Holds no tests itself.
 
 The model's logits follow from the last three tokens of its cache and the position. Everything that
-a fault can break is there: a cache that is truncated after a rejection, positions, the rule by which
-drafts are accepted, counts, and state that is kept between requests.
+a fault can break is there: a cache that is truncated after a rejection, positions, the rule by
+which drafts are accepted, counts, and state that is kept between requests.
 """
 
 from __future__ import annotations
@@ -171,10 +171,12 @@ class SpeculatingServer:
             chance *= 0.98**self.num_served
         for n in range(GAMMA):
             text = [*cache, *found]
-            token = int(np.argmax(self.logits(text, len(text))))
-            is_wrong = is_lost or self.luck(text) > chance
+            likely = np.argsort(-self.logits(text, len(text)))
+            luck = self.luck(text)
+            is_wrong = is_lost or luck > chance
             is_wrong |= n > 1 and self.fault == "more drafts than the head was trained for"
-            found.append((token + 1) % VOCABULARY if is_wrong else token)
+            rank = 1 + int(1000 * luck) % 4  # a wrong draft is likely, too
+            found.append(int(likely[rank if is_wrong else 0]))
         return found
 
     def luck(self, text: Sequence[int]) -> float:
@@ -415,7 +417,9 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
                 (ids[n], self.ours.said(ids[:n], salt=1))
                 for n in range(max(1, body["logprob_start_len"]), len(ids))
             ]
-            tops = [[self.entry(logits, t) for t in self.top(logits, count)] for _, logits in scored]
+            tops = [
+                [self.entry(logits, t) for t in self.top(logits, count)] for _, logits in scored
+            ]
             info = {
                 "input_token_logprobs": [[None, ids[0], None]]
                 + [self.entry(logits, token) for token, logits in scored],

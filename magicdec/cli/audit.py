@@ -95,7 +95,12 @@ class AuditFlags:
         (1, 8), "Requests at once, one after the other.", least=1, is_set=True
     )
     checks: tuple[str, ...] = setting(CHECKS, "What is checked.", choices=CHECKS)
-    temperature: float = same(SamplingSection, "temperature", 1.0, least=None, above=0)
+    temperature: tuple[float, ...] = setting(
+        (1.0, 0.6),
+        "Temperatures at which tokens are sampled, at one place after the other.",
+        above=0,
+        is_set=True,
+    )
     top_k: int = same(SamplingSection, "top_k")
     top_p: float = same(SamplingSection, "top_p")
     num_places: int = setting(2, "Places at which tokens are sampled.", least=1)
@@ -168,10 +173,12 @@ def check(args: AuditFlags) -> None:
         )
     if args.top_k and args.top_p < 1:
         raise ValueError(f"--top_k {args.top_k} with --top_p {args.top_p:g}: give one of them")
-    if args.top_p < 1 and args.temperature != 1:
+    others = [value for value in args.temperature if value != 1]
+    if args.top_p < 1 and others:
         raise ValueError(
-            f"--top_p {args.top_p:g} with --temperature {args.temperature:g}: the probabilities at "
-            "another temperature than 1 do not follow from the likeliest tokens; leave one out"
+            f"--top_p {args.top_p:g} with --temperature {others[0]:g}: the probabilities at "
+            "another temperature than 1 do not follow from the likeliest tokens; give "
+            "--temperature 1"
         )
     from magicdec.bench.audit.asking import NUM_LOGPROBS
 
@@ -215,8 +222,9 @@ def plan_of(args: AuditFlags, server: AuditedServer) -> AuditPlan:
         gen_len=args.gen_len,
         concurrency=tuple(sorted(args.concurrency)),
         checks=args.checks,
-        sampling=AskedSampling(
-            args.temperature, args.top_k or None, None if args.top_p == 1 else args.top_p
+        samplings=tuple(
+            AskedSampling(value, args.top_k or None, None if args.top_p == 1 else args.top_p)
+            for value in args.temperature
         ),
         num_places=args.num_places,
         total_variation=args.total_variation,
@@ -238,8 +246,8 @@ def make_prompts(args: AuditFlags, server: AuditedServer) -> dict[int, list[list
             break
     if len(parts) < args.num_requests:
         raise ValueError(
-            f"--dataset {args.dataset} has {len(parts)} parts of --prefix_len {longest} tokens, not "
-            f"--num_requests {args.num_requests}; give longer texts, or less of one of them"
+            f"--dataset {args.dataset} has {len(parts)} parts of --prefix_len {longest} tokens, "
+            f"not --num_requests {args.num_requests}; give longer texts, or less of one of them"
         )
     few = parts[: args.num_requests]
     return {context: [list(part[:context]) for part in few] for context in sorted(args.prefix_len)}
@@ -261,7 +269,7 @@ def record_of(
         status=worst([check.status for check in audit.checks]),
         config=config,
         environment=environment,
-        program=audit.program,
+        program=audit.program or next((a.program for a in audit.answers if a.program), None),
         model=audit.server.model or "",
         checks=audit.checks,
         noise=[] if audit.noise is None else audit.noise.pairs,

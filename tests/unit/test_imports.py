@@ -33,7 +33,7 @@ LAYERS = (
     {"bench.groups", "bench.records_of"},
     {"bench.measure"},
     {"bench.latency", "bench.report", "bench.study"},
-    {"bench.acceptance"},
+    {"bench.acceptance", "bench.audit"},
     {"bench.export", "bench.gate"},
     {"predict"},
     {"cli"},

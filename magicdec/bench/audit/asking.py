@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 from magicdec.records.acceptance import ReportedCounts
@@ -74,6 +75,12 @@ class AuditedServer:
             is_same = is_same_server(metrics_url, connection.url)
             self.metrics = Server(metrics_url, connection.key if is_same else None)
         self.num_requests = 0
+        started = f"{time.time_ns():x}"
+        self.salts = (f"{started}-{number}" for number in count())
+
+    def new_salt(self) -> str:
+        """A salt that no request had."""
+        return next(self.salts)
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of a text."""
@@ -121,10 +128,10 @@ class AuditedServer:
                 self._observe(found, event)
                 if num_logprobs:
                     found.scores += self._read(partial(c.api.scores, sent))
-                count = self._take(found, event, max_tokens)
-                if count:
+                num_new = self._take(found, event, max_tokens)
+                if num_new:
                     limits.progress()
-                    found.parts.append((time.monotonic() - started_s, count))
+                    found.parts.append((time.monotonic() - started_s, num_new))
                 if cancelled_after is not None and len(found.output_ids) >= cancelled_after:
                     return found
         if len(found.output_ids) != max_tokens:
@@ -137,7 +144,7 @@ class AuditedServer:
     def _take(self, found: Answer, event: dict[str, object], most: int) -> int:
         """Take the token ids of an event. Returns how many there are."""
         c = self.connection
-        count = 0
+        num_new = 0
         for choice in c.parts(event, "choices"):
             tokens = choice.get("token_ids") or []
             if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
@@ -148,17 +155,17 @@ class AuditedServer:
                     "can be judged; ask by an --endpoint_api that sends ids"
                 )
             found.output_ids += tokens
-            count += len(tokens)
+            num_new += len(tokens)
         if len(found.output_ids) > most:
             raise ValueError(f"{c.flag}: an answer has more than {most} token ids")
-        return count
+        return num_new
 
     def _observe(self, found: Answer, event: dict[str, object]) -> None:
         """Note what an event says of drafts and of the prompt."""
         details = part_of(part_of(event, "usage") or {}, "prompt_tokens_details") or {}
         try:
-            if (count := details.get("cached_tokens")) is not None:
-                found.cached = as_count("cached_tokens", count)
+            if (cached := details.get("cached_tokens")) is not None:
+                found.cached = as_count("cached_tokens", cached)
             for name, form in formats().items():
                 if (counts := form.read(event)) is not None:
                     found.counts = counts

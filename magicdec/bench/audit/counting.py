@@ -134,8 +134,11 @@ def _beside_seen(answer: Answer, draft_length: int | None) -> list[tuple[str, st
         found.append(("accepted tokens", text))
     most = math.inf if draft_length is None else draft_length * (len(sizes) + 1) + slack
     if counts.drafted is not None and counts.drafted > most:
-        text = f"{counts.drafted} draft tokens in {len(sizes)} steps of {draft_length}"
-        found.append(("drafts never judged", text))
+        text = (
+            f"{counts.drafted} draft tokens in {len(sizes)} steps, none of which accepts more than "
+            f"{draft_length}, as most do: those behind are never accepted, or were never judged"
+        )
+        found.append(("useless drafts", text))
     return found
 
 
@@ -144,10 +147,13 @@ def faults_of_sums(answers: Sequence[Answer], total: ReportedCounts) -> list[Aud
     found = list[AuditFinding]()
     for name in ("drafted", "accepted", "verifications"):
         counted = getattr(total, name)
-        reported = [getattr(answer.counts, name) for answer in answers if answer.counts is not None]
-        if counted is None or len(reported) < len(answers) or None in reported:
+        # An answer of one token has no drafts to report.
+        drafting = [answer for answer in answers if len(answer.output_ids) > 1 or answer.counts]
+        reported = [getattr(answer.counts, name, None) for answer in drafting]
+        known = [amount for amount in reported if amount is not None]
+        if counted is None or len(known) < len(reported):
             continue
-        if counted != sum(reported):
-            text = f"its counters have {counted} {name}, the answers {sum(reported)}"
+        if counted != sum(known):
+            text = f"its counters have {counted} {name}, the answers {sum(known)}"
             found.append(AuditFinding(name="counters", text=text))
     return found

@@ -175,7 +175,7 @@ def _one_by_one(
 
     def ask(t: int, i: int) -> ScoredToken:
         ids = texts[t].text_ids[: len(texts[t].prompt_ids) + i]
-        return server.next_token(ids, salt=f"noise {t} {i}" if is_cold else None)
+        return server.next_token(ids, salt=server.new_salt() if is_cold else None)
 
     jobs = [lambda t=t, i=i: ask(t, i) for t, i in places]
     return dict(zip(places, together(jobs, concurrency), strict=True))

@@ -34,7 +34,7 @@ from magicdec.bench.audit.record import (
     StateCell,
 )
 from magicdec.bench.audit.sampling import draw, draws_needed, faults_of, open_places
-from magicdec.bench.audit.states import LAST, TURN, Pairs, States, cell_of, lost_acceptance
+from magicdec.bench.audit.states import LAST, LATER, Pairs, States, cell_of, losses_of
 from magicdec.bench.audit.statistics import binomial_tail, most_undetected
 from magicdec.records.record import Status
 from magicdec.systems.servers.details import count_when_ended
@@ -49,13 +49,14 @@ SHOWN = 3  # first differences that are named
 @dataclass(frozen=True)
 class AuditPlan:
     """What is asked for: `prompts` by context, so many tokens after each, so many requests at once,
-    which checks, and how far from the right distribution samples may be."""
+    which checks, how tokens are sampled at one place after the other, and how far from the right
+    distribution they may be."""
 
     prompts: dict[int, list[list[int]]]
     gen_len: int
     concurrency: tuple[int, ...]
     checks: tuple[str, ...]
-    sampling: AskedSampling
+    samplings: tuple[AskedSampling, ...]
     num_places: int
     total_variation: float
     most_judged: int
@@ -107,6 +108,11 @@ class Audit:
                 found = AuditCheck(name=name, status=Status.FAILED, text=str(error), findings=[])
             self.checks.append(found)
 
+    @property
+    def answers(self) -> list[Answer]:
+        """All greedy answers so far."""
+        return [*(answer for found in self.cold.values() for answer in found), *self.others]
+
     def _states(self) -> States:
         return States(self.server, self.plan.gen_len)
 
@@ -117,7 +123,7 @@ class Audit:
     def _prepare_judge(self) -> None:
         """Find out how the server, or a plain one of the same model, scores texts, and how noisy it
         is."""
-        answers = [answer for found in self.cold.values() for answer in found]
+        answers = self.answers
         most = self.plan.most_judged
         try:
             own = Judge(
@@ -143,9 +149,11 @@ class Audit:
 
     def _check_greedy(self) -> AuditCheck:
         judge, noise = self._judged()
-        findings = [
-            AuditFinding(name="log-probabilities", text=text) for text in noise.contradictions
-        ]
+        findings = list[AuditFinding]()
+        if noise.contradictions:
+            text = "; ".join(noise.contradictions)
+            findings.append(AuditFinding(name="log-probabilities", text=text))
+        wrong = list[WrongToken]()
         places = dict[tuple[tuple[int, ...], tuple[int, ...]], Places]()
         for context, cold in self.cold.items():
             for concurrency in self.plan.concurrency:
@@ -155,12 +163,12 @@ class Audit:
                     answers = together(jobs, concurrency)
                     self.others += answers
                 found = judge.judge(answers)
-                cell, wrong = greedy_cell(context, concurrency, answers, found, noise)
+                cell, lost = greedy_cell(context, concurrency, answers, found, noise)
                 self.greedy.append(cell)
-                if wrong is not None:
-                    findings.append(wrong)
+                wrong += lost
                 for answer, here in zip(answers, found, strict=True):
                     places[answer.prompt_ids, tuple(answer.output_ids)] = here
+        findings += finding_of(wrong, sum(c.num_requests for c in self.greedy), noise)
         near = sum(cell.num_near for cell in self.greedy)
         flips = sum(cell.num_flips for cell in self.greedy)
         if binomial_tail(flips, near, 0.5) < FLIP_ALPHA:
@@ -191,7 +199,7 @@ class Audit:
         forced = [self.server.answer(prompt, self.plan.gen_len) for prompt in prompts]
         short = [self.server.answer(prompt, 1) for prompt in prompts]
         alone = [*forced, *(answer for found in self.cold.values() for answer in found)]
-        findings = faults_of_answers([*alone, *short, *self.others], alone)
+        findings = faults_of_answers([*self.answers, *forced, *short], alone)
         self.others += forced
         total = None
         if before is not None:
@@ -207,7 +215,6 @@ class Audit:
                 text="the server reports no drafts; give --endpoint_metrics for its counters",
                 findings=[],
             )
-        self.program = self.program or next((a.program for a in reporting), None)
         drafted = sum((answer.counts.drafted or 0) for answer in reporting if answer.counts)
         rate = tokens_per_step(alone)
         text = f"{len(reporting)} answers report {drafted} draft tokens"
@@ -238,23 +245,23 @@ class Audit:
             groups.append(states.after_hits(cold, context))
             if self.most_at_once > 1:
                 groups.append(states.beside_others(cold, context, self.most_at_once))
-        groups += states.conversations(self.cold[shortest], shortest)
-        groups.append(states.beside_cancelled(self.cold[shortest], shortest))
-        groups.append(states.after_hits(self.cold[shortest], shortest, LAST))
+        first = self.cold[shortest]
+        groups.append(states.again(first, shortest, LATER))
+        groups += states.conversations(first, shortest)
+        groups.append(states.beside_cancelled(first, shortest))
+        groups.append(states.again(first, shortest, LAST))
         findings = list[AuditFinding]()
         for pairs in groups:
-            wrong = self._wrong_of(pairs, findings)
-            self.states.append(cell_of(pairs, wrong))
-        by_state = dict[str, list[Pairs]]()
-        for pairs in groups:
-            is_turn = pairs.state.startswith(TURN.format("").strip())
-            by_state.setdefault(TURN if is_turn else pairs.state, []).append(pairs)
-        losses = [lost_acceptance(found) for found in by_state.values()]
-        findings += [loss for loss in losses if loss is not None]
+            wrong = self._wrong_of(pairs)
+            self.states.append(cell_of(pairs, len(wrong)))
+            if self.noise is not None:
+                found = finding_of(wrong, len(pairs.answers), self.noise)
+                findings += [replace(one, name=f"tokens {pairs.state}") for one in found]
+        findings += losses_of(groups)
         self.others += [answer for pairs in groups for answer in pairs.answers]
         count = sum(len(pairs.answers) for pairs in groups)
         known = tokens_per_step([answer for pairs in groups for answer in pairs.answers])
-        text = f"{count} answers in {len(by_state)} states beside the same prompts without KV"
+        text = f"{count} answers in {len(self.states)} states beside the same prompts without KV"
         if known is None:
             text += "; acceptance is not known"
         is_judged = known is not None or self.judge is not None
@@ -267,21 +274,17 @@ class Audit:
             findings=findings,
         )
 
-    def _wrong_of(self, pairs: Pairs, findings: list[AuditFinding]) -> int:
-        """The wrong tokens of answers that differ from those without KV; adds the finding."""
+    def _wrong_of(self, pairs: Pairs) -> list[WrongToken]:
+        """The wrong tokens of answers that differ from those without KV."""
         if self.judge is None or self.noise is None or not pairs.others:
-            return 0
+            return []
         found = self.judge.judge(pairs.others)
-        cell, wrong = greedy_cell(pairs.context, pairs.concurrency, pairs.others, found, self.noise)
-        if wrong is not None:
-            findings.append(replace(wrong, name=f"tokens {pairs.state}"))
-        return cell.num_wrong
+        return greedy_cell(pairs.context, pairs.concurrency, pairs.others, found, self.noise)[1]
 
     def _check_sampling(self) -> AuditCheck:
         judge, noise = self._judged()
-        answers = [*self.others, *(answer for found in self.cold.values() for answer in found)]
-        shortest = min(len(answer.prompt_ids) for answer in answers)
-        few = [answer for answer in answers if len(answer.prompt_ids) <= 2 * shortest]
+        shortest = min(self.cold)
+        few = [answer for answer in self.answers if len(answer.prompt_ids) <= 2 * shortest]
         distinct = list(
             {(answer.prompt_ids, *answer.output_ids): answer for answer in few}.values()
         )
@@ -292,10 +295,9 @@ class Audit:
         needed = draws_needed(places, self.plan.total_variation)
         self.say(f"{sum(needed)} answers are drawn at {len(places)} places")
         num_drafted: int | None = 0
-        for place, count in zip(places, needed, strict=True):
-            drawn = draw(
-                self.server, judge, place, count, self.plan.sampling, self.most_at_once, noise
-            )
+        for number, (place, count) in enumerate(zip(places, needed, strict=True)):
+            sampling = self.plan.samplings[number % len(self.plan.samplings)]
+            drawn = draw(self.server, judge, place, count, sampling, self.most_at_once, noise)
             self.sampled += drawn.tested
             here = drawn.num_drafted
             num_drafted = None if here is None or num_drafted is None else num_drafted + here
@@ -318,18 +320,38 @@ class Audit:
 Places = dict[int, ScoredToken]
 
 
+@dataclass(frozen=True)
+class WrongToken:
+    """A token that lost to a likelier one by more than noise: `number` of its request, `place` in
+    the output."""
+
+    cell: str
+    number: int
+    place: int
+    token: int
+    likelier: int
+    margin: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cell}, request {self.number}, token {self.place}: {self.token} in place of "
+            f"{self.likelier}, which is {self.margin:.2f} likelier"
+        )
+
+
 def greedy_cell(
     context: int,
     concurrency: int,
     answers: Sequence[Answer],
     found: Sequence[Places],
     noise: Noise,
-) -> tuple[GreedyCell, AuditFinding | None]:
-    """What was judged of some answers, and the fault of those that are wrong."""
+) -> tuple[GreedyCell, list[WrongToken]]:
+    """What was judged of some answers, and their wrong tokens."""
     near = 0
     flips = 0
-    wrong = list[tuple[int, int, str]]()  # answer, place, and the difference in words
+    wrong = list[WrongToken]()
     largest = 0.0
+    name = f"context {context}, {concurrency} at once"
     for number, (answer, places) in enumerate(zip(answers, found, strict=True)):
         for place, scored in sorted(places.items()):
             token = answer.output_ids[place]
@@ -337,14 +359,9 @@ def greedy_cell(
             largest = max(largest, lost)
             near += gap(scored) <= noise.tolerance
             if lost > noise.tolerance:
-                text = (
-                    f"request {number}, token {place}: {token} in place of {best(scored)}, which "
-                    f"is {lost:.2f} likelier"
-                )
-                wrong.append((number, place, text))
+                wrong.append(WrongToken(name, number, place, token, best(scored), lost))
             elif lost > 0:
                 flips += 1
-    requests = {number for number, _, _ in wrong}
     cell = GreedyCell(
         context=context,
         concurrency=concurrency,
@@ -353,20 +370,27 @@ def greedy_cell(
         num_near=near,
         num_flips=flips,
         num_wrong=len(wrong),
-        num_wrong_requests=len(requests),
+        num_wrong_requests=len({token.number for token in wrong}),
         largest_margin=largest,
         tokens_per_step=tokens_per_step(answers),
     )
+    return cell, wrong
+
+
+def finding_of(wrong: Sequence[WrongToken], num_answers: int, noise: Noise) -> list[AuditFinding]:
+    """The finding that tokens are wrong, with the first one of a few answers."""
     if not wrong:
-        return cell, None
-    firsts = {number: text for number, _, text in reversed(wrong)}
-    shown = "; ".join([firsts[number] for number in sorted(firsts)][:SHOWN])
+        return []
+    firsts = dict[tuple[str, int], WrongToken]()
+    for token in wrong:
+        firsts.setdefault((token.cell, token.number), token)
+    shown = "; ".join(map(str, [*firsts.values()][:SHOWN]))
     text = (
-        f"context {context}, {concurrency} at once: {len(wrong)} tokens of {len(requests)} of "
-        f"{len(answers)} answers are not what a forward without drafts chooses: {shown} (natural "
-        f"logarithm; noise explains {noise.tolerance:.2g})"
+        f"{len(wrong)} tokens of {len(firsts)} of {num_answers} answers are not what a forward "
+        f"without drafts chooses, though noise explains {noise.tolerance:.2g} (natural logarithm): "
+        f"{shown}"
     )
-    return cell, AuditFinding(name="tokens", text=text)
+    return [AuditFinding(name="tokens", text=text)]
 
 
 def repeated(prompt: Sequence[int]) -> list[int]:

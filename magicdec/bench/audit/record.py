@@ -165,9 +165,9 @@ def worst(statuses: Sequence[str]) -> Status:
 
 
 def comparisons_of(record: AuditRecord, old: AuditRecord | None) -> list[Comparison]:
-    """A comparison for each check: a fault is a regression, also one that an earlier audit had. What
-    was judged then and is not now could not be compared; a loss of tokens a step beside the same
-    cell then is a regression."""
+    """A comparison for each check: a fault is a regression, also one that an earlier audit had.
+    What was judged then and is not now could not be compared; a loss of tokens a step beside the
+    same cell then is a regression."""
     found = [_comparison(check) for check in record.checks]
     if old is None:
         return found

@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
 
 from magicdec.bench.audit.asking import Answer, AuditedServer, together
 from magicdec.bench.audit.counting import num_steps_of, tokens_per_step
@@ -21,9 +20,11 @@ MOST_TALKS = 4  # conversations
 NEW_TOKENS = 24  # of the user, in each turn after the first
 CANCELLED_AFTER = 4  # tokens
 HIT = "after a cache hit"
-TURN = "turn {}"
+TURN_WORD = "turn "
+TURNS = f"in turns 2 to {NUM_TURNS}"
 CANCELLED = "beside a cancelled request"
 BESIDE = "beside others"
+LATER = "later"
 LAST = "at the end"
 
 
@@ -51,10 +52,9 @@ class States:
     def __init__(self, server: AuditedServer, gen_len: int) -> None:
         self.server = server
         self.gen_len = gen_len
-        self.salts = count()
 
     def cold(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-        return [self._ask(prompt, salt=f"cold {next(self.salts)}") for prompt in prompts]
+        return [self._ask(prompt, salt=self.server.new_salt()) for prompt in prompts]
 
     def warm(self, prompts: Sequence[Sequence[int]], concurrency: int = 1) -> list[Answer]:
         """The answers where the server may have KV of the prompts."""
@@ -66,12 +66,16 @@ class States:
     def _asking(self, prompt: Sequence[int]) -> Callable[[], Answer]:
         return lambda: self._ask(prompt)
 
-    def after_hits(self, cold: Sequence[Answer], context: int, state: str = HIT) -> Pairs:
+    def after_hits(self, cold: Sequence[Answer], context: int) -> Pairs:
         """Each prompt twice; the second answer counts."""
         prompts = [answer.prompt_ids for answer in cold]
-        if state == HIT:
-            self.warm(prompts)
-        return Pairs(state, context, 1, self.warm(prompts), [*cold])
+        self.warm(prompts)
+        return Pairs(HIT, context, 1, self.warm(prompts), [*cold])
+
+    def again(self, cold: Sequence[Answer], context: int, state: str) -> Pairs:
+        """The prompts once more without any KV of them."""
+        prompts = [answer.prompt_ids for answer in cold]
+        return Pairs(state, context, 1, self.cold(prompts), [*cold])
 
     def beside_others(self, cold: Sequence[Answer], context: int, concurrency: int) -> Pairs:
         prompts = [answer.prompt_ids for answer in cold]
@@ -103,7 +107,7 @@ class States:
                 prompts.append([*answer.text_ids, *other[first : first + NEW_TOKENS]])
             warm = self.warm(prompts)
             fresh = self.cold(prompts)
-            found.append(Pairs(TURN.format(turn), context, 1, warm, fresh))
+            found.append(Pairs(f"{TURN_WORD}{turn}", context, 1, warm, fresh))
             talks = warm
         return found
 
@@ -143,7 +147,24 @@ def interval_of_difference(groups: Sequence[Pairs]) -> list[float] | None:
     return [mean - half, mean + half]
 
 
-def lost_acceptance(groups: Sequence[Pairs]) -> AuditFinding | None:
+def losses_of(groups: Sequence[Pairs]) -> list[AuditFinding]:
+    """The findings that states cost acceptance. One that is lost later for prompts without KV too
+    is lost by the number of requests; one that is lost there at the end, for good."""
+    by_state = dict[str, list[Pairs]]()
+    for pairs in groups:
+        state = TURNS if pairs.state.startswith(TURN_WORD) else pairs.state
+        by_state.setdefault(state, []).append(pairs)
+    lost = {state: lost_acceptance(state, found) for state, found in by_state.items()}
+    found = {state: finding for state, finding in lost.items() if finding is not None}
+    if LATER in found:
+        return [found[LATER]]
+    if len(found) > 1 and (last := found.pop(LAST, None)) is not None:
+        state, first = next(iter(found.items()))
+        found[state] = replace(first, text=f"{first.text}; and for good: at the end {last.text}")
+    return list(found.values())
+
+
+def lost_acceptance(state: str, groups: Sequence[Pairs]) -> AuditFinding | None:
     """The finding that a state, in one or several groups of pairs, costs acceptance."""
     warm = tokens_per_step([answer for pairs in groups for answer in pairs.answers])
     cold = tokens_per_step([answer for pairs in groups for answer in pairs.cold])
@@ -152,10 +173,8 @@ def lost_acceptance(groups: Sequence[Pairs]) -> AuditFinding | None:
         return None
     if ends[1] >= 0 or warm > (1 - LEAST_LOSS) * cold:
         return None
-    names = list(dict.fromkeys(pairs.state for pairs in groups))
-    state = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     text = (
-        f"{warm:.2f} tokens a step, {cold:.2f} of the same prompts without KV of them (difference "
+        f"{warm:.2f} tokens a step, {cold:.2f} without KV of the prompt (difference "
         f"{ends[0]:.2f} to {ends[1]:.2f})"
     )
     return AuditFinding(name=f"acceptance {state}", text=text)

@@ -1,0 +1,215 @@
+"""`magicdec audit` finds the faults of servers and raises no false alarm: against a server that is
+written from the definitions (`speculating_server.py`), in the forms of three programs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from conftest import Command, EndedCommand
+from speculating_server import (
+    COUNTER_FAULTS,
+    FAULTS,
+    GREEDY_FAULTS,
+    SAMPLING_FAULTS,
+    STATE_FAULTS,
+    SpeculatingServer,
+)
+
+from magicdec.bench.audit.record import COUNTERS, GREEDY, SAMPLING, STATE, AuditRecord
+from magicdec.records.reading import read_records
+
+SMALL = ["--prefix_len", 48, "--gen_len", 40, "--concurrency", 1, 4, "--total_variation", 0.25]
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    letters = random.Random(1)
+    path = tmp_path_factory.mktemp("books") / "book.txt"
+    path.write_text("".join(chr(32 + letters.randrange(90)) for _ in range(2000)))
+    return path
+
+
+@dataclass
+class Audited:
+    """An audit that has ended, and the last record of its file."""
+
+    ended: EndedCommand
+    records: list[AuditRecord]
+
+    @property
+    def record(self) -> AuditRecord:
+        return self.records[-1]
+
+    def status(self, name: str) -> str:
+        return next(check.status for check in self.record.checks if check.name == name)
+
+    def findings(self, name: str) -> dict[str, str]:
+        found = next(check.findings for check in self.record.checks if check.name == name)
+        return {finding.name: finding.text for finding in found}
+
+
+Auditing = Callable[..., Audited]
+
+
+@pytest.fixture
+def audit(command: Command, book: Path, tmp_path: Path) -> Iterator[Auditing]:
+    """Audits a server with these flags. `server` has its settings."""
+    servers = list[SpeculatingServer]()
+
+    def run(*words: object, plain: SpeculatingServer | None = None, **server: Any) -> Audited:
+        audited = SpeculatingServer(**server)
+        servers.append(audited)
+        audited.start()
+        url = f"{audited.address}/v1"
+        more: list[object] = []
+        if plain is not None:
+            servers.append(plain)
+            plain.start()
+            more = ["--plain", f"{plain.address}/v1"]
+        metrics = [] if "--no_metrics" in words else [f"{audited.address}/metrics"]
+        flags = [word for word in words if word != "--no_metrics"]
+        more += ["--endpoint_metrics", *metrics] if metrics else []
+        out = tmp_path / "audits.jsonl"
+        ended = command(
+            "audit", "--endpoint", url, "--dataset", book, *SMALL, *more, *flags, "--out", out
+        )
+        records = list(read_records(out, AuditRecord)) if out.is_file() else []
+        return Audited(ended, records)
+
+    yield run
+    for server in servers:
+        server.stop()
+
+
+APIS = {"openai": [], "sglang": ["--no_metrics"], "llama.cpp": ["--no_metrics"]}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_sound_server_is_clean(audit: Auditing, api: str) -> None:
+    """Its drafts are judged, and nothing is found, though what it says is noisy."""
+    found = audit("--endpoint_api", api, *APIS[api])
+    assert found.ended.code == 0, found.ended.out
+    assert [check.name for check in found.record.checks] == [GREEDY, COUNTERS, STATE, SAMPLING]
+    assert not any(check.findings for check in found.record.checks)
+    assert found.record.greedy[0].num_wrong == 0 and found.record.greedy[0].num_tokens == 320
+    assert max(pair.largest for pair in found.record.noise) > 0
+    assert 2 < (found.record.greedy[0].tokens_per_step or 0) < 5
+    assert found.record.sampled and all(place.p_value > 1e-4 for place in found.record.sampled)
+    assert found.record.program == {"openai": "vllm"}.get(api, api)
+
+
+# Which flags show a fault, and in which check it has which name.
+FLAGS = {"top-k after acceptance": ["--top_k", 3, "--total_variation", 0.12]}
+CHECK_OF = (
+    dict.fromkeys(GREEDY_FAULTS, (GREEDY, "tokens"))
+    | dict.fromkeys(SAMPLING_FAULTS, (SAMPLING, "distribution"))
+    | {
+        "wrong scores of texts": (GREEDY, "log-probabilities"),
+        "double counts": (COUNTERS, "double counts"),
+        "drafts counted that were not judged": (COUNTERS, "drafts never judged"),
+        "bonus tokens counted as accepted": (COUNTERS, "double counts"),
+        "counters of cancelled drafts": (COUNTERS, "counters"),
+        "draft state lost at a hit": (STATE, "acceptance after a cache hit"),
+        "draft state lost at a cancellation": (STATE, "acceptance beside a cancelled request"),
+        "draft decays": (STATE, "acceptance later"),
+        "more drafts than the head was trained for": (COUNTERS, "useless drafts"),
+    }
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_named(audit: Auditing, fault: str) -> None:
+    check, name = CHECK_OF[fault]
+    found = audit("--checks", check, *FLAGS.get(fault, ()), fault=fault)
+    assert found.ended.code == 1, found.ended
+    assert found.status(check) == "mismatch"
+    assert name in found.findings(check), found.findings(check)
+
+
+def test_every_kind_of_fault_is_planted() -> None:
+    assert {*CHECK_OF} == {*FAULTS}
+    assert {check for check, _ in CHECK_OF.values()} == {GREEDY, SAMPLING, COUNTERS, STATE}
+    assert all((COUNTER_FAULTS, STATE_FAULTS))
+
+
+def test_a_plain_server_judges(audit: Auditing) -> None:
+    """Also where the audited server says wrong log-probabilities everywhere."""
+    sound = audit("--checks", GREEDY, plain=SpeculatingServer(speculates=False))
+    assert sound.ended.code == 0 and "by the plain server" in sound.record.checks[0].text
+    lossy = audit(
+        "--checks", GREEDY, fault="lenient acceptance", plain=SpeculatingServer(speculates=False)
+    )
+    assert "tokens" in lossy.findings(GREEDY)
+
+
+def test_a_plain_server_of_another_model_is_refused(audit: Auditing) -> None:
+    other = SpeculatingServer(speculates=False, sharpness=9.0)
+    found = audit("--checks", GREEDY, plain=other)
+    assert found.ended.code == 2 and not found.records
+    assert "serves another model" in found.ended.err.splitlines()[-1]
+
+
+def test_a_server_that_scores_no_texts_is_judged_token_by_token(audit: Auditing) -> None:
+    found = audit("--checks", GREEDY, lacks=("texts",), fault="stale KV after a rejection")
+    assert "tokens" in found.findings(GREEDY)
+    assert not any("whole text" in pair.ways for pair in found.record.noise)
+
+
+def test_a_sample_of_tokens_says_what_could_hide(audit: Auditing) -> None:
+    found = audit("--checks", GREEDY, "--judged", 10, lacks=("texts",))
+    assert found.record.greedy[0].num_tokens == 80
+    assert "in fewer than" in (found.record.checks[0].bound or "")
+
+
+def test_without_log_probabilities_the_rest_is_judged(audit: Auditing) -> None:
+    found = audit(lacks=("scores",))
+    assert found.ended.code == 3
+    assert {name: found.status(name) for name in (GREEDY, COUNTERS, STATE, SAMPLING)} == {
+        GREEDY: "unverified",
+        COUNTERS: "verified",
+        STATE: "verified",
+        SAMPLING: "unverified",
+    }
+
+
+def test_without_counts_steps_are_seen(audit: Auditing) -> None:
+    """The tokens of a step come together."""
+    found = audit("--checks", COUNTERS, STATE, "--no_metrics", lacks=("counts",))
+    assert found.status(COUNTERS) == "unverified" and "--endpoint_metrics" in found.ended.out
+    assert found.status(STATE) == "verified"
+    assert 2 < (found.record.states[0].tokens_per_step or 0) < 5
+
+
+def test_drafts_that_never_are_prove_nothing(audit: Auditing) -> None:
+    found = audit("--checks", COUNTERS, speculates=False)
+    assert found.ended.code == 3
+    assert "nothing was drafted" in found.record.checks[0].text
+
+
+def test_text_without_ids_is_refused(audit: Auditing) -> None:
+    found = audit(lacks=("ids",))
+    assert found.ended.code == 2 and "no token ids" in found.ended.err.splitlines()[-1]
+
+
+def test_verdicts_as_junit_and_beside_an_earlier_audit(
+    audit: Auditing, tmp_path: Path, book: Path
+) -> None:
+    junit = tmp_path / "audit.xml"
+    audit("--checks", COUNTERS, GREEDY)
+    found = audit(
+        *("--checks", COUNTERS, GREEDY, "--junit", junit),
+        *("--baseline", tmp_path / "audits.jsonl"),
+        fault="more drafts than the head was trained for",
+    )
+    assert found.ended.code == 1
+    assert "regression" in found.ended.out or "in the baseline" in found.ended.out
+    suite = ElementTree.parse(junit).getroot()
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert COUNTERS in failed and any("tokens a step" in str(name) for name in failed)
+    assert suite.get("name") == "Audit of a server"

@@ -1,0 +1,169 @@
+"""The statistics of an audit against scipy, simulation and definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from magicdec.bench.audit.asking import Answer
+from magicdec.bench.audit.counting import full_draft, num_steps_of, seen_steps, tokens_per_step
+from magicdec.bench.audit.judging import Noise, margin, spacing
+from magicdec.bench.audit.sampling import TAIL, compare_draws, expected_of
+from magicdec.bench.audit.statistics import (
+    chi_squared_tail,
+    compare_counts,
+    most_undetected,
+    num_draws,
+    rejected,
+)
+from magicdec.records.acceptance import ReportedCounts
+from magicdec.systems.servers.server_format import AskedSampling, ScoredToken
+
+QUIET = Noise([], 0.01, 0.0, [])
+
+
+@pytest.mark.parametrize(
+    ("cells", "distance", "expected"),
+    [(5, 0.05, 2768), (10, 0.1, 852), (20, 0.05, 4264), (50, 0.01, 147868)],
+)
+def test_the_draws_that_a_distance_needs(cells: int, distance: float, expected: int) -> None:
+    """At level .001 and power .9, as by noncentral chi-squared distributions elsewhere."""
+    assert num_draws(cells, distance, 1e-3, 0.9) == pytest.approx(expected, rel=2e-3)
+
+
+def test_that_many_draws_find_that_distance() -> None:
+    """In 9 of 10 trials, for the distribution that is hardest to find."""
+    right = np.full(10, 0.1)
+    wrong = right + np.where(np.arange(10) % 2, 0.02, -0.02)
+    count = num_draws(10, 0.1, 1e-3, 0.9)
+    random = np.random.default_rng(0)
+    found = 0
+    for _ in range(200):
+        test = compare_counts(random.multinomial(count, wrong).tolist(), right.tolist())
+        assert test is not None
+        found += test.p_value < 1e-3
+    assert 165 <= found <= 195
+
+
+def test_right_counts_are_rejected_as_often_as_the_level() -> None:
+    random = np.random.default_rng(1)
+    right = random.dirichlet(np.full(15, 0.5))
+    p_values = []
+    for _ in range(300):
+        test = compare_counts(random.multinomial(500, right).tolist(), right.tolist())
+        assert test is not None
+        p_values.append(test.p_value)
+    assert 0.02 < np.mean(np.array(p_values) < 0.05) < 0.09
+    assert test.total_variation < 2 * test.by_chance
+
+
+@given(st.lists(st.integers(20, 200), min_size=2, max_size=12), st.integers(0, 99))
+def test_without_rare_cells_it_is_the_test_of_scipy(counts: list[int], seed: int) -> None:
+    right = np.random.default_rng(seed).uniform(0.5, 1.0, len(counts))
+    right /= right.sum()
+    found = compare_counts(counts, right.tolist())
+    expected = chisquare(counts, right * sum(counts))
+    assert found is not None
+    if (right * sum(counts)).min() >= 5:
+        assert found.statistic == pytest.approx(expected.statistic)
+        assert found.p_value == pytest.approx(expected.pvalue)
+
+
+def test_an_error_of_the_probabilities_is_no_fault() -> None:
+    """Counts that are as far off as the noise are rejected without it, and not with it."""
+    right = [0.25] * 4
+    counts = [26_000, 24_000, 26_000, 24_000]
+    without = compare_counts(counts, right)
+    beside = compare_counts(counts, right, error=0.04)
+    assert without is not None and beside is not None
+    assert without.p_value < 1e-9 and beside.p_value > 0.01
+    assert chi_squared_tail(10.0, 3) < chi_squared_tail(10.0, 3, 5.0)
+
+
+def test_many_tests_together() -> None:
+    assert rejected([0.02, 0.0004, 0.04], 0.05) == [True, True, True]
+    assert rejected([0.03, 0.0004, 0.04], 0.05) == [False, True, False]
+    assert rejected([], 0.05) == []
+    assert most_undetected(59) == pytest.approx(0.0495, abs=1e-3)
+
+
+def whole(logits: list[float]) -> ScoredToken:
+    total = math.log(sum(map(math.exp, logits)))
+    return ScoredToken(0, {token: value - total for token, value in enumerate(logits)})
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_the_expected_distribution_is_that_of_sampling(
+    temperature: float, top_k: int | None
+) -> None:
+    """From all log-probabilities, by the definition of temperature and top-k."""
+    logits = [2.0, 1.0, 0.5, -1.0, -3.0]
+    found = expected_of(whole(logits), AskedSampling(temperature, top_k), QUIET)
+    weights = [math.exp(value / temperature) for value in logits][: top_k or 5]
+    assert found is not None
+    cells = {token: chance for token, chance in found.cells.items() if token != TAIL}
+    assert cells == pytest.approx(dict(enumerate(np.array(weights) / sum(weights))))
+
+
+def test_the_expected_distribution_under_top_p() -> None:
+    chances = [0.5, 0.2, 0.15, 0.1, 0.05]
+    scored = ScoredToken(0, {token: math.log(chance) for token, chance in enumerate(chances)})
+    found = expected_of(scored, AskedSampling(top_p=0.75, temperature=1), QUIET)
+    assert found is not None and found.is_closed
+    assert found.cells == pytest.approx({0: 0.5 / 0.85, 1: 0.2 / 0.85, 2: 0.15 / 0.85})
+    few = ScoredToken(0, {0: math.log(0.5), 1: math.log(0.2)})
+    assert expected_of(few, AskedSampling(top_p=0.75, temperature=1), QUIET) is None
+
+
+def test_draws_that_top_k_excludes() -> None:
+    expected = expected_of(whole([2.0, 1.0, 0.5, -1.0]), AskedSampling(1.0, 2), QUIET)
+    assert expected is not None
+    found = compare_draws([0] * 73 + [1] * 27 + [2, 3], expected, 0.0)
+    assert found is not None and found.num_impossible == 2 and found.p_value > 0.5
+
+
+def test_tokens_at_the_edge_of_top_k_are_not_judged() -> None:
+    near = expected_of(whole([2.0, 1.0, 0.995, -1.0]), AskedSampling(1.0, 2), QUIET)
+    assert near is not None and near.edge == {1, 2} and set(near.cells) == {0}
+
+
+def answer(sizes: list[int], counts: ReportedCounts | None = None, gap_s: float = 0.1) -> Answer:
+    """An answer whose events have so many tokens."""
+    parts = [(gap_s * number, size) for number, size in enumerate(sizes, 1)]
+    return Answer((1, 2), [3] * sum(sizes), parts, counts=counts)
+
+
+def test_steps_that_are_seen() -> None:
+    assert seen_steps(answer([1, 3, 1, 4])) == [3, 1, 4]
+    assert seen_steps(answer([2, 3])) == [1, 3]  # the first step came with the prompt's token
+    assert seen_steps(answer([1, 1, 1])) is None
+    bursts = Answer((1,), [3] * 6, [(t, 1) for t in (0.1, 0.2, 0.2002, 0.2004, 0.3, 0.3001)])
+    assert seen_steps(bursts) == [3, 2]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=20))
+def test_steps_follow_from_what_is_accepted(sizes: list[int]) -> None:
+    """A step emits one token more than it accepts."""
+    accepted = sum(size - 1 for size in sizes)
+    counts = ReportedCounts(drafted=4 * len(sizes), accepted=accepted)
+    made = answer([1, *sizes], counts)
+    assert num_steps_of(made) == len(sizes)
+    assert tokens_per_step([made]) == pytest.approx(sum(sizes) / len(sizes))
+
+
+def test_the_length_of_drafts_is_seen_where_most_are_accepted() -> None:
+    assert full_draft([answer([1, 5, 5, 2, 5])]) == 4
+    assert full_draft([answer([1, 5, 1, 2, 1])]) is None
+
+
+def test_margins_and_spacings() -> None:
+    scored = ScoredToken(4, {1: -0.5, 2: -1.0, 3: -4.0})
+    assert [margin(scored, token) for token in (1, 2, 9)] == [0.0, 0.5, 3.5]
+    assert spacing([0.125, 0.375, 1.0]) == 0.125
+    assert spacing([0.1234, 0.0377]) == 0.0
