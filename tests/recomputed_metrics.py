@@ -51,7 +51,7 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         "request_throughput": len(requests) / duration_s,
         "output_throughput": num_tokens / duration_s,
         "output_throughput_interval": speed_between(
-            [sum(each.output_len for each in of) for _, of in batches],
+            [sum(request.output_len for request in of) for _, of in batches],
             of_group(span_ms, batches),
         ),
         "steady_output_throughput": num_tokens / (duration_s - stalled_s)
@@ -109,7 +109,7 @@ def in_flight(groups: Sequence[GroupRecord]) -> float | None:
 def of_prefills(batches: Sequence[Batch]) -> MetricValues:
     """Of prefills that passes share."""
     shared = [(group, of) for group, of in batches if group.prefill_ms is not None]
-    tokens = [sum(each.prompt_len for each in of) for _, of in shared]
+    tokens = [sum(request.prompt_len for request in of) for _, of in shared]
     times_ms = [group.prefill_ms or 0.0 for group, _ in shared]
     return {
         "prefill_tokens_per_s": 1e3 * sum(tokens) / sum(times_ms) if sum(times_ms) else None,
@@ -173,7 +173,7 @@ def of_steps(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
     gammas = list(chain(*(group.step_max_gamma or () for group in groups)))
     reads = known(group.bytes_read for group in groups)
     bandwidth = record.environment.read_bandwidth_bytes_per_s
-    tokens = [sum(each.output_len - 1 for each in of) for _, of in batches]
+    tokens = [sum(request.output_len - 1 for request in of) for _, of in batches]
     return {
         "decode_tokens_per_s": 1e3 * sum(tokens) / sum(steps_ms),
         "decode_tokens_per_s_interval": speed_between(tokens, [sum(g.step_ms) for g in groups]),
@@ -225,12 +225,12 @@ def speeds(name: str, batches: Sequence[Batch]) -> list[float]:
     found = []
     for (group, of), steady_ms in zip(batches, steady, strict=True):
         first = 0 if name == "throughput_ratio" else 1
-        tokens = sum(each.output_len - first for each in of)
+        tokens = sum(request.output_len - first for request in of)
         ms = {
             "throughput_ratio": span_ms(group, of),
             "speedup": steady_ms,
             "total_speedup": sum(group.step_ms),
-            "net_speedup": max(each.finished_ms for each in of) - (group.prefill_ms or 0.0),
+            "net_speedup": max(request.finished_ms for request in of) - (group.prefill_ms or 0.0),
         }[name]
         found.append(tokens / ms if ms else 0.0)
     return found
@@ -256,9 +256,9 @@ def break_even(ours: Sequence[Batch], theirs: Sequence[Batch]) -> int | None:
 def line_of(batch: Batch) -> tuple[float, float] | None:
     """Milliseconds before the first step, and of each token of a request after its first."""
     group, of = batch
-    num_later = fmean(each.output_len - 1 for each in of)
+    num_later = fmean(request.output_len - 1 for request in of)
     added = (group.begin_ms or 0.0) + (group.calibration_ms or 0.0)
-    net = max(each.finished_ms for each in of) - (group.prefill_ms or 0.0)
+    net = max(request.finished_ms for request in of) - (group.prefill_ms or 0.0)
     return (added, (net - added) / num_later) if num_later else None
 
 
@@ -322,8 +322,8 @@ def hit_rate(requests: Sequence[RequestRecord]) -> float | None:
     asking = [request for request in requests if request.num_looked_up_tokens]
     if not asking:
         return None
-    found = sum(sum(each.joined_prefix_tokens or ()) for each in asking)
-    return found / sum(each.num_looked_up_tokens or 0 for each in asking)
+    found = sum(sum(request.joined_prefix_tokens or ()) for request in asking)
+    return found / sum(request.num_looked_up_tokens or 0 for request in asking)
 
 
 def turns_of(requests: Sequence[RequestRecord]) -> list[MetricValues] | None:
@@ -365,8 +365,8 @@ def acceptance_by_category(record: PassRecord) -> dict[str, MetricValues] | None
     if categories is None or not acceptance_of(record, range(len(record.requests))):
         return None
     prompts = [
-        (number if each.conversation is None else each.conversation) % len(categories)
-        for number, each in enumerate(record.requests)
+        (number if request.conversation is None else request.conversation) % len(categories)
+        for number, request in enumerate(record.requests)
     ]
     groups = {
         name: [number for number, prompt in enumerate(prompts) if categories[prompt] == name]
@@ -440,7 +440,7 @@ class RequestDrafts:
             emitted = request.output_len - 1
         if drafted is None or accepted is None:
             return cls.of_sums(request, emitted)
-        steps = [AlikeSteps(*each, 1) for each in zip(drafted, accepted, strict=True)]
+        steps = [AlikeSteps(*pair, 1) for pair in zip(drafted, accepted, strict=True)]
         sums = sum(drafted), sum(accepted), len(drafted)
         return cls(*sums, emitted, steps, max(drafted, default=0))
 
@@ -456,7 +456,7 @@ class RequestDrafts:
         steps = None
         if histogram is not None:
             of_each = most if is_even else math.nan
-            steps = [AlikeSteps(of_each, *each) for each in enumerate(histogram)]
+            steps = [AlikeSteps(of_each, *pair) for pair in enumerate(histogram)]
         return cls(drafted, said.num_accepted_draft_tokens, verified, emitted, steps, most)
 
     @property
@@ -528,12 +528,12 @@ def total(drafts: Sequence[RequestDrafts]) -> MetricValues:
 
     def between(value: Callable[[Any], float], low: float, high: float) -> list[float] | None:
         with np.errstate(divide="ignore", invalid="ignore"):
-            each = [value(sums), *(value(sums - row) for row in rows)]
-        return interval(np.array(each), low, high)
+            values = [value(sums), *(value(sums - row) for row in rows)]
+        return interval(np.array(values), low, high)
 
     most = 1 + num_positions
     at_each = [partial(survival, position) for position in range(num_positions)]
-    ends = [between(each, 0, 1) or [] for each in at_each]
+    ends = [between(rate_at, 0, 1) or [] for rate_at in at_each]
     return {
         "num_draft_tokens": whole(sums[drafted]),
         "num_accepted_draft_tokens": whole(sums[accepted]),
@@ -544,7 +544,9 @@ def total(drafts: Sequence[RequestDrafts]) -> MetricValues:
         "mean_acceptance_length_interval": between(length, 1, most),
         "tokens_per_verification": finite(emits(sums)),
         "tokens_per_verification_interval": between(emits, 1, most),
-        "acceptance_per_position": [each(sums) for each in at_each] if has_positions else None,
+        "acceptance_per_position": [rate_at(sums) for rate_at in at_each]
+        if has_positions
+        else None,
         "acceptance_per_position_interval": ends if any(ends) else None,
         "judged_per_position": [int(count) for count in judged] if has_positions else None,
         "acceptance_histogram": [int(more - less) for more, less in pairwise(survived)]

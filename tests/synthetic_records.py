@@ -615,13 +615,13 @@ def as_reported(found: Verifications, kind: str) -> Verifications:
     if kind == "vllm":
         return Verifications(reported=whole)
     if kind in ("sums", BOTH):
-        sums = {n: ReportedCounts(each.drafted, each.accepted) for n, each in whole.items()}
+        sums = {n: ReportedCounts(counts.drafted, counts.accepted) for n, counts in whole.items()}
         return Verifications(reported=sums, reported_total=of_pass if kind == BOTH else None)
     # Of a program whose steps all verify.
     return Verifications(
         reported={
-            n: replace(each, steps=None, emitted=sum(v.emitted for v in found.by_request[n]))
-            for n, each in whole.items()
+            n: replace(counts, steps=None, emitted=sum(v.emitted for v in found.by_request[n]))
+            for n, counts in whole.items()
         }
     )
 

@@ -138,10 +138,12 @@ def divide(model: Transformer, num_stages: int) -> list[Transformer]:
     config = model.config
     weights = model.state_dict()
     stages = []
-    each = config.num_layers // num_stages
+    num_layers = config.num_layers // num_stages
     for stage in range(num_stages):
         is_last = stage == num_stages - 1
-        layers = range(stage * each, config.num_layers if is_last else (stage + 1) * each)
+        layers = range(
+            stage * num_layers, config.num_layers if is_last else (stage + 1) * num_layers
+        )
         part = Transformer(config, layers=layers)
         own = {name: weights[whole_name(name, layers.start)] for name in part.state_dict()}
         part.load_state_dict(own)

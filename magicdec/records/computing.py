@@ -266,11 +266,11 @@ def ratios(ours: Measured, reference: Measured | None) -> dict[str, Any]:
             "net_speedup": ratios_of(ours, reference, net_ms),
         }
     fields: dict[str, Any] = {}
-    for name, each in found.items():
-        if each:
-            fields[name] = statistics.median(each)
-            fields[f"{name}_interval"] = ratio_interval(each)
-            fields[f"{name}_per_group"] = each
+    for name, group_ratios in found.items():
+        if group_ratios:
+            fields[name] = statistics.median(group_ratios)
+            fields[f"{name}_interval"] = ratio_interval(group_ratios)
+            fields[f"{name}_per_group"] = group_ratios
     if "net_speedup" in fields:
         fields["break_even_gen_len"] = break_even_gen_len(ours, reference)
     return fields

@@ -79,9 +79,9 @@ class PlainModel:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             queries, keys, values = (x[0].transpose(0, 1).clone() for x in (q, k, v))
-            each = len(queries) // groups
-            scores = queries @ keys.repeat_interleave(each, 0).mT * queries.shape[-1] ** -0.5
-            hidden = ~masks[layer].repeat_interleave(each, 0)
+            group_size = len(queries) // groups
+            scores = queries @ keys.repeat_interleave(group_size, 0).mT * queries.shape[-1] ** -0.5
+            hidden = ~masks[layer].repeat_interleave(group_size, 0)
             scores = scores.masked_fill(hidden, -torch.inf)
             sinks = self.model.blocks[layer].attention.sinks
             if sinks is not None:
@@ -89,7 +89,7 @@ class PlainModel:
             weights = scores.softmax(dim=-1)[..., :count]
             for part, tensor in zip(parts, (queries, keys, weights), strict=True):
                 part.append(tensor)
-            return (weights @ values.repeat_interleave(each, 0)).transpose(0, 1)[None]
+            return (weights @ values.repeat_interleave(group_size, 0)).transpose(0, 1)[None]
 
         positions = torch.arange(count)[None]
         with torch.inference_mode():
@@ -244,8 +244,8 @@ class ByPastAttention(PlainReference):
         seen = self.plain.read(self.chosen)
         found = []
         for queries, keys in zip(seen.queries, seen.keys, strict=True):
-            each = len(queries) // len(keys)
-            products = queries[:, begin:at] @ keys.repeat_interleave(each, 0)[:, first:at].mT
+            group_size = len(queries) // len(keys)
+            products = queries[:, begin:at] @ keys.repeat_interleave(group_size, 0)[:, first:at].mT
             later = torch.ones(at - begin, at - first, dtype=torch.bool).triu(begin - first + 1)
             weights = (products * queries.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
             votes = self.plain.by_group(weights.softmax(dim=-1).sum(dim=1))[:, : begin - first]

@@ -201,7 +201,7 @@ def test_drafts_that_follow_from_the_way_there_say_so(
     pairs = pairs_of(command, monkeypatch, tmp_path, table[name], words)
     equal = sum(ours == said for ours, said in pairs)
     assert len(pairs) > 20 and equal >= 0.8 * len(pairs)
-    tokens = [each["tokens_per_step"] for each in table[name]["rows"]]
+    tokens = [row["tokens_per_step"] for row in table[name]["rows"]]
     assert (None in tokens) == (name not in CHAINS) and tokens[-1] is not None
 
 

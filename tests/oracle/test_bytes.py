@@ -45,7 +45,7 @@ def model_of(name: str) -> Any:
 def size_of(name: str, part: str = "", but: str = "no part") -> int:
     """Numbers in transformers' parameters whose name has this part."""
     named = dict(model_of(name).named_parameters())
-    return sum(p.numel() for each, p in named.items() if part in each and but not in each)
+    return sum(p.numel() for key, p in named.items() if part in key and but not in key)
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -70,8 +70,8 @@ def chosen_experts(name: str, ids: Tensor, num_used: int) -> int:
     logits = list[Tensor]()
     routers = [
         module
-        for each, module in model_of(name).named_modules()
-        if each.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.gate"))
+        for key, module in model_of(name).named_modules()
+        if key.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.gate"))
     ]
     assert routers, "the mixture has a router in each layer"
 
@@ -84,7 +84,7 @@ def chosen_experts(name: str, ids: Tensor, num_used: int) -> int:
     for hook in hooks:
         hook.remove()
     best = [logit.view(ids.numel(), -1)[-2:].topk(num_used).indices for logit in logits]
-    return sum(len(each.unique()) for each in best)
+    return sum(len(experts.unique()) for experts in best)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])

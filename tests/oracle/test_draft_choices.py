@@ -129,10 +129,10 @@ def check_reads(
                 tail = {p for p in read if p >= count}
                 assert tail == set(range(max(count, first), forward.end)), where
                 if wanted is not None:
-                    each = wanted[layer][head]
-                    seen["by score"] += 0 < each.count < len(each.units)
+                    choice = wanted[layer][head]
+                    seen["by score"] += 0 < choice.count < len(choice.units)
                     seen["everything"] += len(read - tail) == count
-                    assert (said := each.complaint(read - tail, TOLERANCE)) is None, (where, said)
+                    assert (said := choice.complaint(read - tail, TOLERANCE)) is None, (where, said)
                 kept = {p for p in heads[layer][head] if first <= p < count}
                 assert {p for p in read - tail if p >= first} == kept, where
     seen["drafts"] += 1
@@ -193,7 +193,7 @@ def test_self_speculation_reads_what_its_policy_says(
     policy: str, name: str, is_native: bool
 ) -> None:
     seen = run_schedules(policy, name, range(2), is_native=is_native)
-    assert min(seen[each] for each in ("none", "some", "all")) > 0, seen
+    assert min(seen[kind] for kind in ("none", "some", "all")) > 0, seen
     assert (seen["slid"] > 0) == ("window" in name), seen
     assert seen["admitted"] > seen["requests"], "some were preempted and came back"
     assert (seen["by score"] > 0) == (policy in ("snapkv", "retrieval", "verified")), seen
@@ -215,7 +215,7 @@ def test_a_standalone_draft_reads_what_its_policy_says(policy: str) -> None:
     """StreamingLLM in a cache that gives blocks back. The draft lacks one or two of the newest
     tokens, or more after steps without drafts."""
     seen = run_schedules(policy, "grouped", range(1), drafter="model")
-    assert min(seen[each] for each in ("none", "some", "all")) > 0, seen
+    assert min(seen[kind] for kind in ("none", "some", "all")) > 0, seen
 
 
 @pytest.mark.usefixtures("trusted_lookups")

@@ -16,7 +16,7 @@ from magicdec.records.pass_record import PassRecord
 from magicdec.records.reading import load_passes
 
 COMMITTED = ROOT / "results" / "baselines" / "acceptance.jsonl"
-BASELINES = [each for each in load_passes(to_compare_with(COMMITTED)) if each.shares_prefill]
+BASELINES = [record for record in load_passes(to_compare_with(COMMITTED)) if record.shares_prefill]
 
 
 def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> PassRecord:

@@ -186,8 +186,8 @@ def test_a_loss_is_seen_at_every_position_that_a_run_of_these_texts_does_not_sho
     wrong_now_and_then(monkeypatch)
     after = run([case.with_threads(1) for case in cases])
     found = compare(after, before)
-    assert [each.verdict for each in found] == ["changed", "changed"], found
+    assert [comparison.verdict for comparison in found] == ["changed", "changed"], found
     assert "step 15: accepted 0 of 4, was " in str(found[1])
     machine = {"environment": replace(before[0].environment, torch="0")}
     found = compare(after, [replace(record, **machine) for record in before])
-    assert [each.verdict for each in found] == ["tolerated", "regression"], found
+    assert [comparison.verdict for comparison in found] == ["tolerated", "regression"], found

@@ -168,9 +168,9 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype)
             runner.allocate(0)
             for chunk in ids.split(sizes, dim=1):
                 logits = runner.forward(ForwardBatch(chunk, [0], num_outputs=1, is_of_prompt=True))
-            found.append((logits, *(each.k for each in runner.caches.distinct)))
-    for each in found[1:]:
-        assert all(map(torch.equal, found[0], each))
+            found.append((logits, *(layer_cache.k for layer_cache in runner.caches.distinct)))
+    for tensors in found[1:]:
+        assert all(map(torch.equal, found[0], tensors))
 
 
 def in_groups(linear: Linear) -> GroupedLinear:

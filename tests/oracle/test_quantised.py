@@ -401,7 +401,7 @@ def test_ranks_that_cut_inputs_in_an_order_widen_them(name: str, tmp_path: Path)
         parts = [weights_of(half[place]) for half in halves]
         assert torch.equal(torch.cat(parts, dim=1), expected[place])
     gate_up = [weights_of(half[2]).chunk(2) for half in halves]
-    both = torch.cat([torch.cat(each) for each in zip(*gate_up, strict=True)])
+    both = torch.cat([torch.cat(pair) for pair in zip(*gate_up, strict=True)])
     assert torch.equal(both, expected[2])
 
 
@@ -852,7 +852,7 @@ def test_converting_keeps_the_numbers_or_writes_plain_weights(tmp_path: Path, na
             if parameter.dim() == 2:
                 assert torch.equal(found.weights.read(tensor, part), parameter.data[part]), tensor
         if dtype is None:
-            theirs, ours = (loaded_groups(each).state_dict() for each in (source, found))
+            theirs, ours = (loaded_groups(weights).state_dict() for weights in (source, found))
             assert theirs.keys() == ours.keys()
             assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
 

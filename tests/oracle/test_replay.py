@@ -211,8 +211,10 @@ def test_replayed_steps_emit_the_same_tokens(
         assert read.kv_tokens_read == counts.kv_tokens_read
         assert read.kv_bytes_read == counts.kv_bytes_read
     if drafter == "self" and policy != "full":  # a view of the target's own cache
-        each = [count for step in accepted for count in step]
-        assert 0 < sum(each) < 4 * len(each), "drafts were accepted and rejected"
+        counts_of_rows = [count for step in accepted for count in step]
+        assert 0 < sum(counts_of_rows) < 4 * len(counts_of_rows), (
+            "drafts were accepted and rejected"
+        )
 
 
 @pytest.mark.cuda
@@ -250,8 +252,8 @@ def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
     kv = section_of(policy)
     recorder = StandInRecorder()
     eager, ours = (
-        run(engine, snapshots, drafter, kv, "auto", each, OneAlone(SCRIPT))
-        for each in (None, recorder)
+        run(engine, snapshots, drafter, kv, "auto", used, OneAlone(SCRIPT))
+        for used in (None, recorder)
     )
     check_same((drafter, policy), kind, eager, ours)
     if kind == "greedy":

@@ -84,7 +84,7 @@ def steps_of(record: dict[str, Any]) -> dict[int, list[Verification]]:
 def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) -> None:
     expected = of_run(command, folder)
     every = [step for steps in expected.values() for step in steps]
-    assert 0 < sum(each.accepted for each in every) < sum(each.drafted for each in every)
+    assert 0 < sum(step.accepted for step in every) < sum(step.drafted for step in every)
     records = served(command, folder, "sequential", *DRAFTING)
     for _ in range(TRIES):  # a busy machine may judge no draft before it is known to be wrong
         if not any(steps_of(records["pipeinfer"]).values()):
@@ -96,7 +96,7 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
         steps = steps_of(record)
         if name != "pipeinfer":
             assert steps == expected, name
-        found = [each for of_request in steps.values() for each in of_request]
+        found = [step for of_request in steps.values() for step in of_request]
         cancelled = [request["num_cancelled_draft_tokens"] for request in record["requests"]]
         if name in ("pipeline+draft", "pipeinfer"):
             assert metrics["num_cancelled_draft_tokens"] == sum(cancelled)
@@ -104,8 +104,8 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
         else:
             assert metrics["num_cancelled_draft_tokens"] is None and set(cancelled) == {None}
         assert metrics["num_spec_steps"] == len(found) == sum(metrics["acceptance_histogram"])
-        assert metrics["num_draft_tokens"] == sum(each.drafted for each in found)
-        accepted = sum(each.accepted for each in found)
+        assert metrics["num_draft_tokens"] == sum(step.drafted for step in found)
+        accepted = sum(step.accepted for step in found)
         assert metrics["num_accepted_draft_tokens"] == accepted
         assert metrics["draft_acceptance_rate"] == accepted / metrics["num_draft_tokens"]
         assert metrics["mean_acceptance_length"] == 1 + accepted / len(found)

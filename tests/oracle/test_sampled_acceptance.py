@@ -127,10 +127,10 @@ def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
     assert record["accepted"] is None and not record["is_forked"]
     assert [len(text) for text in table] == [NEW - 1] * ROWS
     expected = torch.tensor([table[row][place] for row, place, _, _ in watch.verified])
-    chances = torch.tensor([each for _, _, _, each in watch.verified])
+    chances = torch.tensor([chance for _, _, _, chance in watch.verified])
     assert len(chances) > 300 and {place for _, place, _, _ in watch.verified} == {*range(NEW - 1)}
     torch.testing.assert_close(chances, expected, rtol=0, atol=2e-4)
-    off = torch.tensor([each for _, _, each, _ in watch.verified]) - expected
+    off = torch.tensor([chance for _, _, chance, _ in watch.verified]) - expected
     error = off.std(dim=0) / len(off) ** 0.5
     assert (off.mean(dim=0).abs() < 4 * error).all(), (off.mean(dim=0), error)
     assert (error < 0.025).all(), "a fault of a tenth would be seen"

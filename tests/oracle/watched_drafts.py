@@ -172,7 +172,7 @@ def places_of_copies(
     assert runner.offsets is not None
     context = count + int(runner.offsets[row])
     copies, originals = (
-        [each[0] for each in caches.read(layer, row, torch.arange(size)[None])]
+        [tensor[0] for tensor in caches.read(layer, row, torch.arange(size)[None])]
         for caches, size in ((runner.caches, count), (source.caches, context))
     )
     equal = torch.ones(copies[0].shape[0], count, context, dtype=torch.bool)

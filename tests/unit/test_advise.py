@@ -112,8 +112,8 @@ def gate_runs() -> list[PassRecord]:
     found = [record for record in load_passes(BASELINES) if record.shares_prefill]
     spread = (0.99, 1.0, 1.01, 1.0, 1.0)
     return [
-        with_ratios(each, *((0.7 + 0.05 * place) * factor for factor in spread))
-        for place, each in enumerate(found)
+        with_ratios(record, *((0.7 + 0.05 * place) * factor for factor in spread))
+        for place, record in enumerate(found)
     ]
 
 
@@ -355,7 +355,7 @@ def test_advice_is_one_run_of_all_drafts(
             -NUM_SMALL:
         ]
         assert len({json.dumps(r.to_json()) for r in records}) == NUM_SMALL
-        assert len({str([group.step_ms for group in each.groups]) for each in plain}) == 1
+        assert len({str([group.step_ms for group in record.groups]) for record in plain}) == 1
         assert out.count("\nrun        ") == NUM_SMALL and "Speculation" in out
         RUN.read(command_words(out.splitlines()[-1])).check(1)
     assert len(probed) == 1 and load_machine(tmp_path / "machine.json").description

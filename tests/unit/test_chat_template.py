@@ -387,12 +387,12 @@ def test_conversations_are_those_of_transformers(tmp_path: Path, name: str) -> N
     texts = ["be brief", *TEXTS]
     chat = [{"role": r, "content": t} for r, t in zip(CONVERSATION, texts, strict=True)]
     kept = chat if name != "loops" else chat[1:]  # it passes over a system's message
-    frame = ChatTemplate(tokenizer).of([tuple(each["role"] for each in kept)]).popitem()[1]
+    frame = ChatTemplate(tokenizer).of([tuple(message["role"] for message in kept)]).popitem()[1]
     assert isinstance(frame, Frame)
     expected = reference(TEMPLATES[name].replace("{% break %}", "")).apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False
     )
-    ids = frame.joined([tokenizer.encode(each["content"]) for each in kept])
+    ids = frame.joined([tokenizer.encode(message["content"]) for message in kept])
     assert list(frame.around(ids)) == expected
 
 

@@ -159,7 +159,7 @@ def test_by_default_a_table_has_at_most_14_rows() -> None:
         | several
         | {"acceptance_per_position_interval": None}
     )
-    full = [with_metrics(each, **numbers) for each in (plain, drafting)]
+    full = [with_metrics(record, **numbers) for record in (plain, drafting)]
     every = rows_of(full)
     brief = brief_table(full).rows
     assert len(brief) <= 14 < len(every)
@@ -307,8 +307,8 @@ def test_the_speedup_of_a_run_is_that_of_every_other_table(
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_medians_say_over_how_many_groups(count: int) -> None:
     plain, drafting = drawn_command()
-    each = dict.fromkeys(("speedup_per_group", "net_speedup_per_group"), [1.5] * count)
-    labels = {row[0].text for row in rows_of([plain, with_metrics(drafting, **each)])}
+    ratios = dict.fromkeys(("speedup_per_group", "net_speedup_per_group"), [1.5] * count)
+    labels = {row[0].text for row in rows_of([plain, with_metrics(drafting, **ratios)])}
     words = "" if count == 1 else f", median of {count}"
     assert {f"speedup{words}", f"net speedup{words}"} <= labels
 

@@ -130,8 +130,8 @@ def fields(config: RunConfig) -> Iterator[tuple[str, Declared, Any]]:
         values = getattr(config, section.name)
         if values is None:  # this way of decoding has no such section
             continue
-        for name, each in declared(type(values)).items():
-            yield section.name, each, getattr(values, name)
+        for name, declaration in declared(type(values)).items():
+            yield section.name, declaration, getattr(values, name)
 
 
 BASELINE_DRIVER = DRIVERS["baseline"].config

@@ -220,8 +220,8 @@ def test_the_net_speedup_by_hand() -> None:
     )
     p = way.predict(8, 30000, 4)
     assert p.speedup > 1.5 and p.begin_s > 0 and p.draft_s and p.verify_s
-    each = (p.draft_s + p.verify_s) / p.tokens_per_step
-    assert p.net_speedup(65) == pytest.approx(64 * p.decode_s / (p.begin_s + 64 * each))
+    token_s = (p.draft_s + p.verify_s) / p.tokens_per_step
+    assert p.net_speedup(65) == pytest.approx(64 * p.decode_s / (p.begin_s + 64 * token_s))
     length = p.break_even_gen_len
     assert length is not None and p.net_speedup(length) > 1 >= p.net_speedup(length - 1)
     none = way.predict(8, 30000, 0)

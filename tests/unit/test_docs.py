@@ -161,8 +161,8 @@ def test_commands_have_their_flags(page: str) -> None:
         names = [name, *(action for action in parsers if action.startswith(f"{name} "))]
         names += ["run"] if name == "sweep" else []  # takes the flags of the runs too
         known = {"--help", "--help_all"}
-        for each in names:
-            settings = parsers[each].settings.values() if each in parsers else ()
+        for parser in names:
+            settings = parsers[parser].settings.values() if parser in parsers else ()
             known |= {flag for setting in settings for flag in setting.flags}
         assert set(flags) <= known, f"{name} in {page}"
 

@@ -101,7 +101,7 @@ def test_a_loaded_model_has_what_was_chosen(name: str) -> None:
     found = users(load_kind(source, Shard(), Kinds("bfloat16", "bfloat16", "torch", name), cpu))
     layers = source.config.num_layers
     assert len(found) == 3 * layers + 2
-    assert {type(each) for each in found} == {load_named(ELEMENTWISE, name)}
+    assert {type(used) for used in found} == {load_named(ELEMENTWISE, name)}
 
 
 def test_every_part_of_a_model_takes_another() -> None:

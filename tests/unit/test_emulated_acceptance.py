@@ -161,6 +161,8 @@ def test_modes_that_draft_in_turns_accept_by_chance(tmp_path: Path, command: Com
     assert [line["status"] for line in lines] == ["verified", "verified", "unverified"]
     drafting = lines[2]
     assert drafting["metrics"]["mean_acceptance_length"] == 2
-    accepted = [counts for each in drafting["requests"] for counts in each["per_step_accepted"]]
+    accepted = [
+        counts for request in drafting["requests"] for counts in request["per_step_accepted"]
+    ]
     assert set(accepted) == {1}, "the first of two drafts"
     assert drafting["correctness"]["judged_again"] is None

@@ -246,8 +246,8 @@ def learning(server: StandInServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers as our own modes did."""
     original = Flover.serve
 
-    def serve(batching: Flover, each: Any, requests: Any, watch: Any) -> Any:
-        extras = original(batching, each, requests, watch)
+    def serve(batching: Flover, served_pass: Any, requests: Any, watch: Any) -> Any:
+        extras = original(batching, served_pass, requests, watch)
         server.answers |= {r.prompt_ids: list(r.output_ids) for r in requests}
         return extras
 
@@ -330,7 +330,9 @@ def test_a_conversation_goes_on_with_the_servers_own_answers(
     assert run([*talk, "--modes", "sequential", "endpoint"]) == 0
     ours, theirs = records_of(tmp_path)
     assert (theirs["status"], theirs["num_differing"]) == ("verified", 0)
-    lengths = [[each["prompt_len"] for each in record["requests"]] for record in (ours, theirs)]
+    lengths = [
+        [request["prompt_len"] for request in record["requests"]] for record in (ours, theirs)
+    ]
     assert lengths[0] == lengths[1] and len(lengths[0]) == 6
     assert [their["turn"] for their in theirs["requests"]] == [1, 2] * 3
     assert [turn["num_requests"] for turn in theirs["times_by_turn"]] == [3, 3]
@@ -378,9 +380,13 @@ def test_what_a_server_had_of_prompts_is_counted_as_hits(
     for more, kept in ([], False), (["--prefix_cache"], True):
         assert run([*given, *more]) == 0
         record = records_of(tmp_path)[-1]
-        lengths = [each["prompt_len"] for each in record["requests"]]
+        lengths = [request["prompt_len"] for request in record["requests"]]
         assert record["metrics"]["prefix_hit_rate"] == 9 / sum(lengths)
-        assert [each["joined_prefix_tokens"] for each in record["requests"]] == [[3], [3], [3]]
+        assert [request["joined_prefix_tokens"] for request in record["requests"]] == [
+            [3],
+            [3],
+            [3],
+        ]
         assert server.bodies[-1].get("cache_prompt", kept) == kept
     key = {"openai": "usage", "sglang": "cached_tokens", "llama.cpp": "cache_n"}[api]
     details = {"prompt_tokens_details": {"cached_tokens": 21}}
@@ -533,7 +539,7 @@ def test_counters_are_read_around_the_pass(
         ]
     else:
         assert said["source"] is None and metrics["num_spec_steps"] is None
-        assert [problem in each for each in said["problems"]] == [True]
+        assert [problem in text for text in said["problems"]] == [True]
 
 
 @pytest.mark.usefixtures("learning")

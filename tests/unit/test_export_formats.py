@@ -300,18 +300,18 @@ def test_what_was_emulated_says_so(exports: Exports) -> None:
 
 def test_the_database_has_an_object_for_each_metric(exports: Exports) -> None:
     found = json.loads(exports.text("pytorch", [served()]))
-    assert [each["metric"]["name"] for each in found] == [
+    assert [row["metric"]["name"] for row in found] == [
         name for name in METRICS if name != "std_itl_ms"
     ]
-    mean = next(each for each in found if each["metric"]["name"] == "mean_ttft_ms")
+    mean = next(row for row in found if row["metric"]["name"] == "mean_ttft_ms")
     left_out = {*METRICS, "ttfts"}
     assert mean["metric"]["benchmark_values"] == [2500.0]
     assert {*mean["metric"]} == {"name", "benchmark_values", "extra_info"}
     kept = {key: value for key, value in RESULT.items() if key not in left_out}
     same(mean["metric"]["extra_info"], kept)
-    for each in found:
-        name = each["metric"]["name"]
-        assert each["metric"]["benchmark_values"] == [pytest.approx(RESULT[name])]
+    for row in found:
+        name = row["metric"]["name"]
+        assert row["metric"]["benchmark_values"] == [pytest.approx(RESULT[name])]
     assert mean["model"] == {"name": "demo"} and mean["benchmark"]["name"] == "magicdec benchmark"
     assert mean["benchmark"]["extra_info"]["args"]["gen_len"] == 4
 

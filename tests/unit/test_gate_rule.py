@@ -238,7 +238,7 @@ def test_the_weights_of_target_and_draft_are_named() -> None:
 def with_outputs(record: PassRecord, hashes: Sequence[str]) -> PassRecord:
     """The record with other outputs."""
     pairs = zip(record.requests, hashes, strict=True)
-    return replace(record, requests=[replace(each, output_hash=one) for each, one in pairs])
+    return replace(record, requests=[replace(request, output_hash=one) for request, one in pairs])
 
 
 def test_a_loss_of_5_percent_in_every_row_is_found() -> None:
@@ -298,8 +298,8 @@ def test_a_change_by_hand() -> None:
     """The acceptance rate falls from 20/40 to 18/40. The quantiles of Student's t for 95 % are
     3.182446 with 3 degrees of freedom."""
     accepted = [4, 6, 5, 3]
-    each = np.log([(18 - count) / 15 for count in accepted])
-    error = math.sqrt(3 / 4 * ((each - each.mean()) ** 2).sum())
+    logs = np.log([(18 - count) / 15 for count in accepted])
+    error = math.sqrt(3 / 4 * ((logs - logs.mean()) ** 2).sum())
 
     def ends(reach: float) -> tuple[float, float]:
         return 0.9 * math.exp(-reach) - 1, 0.9 * math.exp(reach) - 1

@@ -115,8 +115,8 @@ def batches() -> tuple[list[Batch], list[Batch]]:
     prefills = [len(batch.rows) * rng.uniform(1, 1.1) for batch in ours]
     ours = [replace(b, begin_ms=ms) for b, ms in zip(ours, begins, strict=True)]
     shared = [
-        [replace(b, prefill_ms=ms) for b, ms in zip(each, prefills, strict=True)]
-        for each in (ours, base)
+        [replace(b, prefill_ms=ms) for b, ms in zip(groups, prefills, strict=True)]
+        for groups in (ours, base)
     ]
     return shared[0], shared[1]
 
@@ -190,7 +190,10 @@ def test_intervals_of_a_run_are_those_of_their_own_values() -> None:
         "decode_tokens_per_s": of_speed(later, [sum(batch.step_ms) for batch in ours]),
         "prefill_tokens_per_s": of_speed(prompts, [batch.prefill_ms or 0.0 for batch in ours]),
         "output_throughput": of_speed(every, durations),
-        **{name: (statistics.median(each), of_ratios(each)) for name, each in ratios.items()},
+        **{
+            name: (statistics.median(group_ratios), of_ratios(group_ratios))
+            for name, group_ratios in ratios.items()
+        },
     }
     of_drafts = total(drafts)
     expected |= {name: (of_drafts[name], of_drafts[f"{name}{SUFFIX}"]) for name in OF_DRAFTS}
@@ -239,14 +242,14 @@ def check_pairs(row: dict[str, Any], kind: type) -> int:
         if f"{name}{SUFFIX}" in row:  # of several values
             values = value or []
             ends = row[f"{name}{SUFFIX}"] or [[]] * len(values)
-            triples = [(each, *both) for each, both in zip(values, ends, strict=True) if both]
+            triples = [(number, *both) for number, both in zip(values, ends, strict=True) if both]
         else:
             low = row[f"{name}{SUFFIX}_low"]
             high = row[f"{name}{SUFFIX}_high"]
             assert (low is None) == (high is None) and (value is not None or low is None), name
             triples = [] if low is None else [(value, low, high)]
-        for each, low, high in triples:
-            assert low <= each <= high, (name, low, each, high)
+        for number, low, high in triples:
+            assert low <= number <= high, (name, low, number, high)
         count += len(triples)
     return count
 

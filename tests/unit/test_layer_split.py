@@ -122,7 +122,7 @@ def test_auto_has_the_fastest_slowest_stage_of_all_splits(
     found = split_layers("auto", len(times), num_layers, times)
     counts = [len(layers) for layers in found]
     assert counts in every and counts == balance(times, num_layers)
-    assert slowest(counts, times) == min(slowest(each, times) for each in every)
+    assert slowest(counts, times) == min(slowest(other, times) for other in every)
 
 
 def test_auto_of_equal_stages_and_of_one() -> None:

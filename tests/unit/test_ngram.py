@@ -189,7 +189,7 @@ def test_a_drafter_follows_the_output_of_each_request(
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
             proposals.append(lookup.propose(4))
         plan = drafter.plan(requests, 4, length)
-        longest = best_length([[p for _, p in each] for each in proposals], length.cost)[0]
+        longest = best_length([[p for _, p in pairs] for pairs in proposals], length.cost)[0]
         assert max(plan.counts) == longest
         assert drafter.prepare(requests, longest) == 1
         ids = drafter.propose(on_device, DraftShape(longest)).ids

@@ -49,10 +49,10 @@ def write_proc(
 ) -> Reading:
     """A reading of a /proc of two CPUs that this process may use and one that it may not, at which
     each of two ranks has computed `own_s`, and each of its two threads has waited `waited_s`."""
-    each = {cpu: int((2 * own_s + other_s) * TICKS_PER_S / 2) for cpu in (0, 1)} | {2: 10**6}
+    ticks_of = {cpu: int((2 * own_s + other_s) * TICKS_PER_S / 2) for cpu in (0, 1)} | {2: 10**6}
     lines = [
         f"cpu{cpu} {ticks} 0 0 {10**7 - ticks} 0 0 0 {int(stolen_s * TICKS_PER_S / 2)} 7 0"
-        for cpu, ticks in each.items()
+        for cpu, ticks in ticks_of.items()
     ]
     root.mkdir(exist_ok=True)
     (root / "stat").write_text("\n".join(["cpu  1 2 3 4 5 6 7 8 9 0", *lines, "intr 5", ""]))

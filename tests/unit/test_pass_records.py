@@ -45,8 +45,8 @@ def record(name: str, start: str = "first", **workload: object) -> PassRecord:
     )
 
 
-def line_of(each: PassRecord | dict[str, Any]) -> str:
-    return json.dumps(each) if isinstance(each, dict) else each.to_json()
+def line_of(passed: PassRecord | dict[str, Any]) -> str:
+    return json.dumps(passed) if isinstance(passed, dict) else passed.to_json()
 
 
 def write(path: Path, *records: PassRecord | dict[str, Any]) -> Path:
@@ -158,8 +158,8 @@ def test_runs_are_listed_without_the_passes_that_they_are_compared_with(
 ) -> None:
     """A line each; a served command has its own tables below."""
     later = [
-        replace(each, environment=replace(each.environment, time_utc="later"))
-        for each in drawn_command(seed=1)
+        replace(passed, environment=replace(passed.environment, time_utc="later"))
+        for passed in drawn_command(seed=1)
     ]
     runs = [drawn_command()[1], later[1]]
     plain = served(PLAIN)

@@ -122,13 +122,13 @@ def test_a_record_whose_groups_had_other_resources_is_refused(threads: Any, said
     """It can neither be read nor made."""
     record = run_records()[1]
     raw = json.loads(record.to_json())
-    for group, each in zip(raw["groups"], threads, strict=True):
-        group["threads"] = each
+    for group, counts in zip(raw["groups"], threads, strict=True):
+        group["threads"] = counts
     with pytest.raises(ValueError, match=re.escape(said)):
         parse_record(raw)
     pairs = zip(record.groups, threads, strict=True)
     with pytest.raises(AssertionError, match=re.escape(said)):
-        replace(record, groups=[replace(group, threads=each) for group, each in pairs])
+        replace(record, groups=[replace(group, threads=counts) for group, counts in pairs])
 
 
 @pytest.mark.parametrize("threads", [[2], [2, 1]])
@@ -320,7 +320,7 @@ SERVED = {
     "while a ring serves": ("recurrent", "OpenRing.serve", "ring", "1 to 2"),
     "while a stage or a drafter serves": ("pipeline", "StageLoop.serve", "pipeline", "1 to 2"),
 }
-CLASSES = {each.__name__: each for each in (Engine, Flover, MDILLM, OpenRing, StageLoop)}
+CLASSES = {loop.__name__: loop for loop in (Engine, Flover, MDILLM, OpenRing, StageLoop)}
 
 
 @pytest.mark.parametrize("fault", SERVED)

@@ -109,7 +109,7 @@ TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 def plainly(whole: Tensor) -> Tensor:
     """A matrix [N, K] in int8, group by group."""
     width = whole.shape[1]
-    group = next(each for each in (128, 64, 32, 16) if width % each == 0)
+    group = next(size for size in (128, 64, 32, 16) if width % size == 0)
     weights = torch.empty_like(whole)
     for first in range(0, width, group):
         part = whole[:, first : first + group]

@@ -107,7 +107,7 @@ def rounded_from(row: str, words: str) -> str:
     for text in NUMBER.findall(words):
         digits = len(text.partition(".")[2])
         value = float(text.replace(",", ""))
-        if not any(round(each, digits) == value for each in known):
+        if not any(round(number, digits) == value for number in known):
             missing.append(text)
     return f"not in the log: {missing}" if missing else words
 

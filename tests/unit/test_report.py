@@ -297,7 +297,7 @@ def speeds(net: float, low: float, high: float, taken: float | None) -> Line:
 
 def test_headlines_are_of_quiet_hosts_and_say_why(report: Report) -> None:
     """The second run is the fastest of a quiet host, the first one surely fast."""
-    made = [speeds(*each) for each in ((1.5, 1.4, 1.6, None), (2.0, 0.5, 8.0, 0.09))]
+    made = [speeds(*numbers) for numbers in ((1.5, 1.4, 1.6, None), (2.0, 0.5, 8.0, 0.09))]
     busy = speeds(3.0, 2.9, 3.1, 0.48)
     out, _ = report([*made, busy])
     first, said, net, steps, *_ = re.findall("<p>(.*?)</p>", (out / "index.html").read_text())

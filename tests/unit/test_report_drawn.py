@@ -160,7 +160,9 @@ def points(ax: Axes) -> Places:
     for line in ax.lines:
         if line.get_marker() not in ("None", "", None, "_", "|"):
             at = zip(line.get_xdata(), line.get_ydata(), strict=True)
-            found.setdefault(to_hex(line.get_color()), set()).update(rounded(*each) for each in at)
+            found.setdefault(to_hex(line.get_color()), set()).update(
+                rounded(*point) for point in at
+            )
     return found
 
 
@@ -199,7 +201,7 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
         of = [point for point in rows if point[series] == value]
         named = [text for text in colours if value == text] or [t for t in colours if value in t]
         (colour,) = {colours[text] for text in named}
-        assert found.pop(colour) == {rounded(across(each), up(each)) for each in of}
+        assert found.pop(colour) == {rounded(across(point), up(point)) for point in of}
     assert found == {}
     ends = [
         (across(r), r[f"{metric}_interval_low"], r[f"{metric}_interval_high"])
@@ -241,13 +243,13 @@ def test_a_front_goes_through_its_passes_and_says_their_batch_size() -> None:
         for x, y in [speeds[run["run"]]]
     ]
     ax = draw(lambda: passes.draw_pareto(frame_of(made))).figure.axes[0]
-    (line,) = (each for each in ax.lines if each.get_linestyle() == "-")
+    (line,) = (drawn_line for drawn_line in ax.lines if drawn_line.get_linestyle() == "-")
     assert [*zip(line.get_xdata(), line.get_ydata(), strict=True)] == [(2.5, 6.0), (8.0, 2.0)]
     said = {text.get_text(): text.xy for text in ax.texts}  # type: ignore[attr-defined]
     assert said == {"B 2": (2.5, 6.0), "B 4": (8.0, 2.0)}
-    busy = [each | {"is_busy": each["run"] == 2} for each in made]
+    busy = [point | {"is_busy": point["run"] == 2} for point in made]
     ax = draw(lambda: passes.draw_pareto(frame_of(busy))).figure.axes[0]
-    (line,) = (each for each in ax.lines if each.get_linestyle() == "-")
+    (line,) = (drawn_line for drawn_line in ax.lines if drawn_line.get_linestyle() == "-")
     assert [*line.get_xdata()] == [2.0, 8.0], "a pass of a busy host is on no front"
 
 
@@ -267,7 +269,7 @@ def test_a_dotted_line_is_where_its_drafter_pays() -> None:
     found = {to_hex(line.get_color()): rounded(*line.get_ydata()) for line in dotted}
     for text, colour in colours_of(drawn).items():
         of = [context for context in CONTEXTS if context["kv_policy"] in text]
-        pays = (each["tokens_per_verification"] / each["speedup"] for each in of)
+        pays = (context["tokens_per_verification"] / context["speedup"] for context in of)
         assert found.pop(colour) == rounded(*pays)
     assert found == {}
 
@@ -296,7 +298,7 @@ def test_a_position_has_its_own_share_and_interval() -> None:
     line = container.lines[0]
     assert ax.get_xlabel() == "draft position in its step" and [*line.get_xdata()] == [1, 2, 3]
     assert ax.get_ylabel() == passes.SHARE and [*line.get_ydata()] == shares
-    assert spans(ax) == {rounded(at + 1, *each) for at, each in enumerate(ends)}
+    assert spans(ax) == {rounded(at + 1, *span) for at, span in enumerate(ends)}
 
 
 def test_a_cell_is_at_its_batch_size_and_prefix_length() -> None:
@@ -426,7 +428,7 @@ def test_a_line_of_a_closed_loop_says_how_many_are_in_flight() -> None:
 def test_a_bar_is_that_of_its_mode_command_and_metric() -> None:
     """Two commands, of which the second has one of the modes again, and one of its own."""
     other = [PASSES[1], PASSES[0] | {"pass": "ring"}]
-    more = [numbered(each, 5 + at) | {"about": "2: demo"} for at, each in enumerate(other)]
+    more = [numbered(passed, 5 + at) | {"about": "2: demo"} for at, passed in enumerate(other)]
     rows = [*PASSES, *more]
     drawn = draw(lambda: draw_served(frame_of(rows)), "serving_modes")
     colours = colours_of(drawn)
@@ -520,9 +522,9 @@ def test_names_beside_bars_do_not_meet(name: str) -> None:
 @pytest.mark.parametrize("kind", served.staged_kinds(), ids=lambda kind: kind.name())
 def test_a_strip_is_the_load_of_its_stage(kind: type[Details]) -> None:
     made = [row_of(line) for line in EVERY]
-    for each in made:
-        if each["pass"] == "ring":
-            each["object"] = replace(each["object"], details=in_parts(each["object"].details))
+    for passed in made:
+        if passed["pass"] == "ring":
+            passed["object"] = replace(passed["object"], details=in_parts(passed["object"].details))
     drawn = draw(lambda: draw_served(frame_of(made)), f"{kind.name()}_stages")
     ax = drawn.figure.axes[0]
     labels = {
@@ -537,8 +539,8 @@ def test_a_strip_is_the_load_of_its_stage(kind: type[Details]) -> None:
     if kind is MDILLMDetails:
         assert found == {"ring, stage 0: 75%": [[1.0, 0.5]], "ring, stage 1: 25%": [[0.0, 0.5]]}
     about = drawn.table.iloc[0]["about"]
-    for each in drawn.table[drawn.table["about"] == about].to_dict("records"):
-        assert found[f"{each['name']}: {each['busy']:.0%}"] == [each["parts"]]
+    for strip in drawn.table[drawn.table["about"] == about].to_dict("records"):
+        assert found[f"{strip['name']}: {strip['busy']:.0%}"] == [strip["parts"]]
     assert served.stages_of(PASSES[0]["object"], kind) == []
 
 

@@ -57,10 +57,10 @@ def cells(*intervals: tuple[float, float | None, float | None], **changed: Any) 
     of_steps = ("speedup_interval_low", "speedup", "speedup_interval_high")
     return [
         row(B=2**i)
-        | dict(zip(names, each, strict=True))
-        | dict(zip(of_steps, (8 / each[0], 9 / each[0], 10 / each[0]), strict=True))
+        | dict(zip(names, interval, strict=True))
+        | dict(zip(of_steps, (8 / interval[0], 9 / interval[0], 10 / interval[0]), strict=True))
         | changed
-        for i, each in enumerate(intervals)
+        for i, interval in enumerate(intervals)
     ]
 
 
@@ -117,7 +117,7 @@ def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
     assert shades is not None and shades.mask.tolist() == [[True, False, False, True]]
     assert shades.compressed().tolist() == [2.0, 1.5], "the colour is the net speedup"
     marks = {int(patch.get_x()): patch for patch in ax.patches if isinstance(patch, Rectangle)}
-    assert {x: (each.get_hatch(), each.get_linewidth() > 0) for x, each in marks.items()} == {
+    assert {x: (patch.get_hatch(), patch.get_linewidth() > 0) for x, patch in marks.items()} == {
         0: ("////", False),
         2: (None, True),
         3: ("....", False),

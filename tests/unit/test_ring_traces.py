@@ -129,7 +129,7 @@ def test_a_chart_has_a_row_for_each_stage() -> None:
 def test_a_trace_has_an_event_for_each_span() -> None:
     trace = make_trace()
     events = trace_events([ServedGroup("ring", 0, [], trace)])
-    names = [each["args"] for each in events if each["ph"] == "M"]
+    names = [metadata["args"] for metadata in events if metadata["ph"] == "M"]
     assert names == [{"name": f"ring: {of}"} for of in ("requests", "stage 0", "stage 1")]
     event = next(e for e in events if e["name"] == "stage 1" and e["pid"] == 2)
     assert (event["ph"], event["ts"], event["dur"]) == ("X", 2e6, 1e6)

@@ -444,7 +444,7 @@ class RoundRobin(System):
                 order = order + arrived
                 request = order.pop(0)
                 row = request.request_id
-                admitted = tuple((each, row) for each in arrived)
+                admitted = tuple((admitted_request, row) for admitted_request in arrived)
                 observer.counts.watch(StepPlan(Batch((request,)), admitted=admitted))
                 self.clock.after_step()
                 self.emit(serving_pass, request, observer)
@@ -505,7 +505,7 @@ def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
     lengths = [(prompt, output) for _, prompt, output in SHAPES]
     log = [served for system in RoundRobin.made for served in system.log]
     assert sorted(log) == sorted(
-        (each, work) for each in (first_of(name), name) for work in (warm_up, lengths)
+        (mode, work) for mode in (first_of(name), name) for work in (warm_up, lengths)
     )
     assert code == 0 and [record["name"] for record in records] == [first_of(name), name]
     for record in records:
@@ -657,7 +657,7 @@ def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
     _, raw = toy("sequential", "inflight")
     out = capsys.readouterr().out
     assert "sequential has the most output tokens/s, 0.2\n" in out
-    first, second = (parse_line(json.dumps(each), PassRecord) for each in raw)
+    first, second = (parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw)
     assert first.metrics is not None and second.metrics is not None
     fast = replace(
         second.metrics, output_throughput=5 / 16, throughput_ratio=2.0, mean_ttft_ms=750.0
@@ -702,7 +702,7 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
 ) -> None:
     """On 80 columns no number is broken, and no metric is left out."""
     _, raw = toy("sequential", "inflight", "static")
-    modes = [parse_line(json.dumps(each), PassRecord) for each in raw]
+    modes = [parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw]
     grid = [closed_loop(record, count) for record in modes for count in (1, 2, 4, 64)]
     for place, record in enumerate(grid):
         assert record.metrics is not None
@@ -740,14 +740,14 @@ def test_passes_of_several_concurrencies_have_a_table_a_mode_and_a_summary(
 def test_a_table_is_no_wider_than_80_columns_but_for_two_modes(toy: Toy) -> None:
     """The labels of its rows are whole."""
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
+    records = [parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw]
     many = [replace(records[0], name=f"endpoint{number}") for number in range(2, 9)]
     found = tables(many)[1:]
     assert [column.label for table in found for column in table.headings[1:]] == [
-        each.name for each in many
+        record.name for record in many
     ]
     assert len(found) == 2 and all(table._least_width() <= 80 for table in found)
-    wide = [replace(each, name=each.name * 4) for each in many[:3]]
+    wide = [replace(record, name=record.name * 4) for record in many[:3]]
     assert [len(table.columns) for table in tables(wide)[1:]] == [3, 2]
 
 
@@ -757,7 +757,7 @@ def labels_of(table: Table) -> set[str]:
 
 def test_a_mode_with_wrong_tokens_wins_nothing(toy: Toy) -> None:
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
+    records = [parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw]
     wrong = replace(records[1], status="mismatch", metrics=None, num_differing=1)
     (summary, table, *_) = tables([records[0], wrong])
     assert summary.below == table.below == [] and table.rows[4][2] is None
@@ -771,7 +771,7 @@ def test_every_mode_ends_in_a_row_and_all_tokens_in_a_line(
 ) -> None:
     """All else is for `--verbose`, and what is emulated is said in any case."""
     _, raw = toy("sequential", "inflight")
-    records = [parse_line(json.dumps(each), PassRecord) for each in raw]
+    records = [parse_line(json.dumps(raw_record), PassRecord) for raw_record in raw]
     (brief,) = tables(records, is_verbose=False)
     assert [row[0] for row in brief.rows] == ["sequential", "inflight"]
     assert brief.lead[0].text == "verified: the other pass has the 10 tokens of sequential"

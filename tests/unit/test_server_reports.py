@@ -140,7 +140,7 @@ def test_an_answer_without_drafts_says_so() -> None:
     assert form["sglang"].read({"meta_info": running | {"finish_reason": {}}}) is None
     assert form["sglang"].read({"meta_info": running | {"finish_reason": {"type": "s"}}}) == NOTHING
     for event in ({}, {"metrics": None}, {"metrics": {}}, {"timings": 3}, {"meta_info": []}):
-        assert [each.read(event) for each in form.values()] == [None] * len(form)
+        assert [server.read(event) for server in form.values()] == [None] * len(form)
 
 
 @pytest.mark.parametrize(
@@ -323,9 +323,11 @@ def test_reported_counts_give_the_metrics_of_the_same_verifications() -> None:
         for request in range(5)
     }
     expected = acceptance_metrics(Verifications(by_request=steps), 6)
-    whole = {request: ReportedCounts.of(each) for request, each in steps.items()}
+    whole = {request: ReportedCounts.of(verifications) for request, verifications in steps.items()}
     assert acceptance_metrics(Verifications(reported=whole), 6) == expected
-    without = {request: replace(each, steps=None, emitted=None) for request, each in whole.items()}
+    without = {
+        request: replace(counts, steps=None, emitted=None) for request, counts in whole.items()
+    }
     found = acceptance_metrics(Verifications(reported=without), 6)
     lacking = {name for name, value in found.items() if value != expected[name]}
     assert lacking == {

@@ -170,7 +170,7 @@ def test_without_time_drafts_and_then_batches_are_left_out(
     pace = Hurried(num_things)
     found = measure(few, pace)
     assert list(found.records) == (names or list(few))
-    assert all(any(text in each for each in found.left_out) for text in left_out)
+    assert all(any(text in note for note in found.left_out) for text in left_out)
     assert not found.is_interrupted and not found.is_broken
     assert pace.passes.count(BASELINE) == (1 if names else 2)
 
@@ -225,7 +225,7 @@ def test_a_workload_is_cut_down_to_the_time() -> None:
     fixed = frozenset[str]()
     whole = rates.seconds(asked, 10)
     assert fitting(asked, fixed, rates, 10, 2 * whole) == asked
-    sizes = [rates.seconds(each, 10) for each in smaller(asked, fixed)]
+    sizes = [rates.seconds(fewer, 10) for fewer in smaller(asked, fixed)]
     least = min(sizes)
     for seconds in (whole, whole / 3, 2 * least):
         found = fitting(asked, fixed, rates, 10, seconds)

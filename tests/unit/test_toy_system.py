@@ -115,8 +115,8 @@ def test_a_system_is_its_declaration_and_a_line(
     done = run(folder, *words, *flags)
     assert done.returncode == 0, done.stderr
     first, resting = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
-    assert [each["output_hash"] for each in resting["requests"]] == [
-        each["output_hash"] for each in first["requests"]
+    assert [request["output_hash"] for request in resting["requests"]] == [
+        request["output_hash"] for request in first["requests"]
     ]
     assert resting["status"] == "verified" and first["details"] is None
     assert resting["details"] == {"kind": "toy", "rests": 1}

@@ -162,7 +162,7 @@ def errors_of(
     for first in range(0, len(places), room):
         group = places[first : first + room]
         measured += numbers_of([p for p in pairs if p.place in group], requests, texts)
-    measured.sort(key=lambda each: each[:2])
+    measured.sort(key=lambda measurement: measurement[:2])
     numbers = torch.stack([row for _, _, row in measured])
     return Errors([place for place, _, _ in measured], *numbers.unbind(1))
 
@@ -241,7 +241,7 @@ def block_means(values: Tensor, places: Sequence[int]) -> Tensor:
     """The means of BLOCK neighbours of a row; a rest counts from half a block on."""
     means = list[Tensor]()
     for place in sorted(set(places)):
-        row = values[[i for i, each in enumerate(places) if each == place]]
+        row = values[[i for i, other in enumerate(places) if other == place]]
         parts = [part for part in row.split(BLOCK) if 2 * len(part) >= BLOCK]
         means += [part.mean() for part in parts]
     return torch.stack(means) if means else values.new_empty(0)

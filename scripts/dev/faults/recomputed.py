@@ -212,8 +212,8 @@ PROPERTIES = (
             Fault(
                 "the speedup with the interval of the net speedup",
                 "records/computing.py",
-                "ratio_interval(each)",
-                'ratio_interval(found.get("net_speedup", each))',
+                "ratio_interval(group_ratios)",
+                'ratio_interval(found.get("net_speedup", group_ratios))',
             ),
             Fault(
                 "the net speedup with the interval of the total speedup",

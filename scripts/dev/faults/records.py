@@ -57,8 +57,8 @@ PROPERTIES = (
             Fault(
                 "speedup as the maximum over batches",
                 "records/computing.py",
-                "fields[name] = statistics.median(each)",
-                "fields[name] = max(each)",
+                "fields[name] = statistics.median(group_ratios)",
+                "fields[name] = max(group_ratios)",
             ),
         ),
     ),
