@@ -192,8 +192,8 @@ def check_phases(name: str, group: GroupRecord) -> None:
     gammas = group.step_max_gamma or [0] * len(group.step_ms)
     num_drafting = sum(gamma > 0 for gamma in gammas)
     for key, times in phases.items():
-        of_kind = len(gammas) - num_drafting if key == "decode_ms" else num_drafting
-        must_equal(f"{name}: times in {key}", len(times), "steps that have it", of_kind)
+        num_expected = len(gammas) - num_drafting if key == "decode_ms" else num_drafting
+        must_equal(f"{name}: times in {key}", len(times), "steps that have it", num_expected)
     draft, verify, decode = map(iter, phases.values())
     for step, (ms, gamma) in enumerate(zip(group.step_ms, gammas, strict=True)):
         phases_ms = next(draft) + next(verify) if gamma else next(decode)

@@ -23,7 +23,7 @@ from magicdec.records.stalls import PassSteps
 PERCENTS = (50, 90, 99)
 FIRST_GROUP = 2048  # tokens of the longest prompts of the first group by context
 FEWEST_GROUPS = 3  # that have an interval
-OF_SUMS = ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
+SUMMED_COUNTS = ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
 # What a record does not say of the tokens of a request: when each of them came.
 ITL = ("mean_itl_ms", "p50_itl_ms", "p90_itl_ms", "p99_itl_ms")
 MetricValues = dict[str, Any]
@@ -37,7 +37,7 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
     batches = list(record.groups_of_requests)
     tpots = known(map(tpot_ms, requests))
     bounds = record.config["workload"].get("goodput") or {}
-    duration_s = sum(of_group(span_ms, batches)) / 1e3
+    duration_s = sum(by_group(span_ms, batches)) / 1e3
     num_tokens = sum(request.output_len for request in requests)
     arriving = [arrivals_ms(of) for _, of in batches]
     arriving_s = sum(max(times) - min(times) for times in arriving) / 1e3
@@ -52,7 +52,7 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         "output_throughput": num_tokens / duration_s,
         "output_throughput_interval": speed_between(
             [sum(request.output_len for request in of) for _, of in batches],
-            of_group(span_ms, batches),
+            by_group(span_ms, batches),
         ),
         "steady_output_throughput": num_tokens / (duration_s - stalled_s)
         if is_timed and duration_s > stalled_s
@@ -77,17 +77,17 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         if any(group.peak_memory_bytes for group in record.groups)
         else None,
         "answer_score": mean(known(request.answer_score for request in requests)),
-        **of_prefills(batches),
-        **of_steps(record, batches),
-        **of_begins(record),
+        **prefill_metrics(batches),
+        **step_metrics(record, batches),
+        **begin_metrics(record),
         **acceptance(record),
         "acceptance_by_category": acceptance_by_category(record),
-        **of_ratios(batches, None if reference is None else list(reference.groups_of_requests)),
+        **ratio_metrics(batches, None if reference is None else list(reference.groups_of_requests)),
     }
     return found
 
 
-def of_group(number: Callable[[GroupRecord, list[RequestRecord]], float], batches: Any) -> Any:
+def by_group(number: Callable[[GroupRecord, list[RequestRecord]], float], batches: Any) -> Any:
     return [number(group, of) for group, of in batches]
 
 
@@ -106,7 +106,7 @@ def in_flight(groups: Sequence[GroupRecord]) -> float | None:
     return num_in_flight / num_steps if num_in_flight else None
 
 
-def of_prefills(batches: Sequence[Batch]) -> MetricValues:
+def prefill_metrics(batches: Sequence[Batch]) -> MetricValues:
     """Of prefills that passes share."""
     shared = [(group, of) for group, of in batches if group.prefill_ms is not None]
     tokens = [sum(request.prompt_len for request in of) for _, of in shared]
@@ -117,7 +117,7 @@ def of_prefills(batches: Sequence[Batch]) -> MetricValues:
     }
 
 
-def of_begins(record: PassRecord) -> MetricValues:
+def begin_metrics(record: PassRecord) -> MetricValues:
     """Of what comes before the first step, and of what was read."""
     groups = record.groups
     assert record.metrics is not None, "it has passed"
@@ -156,7 +156,7 @@ STEP_METRICS = (
 )
 
 
-def of_steps(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
+def step_metrics(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
     """Of the steps that decode."""
     groups = record.groups
     steps_ms = list(chain(*(group.step_ms for group in groups)))
@@ -198,7 +198,7 @@ def of_steps(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
 RATIOS = ("throughput_ratio", "speedup", "total_speedup", "net_speedup")
 
 
-def of_ratios(ours: Sequence[Batch], theirs: Sequence[Batch] | None) -> MetricValues:
+def ratio_metrics(ours: Sequence[Batch], theirs: Sequence[Batch] | None) -> MetricValues:
     """Of the ratios to the reference: their median over groups, interval and each."""
     found: MetricValues = dict.fromkeys(
         f"{name}{suffix}" for name in RATIOS for suffix in ("", "_interval", "_per_group")
@@ -372,7 +372,7 @@ def acceptance_by_category(record: PassRecord) -> dict[str, MetricValues] | None
         name: [number for number, prompt in enumerate(prompts) if categories[prompt] == name]
         for name in sorted(set(known(categories)))
     }
-    nothing = dict.fromkeys(OF_SUMS, 0)
+    nothing = dict.fromkeys(SUMMED_COUNTS, 0)
     found = {
         name: {"num_prompts": len(of), **(acceptance_of(record, of) or nothing)}
         for name, of in groups.items()
@@ -391,13 +391,13 @@ def acceptance(record: PassRecord) -> MetricValues:
     emitted = None  # counters need not say in which steps nothing was drafted
     if "tokens_per_verification" not in getattr(record.details, "missing", ()):
         emitted = sum(request.output_len - 1 for request in record.requests)
-    of_pass = RequestDrafts.of_sums(metrics, emitted)
-    found = dict.fromkeys(ACCEPTANCE) | (total([of_pass]) if of_pass.has_drafts else {})
+    pass_drafts = RequestDrafts.from_reported(metrics, emitted)
+    found = dict.fromkeys(ACCEPTANCE) | (total([pass_drafts]) if pass_drafts.has_drafts else {})
     return found | {name: value for name, value in by_request.items() if value is not None}
 
 
 ACCEPTANCE = (
-    *OF_SUMS,
+    *SUMMED_COUNTS,
     "draft_acceptance_rate",
     "draft_acceptance_rate_interval",
     "mean_acceptance_length",
@@ -432,32 +432,34 @@ class RequestDrafts:
     num_positions: int
 
     @classmethod
-    def of_request(cls, request: RequestRecord, is_external: bool) -> RequestDrafts:
+    def from_request(cls, request: RequestRecord, is_external: bool) -> RequestDrafts:
         drafted = request.per_step_drafted
         accepted = request.per_step_accepted
         emitted = None if request.per_step_emitted is None else sum(request.per_step_emitted)
         if is_external:  # a program of which every step verifies
             emitted = request.output_len - 1
         if drafted is None or accepted is None:
-            return cls.of_sums(request, emitted)
+            return cls.from_reported(request, emitted)
         steps = [AlikeSteps(*pair, 1) for pair in zip(drafted, accepted, strict=True)]
         sums = sum(drafted), sum(accepted), len(drafted)
         return cls(*sums, emitted, steps, max(drafted, default=0))
 
     @classmethod
-    def of_sums(cls, said: RequestRecord | PassMetrics, emitted: int | None) -> RequestDrafts:
+    def from_reported(
+        cls, reported: RequestRecord | PassMetrics, emitted: int | None
+    ) -> RequestDrafts:
         """Of sums and a histogram. If they fit, every verification drafted a token for each place
         of it."""
-        drafted = said.num_draft_tokens
-        verified = said.num_spec_steps
-        histogram = said.acceptance_histogram
+        drafted = reported.num_draft_tokens
+        verified = reported.num_spec_steps
+        histogram = reported.acceptance_histogram
         most = max(0, len(histogram or ()) - 1)
         is_even = verified is not None and drafted == verified * most
         steps = None
         if histogram is not None:
-            of_each = most if is_even else math.nan
-            steps = [AlikeSteps(of_each, *pair) for pair in enumerate(histogram)]
-        return cls(drafted, said.num_accepted_draft_tokens, verified, emitted, steps, most)
+            draft_length = most if is_even else math.nan
+            steps = [AlikeSteps(draft_length, *pair) for pair in enumerate(histogram)]
+        return cls(drafted, reported.num_accepted_draft_tokens, verified, emitted, steps, most)
 
     @property
     def has_drafts(self) -> bool:
@@ -482,7 +484,7 @@ def acceptance_of(record: PassRecord, numbers: Iterable[int]) -> MetricValues:
     drafted for them."""
     requests = [record.requests[number] for number in numbers]
     is_external = getattr(record.details, "program", None) is not None
-    drafts = [RequestDrafts.of_request(request, is_external) for request in requests]
+    drafts = [RequestDrafts.from_request(request, is_external) for request in requests]
     found = total([draft for draft in drafts if draft.has_drafts])
     cancelled = known(request.num_cancelled_draft_tokens for request in requests)
     if found or sum(cancelled):

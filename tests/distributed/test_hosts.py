@@ -156,8 +156,8 @@ def test_a_host_that_is_killed_early_is_named_by_all_others(tmp_path: Path) -> N
     )
     assert done.returncode == 1, done.stdout + done.stderr
     for rank in range(3):
-        said = (
+        pattern = (
             rf"^host{rank}: rank {rank}: (rank 3 has not been heard of for \d+ s"
             "|the connection with rank 3 is lost: .*)$"
         )
-        assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+        assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout

@@ -228,7 +228,7 @@ def test_the_tokens_are_those_of_one_process(
 ) -> None:
     outputs = answer_of(launch, "distributed/ring.py", *models, num_ranks=num_ranks)
     assert num_ranks != 4 or set(cases_of(num_ranks, 0)) == set(CASES)
-    for model, (path, of_model) in enumerate(zip(models, outputs, strict=True)):
-        for case, tokens in zip(cases_of(num_ranks, model), of_model, strict=True):
+    for model, (path, model_outputs) in enumerate(zip(models, outputs, strict=True)):
+        for case, tokens in zip(cases_of(num_ranks, model), model_outputs, strict=True):
             assert tokens == one_process(path, case), (path.name, case)
             assert len({len(token) for token in tokens}) > 4 and len(tokens) == len(LENGTHS)

@@ -121,14 +121,14 @@ KEY_BYTES = 2 * 2 * 16 * FLOAT  # K and V of two heads of 16 numbers
 def test_a_window_is_read_up_to_its_size(cached: int, num_new: int) -> None:
     """One below a full window, full, and beyond, where each of several tokens has one of its own,
     and all of them together read the union."""
-    of_window = len(
+    window_keys = len(
         {
             key
             for at in range(cached, cached + num_new)
             for key in range(max(0, at - WINDOW + 1), at + 1)
         }
     )
-    by_hand = KEY_BYTES * (2 * of_window + cached + num_new)
+    by_hand = KEY_BYTES * (2 * window_keys + cached + num_new)
     config = stored("gemma3").source.config
     assert Deployment(config, ANY, FLOAT).forward(1, num_new, cached).kv_bytes == by_hand
     runner = make_runner(stored("gemma3").load(), 1, 128)

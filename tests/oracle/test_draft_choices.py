@@ -121,10 +121,10 @@ def check_reads(
         is_new = count not in before
         heads = before.setdefault(count, forward.read)
         wanted = reference.wanted(text[:count], event.asked) if is_new else None
-        for layer, of_layer in enumerate(forward.read):
+        for layer, layer_reads in enumerate(forward.read):
             first = reference.first_of(forward.begin, layer)
             seen["slid"] += first > 0
-            for head, read in enumerate(of_layer):
+            for head, read in enumerate(layer_reads):
                 where = f"{place}, {forward.begin} tokens, layer {layer}, head {head}"
                 tail = {p for p in read if p >= count}
                 assert tail == set(range(max(count, first), forward.end)), where
@@ -132,7 +132,10 @@ def check_reads(
                     choice = wanted[layer][head]
                     seen["by score"] += 0 < choice.count < len(choice.units)
                     seen["everything"] += len(read - tail) == count
-                    assert (said := choice.complaint(read - tail, TOLERANCE)) is None, (where, said)
+                    assert (complaint := choice.complaint(read - tail, TOLERANCE)) is None, (
+                        where,
+                        complaint,
+                    )
                 kept = {p for p in heads[layer][head] if first <= p < count}
                 assert {p for p in read - tail if p >= first} == kept, where
     seen["drafts"] += 1
@@ -144,8 +147,8 @@ def check_tokens(event: WatchedDraft, model: PlainModel, place: str) -> None:
     before = len(event.text)
     ids = [*event.text, *event.chain]
     masks = model.causal(len(ids))
-    for layer, of_layer in enumerate(event.forwards[0].read):
-        for head, read in enumerate(of_layer):
+    for layer, layer_reads in enumerate(event.forwards[0].read):
+        for head, read in enumerate(layer_reads):
             hidden = [p for p in range(before) if p not in read]
             masks[layer, head, before:, hidden] = False
     logits = model.run(ids, masks).logits[before:-1]

@@ -150,13 +150,13 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
 def test_a_planted_regression_is_named(
     name: str, clean: dict[str, JudgedRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, plant, said = PLANTS[name]
+    case, plant, message = PLANTS[name]
     plant(monkeypatch)
     (found,) = compare(run([CASES[case].with_threads(1)]), [clean[case]])
     # The run itself finds steps that are not what their logits say.
     verdict = "regression" if plant is dead_row else "changed"
     assert exit_code([found]) == 1 and found.verdict == verdict, found
-    assert said in str(found), found
+    assert message in str(found), found
 
 
 def wrong_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

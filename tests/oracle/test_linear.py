@@ -271,9 +271,9 @@ def test_linear_layers_and_attention_equal_torch(tmp_path: Path) -> None:
     command = [EMULATOR, str(program)]
     done = subprocess.run(command, input=sent, capture_output=True, check=True, timeout=300)
     numbers = torch.frombuffer(bytearray(done.stdout), dtype=torch.bfloat16)
-    linear, *of_groups, mixed = numbers.split([num_rows * out] * 5 + [q.numel()])
+    linear, *group_numbers, mixed = numbers.split([num_rows * out] * 5 + [q.numel()])
     some = x.flatten()[: num_rows * 128].view(-1, 128)
-    for matrix, rounds, exact in zip(grouped, of_groups[::2], of_groups[1::2], strict=True):
+    for matrix, rounds, exact in zip(grouped, group_numbers[::2], group_numbers[1::2], strict=True):
         ours = PackedLinear(matrix, bias, rounds=True)(some)
         assert torch.equal(rounds.view(ours.shape), ours)  # integers: the bits of any CPU
         assert torch.equal(exact.view(ours.shape), PackedLinear(matrix, bias)(some))

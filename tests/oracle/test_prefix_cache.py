@@ -109,8 +109,8 @@ def draw_talk(random: Random, long: bool) -> Talk:
     requests = list[Request]()
     for number in range(random.randint(5, 8)):
         before = random.choice(texts[-4:])
-        said = tuple(random.randrange(3, 97) for _ in range(random.randint(1, size // 2)))
-        (request,) = make_requests([(*before, *said)], random.choice((1, 5, MOST_NEW)), (EOS,))
+        new_text = tuple(random.randrange(3, 97) for _ in range(random.randint(1, size // 2)))
+        (request,) = make_requests([(*before, *new_text)], random.choice((1, 5, MOST_NEW)), (EOS,))
         request = replace(request, request_id=number)
         request.arrived_s = number * random.choice((0.0, 0.5, 3.0))
         requests.append(request)

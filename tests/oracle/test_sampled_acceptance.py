@@ -115,13 +115,13 @@ def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
 ) -> None:
     """At each of its verifications those that the table has at its position. What it accepts is
     within 4 standard errors of what they say, at each depth."""
-    of_table, of_run = DRAFTS[name]
+    table_flags, run_flags = DRAFTS[name]
     with monkeypatch.context() as patch:
         watch = Watch(patch)
-        run(command, tmp_path, f"{of_run} {SAMPLED} --gamma {GAMMA} --no_baseline")
+        run(command, tmp_path, f"{run_flags} {SAMPLED} --gamma {GAMMA} --no_baseline")
     with monkeypatch.context() as patch:
         force(patch, torch.tensor([watch.tokens[row][: NEW - 1] for row in range(ROWS)]))
-        words = f"{of_table} {SAMPLED} --gamma {GAMMA}"
+        words = f"{table_flags} {SAMPLED} --gamma {GAMMA}"
         (record,) = measured(command, tmp_path / "table.jsonl", words)
     table = record["acceptance_probabilities"]
     assert record["accepted"] is None and not record["is_forked"]
@@ -135,8 +135,8 @@ def test_a_run_accepts_drafts_with_the_probabilities_of_the_table(
     assert (off.mean(dim=0).abs() < 4 * error).all(), (off.mean(dim=0), error)
     assert (error < 0.025).all(), "a fault of a tenth would be seen"
     rows = torch.tensor(table, dtype=torch.float64).mean(dim=(0, 1))
-    said = [row["cumulative"] for row in record["rows"]]
-    assert said == pytest.approx(rows.tolist(), abs=5e-5)
+    cumulative = [row["cumulative"] for row in record["rows"]]
+    assert cumulative == pytest.approx(rows.tolist(), abs=5e-5)
 
 
 def test_sampled_texts_are_those_of_decoding_without_drafts(

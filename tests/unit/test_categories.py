@@ -95,8 +95,8 @@ def test_what_another_program_reports_by_request_has_categories_too() -> None:
     assert coding.draft_acceptance_rate == known["coding"].draft_acceptance_rate
     assert coding.num_spec_steps is coding.mean_acceptance_length is None
     total = Verifications(reported_total=ReportedCounts(90, 30, 30))
-    of_pass = acceptance_metrics(total, len(CATEGORIES), CATEGORIES)
-    assert of_pass["num_draft_tokens"] == 90 and "acceptance_by_category" not in of_pass
+    total_metrics = acceptance_metrics(total, len(CATEGORIES), CATEGORIES)
+    assert total_metrics["num_draft_tokens"] == 90 and "acceptance_by_category" not in total_metrics
 
 
 def test_what_has_no_drafts_has_no_rate_and_few_prompts_no_interval() -> None:

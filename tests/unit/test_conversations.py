@@ -160,7 +160,7 @@ def talking(lengths: Sequence[int], params: SamplingParams = SamplingParams(1)) 
         for turn in range(1, length + 1):
             prompt = (number,) if turn == 1 else ()
             request = Request(len(requests), prompt, params)
-            request.turn = Turn(number, turn, previous, lambda said: (9, *chain(*said)))
+            request.turn = Turn(number, turn, previous, lambda answers: (9, *chain(*answers)))
             previous = request
             requests.append(request)
     return requests
@@ -285,7 +285,7 @@ def test_every_mode_answers_every_turn_as_it_would_alone(
     by_mode = {passed.mode: passed.times_by_turn for passed in records}
     hits = [[turn.prefix_hit_rate for turn in by_mode[mode] or ()] for mode in modes[:4]]
     # First turns find what others begin with, as far as these have come before.
-    later = [of_mode[1:] for of_mode in hits]
+    later = [mode_hits[1:] for mode_hits in hits]
     assert later[0] == later[1] == later[2] and hits[0][0] < hits[0][2]
     assert all(drafting >= plain for plain, drafting in zip(later[2], later[3], strict=True))
     assert [t.prefix_hit_rate for t in by_mode["ring"] or ()] == [None] * 3

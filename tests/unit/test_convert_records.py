@@ -25,10 +25,10 @@ RENAMED = {
     "mean_emitted_tokens_interval": "tokens_per_verification_interval",
     "makespan_s": "duration_s",
 }
-OF_RUNS = RENAMED | {"num_steps": "num_decode_steps"}
-OF_RUNS |= {f"{name}_per_batch": f"{name}_per_group" for name in ("speedup", "net_speedup")}
-OF_RUNS |= {"total_speedup_per_batch": "total_speedup_per_group"}
-OF_SERVING = RENAMED | {"prefill_tokens_per_s": "request_prefill_tokens_per_s"}
+RUN_NAMES = RENAMED | {"num_steps": "num_decode_steps"}
+RUN_NAMES |= {f"{name}_per_batch": f"{name}_per_group" for name in ("speedup", "net_speedup")}
+RUN_NAMES |= {"total_speedup_per_batch": "total_speedup_per_group"}
+SERVING_NAMES = RENAMED | {"prefill_tokens_per_s": "request_prefill_tokens_per_s"}
 OTHER = {f"{of}_tpot_ms" for of in ("mean", "p50", "p90", "p99")}
 # What version 3 said of the steps of a mode without their times.
 LEFT_OUT = {
@@ -75,10 +75,10 @@ def test_records_of_version_3_become_passes(convert_records: ModuleType, tmp_pat
         "static+draft",
         *(mode["name"] for mode in modes),
     ]
-    is_kept(run["baseline_metrics"], plain, OF_RUNS, OTHER)
-    is_kept(run["metrics"], drafting, OF_RUNS, OTHER)
+    is_kept(run["baseline_metrics"], plain, RUN_NAMES, OTHER)
+    is_kept(run["metrics"], drafting, RUN_NAMES, OTHER)
     for mode, record in zip(modes, served, strict=True):
-        is_kept(mode["metrics"], record, OF_SERVING, LEFT_OUT)
+        is_kept(mode["metrics"], record, SERVING_NAMES, LEFT_OUT)
         assert record.output_hashes == [request["output_hash"] for request in mode["requests"]]
     samples = run["samples"]["speculative"]
     assert drafting.output_hashes == plain.output_hashes == samples["output_hashes"]

@@ -205,8 +205,8 @@ def test_a_standalone_draft_takes_the_prompts_one_after_the_other() -> None:
     rest = own.seconds(1, 88, 512, 1)
     assert prefill_seconds(own, 4, 600) == pytest.approx(4 * (whole + rest))
     cost = own.forward(1, 512, 0)
-    of_one = own.forward(1, 512, 0, 1)
-    assert cost.linear_flops - of_one.linear_flops == 511 * 2 * 32000 * 4096
+    one_output = own.forward(1, 512, 0, 1)
+    assert cost.linear_flops - one_output.linear_flops == 511 * 2 * 32000 * 4096
     target = Deployment(LLAMA_31_8B, A100, 2)
     way = SpeculationCost(target, own, 64, 0.9)
     assert way.predict(4, 600, 2).begin_s == prefill_seconds(own, 4, 600)

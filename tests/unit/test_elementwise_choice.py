@@ -77,12 +77,12 @@ def test_what_cannot_be_is_refused(
 
 def test_what_is_slower_or_interpreted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     missing = "triton is not installed; pip install triton"
-    of_both = f"--attention auto: flash_attn; {missing}\n--elementwise auto: torch; {missing}\n"
-    said = {
-        of_both: BARE_GPU,
+    message = f"--attention auto: flash_attn; {missing}\n--elementwise auto: torch; {missing}\n"
+    machines = {
+        message: BARE_GPU,
         "": replace(GPU, has_bfloat16_products=False),
     }
-    for line, machine in said.items():
+    for line, machine in machines.items():
         cli.announce_backend(resolved(machine))
         assert capsys.readouterr().err == line
     cli.announce_backend(resolved(FAST, "triton"))

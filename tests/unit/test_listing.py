@@ -248,10 +248,10 @@ def test_a_table_says_which_runs_had_a_busy_host(tmp_path: Path, command: Comman
     for raw, taken in zip(made, (0.48, 0.099, None), strict=True):
         raw["environment"]["cores_taken"] = taken
     write(path, made)
-    said = "1 of 3 runs: another load took 48% of the cores meanwhile, so times and speedups"
+    message = "1 of 3 runs: another load took 48% of the cores meanwhile, so times and speedups"
     for flags in ([], ["--format", "md"], ["--columns", "B", "cores_taken"]):
         out = command("table", path, *flags).out
-        assert " ".join(out.split()).startswith(said) and " busy" in out
+        assert " ".join(out.split()).startswith(message) and " busy" in out
         assert out.count("48%") == 2 and "9%" not in out and "10%" not in out
     taken = [row["cores_taken"] for row in rows_of(command("table", path, "--format=csv").out)]
     assert taken == ["0.48", "0.099", ""]

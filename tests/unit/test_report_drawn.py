@@ -70,11 +70,11 @@ def row_of(line: Line) -> FrameRow:
 
 def numbered(made: FrameRow, number: int) -> FrameRow:
     """The row with another number in each metric, and each interval around its metric."""
-    of_groups = ("list", "dict")
+    group_types = ("list", "dict")
     plain = [
         field.name
         for field in fields(PassMetrics)
-        if field.name in made and not any(word in str(field.type) for word in of_groups)
+        if field.name in made and not any(word in str(field.type) for word in group_types)
     ]
     changed = {
         name: 1 + at / 64 + number / 7 for at, name in enumerate([*plain, "request_step_ms"])
@@ -229,9 +229,9 @@ def test_a_caption_says_how_many_records_are_of_a_busy_host(name: str) -> None:
         "acceptance_by_budget": passes.draw_by_budget,
     }
     make = alone.get(name, makers[rows[0]["is_served"]])
-    said = "Another load took cores while 1 of the "
-    assert said in draw(lambda: make(frame_of(changed)), name).caption
-    assert said not in draw(lambda: make(frame_of(rows)), name).caption
+    message = "Another load took cores while 1 of the "
+    assert message in draw(lambda: make(frame_of(changed)), name).caption
+    assert message not in draw(lambda: make(frame_of(rows)), name).caption
 
 
 def test_a_front_goes_through_its_passes_and_says_their_batch_size() -> None:
@@ -245,8 +245,8 @@ def test_a_front_goes_through_its_passes_and_says_their_batch_size() -> None:
     ax = draw(lambda: passes.draw_pareto(frame_of(made))).figure.axes[0]
     (line,) = (drawn_line for drawn_line in ax.lines if drawn_line.get_linestyle() == "-")
     assert [*zip(line.get_xdata(), line.get_ydata(), strict=True)] == [(2.5, 6.0), (8.0, 2.0)]
-    said = {text.get_text(): text.xy for text in ax.texts}  # type: ignore[attr-defined]
-    assert said == {"B 2": (2.5, 6.0), "B 4": (8.0, 2.0)}
+    labels = {text.get_text(): text.xy for text in ax.texts}  # type: ignore[attr-defined]
+    assert labels == {"B 2": (2.5, 6.0), "B 4": (8.0, 2.0)}
     busy = [point | {"is_busy": point["run"] == 2} for point in made]
     ax = draw(lambda: passes.draw_pareto(frame_of(busy))).figure.axes[0]
     (line,) = (drawn_line for drawn_line in ax.lines if drawn_line.get_linestyle() == "-")
@@ -405,8 +405,8 @@ def test_phases_are_beside_each_other_and_make_up_the_step() -> None:
         (12.5, 0.0),
         (50.0, 1.0),
     ]
-    said = [(text.get_text(), *text.xy) for text in ax.texts]  # type: ignore[attr-defined]
-    assert said == [("3.2 tokens, 2.12x", 20.0, 0), ("3.2 tokens, 2.12x", 50.0, 1)]
+    labels = [(text.get_text(), *text.xy) for text in ax.texts]  # type: ignore[attr-defined]
+    assert labels == [("3.2 tokens, 2.12x", 20.0, 0), ("3.2 tokens, 2.12x", 50.0, 1)]
     assert [text.get_text() for text in ax.get_yticklabels()] == ["K 33", "K 65"]
     legend = ax.figure.legends[0]  # type: ignore[union-attr]
     assert [text.get_text() for text in legend.get_texts()] == [
@@ -420,9 +420,9 @@ def test_phases_are_beside_each_other_and_make_up_the_step() -> None:
 
 def test_a_line_of_a_closed_loop_says_how_many_are_in_flight() -> None:
     ax = draw(lambda: draw_served(frame_of(LOOPS)), "serving_concurrency").figure.axes[0]
-    said = {(text.get_text(), *rounded(*text.xy)) for text in ax.texts}  # type: ignore[attr-defined]
+    labels = {(text.get_text(), *rounded(*text.xy)) for text in ax.texts}  # type: ignore[attr-defined]
     x, y = (NAMED[label][0] for label in (ax.get_xlabel(), ax.get_ylabel()))
-    assert said == {(str(loop["concurrency"]), *rounded(x(loop), y(loop))) for loop in LOOPS}
+    assert labels == {(str(loop["concurrency"]), *rounded(x(loop), y(loop))) for loop in LOOPS}
 
 
 def test_a_bar_is_that_of_its_mode_command_and_metric() -> None:
@@ -457,9 +457,9 @@ def test_a_bar_is_that_of_its_mode_command_and_metric() -> None:
             for bar, at in middles
         } == wanted
         assert all(abs(at - round(at)) < 0.5 for _, at in middles) and bars[0].get_x() == 0
-        said = {rounded(*text.xy): text.get_text() for text in ax.texts}  # type: ignore[attr-defined]
+        labels = {rounded(*text.xy): text.get_text() for text in ax.texts}  # type: ignore[attr-defined]
         ends = {rounded(bar.get_width(), at): three_digits(bar.get_width()) for bar, at in middles}
-        assert said == ends, "each value stands at the end of its bar"
+        assert labels == ends, "each value stands at the end of its bar"
 
 
 def colours_of_command(colours: dict[str, str], is_second: bool) -> str:

@@ -155,8 +155,8 @@ def test_a_trace_has_every_repeat_with_its_own_stages() -> None:
     assert [group.requests for group in groups] == [[request] for request in record.requests]
     events = trace_events(groups)
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]  # type: ignore[index]
-    of_group = ("requests", "stage 0", "stage 1")
-    assert names == [f"static, repeat {n}: {of}" for n in (1, 2) for of in of_group]
+    row_names = ("requests", "stage 0", "stage 1")
+    assert names == [f"static, repeat {n}: {of}" for n in (1, 2) for of in row_names]
     counts = [sum(e["pid"] == pid and e["ph"] == "X" for e in events) for pid in range(6)]
     assert counts[1:3] == [len(spans) for spans in first.spans]
     assert counts[4:6] == [len(spans) for spans in second.spans]

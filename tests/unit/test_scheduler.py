@@ -396,7 +396,7 @@ def test_ranks_that_disagree_stop() -> None:
     first = engine(0, 1.0)
     second = engine(1, 9.0)
     requests = [[make(number, arrived=arrived) for number, arrived in enumerate((0.0, 5.0))]] * 2
-    arrivals = [Arrivals(copy.deepcopy(of_rank)) for of_rank in requests]
+    arrivals = [Arrivals(copy.deepcopy(rank_requests)) for rank_requests in requests]
     for scheduler, its in zip((first, second), arrivals, strict=True):
         plan = scheduler._next(its)
         assert plan is not None and len(plan.admitted) == len(its) == 1

@@ -86,8 +86,8 @@ def test_tokens_that_were_found_are_not_prefilled() -> None:
     found = serving_metrics(REQUESTS, replace(COUNTS, moves=moves))
     speeds = 3 / 0.25, 1 / 1.5, 3 / 0.5
     assert found.request_prefill_tokens_per_s == pytest.approx(sum(speeds) / 3)
-    _, of_record, _ = describe_requests(REQUESTS, moves, 10.0)
-    assert (of_record.num_looked_up_tokens, of_record.joined_prefix_tokens) == (9, [2, 4])
+    _, looked_up, _ = describe_requests(REQUESTS, moves, 10.0)
+    assert (looked_up.num_looked_up_tokens, looked_up.joined_prefix_tokens) == (9, [2, 4])
 
 
 def test_tokens_of_one_step_have_no_gap() -> None:

@@ -182,7 +182,9 @@ def check_refusals(declaration: Declared) -> None:
 
 
 def test_many_settings_have_bounds() -> None:
-    settings = [declaration for of_command in SETTINGS.values() for declaration in of_command]
+    settings = [
+        declaration for command_settings in SETTINGS.values() for declaration in command_settings
+    ]
     assert sum(bool(bad_values(setting)) for setting in settings) > 150
 
 

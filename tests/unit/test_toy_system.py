@@ -126,8 +126,8 @@ def test_a_system_is_its_declaration_and_a_line(
     for shown in (done.stdout, again.stdout):
         assert "rests of a toy" in shown and "resting: a table of its own" in shown
     refused = run(folder, *words, "--modes", "sequential", "--rest_ms", "2")
-    said = "--rest_ms does nothing here: no mode of --modes sequential uses it; leave it out"
-    assert refused.returncode == 2 and said in refused.stderr
+    message = "--rest_ms does nothing here: no mode of --modes sequential uses it; leave it out"
+    assert refused.returncode == 2 and message in refused.stderr
 
 
 def test_what_it_declares_is_in_the_help(folder: Path) -> None:

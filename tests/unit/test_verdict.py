@@ -263,12 +263,12 @@ def test_limits_and_what_could_hide_by_hand() -> None:
     gaps = torch.full((320,), 1.0, dtype=torch.float64)
     errors = Errors([0] * 320, decode, decode * ratios.exp(), 0 * gaps, gaps, gaps)
     found = judge_errors(errors, 320, 320, 1.25)
-    of_mean = math.sqrt(8 * sum(value**2 for value in values) / 39) / math.sqrt(40)
-    limit = math.log(1.25) + 3.69851 * of_mean
+    mean_error = math.sqrt(8 * sum(value**2 for value in values) / 39) / math.sqrt(40)
+    limit = math.log(1.25) + 3.69851 * mean_error
     assert found.most_error_ratio == pytest.approx(math.exp(limit), rel=1e-4)
     largest = math.log(1.25) + 0.94 * 12.04518 * math.sqrt((0.2**2 + 0.1**2) / 3)
     assert found.most_largest_error_ratio == pytest.approx(math.exp(largest), rel=1e-4)
-    seen = limit + 2.42584 * of_mean  # in 99 of 100 runs
+    seen = limit + 2.42584 * mean_error  # in 99 of 100 runs
     hidden = 0.02 * math.sqrt(math.exp(seen) ** 2 - 1)  # squares of independent errors add up
     assert found.hidden_error == pytest.approx(hidden, rel=1e-4)
 
