@@ -39,7 +39,7 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
     bounds = record.config["workload"].get("goodput") or {}
     duration_s = sum(by_group(span_ms, batches)) / 1e3
     num_tokens = sum(request.output_len for request in requests)
-    arriving = [arrivals_ms(of) for _, of in batches]
+    arriving = [arrivals_ms(group_requests) for _, group_requests in batches]
     arriving_s = sum(max(times) - min(times) for times in arriving) / 1e3
     num_later = len(requests) - len(batches)
     stalled = PassSteps.of(record.groups).stalls
@@ -51,7 +51,10 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
         "request_throughput": len(requests) / duration_s,
         "output_throughput": num_tokens / duration_s,
         "output_throughput_interval": speed_between(
-            [sum(request.output_len for request in of) for _, of in batches],
+            [
+                sum(request.output_len for request in group_requests)
+                for _, group_requests in batches
+            ],
             by_group(span_ms, batches),
         ),
         "steady_output_throughput": num_tokens / (duration_s - stalled_s)
@@ -88,7 +91,7 @@ def metrics_of(record: PassRecord, reference: PassRecord | None = None) -> Metri
 
 
 def by_group(number: Callable[[GroupRecord, list[RequestRecord]], float], batches: Any) -> Any:
-    return [number(group, of) for group, of in batches]
+    return [number(group, requests) for group, requests in batches]
 
 
 def arrivals_ms(requests: Sequence[RequestRecord]) -> list[float]:
@@ -108,8 +111,8 @@ def in_flight(groups: Sequence[GroupRecord]) -> float | None:
 
 def prefill_metrics(batches: Sequence[Batch]) -> MetricValues:
     """Of prefills that passes share."""
-    shared = [(group, of) for group, of in batches if group.prefill_ms is not None]
-    tokens = [sum(request.prompt_len for request in of) for _, of in shared]
+    shared = [(group, requests) for group, requests in batches if group.prefill_ms is not None]
+    tokens = [sum(request.prompt_len for request in requests) for _, requests in shared]
     times_ms = [group.prefill_ms or 0.0 for group, _ in shared]
     return {
         "prefill_tokens_per_s": 1e3 * sum(tokens) / sum(times_ms) if sum(times_ms) else None,
@@ -173,7 +176,7 @@ def step_metrics(record: PassRecord, batches: Sequence[Batch]) -> MetricValues:
     gammas = list(chain(*(group.step_max_gamma or () for group in groups)))
     reads = known(group.bytes_read for group in groups)
     bandwidth = record.environment.read_bandwidth_bytes_per_s
-    tokens = [sum(request.output_len - 1 for request in of) for _, of in batches]
+    tokens = [sum(request.output_len - 1 for request in requests) for _, requests in batches]
     return {
         "decode_tokens_per_s": 1e3 * sum(tokens) / sum(steps_ms),
         "decode_tokens_per_s_interval": speed_between(tokens, [sum(g.step_ms) for g in groups]),
@@ -223,14 +226,15 @@ def speeds(name: str, batches: Sequence[Batch]) -> list[float]:
     """Tokens for each ms, by group: 0 without a token or without time."""
     steady = PassSteps.of([group for group, _ in batches]).steady_ms
     found = []
-    for (group, of), steady_ms in zip(batches, steady, strict=True):
+    for (group, requests), steady_ms in zip(batches, steady, strict=True):
         first = 0 if name == "throughput_ratio" else 1
-        tokens = sum(request.output_len - first for request in of)
+        tokens = sum(request.output_len - first for request in requests)
         ms = {
-            "throughput_ratio": span_ms(group, of),
+            "throughput_ratio": span_ms(group, requests),
             "speedup": steady_ms,
             "total_speedup": sum(group.step_ms),
-            "net_speedup": max(request.finished_ms for request in of) - (group.prefill_ms or 0.0),
+            "net_speedup": max(request.finished_ms for request in requests)
+            - (group.prefill_ms or 0.0),
         }[name]
         found.append(tokens / ms if ms else 0.0)
     return found
@@ -255,10 +259,10 @@ def break_even(ours: Sequence[Batch], theirs: Sequence[Batch]) -> int | None:
 
 def line_of(batch: Batch) -> tuple[float, float] | None:
     """Milliseconds before the first step, and of each token of a request after its first."""
-    group, of = batch
-    num_later = fmean(request.output_len - 1 for request in of)
+    group, requests = batch
+    num_later = fmean(request.output_len - 1 for request in requests)
     added = (group.begin_ms or 0.0) + (group.calibration_ms or 0.0)
-    net = max(request.finished_ms for request in of) - (group.prefill_ms or 0.0)
+    net = max(request.finished_ms for request in requests) - (group.prefill_ms or 0.0)
     return (added, (net - added) / num_later) if num_later else None
 
 
@@ -350,8 +354,8 @@ def contexts_of(record: PassRecord) -> list[MetricValues] | None:
         doublings = math.ceil(math.log2(max(1.0, request.prompt_len / FIRST_GROUP)))
         members.setdefault(FIRST_GROUP << doublings, []).append(number)
     groups = [
-        {"most_context": most, "num_requests": len(of), **acceptance_of(record, of)}
-        for most, of in sorted(members.items())
+        {"most_context": most, "num_requests": len(requests), **acceptance_of(record, requests)}
+        for most, requests in sorted(members.items())
     ]
     has_drafts = any(
         group.get("num_draft_tokens") or group.get("num_spec_steps") for group in groups
@@ -374,8 +378,8 @@ def acceptance_by_category(record: PassRecord) -> dict[str, MetricValues] | None
     }
     nothing = dict.fromkeys(SUMMED_COUNTS, 0)
     found = {
-        name: {"num_prompts": len(of), **(acceptance_of(record, of) or nothing)}
-        for name, of in groups.items()
+        name: {"num_prompts": len(requests), **(acceptance_of(record, requests) or nothing)}
+        for name, requests in groups.items()
     }
     return found or None
 
@@ -513,18 +517,18 @@ def total(drafts: Sequence[RequestDrafts]) -> MetricValues:
     is_whole = num_positions > 0 and not np.isnan(survived).any()
     has_positions = is_whole and not np.isnan(judged).any()
 
-    def rate(of: Any) -> float:
-        return float(of[accepted] / of[drafted])
+    def rate(totals: Any) -> float:
+        return float(totals[accepted] / totals[drafted])
 
-    def length(of: Any) -> float:
-        return float(1 + of[accepted] / of[verified])
+    def length(totals: Any) -> float:
+        return float(1 + totals[accepted] / totals[verified])
 
-    def emits(of: Any) -> float:
-        return float(of[emitted] / of[verified])
+    def emits(totals: Any) -> float:
+        return float(totals[emitted] / totals[verified])
 
-    def survival(position: int, of: Any) -> float:
+    def survival(position: int, totals: Any) -> float:
         """The product, up to the position, of the shares that accepted what they judged."""
-        counts = zip(of[4:], of[4 + num_positions :], strict=False)
+        counts = zip(totals[4:], totals[4 + num_positions :], strict=False)
         shares = (accepted / judged if judged else 0.0 for judged, accepted in counts)
         return math.prod(islice(shares, position + 1))
 

@@ -229,8 +229,8 @@ def draw_pass(
         before = np.cumsum(counts + 1, axis=0) - counts - 1  # tokens before each step [steps, rows]
         emitted = np.minimum(counts + 1, num_tokens - before)
         rows = [
-            [(gamma, int(a), int(n)) for a, n in zip(of, tokens, strict=True) if n > 0]
-            for of, tokens in zip(counts.T, emitted.T, strict=True)
+            [(gamma, int(a), int(n)) for a, n in zip(counts_of_step, tokens, strict=True) if n > 0]
+            for counts_of_step, tokens in zip(counts.T, emitted.T, strict=True)
         ]
         batches.append(even_batch(rows))
     return batches

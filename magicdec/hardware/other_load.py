@@ -182,12 +182,12 @@ def load_text(cores_taken: Sequence[float | None], what: str, names: Sequence[st
     if not busy:
         return ""
     cores = ", ".join(f"{names[at]} {share:.0%}" for at, share in busy.items() if names)
-    of = f"{len(busy)} of {len(cores_taken)} {what}{f' ({cores})' if cores else ''}: "
+    share_text = f"{len(busy)} of {len(cores_taken)} {what}{f' ({cores})' if cores else ''}: "
     most = "" if len(busy) == 1 else "up to "
     return (
-        f"{of if len(cores_taken) > 1 else ''}another load took {most}{max(busy.values()):.0%} of "
-        "the cores meanwhile, so times and speedups may be off; measure again when nothing else "
-        "runs"
+        f"{share_text if len(cores_taken) > 1 else ''}another load took {most}"
+        f"{max(busy.values()):.0%} of the cores meanwhile, so times and speedups may be "
+        "off; measure again when nothing else runs"
     )
 
 

@@ -579,8 +579,8 @@ def acceptance_by(
     """The acceptance of each group, by its name in the order of the alphabet. `groups` has the name
     of the group of request 0, 1, ...; a request without one is in none."""
     return {
-        name: _acceptance_of_group(verifications.subset(of), len(of))
-        for name, of in members_of(groups).items()
+        name: _acceptance_of_group(verifications.subset(members), len(members))
+        for name, members in members_of(groups).items()
     }
 
 

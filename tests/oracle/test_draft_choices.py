@@ -181,7 +181,7 @@ FEW = {
     ("retrieval", "grouped", False),
     ("retrieval", "grouped", True),
 }
-EACH = [
+SCHEDULED = [
     pytest.param(
         *case,
         marks=() if case in FEW else pytest.mark.wide,
@@ -191,7 +191,7 @@ EACH = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "name", "is_native"), EACH)
+@pytest.mark.parametrize(("policy", "name", "is_native"), SCHEDULED)
 def test_self_speculation_reads_what_its_policy_says(
     policy: str, name: str, is_native: bool
 ) -> None:

@@ -278,7 +278,9 @@ def test_a_native_chain_stops_where_the_forwards_do(dtype: torch.dtype) -> None:
     ids = ids_for(len(lengths), 2)
     seen: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_kv, "confidence", lambda *of: seen.append(confidence(*of)) or seen[-1])
+        patch.setattr(
+            draft_kv, "confidence", lambda *args: seen.append(confidence(*args)) or seen[-1]
+        )
         check_same(pair, chain, ids, FULL, count, 1e-9)
     values = torch.stack(seen, dim=1)  # [B, K]
     assert values.shape == (3, count) and 0 < values.min() < values.max() < 1

@@ -453,7 +453,7 @@ class BrokenCapture:
     def __init__(self, streams: list[str]) -> None:
         self.streams = streams
 
-    def __call__(self, *of: object) -> BrokenCapture:
+    def __call__(self, *args: object) -> BrokenCapture:
         return self
 
     def __enter__(self) -> None:
@@ -494,7 +494,7 @@ class Capture:
     used = False
     living: ClassVar[weakref.WeakSet[Capture]] = weakref.WeakSet()
 
-    def __call__(self, graph: Capture, *of: object) -> Capture:
+    def __call__(self, graph: Capture, *args: object) -> Capture:
         assert not Capture.used or Capture.living, "the pool has ended"
         Capture.used = True
         Capture.living.add(graph)

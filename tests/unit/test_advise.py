@@ -139,7 +139,7 @@ def any_run() -> PassRecord:
 def test_equal_drafts_are_called_equal(
     any_run: PassRecord, drafts: dict[str, tuple[float, ...]], advised: str, equals: list[str]
 ) -> None:
-    records = {f"--draft {name}": with_ratios(any_run, *of) for name, of in drafts.items()}
+    records = {f"--draft {name}": with_ratios(any_run, *ratios) for name, ratios in drafts.items()}
     sentence, _, command = advice.find_advice(read(), records, None).split("\n")
     assert f"`--draft {advised}` has a net speedup of" in sentence
     assert command.split()[2:4] == ["--draft", advised]
@@ -594,8 +594,8 @@ def test_drafts_are_ranked_by_what_their_intervals_leave_sure(any_run: PassRecor
     """A disturbed run has a high speedup and a wide interval; the steady one is advised."""
     ratios = {65: (0.4, 3.5, 16.0, 0.5, 12.0), 257: (1.4, 1.5, 1.6, 1.5, 1.45)}
     records = {
-        f"--draft self --budget {budget}": with_ratios(any_run, *of)
-        for budget, of in ratios.items()
+        f"--draft self --budget {budget}": with_ratios(any_run, *batch_ratios)
+        for budget, batch_ratios in ratios.items()
     }
     text = advice.find_advice(read(), records, None)
     assert "`--draft self --budget 257` has" in text and "(`--draft self --budget 65` 3.50x" in text

@@ -552,6 +552,6 @@ def test_no_file_but_those_of_the_config_chooses_for_a_run() -> None:
             continue
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("replace"):
-                of = ast.unparse(call.args[0]).rpartition(".")[2] if call.args else ""
+                section = ast.unparse(call.args[0]).rpartition(".")[2] if call.args else ""
                 given = {keyword.arg for keyword in call.keywords} & chosen
-                assert of not in SECTIONS or not given, (path, given)
+                assert section not in SECTIONS or not given, (path, given)

@@ -29,7 +29,7 @@ RUN_NAMES = RENAMED | {"num_steps": "num_decode_steps"}
 RUN_NAMES |= {f"{name}_per_batch": f"{name}_per_group" for name in ("speedup", "net_speedup")}
 RUN_NAMES |= {"total_speedup_per_batch": "total_speedup_per_group"}
 SERVING_NAMES = RENAMED | {"prefill_tokens_per_s": "request_prefill_tokens_per_s"}
-OTHER = {f"{of}_tpot_ms" for of in ("mean", "p50", "p90", "p99")}
+OTHER = {f"{statistic}_tpot_ms" for statistic in ("mean", "p50", "p90", "p99")}
 # What version 3 said of the steps of a mode without their times.
 LEFT_OUT = {
     "steady_output_throughput",

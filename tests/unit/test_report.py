@@ -263,9 +263,9 @@ def test_a_row_is_on_the_front_of_its_own_kind() -> None:
     for row in rows(ROOT / "results" / "cpu" / "report" / "pareto_front.csv"):
         groups.setdefault((row["prefix_len"], row["series"] == BASELINE), []).append(row)
     assert len(groups) == 6
-    for of in groups.values():
-        at = [(float(r["request_tokens_per_s"]), float(r["decode_tokens_per_s"])) for r in of]
-        for row, place in zip(of, at, strict=True):
+    for group in groups.values():
+        at = [(float(r["request_tokens_per_s"]), float(r["decode_tokens_per_s"])) for r in group]
+        for row, place in zip(group, at, strict=True):
             beaten = any(other != place and min(map(float.__ge__, other, place)) for other in at)
             assert (row["on_front"] == "True") != beaten
 

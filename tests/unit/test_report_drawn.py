@@ -198,10 +198,10 @@ def test_marks_are_where_the_axes_say(name: str) -> None:
     found = points(ax)
     colours = colours_of(drawn)
     for value in {point[series] for point in rows}:
-        of = [point for point in rows if point[series] == value]
+        series_rows = [point for point in rows if point[series] == value]
         named = [text for text in colours if value == text] or [t for t in colours if value in t]
         (colour,) = {colours[text] for text in named}
-        assert found.pop(colour) == {rounded(across(point), up(point)) for point in of}
+        assert found.pop(colour) == {rounded(across(point), up(point)) for point in series_rows}
     assert found == {}
     ends = [
         (across(r), r[f"{metric}_interval_low"], r[f"{metric}_interval_high"])
@@ -268,8 +268,8 @@ def test_a_dotted_line_is_where_its_drafter_pays() -> None:
     dotted = [line for line in lines if line.get_marker() == "None" and line.get_linewidth() == 1]
     found = {to_hex(line.get_color()): rounded(*line.get_ydata()) for line in dotted}
     for text, colour in colours_of(drawn).items():
-        of = [context for context in CONTEXTS if context["kv_policy"] in text]
-        pays = (context["tokens_per_verification"] / context["speedup"] for context in of)
+        contexts = [context for context in CONTEXTS if context["kv_policy"] in text]
+        pays = (context["tokens_per_verification"] / context["speedup"] for context in contexts)
         assert found.pop(colour) == rounded(*pays)
     assert found == {}
 

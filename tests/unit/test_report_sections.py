@@ -179,10 +179,10 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
     frame = getattr(pandas, f"read_{suffix}")(out)
     assert set(frame["kind"]) == {"pass"}
     assert frame["pass"].tolist() == ["static+draft", *(raw["name"] for raw in EVERY)]
-    of = {row["pass"]: row for row in frame.to_dict("records")}
-    assert of["static"]["output_throughput"] == pytest.approx(0.5)
-    assert of["static"]["workload.goodput"] == "ttft:1500.0"
-    assert of["ring"]["details.busy"] == "0.75 0.25"
-    assert of["pipeinfer"]["details.most_in_flight"] == 2
-    assert of["pipeinfer"]["workload.draft"] == "ngram"
+    by_pass = {row["pass"]: row for row in frame.to_dict("records")}
+    assert by_pass["static"]["output_throughput"] == pytest.approx(0.5)
+    assert by_pass["static"]["workload.goodput"] == "ttft:1500.0"
+    assert by_pass["ring"]["details.busy"] == "0.75 0.25"
+    assert by_pass["pipeinfer"]["details.most_in_flight"] == 2
+    assert by_pass["pipeinfer"]["workload.draft"] == "ngram"
     assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()

@@ -145,7 +145,7 @@ def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
     kinds = (Throughput, RequestTimes)
     missing = {f.name for kind in kinds for f in fields(kind) if getattr(found, f.name) is None}
-    names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
+    names = {f"{s}_{time}_ms" for s in ("mean", "p50", "p90", "p99") for time in ("tpot", "itl")}
     rates = {"arrival_rate", "request_tokens_per_s", "request_goodput"}
     intervals = {"output_throughput_interval"}
     assert missing == {*names, *rates, *intervals, "steady_output_throughput"}

@@ -180,8 +180,8 @@ def test_a_cell_of_the_map_is_that_of_its_context_and_requests(pays: Any) -> Non
             return pays.BATCHES.index(B) < len(pays.BATCHES) - 1
 
         def speedup(self, way: Any, B: int, S: int) -> tuple[float, int]:
-            of = pays.CONTEXTS.index(S) if way.budget is not None else pays.BATCHES.index(B)
-            return 1.0 + 0.3 * of, 2
+            place = pays.CONTEXTS.index(S) if way.budget is not None else pays.BATCHES.index(B)
+            return 1.0 + 0.3 * place, 2
 
     ax = Figure().subplots()
     pays.draw_map(ax, Cell())

@@ -14,8 +14,6 @@ ACCEPTANCE = "records/acceptance.py"
 REPORT = "bench/report/"
 ENDPOINT = "systems/servers/system.py"
 COUNTERS = "systems/servers/counters.py"
-SPEED_INTERVAL = "speedup_interval=ratio_interval(of_steps)"
-NET_INTERVAL = "net_speedup_interval=ratio_interval(net)"
 
 PROPERTIES = (
     Property(
