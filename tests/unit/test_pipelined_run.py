@@ -208,7 +208,7 @@ def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
     drafter = make()
     seen = list[int]()
     forward = drafter.kv.forward
-    drafter.kv.forward = lambda *of: seen.append(of[0].numel()) or forward(*of)  # type: ignore
+    drafter.kv.forward = lambda *args: seen.append(args[0].numel()) or forward(*args)  # type: ignore
     text = list(random_prompts([50], 97)[0])
     lengths = (20, 20, 20, 21, 24, 50, 50)
     steps = [(5, 6), (5, 6, 7), (5, 9), (text[21], 4), (3,), (), (9, 9)]
@@ -263,11 +263,11 @@ def gated_round() -> tuple[ServedInThreads, CancelBoard]:
 def test_a_cancelled_run_skips_exactly_the_layers_that_are_left() -> None:
     found, _ = gated_round()
     layers = [{span.run: span.value for span in stage} for stage in found.stages]
-    assert [of[1] for of in layers] == [4, 4, 4]
-    assert [of[2] for of in layers] == [4, 2, 0], "stopped in the middle stage; then void"
-    assert [of[3] for of in layers] == [4, 0, 0], "it waited behind run 2"
+    assert [counts[1] for counts in layers] == [4, 4, 4]
+    assert [counts[2] for counts in layers] == [4, 2, 0], "stopped in the middle stage; then void"
+    assert [counts[3] for counts in layers] == [4, 0, 0], "it waited behind run 2"
     runs = found.scheduler.counts.runs
-    assert all(len(of) == runs for of in layers), "every run passes every stage"
+    assert all(len(counts) == runs for counts in layers), "every run passes every stage"
     assert {s.run for s in found.head if s.what is SpanKind.RESULT and s.value} >= {2, 3}
 
 
