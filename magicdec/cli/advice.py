@@ -92,7 +92,7 @@ def _equals_of(found: Finding) -> str:
     """The drafts that are equal to the best one as far as the batches tell, the fastest first."""
     if not found.equals or found.best.interval is None:
         return ""
-    ordered = sorted(found.equals, key=lambda each: -each.speedup)
+    ordered = sorted(found.equals, key=lambda draft: -draft.speedup)
     named = [f"`{draft.draft}` {draft}" for draft in ordered[:MOST_EQUALS]]
     more = len(ordered) - len(named)
     drafts = ", ".join(named) + (f" and {more} more" if more else "")
@@ -166,7 +166,7 @@ def find_best(drafts: Sequence[MeasuredDraft]) -> tuple[MeasuredDraft, list[Meas
     """The draft whose interval begins highest, and those that cannot be told apart from it. None is
     surely faster: the spread of a ratio is at least the difference of the spreads of both."""
     level = joint_level(len(drafts))
-    best = max(drafts, key=lambda each: each.least)
+    best = max(drafts, key=lambda draft: draft.least)
     others = [draft for draft in drafts if draft is not best]
     return best, [other for other in others if not is_surely_faster(best, other, level)]
 
