@@ -24,7 +24,7 @@ ORDER = 3  # tokens of the cache that a logit depends on
 GAMMA = 4
 SCALE = 2.2  # of the logits
 RIGHT = 0.8  # share of places at which the draft model has the target's likeliest token
-NOISE = 0.004  # of what is said of a place when others are served too
+NOISE = 0.004  # of what it says of a place when others are served too
 POLL_S = 0.01
 Logits = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -104,7 +104,7 @@ class SpeculatingServer:
             self.tables[key] = np.random.default_rng([7, *key]).normal(size=VOCABULARY)
         return self.sharpness * self.tables[key]
 
-    def said(self, ids: Sequence[int], salt: int = 0) -> Logits:
+    def logprobs(self, ids: Sequence[int], salt: int = 0) -> Logits:
         """Log-probabilities after `ids`, with the noise of a forward among others."""
         logits = self.logits(ids, len(ids))
         if self.num_open > 1:
@@ -327,17 +327,17 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def steps_of(self, asked: Asked, taken: list[Step]) -> Iterator[tuple[Step, list[Logits]]]:
-        """The steps of an answer, each with what is said of its tokens."""
+        """The steps of an answer, each with the log-probabilities of its tokens."""
         ours = self.ours
         output = list[int]()
         for step in ours.decode(asked):
             taken.append(step)
-            said = [
-                ours.said([*asked.prompt, *output, *step.tokens[:n]])
+            logprobs = [
+                ours.logprobs([*asked.prompt, *output, *step.tokens[:n]])
                 for n in range(len(step.tokens))
             ]
             output += step.tokens
-            yield step, said
+            yield step, logprobs
         with ours.lock:
             ours.count(taken)
 
@@ -370,25 +370,25 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
         found: list[dict[str, Any] | None] = [None]
         is_wrong = self.ours.fault == "wrong scores of texts" and sum(ids) % 2
         for n in range(1, len(ids)):
-            said = self.ours.said(ids[: n - 1 if is_wrong else n], salt=1)
-            top = {*np.argsort(-said)[:count].tolist(), ids[n]}
-            found.append({str(token): {"logprob": float(said[token])} for token in top})
+            logprobs = self.ours.logprobs(ids[: n - 1 if is_wrong else n], salt=1)
+            top = {*np.argsort(-logprobs)[:count].tolist(), ids[n]}
+            found.append({str(token): {"logprob": float(logprobs[token])} for token in top})
         return found
 
     def vllm_events(self, asked: Asked) -> Iterator[dict[str, Any] | str]:
         taken = list[Step]()
-        for step, said in self.steps_of(asked, taken):
+        for step, logprobs in self.steps_of(asked, taken):
             choice: dict[str, Any] = {"text": "x"}
             choice |= {} if "ids" in self.ours.lacks else {"token_ids": step.tokens}
             if asked.num_logprobs:
-                tops = [np.argsort(-logits)[: asked.num_logprobs].tolist() for logits in said]
-                pairs = list(zip(step.tokens, said, strict=True))
+                tops = [np.argsort(-logits)[: asked.num_logprobs].tolist() for logits in logprobs]
+                pairs = list(zip(step.tokens, logprobs, strict=True))
                 choice["logprobs"] = {
                     "tokens": [f"token_id:{token}" for token in step.tokens],
                     "token_logprobs": [float(logits[token]) for token, logits in pairs],
                     "top_logprobs": [
                         {f"token_id:{token}": float(logits[token]) for token in top}
-                        for top, logits in zip(tops, said, strict=True)
+                        for top, logits in zip(tops, logprobs, strict=True)
                     ],
                 }
             yield {"choices": [choice]}
@@ -414,7 +414,7 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
         count = body.get("top_logprobs_num", 0)
         if not body.get("stream"):
             scored = [
-                (ids[n], self.ours.said(ids[:n], salt=1))
+                (ids[n], self.ours.logprobs(ids[:n], salt=1))
                 for n in range(max(1, body["logprob_start_len"]), len(ids))
             ]
             tops = [
@@ -446,15 +446,15 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
     def sglang_events(self, asked: Asked) -> Iterator[dict[str, Any] | str]:
         taken = list[Step]()
         output = list[int]()
-        for step, said in self.steps_of(asked, taken):
+        for step, logprobs in self.steps_of(asked, taken):
             output += step.tokens
             info: dict[str, Any] = {"completion_tokens": len(output), "finish_reason": None}
             if asked.num_logprobs:
-                pairs = list(zip(step.tokens, said, strict=True))
-                info["output_token_logprobs"] = [self.entry(said, t) for t, said in pairs]
+                pairs = list(zip(step.tokens, logprobs, strict=True))
+                info["output_token_logprobs"] = [self.entry(logprobs, t) for t, logprobs in pairs]
                 info["output_top_logprobs"] = [
                     [self.entry(logits, t) for t in self.top(logits, asked.num_logprobs)]
-                    for logits in said
+                    for logits in logprobs
                 ]
             yield {"text": "", "output_ids": [*output], "meta_info": info}
         info = {"completion_tokens": len(output), "finish_reason": {"type": "length"}}
@@ -484,8 +484,8 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
     def llama_cpp_events(self, asked: Asked) -> Iterator[dict[str, Any] | str]:
         """One event a token; log-probabilities only of tokens from a step without drafts."""
         taken = list[Step]()
-        for step, said in self.steps_of(asked, taken):
-            for token, logits in zip(step.tokens, said, strict=True):
+        for step, logprobs in self.steps_of(asked, taken):
+            for token, logits in zip(step.tokens, logprobs, strict=True):
                 event: dict[str, Any] = {"content": "x", "tokens": [token], "stop": False}
                 if asked.num_logprobs and not step.num_drafted:
                     tops = self.top(logits, asked.num_logprobs)

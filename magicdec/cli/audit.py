@@ -261,15 +261,16 @@ def record_of(
     seconds: float,
 ) -> AuditRecord:
     """The record of the checks that have ended."""
-    config = flags | {"endpoint": masked(args.endpoint)}
-    config |= {"plain": masked(args.plain)} if args.plain else {}
-    config |= {"endpoint_metrics": masked(args.endpoint_metrics)} if args.endpoint_metrics else {}
+    config = {
+        key: masked(value) if isinstance(value, str) else value for key, value in flags.items()
+    }
     asked = [server.num_requests for server in (audit.server, audit.plain) if server is not None]
     return AuditRecord(
         status=worst([check.status for check in audit.checks]),
         config=config,
         environment=environment,
         program=audit.program or next((a.program for a in audit.answers if a.program), None),
+        server=masked(args.endpoint),
         model=audit.server.model or "",
         checks=audit.checks,
         noise=[] if audit.noise is None else audit.noise.pairs,

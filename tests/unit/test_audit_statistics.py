@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from magicdec.bench.audit.asking import Answer
+from magicdec.bench.audit.asking import ServerAnswer
 from magicdec.bench.audit.counting import full_draft, num_steps_of, seen_steps, tokens_per_step
 from magicdec.bench.audit.judging import Noise, margin, spacing
 from magicdec.bench.audit.sampling import TAIL, compare_draws, expected_of
@@ -133,17 +133,19 @@ def test_tokens_at_the_edge_of_top_k_are_not_judged() -> None:
     assert near is not None and near.edge == {1, 2} and set(near.cells) == {0}
 
 
-def answer(sizes: list[int], counts: ReportedCounts | None = None, gap_s: float = 0.1) -> Answer:
+def answer(
+    sizes: list[int], counts: ReportedCounts | None = None, gap_s: float = 0.1
+) -> ServerAnswer:
     """An answer whose events have so many tokens."""
     parts = [(gap_s * number, size) for number, size in enumerate(sizes, 1)]
-    return Answer((1, 2), [3] * sum(sizes), parts, counts=counts)
+    return ServerAnswer((1, 2), [3] * sum(sizes), parts, counts=counts)
 
 
 def test_steps_that_are_seen() -> None:
     assert seen_steps(answer([1, 3, 1, 4])) == [3, 1, 4]
     assert seen_steps(answer([2, 3])) == [1, 3]  # the first step came with the prompt's token
     assert seen_steps(answer([1, 1, 1])) is None
-    bursts = Answer((1,), [3] * 6, [(t, 1) for t in (0.1, 0.2, 0.2002, 0.2004, 0.3, 0.3001)])
+    bursts = ServerAnswer((1,), [3] * 6, [(t, 1) for t in (0.1, 0.2, 0.2002, 0.2004, 0.3, 0.3001)])
     assert seen_steps(bursts) == [3, 2]
 
 

@@ -23,6 +23,7 @@ OTHER_MEANINGS = {
     "verified": (
         *("cli/checkpoints", "model/checkpoint/convert", "config/capabilities"),  # the verb
         *("records/record", "records/pass_record", "records/describe"),  # a status
+        "bench/audit/",  # the same, and counts of verifications
     ),
     "grouped": ("model/families/",),  # a packing of q, k and v
     "native": ("model/elementwise/",),  # a way to compute norms, rotation and gates, as `triton`

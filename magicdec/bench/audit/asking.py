@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Answer:
+class ServerAnswer:
     """An answer to a prompt. `parts` are its events with tokens: seconds since it was asked for,
     and the number of tokens. `cached`: tokens of the prompt of which the server had the KV."""
 
@@ -101,7 +101,7 @@ class AuditedServer:
         salt: str | None = None,
         num_logprobs: int = 0,
         cancelled_after: int | None = None,
-    ) -> Answer:
+    ) -> ServerAnswer:
         """The answer to a prompt, without an early end; with `cancelled_after`, as far as it has
         come when the connection is closed after so many tokens. With a `salt`, the server begins
         with no KV that it had of the prompt."""
@@ -117,7 +117,7 @@ class AuditedServer:
             num_logprobs=num_logprobs,
             salt=salt,
         )
-        found = Answer(tuple(prompt))
+        found = ServerAnswer(tuple(prompt))
         size = STREAM_BYTES + PROMPT_BYTES * len(prompt)
         size += (TOKEN_BYTES + SCORE_BYTES * bool(num_logprobs)) * max_tokens
         limits = c.limits(size)
@@ -141,7 +141,7 @@ class AuditedServer:
             )
         return found
 
-    def _take(self, found: Answer, event: dict[str, object], most: int) -> int:
+    def _take(self, found: ServerAnswer, event: dict[str, object], most: int) -> int:
         """Take the token ids of an event. Returns how many there are."""
         c = self.connection
         num_new = 0
@@ -160,7 +160,7 @@ class AuditedServer:
             raise ValueError(f"{c.flag}: an answer has more than {most} token ids")
         return num_new
 
-    def _observe(self, found: Answer, event: dict[str, object]) -> None:
+    def _observe(self, found: ServerAnswer, event: dict[str, object]) -> None:
         """Note what an event says of drafts and of the prompt."""
         details = part_of(part_of(event, "usage") or {}, "prompt_tokens_details") or {}
         try:

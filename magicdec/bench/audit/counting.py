@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from magicdec.bench.audit.asking import Answer
+from magicdec.bench.audit.asking import ServerAnswer
 from magicdec.bench.audit.record import AuditFinding
 from magicdec.records.acceptance import ReportedCounts
 
@@ -17,7 +17,7 @@ TOGETHER_S = 0.003  # between the events of one step, of servers that send one a
 APART = 5  # times as long as that between steps, at least
 
 
-def num_steps_of(answer: Answer) -> int | None:
+def num_steps_of(answer: ServerAnswer) -> int | None:
     """The decode steps of an answer after its first token, each of which emits one token more than
     it accepts; as seen, if the server reports no drafts. None if neither is known."""
     count = len(answer.output_ids) - 1
@@ -28,7 +28,7 @@ def num_steps_of(answer: Answer) -> int | None:
     return None if sizes is None else len(sizes)
 
 
-def seen_steps(answer: Answer) -> list[int] | None:
+def seen_steps(answer: ServerAnswer) -> list[int] | None:
     """The tokens of each decode step as they came: one event a step or, if events have one token
     each, those that came together. None if steps cannot be told apart."""
     first, *later = answer.parts or [(0.0, 0)]
@@ -49,7 +49,7 @@ def seen_steps(answer: Answer) -> list[int] | None:
     return found
 
 
-def tokens_per_step(answers: Sequence[Answer]) -> float | None:
+def tokens_per_step(answers: Sequence[ServerAnswer]) -> float | None:
     """Of all answers together; None if it is not known of one of them."""
     steps = [num_steps_of(answer) for answer in answers]
     known = [count for count in steps if count is not None]
@@ -58,7 +58,9 @@ def tokens_per_step(answers: Sequence[Answer]) -> float | None:
     return sum(len(answer.output_ids) - 1 for answer in answers) / sum(known)
 
 
-def faults_of_answers(answers: Sequence[Answer], alone: Sequence[Answer]) -> list[AuditFinding]:
+def faults_of_answers(
+    answers: Sequence[ServerAnswer], alone: Sequence[ServerAnswer]
+) -> list[AuditFinding]:
     """Answers whose counts contradict themselves or their tokens and, of those that were asked for
     `alone`, how these came. A busy client or server may send several steps at once, so that the
     latter are a fault only if most answers have it."""
@@ -82,11 +84,11 @@ def faults_of_answers(answers: Sequence[Answer], alone: Sequence[Answer]) -> lis
     return findings
 
 
-def _of(answer: Answer, text: str) -> str:
+def _of(answer: ServerAnswer, text: str) -> str:
     return f"{len(answer.prompt_ids)} prompt tokens and {len(answer.output_ids)} new ones: {text}"
 
 
-def full_draft(answers: Sequence[Answer]) -> int | None:
+def full_draft(answers: Sequence[ServerAnswer]) -> int | None:
     """How many tokens a draft has, of servers of which whole drafts were seen to be accepted: in
     half of the steps of an answer."""
     steps = [sizes for answer in answers if len(sizes := seen_steps(answer) or []) >= FEWEST_STEPS]
@@ -95,7 +97,7 @@ def full_draft(answers: Sequence[Answer]) -> int | None:
     return most - 1 if is_full and most > 1 else None
 
 
-def _contradictions(answer: Answer) -> list[tuple[str, str]]:
+def _contradictions(answer: ServerAnswer) -> list[tuple[str, str]]:
     """What contradicts itself in the counts of an answer, or its number of tokens."""
     count = len(answer.output_ids) - 1
     if answer.problem is not None:
@@ -118,7 +120,7 @@ def _contradictions(answer: Answer) -> list[tuple[str, str]]:
     return []
 
 
-def _beside_seen(answer: Answer, draft_length: int | None) -> list[tuple[str, str]]:
+def _beside_seen(answer: ServerAnswer, draft_length: int | None) -> list[tuple[str, str]]:
     """Counts of an answer beside the steps in which its tokens came."""
     sizes = seen_steps(answer)
     counts = answer.counts
@@ -142,7 +144,7 @@ def _beside_seen(answer: Answer, draft_length: int | None) -> list[tuple[str, st
     return found
 
 
-def faults_of_sums(answers: Sequence[Answer], total: ReportedCounts) -> list[AuditFinding]:
+def faults_of_sums(answers: Sequence[ServerAnswer], total: ReportedCounts) -> list[AuditFinding]:
     """A server's counters over these answers alone beside what they report."""
     found = list[AuditFinding]()
     for name in ("drafted", "accepted", "verifications"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from magicdec.bench.audit.asking import Answer, AuditedServer, NoScores, together
+from magicdec.bench.audit.asking import AuditedServer, NoScores, ServerAnswer, together
 from magicdec.bench.audit.record import NoisePair
 from magicdec.systems.servers.server_format import ScoredToken
 
@@ -27,6 +27,8 @@ TEXT = "whole text"
 TOKEN = "one token"
 OTHERS = ", among others"
 COLD = ", without KV"
+OutputScores = dict[int, ScoredToken]
+"""What is said at places of an output."""
 
 
 def gap(scored: ScoredToken) -> float:
@@ -57,13 +59,13 @@ class Judge:
     most_places: int  # that are judged of an answer, if each is a request
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], ScoredToken] = field(default_factory=dict)
 
-    def judge(self, answers: Sequence[Answer]) -> list[dict[int, ScoredToken]]:
+    def judge(self, answers: Sequence[ServerAnswer]) -> list[OutputScores]:
         """What is said at places of each answer, by place. The first token comes from the forward
         of the prompt, and is judged as well."""
         jobs = [lambda answer=answer: self._judge_one(answer) for answer in answers]
         return together(jobs, 1 if self.by_text else self.concurrency)
 
-    def _judge_one(self, answer: Answer) -> dict[int, ScoredToken]:
+    def _judge_one(self, answer: ServerAnswer) -> OutputScores:
         places = range(len(answer.output_ids))
         if not self.by_text:
             places = spread(len(places), self.most_places)
@@ -78,7 +80,7 @@ class Judge:
                 self.known[self._key(answer, i)] = self.server.next_token(ids)
         return {i: self.known[self._key(answer, i)] for i in places}
 
-    def _key(self, answer: Answer, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _key(self, answer: ServerAnswer, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         # A whole text's score depends on later tokens nowhere, so that answers may share it.
         return answer.prompt_ids, tuple(answer.output_ids[:place])
 
@@ -107,7 +109,7 @@ class Noise:
 
 
 def measure_noise(
-    answers: Sequence[Answer], judge: Judge, plain: Judge | None, concurrency: int
+    answers: Sequence[ServerAnswer], judge: Judge, plain: Judge | None, concurrency: int
 ) -> Noise:
     """The noise of what a server says of a few places, in every way in which it can be asked, and
     beside a plain server of the same model. Raises ValueError if that one has another model."""
@@ -150,8 +152,8 @@ def measure_noise(
     return Noise(pairs, min(tolerance, MOST_NOISE), relative, contradictions)
 
 
-Places = dict[tuple[int, int], ScoredToken]
-Way = Callable[[Sequence[Answer]], Places]
+ScoresByPlace = dict[tuple[int, int], ScoredToken]
+Way = Callable[[Sequence[ServerAnswer]], ScoresByPlace]
 
 
 def _ways(judge: Judge, concurrency: int) -> Iterator[tuple[str, Way]]:
@@ -166,11 +168,11 @@ def _ways(judge: Judge, concurrency: int) -> Iterator[tuple[str, Way]]:
 
 def _one_by_one(
     server: AuditedServer,
-    texts: Sequence[Answer],
+    texts: Sequence[ServerAnswer],
     concurrency: int,
     most: int = NUM_NOISE_PLACES,
     is_cold: bool = False,
-) -> Places:
+) -> ScoresByPlace:
     places = [(t, i) for t, text in enumerate(texts) for i in spread(len(text.output_ids), most)]
 
     def ask(t: int, i: int) -> ScoredToken:
@@ -181,7 +183,7 @@ def _one_by_one(
     return dict(zip(places, together(jobs, concurrency), strict=True))
 
 
-def _whole(server: AuditedServer, texts: Sequence[Answer], concurrency: int) -> Places:
+def _whole(server: AuditedServer, texts: Sequence[ServerAnswer], concurrency: int) -> ScoresByPlace:
     jobs = [
         lambda text=text: server.score_text(text.text_ids, len(text.prompt_ids)) for text in texts
     ]
@@ -189,7 +191,7 @@ def _whole(server: AuditedServer, texts: Sequence[Answer], concurrency: int) -> 
     return {(t, i): one for t, found in enumerate(scored) for i, one in enumerate(found)}
 
 
-def differences_of(base: Places, other: Places) -> list[float]:
+def differences_of(base: ScoresByPlace, other: ScoresByPlace) -> list[float]:
     """By how much the gap between the two likeliest tokens of `base` differs."""
     found = list[float]()
     for place, scored in base.items():
@@ -222,7 +224,7 @@ def spacing(gaps: Sequence[float]) -> float:
     return 0.0
 
 
-def can_score_texts(server: AuditedServer, answer: Answer) -> bool:
+def can_score_texts(server: AuditedServer, answer: ServerAnswer) -> bool:
     """Whether a server scores a text in one request. Raises NoScores if it says no
     log-probabilities in any way."""
     if server.scores_texts:

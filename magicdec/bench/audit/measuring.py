@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from magicdec.bench.audit.asking import Answer, AuditedServer, NoScores, together
+from magicdec.bench.audit.asking import AuditedServer, NoScores, ServerAnswer, together
 from magicdec.bench.audit.counting import faults_of_answers, faults_of_sums, tokens_per_step
 from magicdec.bench.audit.judging import (
     Judge,
     Noise,
+    OutputScores,
     best,
     can_score_texts,
     gap,
@@ -38,7 +39,7 @@ from magicdec.bench.audit.states import LAST, LATER, Pairs, States, cell_of, los
 from magicdec.bench.audit.statistics import binomial_tail, most_undetected
 from magicdec.records.record import Status
 from magicdec.systems.servers.details import count_when_ended
-from magicdec.systems.servers.server_format import AskedSampling, ScoredToken
+from magicdec.systems.servers.server_format import AskedSampling
 
 Say = Callable[[str], None]
 FLIP_ALPHA = 1e-3  # chance of a false alarm about how often near ties are lost
@@ -76,8 +77,8 @@ class Audit:
     sampled: list[SampledPlace] = field(default_factory=list)
     states: list[StateCell] = field(default_factory=list)
     program: str | None = None
-    cold: dict[int, list[Answer]] = field(default_factory=dict)
-    others: list[Answer] = field(default_factory=list)  # beside others or in states
+    cold: dict[int, list[ServerAnswer]] = field(default_factory=dict)
+    others: list[ServerAnswer] = field(default_factory=list)  # beside others or in states
     judge: Judge | None = None
     unjudged: str = ""  # why there is no judge
 
@@ -109,7 +110,7 @@ class Audit:
             self.checks.append(found)
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ServerAnswer]:
         """All greedy answers so far."""
         return [*(answer for found in self.cold.values() for answer in found), *self.others]
 
@@ -154,7 +155,7 @@ class Audit:
             text = "; ".join(noise.contradictions)
             findings.append(AuditFinding(name="log-probabilities", text=text))
         wrong = list[WrongToken]()
-        places = dict[tuple[tuple[int, ...], tuple[int, ...]], Places]()
+        places = dict[tuple[tuple[int, ...], tuple[int, ...]], OutputScores]()
         for context, cold in self.cold.items():
             for concurrency in self.plan.concurrency:
                 answers = cold
@@ -187,7 +188,7 @@ class Audit:
             bound += f", or in fewer than {most_undetected(tokens):.2%} of tokens"
         return AuditCheck(name=GREEDY, status=status, text=text, bound=bound, findings=findings)
 
-    def _asking(self, prompt: Sequence[int]) -> Callable[[], Answer]:
+    def _asking(self, prompt: Sequence[int]) -> Callable[[], ServerAnswer]:
         return lambda: self.server.answer(prompt, self.plan.gen_len)
 
     def _check_counters(self) -> AuditCheck:
@@ -317,9 +318,6 @@ class Audit:
         )
 
 
-Places = dict[int, ScoredToken]
-
-
 @dataclass(frozen=True)
 class WrongToken:
     """A token that lost to a likelier one by more than noise: `number` of its request, `place` in
@@ -342,8 +340,8 @@ class WrongToken:
 def greedy_cell(
     context: int,
     concurrency: int,
-    answers: Sequence[Answer],
-    found: Sequence[Places],
+    answers: Sequence[ServerAnswer],
+    found: Sequence[OutputScores],
     noise: Noise,
 ) -> tuple[GreedyCell, list[WrongToken]]:
     """What was judged of some answers, and their wrong tokens."""

@@ -145,6 +145,7 @@ class AuditRecord(MeasuredRecord):
     program: str | None = recorded(
         "the program in whose form the server reports drafts", null="if it reports none"
     )
+    server: str = recorded("its URL, without credentials")
     model: str = recorded("the model as the server names it")
     checks: list[AuditCheck] = recorded("a verdict for each check")
     noise: list[NoisePair] = recorded("the noise of the server's own log-probabilities")
@@ -213,7 +214,7 @@ def _verdicts(record: AuditRecord) -> Table:
     status = Status(record.status)
     program = record.program or "program unknown"
     above = [
-        Line(f"{record.model} at {record.config['endpoint']} ({program})"),
+        Line(f"{record.model} at {record.server} ({program})"),
         Line(IN_WORDS[status], STYLES[status]),
     ]
     rows = [(check.name, IN_WORDS[Status(check.status)], check.text) for check in record.checks]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from magicdec.bench.audit.asking import Answer, AuditedServer, together
+from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
 from magicdec.bench.audit.judging import Judge, Noise
 from magicdec.bench.audit.record import AuditFinding, SampledPlace
 from magicdec.bench.audit.statistics import compare_counts, num_draws, rejected
@@ -55,7 +55,7 @@ class Expected:
 
 
 def open_places(
-    answers: Sequence[Answer], scored: Sequence[dict[int, ScoredToken]], most: int
+    answers: Sequence[ServerAnswer], scored: Sequence[dict[int, ScoredToken]], most: int
 ) -> list[OpenPlace]:
     """The places that are most open, one of each answer, of greedy answers with what is said of
     their tokens."""
@@ -128,11 +128,11 @@ def _normalised(weights: dict[int, float]) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnPlace:
     """The answers that were drawn at a place, and what was found at each depth."""
 
     place: OpenPlace
-    answers: list[Answer]
+    answers: list[ServerAnswer]
     tested: list[SampledPlace]
 
     @property
@@ -151,10 +151,10 @@ def draw(
     sampling: AskedSampling,
     concurrency: int,
     noise: Noise,
-) -> Drawn:
+) -> DrawnPlace:
     """Draw answers at a place and test them, at each depth those that begin alike."""
 
-    def ask(seed: int) -> Answer:
+    def ask(seed: int) -> ServerAnswer:
         return server.answer(place.ids, 1 + NUM_DEPTHS, replace(sampling, seed=seed))
 
     jobs = [lambda seed=seed: ask(seed) for seed in range(1, count + 1)]
@@ -171,7 +171,7 @@ def draw(
         if found is not None:
             tested.append(replace(found, context=len(ids), depth=depth))
         path.append(Counter(drawn).most_common(1)[0][0])
-    return Drawn(place, answers, tested)
+    return DrawnPlace(place, answers, tested)
 
 
 def compare_draws(drawn: Sequence[int], expected: Expected, error: float) -> SampledPlace | None:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from magicdec.bench.audit.asking import Answer, AuditedServer, together
+from magicdec.bench.audit.asking import AuditedServer, ServerAnswer, together
 from magicdec.bench.audit.counting import num_steps_of, tokens_per_step
 from magicdec.bench.audit.record import AuditFinding, StateCell
 from magicdec.records.intervals import FEWEST_PROMPTS, quantile
@@ -35,11 +35,11 @@ class Pairs:
     state: str
     context: int
     concurrency: int
-    answers: list[Answer]
-    cold: list[Answer]
+    answers: list[ServerAnswer]
+    cold: list[ServerAnswer]
 
     @property
-    def others(self) -> list[Answer]:
+    def others(self) -> list[ServerAnswer]:
         """The answers with other tokens."""
         pairs = zip(self.answers, self.cold, strict=True)
         return [answer for answer, cold in pairs if answer.output_ids != cold.output_ids]
@@ -53,48 +53,48 @@ class States:
         self.server = server
         self.gen_len = gen_len
 
-    def cold(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    def cold(self, prompts: Sequence[Sequence[int]]) -> list[ServerAnswer]:
         return [self._ask(prompt, salt=self.server.new_salt()) for prompt in prompts]
 
-    def warm(self, prompts: Sequence[Sequence[int]], concurrency: int = 1) -> list[Answer]:
+    def warm(self, prompts: Sequence[Sequence[int]], concurrency: int = 1) -> list[ServerAnswer]:
         """The answers where the server may have KV of the prompts."""
         return together([self._asking(prompt) for prompt in prompts], concurrency)
 
-    def _ask(self, prompt: Sequence[int], salt: str | None = None) -> Answer:
+    def _ask(self, prompt: Sequence[int], salt: str | None = None) -> ServerAnswer:
         return self.server.answer(prompt, self.gen_len, salt=salt)
 
-    def _asking(self, prompt: Sequence[int]) -> Callable[[], Answer]:
+    def _asking(self, prompt: Sequence[int]) -> Callable[[], ServerAnswer]:
         return lambda: self._ask(prompt)
 
-    def after_hits(self, cold: Sequence[Answer], context: int) -> Pairs:
+    def after_hits(self, cold: Sequence[ServerAnswer], context: int) -> Pairs:
         """Each prompt twice; the second answer counts."""
         prompts = [answer.prompt_ids for answer in cold]
         self.warm(prompts)
         return Pairs(HIT, context, 1, self.warm(prompts), [*cold])
 
-    def again(self, cold: Sequence[Answer], context: int, state: str) -> Pairs:
+    def again(self, cold: Sequence[ServerAnswer], context: int, state: str) -> Pairs:
         """The prompts once more without any KV of them."""
         prompts = [answer.prompt_ids for answer in cold]
         return Pairs(state, context, 1, self.cold(prompts), [*cold])
 
-    def beside_others(self, cold: Sequence[Answer], context: int, concurrency: int) -> Pairs:
+    def beside_others(self, cold: Sequence[ServerAnswer], context: int, concurrency: int) -> Pairs:
         prompts = [answer.prompt_ids for answer in cold]
         return Pairs(BESIDE, context, concurrency, self.warm(prompts, concurrency), [*cold])
 
-    def beside_cancelled(self, cold: Sequence[Answer], context: int) -> Pairs:
+    def beside_cancelled(self, cold: Sequence[ServerAnswer], context: int) -> Pairs:
         """Each prompt beside the one before, whose connection is closed after a few tokens."""
-        found = list[Answer]()
+        found = list[ServerAnswer]()
         for number, answer in enumerate(cold):
             other = cold[number - 1].prompt_ids
 
-            def cancel(prompt: tuple[int, ...] = other) -> Answer:
+            def cancel(prompt: tuple[int, ...] = other) -> ServerAnswer:
                 after = CANCELLED_AFTER
                 return self.server.answer(prompt, self.gen_len, cancelled_after=after)
 
             found.append(together([self._asking(answer.prompt_ids), cancel], 2)[0])
         return Pairs(CANCELLED, context, 2, found, [*cold])
 
-    def conversations(self, cold: Sequence[Answer], context: int) -> list[Pairs]:
+    def conversations(self, cold: Sequence[ServerAnswer], context: int) -> list[Pairs]:
         """By turn from the second on: prompts that go on from an answer, with new tokens from the
         beginning of another prompt."""
         talks = [*cold[:MOST_TALKS]]

@@ -68,7 +68,7 @@ def scored_text(answer: ServerEvent, ids: Sequence[int], first: int) -> list[Sco
     if len(places) != len(ids):
         raise ValueError(f"prompt_logprobs of {len(places)} tokens, not of {len(ids)}")
     return [
-        ScoredToken(ids[i], {int(key): float(of["logprob"]) for key, of in places[i].items()})
+        ScoredToken(ids[i], {int(key): float(entry["logprob"]) for key, entry in places[i].items()})
         for i in range(first, len(ids))
     ]
 
