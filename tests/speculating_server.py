@@ -26,6 +26,9 @@ SCALE = 2.2  # of the logits
 RIGHT = 0.8  # share of places at which the draft model has the target's likeliest token
 NOISE = 0.004  # of what it says of a place when others are served too
 POLL_S = 0.01
+PATIENCE_S = 30.0
+MANY_BYTES = 8192  # that a client does not read before it is given them
+CANCELLATION = "draft state lost at a cancellation"
 Logits = np.ndarray[Any, np.dtype[np.float64]]
 
 GREEDY_FAULTS = (
@@ -49,7 +52,7 @@ COUNTER_FAULTS = (
 )
 STATE_FAULTS = (
     "draft state lost at a hit",
-    "draft state lost at a cancellation",
+    CANCELLATION,
     "draft decays",
     "more drafts than the head was trained for",
 )
@@ -165,7 +168,7 @@ class SpeculatingServer:
     def draft(self, cache: Sequence[int], is_hit: bool) -> list[int]:
         found = list[int]()
         is_lost = self.fault == "draft state lost at a hit" and is_hit
-        is_lost |= self.fault == "draft state lost at a cancellation" and self.was_cancelled
+        is_lost |= self.fault == CANCELLATION and self.was_cancelled
         chance = RIGHT
         if self.fault == "draft decays":
             chance *= 0.98**self.num_served
@@ -322,9 +325,21 @@ class SpeculatingHandler(BaseHTTPRequestHandler):
         self.end_headers()
         for event in events:
             text = event if isinstance(event, str) else json.dumps(event)
+            if self.ours.fault == CANCELLATION:
+                self.wfile.write(f": {'x' * MANY_BYTES}\n\n".encode())
             self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()
+        if self.ours.fault == CANCELLATION:
+            self.await_close()
         self.close_connection = True
+
+    def await_close(self) -> None:
+        """Until the client closes. One that has not read all resets the connection."""
+        self.connection.settimeout(PATIENCE_S)
+        try:
+            self.connection.recv(1)
+        except ConnectionResetError:
+            self.ours.was_cancelled = True
 
     def steps_of(self, asked: Asked, taken: list[Step]) -> Iterator[tuple[Step, list[Logits]]]:
         """The steps of an answer, each with the log-probabilities of its tokens."""
