@@ -126,18 +126,27 @@ POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
 def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table]:
     """What the passes of one command have to show: in brief, or all of it. More passes than a table
     has room for are in several tables."""
+    head = Table(title=title_of(records), above=above(records, is_verbose), below=below(records))
+    shares_prefill = any(record.shares_prefill for record in records)
     turns = turn_tables(records)
     categories = [
         table for record in records for table in category_tables(record.name, record.metrics)
     ]
+    if not shares_prefill:
+        head = with_summary(head, records)
     if not is_verbose:
-        return [brief_table(records), *turns, *categories]
+        return [with_brief(head, records) if shares_prefill else head, *turns, *categories]
     rows = rows_of(records)
     parts = parts_of(records, rows)
     shown = [[records[place] for place in places] for places in parts]
+    main = [modes_table(part, rows, places) for part, places in zip(shown, parts, strict=True)]
+    if shares_prefill:  # the metrics stand between what is above and what is below
+        if main:
+            main[-1] = replace(main[-1], below=[*head.below, *main[-1].below])
+        head = replace(head, below=())
     return [
-        *head_of(records),
-        *(modes_table(records, rows, places) for places in parts),
+        head,
+        *main,
         *turns,
         *(table for part in shown for table in context_tables(part)),
         *categories,
@@ -145,32 +154,13 @@ def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table
     ]
 
 
-def brief_table(records: Sequence[PassRecord]) -> Table:
-    """What matters most: of passes that share a prefill a column each, of others a row each."""
-    if not shares_prefill(records):
-        return summary_table(records, is_verbose=False)
-    lines = above(records, is_verbose=False)
+def with_brief(head: Table, records: Sequence[PassRecord]) -> Table:
+    """What matters most of passes that share a prefill, a column each."""
     if not any(record.metrics for record in records):
-        return Table(above=lines)
+        return Table(above=head.above)
     rows = [row for row in rows_of(records, {"": BRIEF}) if not isinstance(row[0], Heading)]
-    return Table(
-        [Column("", is_text=True, key="metric"), *columns_of(records)],
-        rows,
-        title=title_of(records),
-        above=lines,
-        below=below(records),
-    )
-
-
-def head_of(records: Sequence[PassRecord]) -> list[Table]:
-    """What stands above all metrics."""
-    if shares_prefill(records):
-        return [Table(title=title_of(records), above=above(records, is_verbose=True))]
-    return [summary_table(records, is_verbose=True)]
-
-
-def shares_prefill(records: Sequence[PassRecord]) -> bool:
-    return any(record.shares_prefill for record in records)
+    columns = [Column("", is_text=True, key="metric"), *columns_of(records)]
+    return replace(head, columns=columns, rows=rows)
 
 
 def above(records: Sequence[PassRecord], is_verbose: bool) -> list[Line]:
@@ -435,22 +425,19 @@ def rows_in(rows: Sequence[TableRow], places: Sequence[int]) -> list[TableRow]:
 
 
 def modes_table(
-    records: Sequence[PassRecord], rows: Sequence[TableRow], places: Sequence[int]
+    shown: Sequence[PassRecord], rows: Sequence[TableRow], places: Sequence[int]
 ) -> Table:
-    """A table with a column for each pass at `places`, and all rows."""
-    shown = [records[place] for place in places]
-    is_whole = shares_prefill(records) and places[-1] == len(records) - 1
+    """A table with a column for each pass of `shown`, at `places` of all rows."""
     return Table(
         [Column("", is_text=True, key="metric"), *columns_of(shown)],
         rows_in(rows, places),
         title="; ".join(mode_of(shown)),
-        below=[*(below(records) if is_whole else []), *detail_notes(shown)],
+        below=detail_notes(shown),
     )
 
 
-def summary_table(records: Sequence[PassRecord], is_verbose: bool) -> Table:
-    """A row for each pass, with the metrics of `SUMMARY` that one has, above whether its tokens are
-    right, and below which has the most tokens/s."""
+def with_summary(head: Table, records: Sequence[PassRecord]) -> Table:
+    """A row for each pass, with the metrics of `SUMMARY` that one has."""
     rows = rows_of(records, {"": SUMMARY})
     chosen = {str(row[0].value): row for row in rows if isinstance(row[0], Shown)}
     is_closed = records[0].concurrency is not None
@@ -462,21 +449,13 @@ def summary_table(records: Sequence[PassRecord], is_verbose: bool) -> Table:
         at_once = [record.concurrency] if is_closed else []
         cells = [without_interval(row[1 + place]) for row in chosen.values()]
         lines.append([record.mode, *at_once, *cells, record.status])
-    return Table(
-        [
-            Column("mode", is_text=True),
-            *([Column("at\nonce", key="concurrency")] if is_closed else []),
-            *(
-                Column(text_of(row[0]).replace(" ", "\n", 1), key=key)
-                for key, row in chosen.items()
-            ),
-            Column("verdict", is_text=True, key="status"),
-        ],
-        lines,
-        title=title_of(records),
-        above=above(records, is_verbose),
-        below=below(records),
-    )
+    columns = [
+        Column("mode", is_text=True),
+        *([Column("at\nonce", key="concurrency")] if is_closed else []),
+        *(Column(text_of(row[0]).replace(" ", "\n", 1), key=key) for key, row in chosen.items()),
+        Column("verdict", is_text=True, key="status"),
+    ]
+    return replace(head, columns=columns, rows=lines)
 
 
 def without_interval(cell: object) -> object:
