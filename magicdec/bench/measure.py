@@ -51,10 +51,11 @@ def passes_of(system: PrefilledBatching) -> list[PlannedPass]:
     ]
 
 
-def execute(prepared: Prepared, is_leader: bool) -> Outcome:
+def execute(prepared: Prepared) -> Outcome:
     """Executes the run on this rank. Exceptions propagate; the caller records them."""
+    progress = make_progress(prepared.launch.rank == 0)
     with session_of(prepared) as session:
-        return execute_in(session, prepared, make_progress(is_leader))
+        return execute_in(session, prepared, progress)
 
 
 def execute_in(

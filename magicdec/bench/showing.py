@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from magicdec.output.tables import RULE, Column, Heading, Line, Shown, Table, text_of
+from magicdec.output.tables import RULE, Column, Heading, Shown, Table, text_of
 from magicdec.records.describe import (
     methods_of,
     pays_of,
     stalls_of,
     title_of,
     verdicts_of,
+    winner,
 )
 from magicdec.records.fields import Recorded
 from magicdec.records.metric_tables import (
@@ -126,7 +127,11 @@ POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
 def tables(records: Sequence[PassRecord], is_verbose: bool = True) -> list[Table]:
     """What the passes of one command have to show: in brief, or all of it. More passes than a table
     has room for are in several tables."""
-    head = Table(title=title_of(records), above=above(records, is_verbose), below=below(records))
+    head = Table(
+        title=title_of(records),
+        above=[*verdicts_of(records, is_verbose), *methods_of(records)],
+        below=below(records),
+    )
     shares_prefill = any(record.shares_prefill for record in records)
     turns = turn_tables(records)
     categories = [
@@ -161,12 +166,6 @@ def with_brief(head: Table, records: Sequence[PassRecord]) -> Table:
     rows = [row for row in rows_of(records, {"": BRIEF}) if not isinstance(row[0], Heading)]
     columns = [Column("", is_text=True, key="metric"), *columns_of(records)]
     return replace(head, columns=columns, rows=rows)
-
-
-def above(records: Sequence[PassRecord], is_verbose: bool) -> list[Line]:
-    """Whether tokens are right, and what drafts."""
-    verdicts = [Line(text, style) for text, style in verdicts_of(records, is_verbose)]
-    return [*verdicts, *map(Line, methods_of(records))]
 
 
 def below(records: Sequence[PassRecord]) -> list[str]:
@@ -340,38 +339,6 @@ def turn_tables(records: Sequence[PassRecord]) -> list[Table]:
         ]
     title = "Conversations by turn; a later turn arrives when the answer before it has ended"
     return [Table(columns, rows, title=title, below=below)]
-
-
-def speed_of(metrics: PassMetrics, is_steady: bool) -> float:
-    steady = metrics.steady_output_throughput
-    return (steady if is_steady and steady is not None else metrics.output_throughput) or 0.0
-
-
-def winner(records: Sequence[PassRecord]) -> list[str]:
-    """A line that says which mode has the most output tokens/s, beside the first; none if nothing
-    can be compared."""
-    first = records[0]
-    able = [(r.metrics, r.name) for r in records if r.metrics and r.metrics.output_throughput]
-    if len(able) < 2 or first.metrics is None or not first.metrics.output_throughput:
-        return []
-    # Of two modes with stalls in one of them alone, the other may be the faster one.
-    is_steady = all(metrics.steady_output_throughput for metrics, _ in able)
-    has_stalls = is_steady and any(metrics.stalled_steps for metrics, _ in able)
-    best, name = max(able, key=lambda pair: speed_of(pair[0], is_steady))
-    noun = "output tokens/s without stalls" if has_stalls else "output tokens/s"
-    text = f"{name} has the most {noun}, {speed_of(best, is_steady):,.1f}"
-    if best is first.metrics:
-        return [text]
-    ratios = [
-        f"{mine / theirs:.2f} times its {label}"
-        for label, mine, theirs in (
-            ("mean TTFT", best.mean_ttft_ms, first.metrics.mean_ttft_ms),
-            ("mean TPOT", best.mean_tpot_ms, first.metrics.mean_tpot_ms),
-        )
-        if mine and theirs
-    ]
-    speed = speed_of(best, is_steady) / speed_of(first.metrics, is_steady)
-    return [", ".join([f"{text}: {speed:.2f} times those of {first.name}", *ratios])]
 
 
 def parts_of(records: Sequence[PassRecord], rows: Sequence[TableRow]) -> list[list[int]]:

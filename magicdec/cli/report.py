@@ -32,7 +32,7 @@ def conclude(prepared: Prepared) -> int:
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.UTC)
     try:
-        outcome = execute(prepared, is_leader)
+        outcome = execute(prepared)
     except KeyboardInterrupt:
         return say_interrupted(prepared.launch, NO_RECORD)
     except Exception as error:
