@@ -1,6 +1,7 @@
 """Pipelined speculation in threads: lossless with every drafter, asynchronous, and cancellation
 saves exactly the layers that it should."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -290,9 +291,22 @@ def signs(found: ServedInThreads) -> list[bool]:
 
 @pytest.mark.parametrize(("mode", "expected"), [("pipeinfer", True), ("pipeline+draft", False)])
 def test_it_is_asynchronous(mode: str, expected: bool) -> None:
-    """The stages and the drafter sleep, so that this needs no cores."""
+    """The last stage holds the first run until the first stage begins another one, which no time
+    decides; where none comes before the first has ended, it gives up."""
+    has_next = threading.Event()
+
+    def begin(run: int, layer: int) -> None:
+        if run > 1:
+            has_next.set()
+        time.sleep(0.005)
+
+    def hold(run: int, layer: int) -> None:
+        if run == 1:
+            has_next.wait(PATIENCE_S if expected else 0.05)
+
     drafter = ScriptedPathDrafter([list(range(1, 30))], [1], [[True] * 29], 0.9, 0.002)
-    parts = [FakeStage(2, i == 2, wait=lambda run, layer: time.sleep(0.005)) for i in range(3)]
+    waits = [begin, lambda run, layer: time.sleep(0.005), hold]
+    parts = [FakeStage(2, number == 2, wait=wait) for number, wait in enumerate(waits)]
     found = serve(parts, drafter, Options(mode=mode, gamma=2), make_requests([(9,)], 29))
     assert signs(found) == [expected] * 3
 
