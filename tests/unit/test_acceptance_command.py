@@ -279,7 +279,7 @@ def test_settings_of_a_draft_take_the_place_of_those_of_the_command(
     """One command has the cells of several, and each of them once."""
     together = tmp_path / "together.jsonl"
     drafts = "self self,budget=33 ngram,gamma=2 self,kv_policy=snapkv,budget=41,window_size=8"
-    drafts += " self:int4,kv_policy=full"
+    drafts += " self:int4,kv_policy=full,gamma=5"
     words = [*SMALL, "--draft", *drafts.split(), "self,budget=33 49"]
     ended = command("acceptance", *words, "--budget", "33", "57", "--out", together)
     assert ended.code == 0, ended.err
@@ -288,7 +288,7 @@ def test_settings_of_a_draft_take_the_place_of_those_of_the_command(
         "--draft self --budget 33 57 49",
         "--draft ngram --gamma 2",
         "--draft self --kv_policy snapkv --budget 41 --window_size 8",
-        "--draft self:int4 --kv_policy full",
+        "--draft self:int4 --kv_policy full --gamma 5",
     ):
         ended = command("acceptance", *SMALL, *draft.split(), "--out", apart)
         assert ended.code == 0, ended.err
