@@ -174,8 +174,34 @@ def test_the_best_gamma_pays_for_its_tokens() -> None:
         ("--draft self:int3", "--draft self:int3 is not known; choose from self, model:NAME"),
         ("--draft self self", "--draft names self twice; name each once"),
         ("--draft ngram --budget 33", "--budget does nothing here: drafts of ngram read no KV"),
-        ("--draft self --pooling max", "--pooling does nothing here: no policy of --kv_policy"),
-        ("--kv_policy full --budget 33", "--budget does nothing here: no policy of --kv_policy"),
+        (
+            "--draft self --pooling max",
+            "--pooling does nothing here: --kv_policy streaming_llm does",
+        ),
+        ("--kv_policy full --budget 33", "--budget does nothing here: --kv_policy full reads the"),
+        ("--draft self,budget", "--draft self,budget is not known; choose from self, model:NAME"),
+        ("--draft self,budge=33", "--draft self,budge=33: budge is no setting of a draft; did you"),
+        ("--draft self,dtype=float32", "dtype is no setting of a draft; choose from kv_policy, b"),
+        ("--draft self,budget=", "--draft self,budget=: --budget: give at least one value"),
+        ("--draft self,budget=few", "--draft self,budget=few: --budget few is not a whole number"),
+        ("--draft self,budget=16", "self,budget=16: --budget 16 must be larger than --num_sink_t"),
+        ("--draft self,budget=33,budget=65", "--draft self,budget=33,budget=65 names budget twice"),
+        (
+            "--draft self ngram,budget=33",
+            "--draft ngram,budget=33: --budget does nothing here: drafts of ngram read no KV cache",
+        ),
+        (
+            "--draft self,kv_policy=full,budget=33",
+            "--budget does nothing here: --kv_policy full reads the whole cache; leave it out",
+        ),
+        (
+            "--draft model:demo-draft,eagle_layers=1",
+            "--eagle_layers does nothing here: no EAGLE-3 head drafts here; leave it out",
+        ),
+        (
+            "--draft self,budget=33 ngram --budget 65",
+            "--budget does nothing here: self,budget=33 has its own; drafts of ngram read no KV",
+        ),
         ("--budget 16", "--budget 16 must be larger than --num_sink_tokens 16"),
         ("--gamma 36", "--gamma 36 is too large; it must be at most 35"),
         ("--draft eagle:demo-eagle --kv_policy snapkv", "--kv_policy snapkv: an EAGLE-3 head"),
@@ -245,6 +271,31 @@ def test_the_same_command_goes_on_with_what_is_left(
     assert len(made) == 5 and "4 of 4 cells are in" in ended.err, "nothing is measured again"
     command(*words, "--gamma", 2)
     assert len(made) == 9, "another number of drafts is another cell"
+
+
+def test_settings_of_a_draft_take_the_place_of_those_of_the_command(
+    command: Command, tmp_path: Path
+) -> None:
+    """One command has the cells of several, and each of them once."""
+    together = tmp_path / "together.jsonl"
+    drafts = "self self,budget=33 ngram,gamma=2 self,kv_policy=snapkv,budget=41,window_size=8"
+    drafts += " self:int4,kv_policy=full,gamma=5"
+    words = [*SMALL, "--draft", *drafts.split(), "self,budget=33 49"]
+    ended = command("acceptance", *words, "--budget", "33", "57", "--out", together)
+    assert ended.code == 0, ended.err
+    apart = tmp_path / "apart.jsonl"
+    for draft in (
+        "--draft self --budget 33 57 49",
+        "--draft ngram --gamma 2",
+        "--draft self --kv_policy snapkv --budget 41 --window_size 8",
+        "--draft self:int4 --kv_policy full --gamma 5",
+    ):
+        ended = command("acceptance", *SMALL, *draft.split(), "--out", apart)
+        assert ended.code == 0, ended.err
+    files = (list(read_records(path, AcceptanceRecord)) for path in (together, apart))
+    cells, expected = ({measuring.record_key(r): r.accepted for r in records} for records in files)
+    assert cells == expected and len(cells) == 2 * 6
+    assert len(together.read_text().splitlines()) == len(cells)
 
 
 def test_cells_of_other_weights_are_measured(

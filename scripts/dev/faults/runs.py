@@ -314,6 +314,24 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Drafts that are far behind after the first batch end there, with the record of one batch.",
+        f"{TOGETHER}test_drafts_that_are_far_behind_end_after_the_first_batch",
+        (
+            Fault(
+                "drafts compared with the slowest",
+                "bench/study/timed_runner.py",
+                "most_ms = FAR_BEHIND * min(times, default=0.0)",
+                "most_ms = FAR_BEHIND * max(times, default=0.0)",
+            ),
+            Fault(
+                "their records left out",
+                "bench/study/timed_runner.py",
+                "        found |= self.ended\n",
+                "",
+            ),
+        ),
+    ),
+    Property(
         "Of passes that ended early, the batches count that have a baseline.",
         f"{TOGETHER}test_what_is_done_is_kept_when_it_ends_early",
         (
