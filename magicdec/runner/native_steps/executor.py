@@ -173,9 +173,9 @@ class Executor:
             Cancelled: the last forward's cancellation was set before a layer. All forwards end.
         """
         model = self.model
-        layers = len(self.model.blocks)
-        counts = [len(forward.x) * forward.num_outputs for forward in forwards]
-        out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
+        width = model.width_out
+        counts = [forward.x.shape[0] * forward.num_outputs for forward in forwards]
+        out = torch.empty(sum(counts), width, dtype=self.dtype)
         calls = list[CallFields]()
         seen = list[SeenForward]()
         for forward in forwards:
@@ -192,12 +192,12 @@ class Executor:
             calls[0].cancelled = cancellation.address
             calls[0].cancelled_value = cancellation.value
         fields = self._run(forwards[0].views, calls)
-        if cancellation is not None and fields[0].layers_done < layers:
+        if cancellation is not None and fields[0].layers_done < len(self._layers):
             raise Cancelled(fields[0].layers_done)
         for shown in seen:
             shown.show()
-        for each, own in zip(forwards, out.split(counts), strict=True):
-            each.out = own.view(len(each.x), each.num_outputs, model.width_out)
+        for each, own in zip(forwards, out.split_with_sizes(counts), strict=True):
+            each.out = own.view(each.x.shape[0], each.num_outputs, width)
         return list(map(_keys_seen, calls)), not fields[0].not_finite
 
     def _let_see(self, forward: EnqueuedForward, call: CallFields) -> SeenForward:
@@ -304,7 +304,7 @@ class Executor:
         tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed]
         if offsets is not None:
             tensors.append(offsets[view.row_index])
-        x_pointer, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
+        x_pointer, rows, seq_lens, committed, *_ = [tensor.data_ptr() for tensor in tensors]
         for fields, each in zip(view_fields, views.distinct, strict=True):
             ranges = each.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
             tensors.append(ranges)
@@ -355,7 +355,7 @@ class Executor:
         else:
             with self._interrupts.kept():
                 failed = self.library.magicdec_forward(*arguments)
-        self.keys_read += sum(call.keys_read for call in fields)
+        self.keys_read += sum([call.keys_read for call in fields])
         self.experts_read += fields[0].experts_read
         if exchange is not None:
             exchange.turn = peers.turn
@@ -390,4 +390,4 @@ def _keys_seen(call: CallFields) -> int:
     """Keys that one head saw in all layers, summed over rows and forwards."""
     _, views, view_fields = call.kept[:3]
     pairs = zip(view_fields, views.windows.num_layers, strict=True)
-    return sum(fields.keys_seen * num_layers for fields, num_layers in pairs)
+    return sum([fields.keys_seen * num_layers for fields, num_layers in pairs])
