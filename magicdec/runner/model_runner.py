@@ -398,13 +398,12 @@ class ModelRunner:
     def can_chain(self) -> bool:
         return self.executor is not None
 
-    @torch.inference_mode()
     def draft(
         self, batch: ForwardBatch, count: int, pa: float = 0.0, states: Tensor | None = None
     ) -> Tensor:
         """At most `count` greedy draft ids [B, K] of each row after a batch's token ids [B, T]. All
         tokens but the last draft are appended. Chains stop at `pa` as in `draft_chain`. `states`
-        [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
+        [B, T, hidden]: of an EAGLE-3 head, beside the tokens. In inference mode, as `enqueue`."""
         assert self.executor is not None, "asked of a runner that can chain"
         tokens = batch.tokens
         token_ids = tokens if isinstance(tokens, Tensor) else upload(tokens, self.device)

@@ -242,7 +242,7 @@ class Executor:
         keys that one head saw in all layers, summed over rows and forwards; and whether all
         ranks' logits are finite. All tokens but the last draft are appended. Chains stop at `pa`
         as in `draft_chain`. `states` [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
-        drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
+        drafts = torch.empty(token_ids.shape[0], count, dtype=torch.int64)
         call = self._call(token_ids, views, offsets, count, 1)
         call.drafts = drafts.data_ptr()
         if states is not None:
