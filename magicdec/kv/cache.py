@@ -200,7 +200,7 @@ class KVCache(KVPool):
     def bounds_of(self, rows: BatchRows) -> tuple[int, ...]:
         if rows.is_captured:
             return (self.tokens_per_row,) * len(rows)
-        return tuple(self.lengths[row] for row in rows.numbers)
+        return tuple([self.lengths[row] for row in rows.numbers])
 
     def set_host_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):

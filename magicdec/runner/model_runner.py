@@ -6,8 +6,7 @@ Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
@@ -207,17 +206,6 @@ class ModelRunner:
         others = [other for other in self.observers if not isinstance(other, kind)]
         self.observers[:] = others if observer is None else [*others, observer]
 
-    @contextmanager
-    def observed_by(self, observers: Sequence[ForwardObserver]) -> Iterator[None]:
-        """Within it, `observers` see forwards too. Of one that is enqueued, what they want then is
-        shown to them later."""
-        self.observers.extend(observers)
-        try:
-            yield
-        finally:
-            for observer in observers:
-                self.observers.remove(observer)
-
     def storages(self) -> list[Storage]:
         """The storage of the layers with each of the windows."""
         return storages_of(
@@ -236,6 +224,7 @@ class ModelRunner:
     def release(self, row: int, text: Sequence[int] = ()) -> None:
         self.caches.release(row, text)
 
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Append the tokens of a batch to its rows. Returns this rank's logits [B, T, V], or [B,
         num_outputs, V] of the last tokens, or hidden states of a model's part.
@@ -249,11 +238,10 @@ class ModelRunner:
         assert forward.out is not None, "it has just been computed"
         return forward.out
 
-    @torch.inference_mode()
     def enqueue(self, batch: ForwardBatch) -> EnqueuedForward:
         """As `forward`, but a native forward may wait for the next, of other rows, so that both
         read the weights once, at latest until `execute`. Until then it has no output, and its rows
-        must not change."""
+        must not change. Whoever calls it is in inference mode, which takes time to enter."""
         tokens = batch.tokens
         x = tokens if isinstance(tokens, Tensor) else upload(tokens, self.device)
         num_new = x.shape[1]
@@ -267,18 +255,20 @@ class ModelRunner:
         forward = EnqueuedForward(
             x, rows, views, num_outputs, is_draft=batch.is_draft, cancellation=batch.cancellation
         )
-        if self.observers:
-            self._ask_observers(forward)
+        if self.observers or batch.observers:
+            self._ask_observers(forward, [*self.observers, *batch.observers])
         if self.executor is not None and self.executor.serves(forward):
             self.enqueued.append(forward)
         else:
             self._run_layers(forward)
         return forward
 
-    def _ask_observers(self, forward: EnqueuedForward) -> None:
+    def _ask_observers(
+        self, forward: EnqueuedForward, observers: Sequence[ForwardObserver]
+    ) -> None:
         if forward.is_draft:
             self._show_draft(forward.rows, forward.views, 1)
-        forward.observers = [observer for observer in self.observers if observer.wants(forward)]
+        forward.observers = [observer for observer in observers if observer.wants(forward)]
 
     def _show_draft(self, rows: BatchRows, views: LayerViews, num_forwards: int) -> None:
         for observer in self.observers:
@@ -302,9 +292,9 @@ class ModelRunner:
 
         return self.windows.views(policy, view)
 
-    @torch.inference_mode()
     def execute(self) -> None:
-        """Compute the forwards that are enqueued, in one native call.
+        """Compute the forwards that are enqueued, in one native call. In inference mode, as
+        `enqueue`.
 
         Raises:
             Cancelled: the last one's cancellation was set before a layer. None is appended.
@@ -408,13 +398,12 @@ class ModelRunner:
     def can_chain(self) -> bool:
         return self.executor is not None
 
-    @torch.inference_mode()
     def draft(
         self, batch: ForwardBatch, count: int, pa: float = 0.0, states: Tensor | None = None
     ) -> Tensor:
         """At most `count` greedy draft ids [B, K] of each row after a batch's token ids [B, T]. All
         tokens but the last draft are appended. Chains stop at `pa` as in `draft_chain`. `states`
-        [B, T, hidden]: of an EAGLE-3 head, beside the tokens."""
+        [B, T, hidden]: of an EAGLE-3 head, beside the tokens. In inference mode, as `enqueue`."""
         assert self.executor is not None, "asked of a runner that can chain"
         tokens = batch.tokens
         token_ids = tokens if isinstance(tokens, Tensor) else upload(tokens, self.device)

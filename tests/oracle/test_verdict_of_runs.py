@@ -131,7 +131,7 @@ def test_steps_of_every_kind_are_judged_again_as_they_were(kind: str) -> None:
     assert any(step.drafts.shape[1] for step in recorder.steps)
     last = recorder.steps.pop()
     logits = last.logits.clone()
-    logits[0, 0, (last.verdicts[0].ids[0] + 1) % TINY.vocab_size] = 1e3
+    logits[0, 0, (last.verdicts.ids[0][0] + 1) % TINY.vocab_size] = 1e3
     recorder.steps.append(replace(last, logits=logits))
     assert judge_again(recorder, finished, runner).num_wrong == 1
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -139,11 +139,13 @@ def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
 
 
 PRIME = 1_000_003  # above any vocabulary: other tokens make another seed
-Count = TypeVar("Count", int, Tensor)
 
 
 class AcceptanceRule(Protocol):
     """What becomes of the drafts that the target has judged."""
+
+    keeps_drafts: bool
+    """Whether accepted drafts stay in the text."""
 
     def judge(
         self,
@@ -156,9 +158,6 @@ class AcceptanceRule(Protocol):
         """The verdict in place of the target's. `newest` tokens [B, any] and lengths `starts` [B]
         are those of the rows before it."""
 
-    def kept(self, accepted: Count) -> Count:
-        """How many of the accepted drafts of a row, or of rows [B], stay in the text."""
-
 
 @dataclass(frozen=True)
 class CountedAcceptance:
@@ -167,6 +166,8 @@ class CountedAcceptance:
 
     A sampled text is that of decoding without drafts, whose random numbers are the same. It does
     not depend on the drafts, so that these are drawn from q at each position, as in a run."""
+
+    keeps_drafts = False
 
     def judge(
         self,
@@ -187,9 +188,6 @@ class CountedAcceptance:
         ids = torch.cat([token.unsqueeze(1), target.ids[:, 1:]], dim=1)
         return Judgement(target.accepted, ids, acceptance=acceptance)
 
-    def kept(self, accepted: Count) -> Count:
-        return accepted * 0
-
 
 @dataclass(frozen=True)
 class EmulatedAcceptance:
@@ -197,6 +195,7 @@ class EmulatedAcceptance:
     that all before it are."""
 
     rates: Tensor
+    keeps_drafts = True
 
     def judge(
         self,
@@ -219,9 +218,6 @@ class EmulatedAcceptance:
         place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         is_draft = place < accepted.unsqueeze(1)
         return Judgement(accepted, torch.where(is_draft, F.pad(drafts, (0, 1)), target.ids))
-
-    def kept(self, accepted: Count) -> Count:
-        return accepted
 
 
 def judge(

@@ -56,8 +56,8 @@ PROPERTIES = (
             Fault(
                 "a position has the probabilities of another row",
                 "speculation/steps/speculative.py",
-                "pairs = zip(in_rows, counts, strict=True)",
-                "pairs = zip(reversed(in_rows), counts, strict=True)",
+                "zip(acceptance, counts, strict=True)",
+                "zip(reversed(acceptance), counts, strict=True)",
             ),
         ),
     ),

@@ -39,13 +39,13 @@ PROPERTIES = (
                 "            verification = self._begin(proposal)\n"
                 "            self.runner.execute()\n"
                 "            result = self._finish(verification)\n"
-                "        return self._read(result)\n",
+                "        return self._read(result, verification.proposal.ids.shape[1])\n",
             ),
             Fault(
                 "the end of a phase marked before its work on CUDA",
                 "hardware/timing.py",
-                "            yield\n            last.record()",
-                "            last.record()\n            yield",
+                "        yield\n        last.record()",
+                "        last.record()\n        yield",
             ),
             Fault(
                 "draft lengths learn from times without the step",

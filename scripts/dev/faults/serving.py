@@ -460,7 +460,7 @@ PROPERTIES = (
             Fault(
                 "prompt tokens of a step not noted",
                 "systems/observer.py",
-                "sum(part.stop - part.start for part in plan.parts)",
+                "sum([part.stop - part.start for part in plan.parts])",
                 "0",
             ),
             Fault(
