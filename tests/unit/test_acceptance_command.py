@@ -54,21 +54,21 @@ def test_tokens_a_step_are_those_of_counts() -> None:
     ]
     cumulative = [cumulative_of_counts(counts, 3) for counts in accepted]
     found = depths_of(cumulative, drafted, 3, is_chain=True)
-    assert [each.depth for each in found] == [1, 2, 3]
-    for each in found:
-        k = each.depth
+    assert [row.depth for row in found] == [1, 2, 3]
+    for row in found:
+        k = row.depth
         expected = 1 + sum(min(a, k) for a, _ in flat) / len(flat)
-        assert each.tokens_per_position == pytest.approx(expected)
+        assert row.tokens_per_position == pytest.approx(expected)
         steps = [a for text in accepted for a in at_steps(text, k)]
-        assert each.tokens_per_step == pytest.approx(1 + sum(steps) / len(steps))
-        assert each.cumulative == sum(a >= k for a, _ in flat) / len(flat)
+        assert row.tokens_per_step == pytest.approx(1 + sum(steps) / len(steps))
+        assert row.cumulative == sum(a >= k for a, _ in flat) / len(flat)
         judged = [a for a, d in flat if d >= k and a >= k - 1]
-        assert each.conditional == sum(a >= k for a in judged) / len(judged)
-        low, high = each.tokens_per_position_interval or (0, 0)
+        assert row.conditional == sum(a >= k for a in judged) / len(judged)
+        low, high = row.tokens_per_position_interval or (0, 0)
         assert 1 < low < expected < high < 1 + k
     alone = depths_of(cumulative, drafted, 3, is_chain=False)
-    assert [each.tokens_per_step is None for each in alone] == [True, True, False]
-    assert [each.tokens_per_position is None for each in alone] == [True, True, False]
+    assert [row.tokens_per_step is None for row in alone] == [True, True, False]
+    assert [row.tokens_per_position is None for row in alone] == [True, True, False]
     assert alone[-1] == found[-1]
     none = [cumulative_of_counts([0], 2)] * 2
     nothing = depths_of(none, [[1], [0]], 2, is_chain=True)
@@ -82,12 +82,12 @@ def test_probabilities_count_as_shares_of_positions() -> None:
     drafted = [[2, 1], [0, 2]]
     cumulative = [cumulative_of(text, 2) for text in texts]
     found = depths_of(cumulative, drafted, 2, is_chain=True, is_sampled=True)
-    assert [each.cumulative for each in found] == pytest.approx([1.5 / 4, 0.8 / 4])
-    means = [each.tokens_per_position for each in found]
+    assert [row.cumulative for row in found] == pytest.approx([1.5 / 4, 0.8 / 4])
+    means = [row.tokens_per_position for row in found]
     assert means == pytest.approx([1 + 1.5 / 4, 1 + 2.3 / 4])
-    assert [each.tokens_per_step for each in found] == [None, None]
+    assert [row.tokens_per_step for row in found] == [None, None]
     # Of the three positions with a draft, and of the 0.9 + 0.2 of two that go on.
-    assert [each.conditional for each in found] == pytest.approx([1.5 / 3, 0.8 / 1.1])
+    assert [row.conditional for row in found] == pytest.approx([1.5 / 3, 0.8 / 1.1])
     rising = depths_of([cumulative_of([[0.5, 0.6]], 2)], [[2]], 2, is_chain=True)
     assert rising[1].conditional == 1, "by chance more, and never above 1"
 
@@ -101,7 +101,7 @@ def test_a_category_has_the_acceptance_of_its_texts_alone() -> None:
     found = depths_by_category(names, cumulative, drafted, 3, is_chain=True)
     assert [*found] == ["code", "prose"], "in the order of the alphabet, with a position"
     for name, places in (("code", (0, 2, 4, 6, 7)), ("prose", (1,))):
-        alone = [[each[place] for place in places] for each in (cumulative, drafted)]
+        alone = [[by_text[place] for place in places] for by_text in (cumulative, drafted)]
         assert found[name] == depths_of(*alone, 3, is_chain=True)
         positions = [count for place in places for count in texts[place]]
         assert found[name][2].tokens_per_position == pytest.approx(1 + np.mean(positions))
@@ -138,7 +138,7 @@ def test_prompts_with_categories_have_a_table_by_category(
         chances = record.acceptance_probabilities
         assert (chances is None) == (sampled == "") != (record.accepted is None)
         for name, rows in record.rows_by_category.items():
-            places = [place for place, each in enumerate(categories) if each == name]
+            places = [place for place, category in enumerate(categories) if category == name]
             if chances is None:
                 counts = [count for n in places for count in counts_of((record.accepted or [])[n])]
             else:
@@ -174,8 +174,34 @@ def test_the_best_gamma_pays_for_its_tokens() -> None:
         ("--draft self:int3", "--draft self:int3 is not known; choose from self, model:NAME"),
         ("--draft self self", "--draft names self twice; name each once"),
         ("--draft ngram --budget 33", "--budget does nothing here: drafts of ngram read no KV"),
-        ("--draft self --pooling max", "--pooling does nothing here: no policy of --kv_policy"),
-        ("--kv_policy full --budget 33", "--budget does nothing here: no policy of --kv_policy"),
+        (
+            "--draft self --pooling max",
+            "--pooling does nothing here: --kv_policy streaming_llm does",
+        ),
+        ("--kv_policy full --budget 33", "--budget does nothing here: --kv_policy full reads the"),
+        ("--draft self,budget", "--draft self,budget is not known; choose from self, model:NAME"),
+        ("--draft self,budge=33", "--draft self,budge=33: budge is no setting of a draft; did you"),
+        ("--draft self,dtype=float32", "dtype is no setting of a draft; choose from kv_policy, b"),
+        ("--draft self,budget=", "--draft self,budget=: --budget: give at least one value"),
+        ("--draft self,budget=few", "--draft self,budget=few: --budget few is not a whole number"),
+        ("--draft self,budget=16", "self,budget=16: --budget 16 must be larger than --num_sink_t"),
+        ("--draft self,budget=33,budget=65", "--draft self,budget=33,budget=65 names budget twice"),
+        (
+            "--draft self ngram,budget=33",
+            "--draft ngram,budget=33: --budget does nothing here: drafts of ngram read no KV cache",
+        ),
+        (
+            "--draft self,kv_policy=full,budget=33",
+            "--budget does nothing here: --kv_policy full reads the whole cache; leave it out",
+        ),
+        (
+            "--draft model:demo-draft,eagle_layers=1",
+            "--eagle_layers does nothing here: no EAGLE-3 head drafts here; leave it out",
+        ),
+        (
+            "--draft self,budget=33 ngram --budget 65",
+            "--budget does nothing here: self,budget=33 has its own; drafts of ngram read no KV",
+        ),
         ("--budget 16", "--budget 16 must be larger than --num_sink_tokens 16"),
         ("--gamma 36", "--gamma 36 is too large; it must be at most 35"),
         ("--draft eagle:demo-eagle --kv_policy snapkv", "--kv_policy snapkv: an EAGLE-3 head"),
@@ -245,6 +271,31 @@ def test_the_same_command_goes_on_with_what_is_left(
     assert len(made) == 5 and "4 of 4 cells are in" in ended.err, "nothing is measured again"
     command(*words, "--gamma", 2)
     assert len(made) == 9, "another number of drafts is another cell"
+
+
+def test_settings_of_a_draft_take_the_place_of_those_of_the_command(
+    command: Command, tmp_path: Path
+) -> None:
+    """One command has the cells of several, and each of them once."""
+    together = tmp_path / "together.jsonl"
+    drafts = "self self,budget=33 ngram,gamma=2 self,kv_policy=snapkv,budget=41,window_size=8"
+    drafts += " self:int4,kv_policy=full,gamma=5"
+    words = [*SMALL, "--draft", *drafts.split(), "self,budget=33 49"]
+    ended = command("acceptance", *words, "--budget", "33", "57", "--out", together)
+    assert ended.code == 0, ended.err
+    apart = tmp_path / "apart.jsonl"
+    for draft in (
+        "--draft self --budget 33 57 49",
+        "--draft ngram --gamma 2",
+        "--draft self --kv_policy snapkv --budget 41 --window_size 8",
+        "--draft self:int4 --kv_policy full --gamma 5",
+    ):
+        ended = command("acceptance", *SMALL, *draft.split(), "--out", apart)
+        assert ended.code == 0, ended.err
+    files = (list(read_records(path, AcceptanceRecord)) for path in (together, apart))
+    cells, expected = ({measuring.record_key(r): r.accepted for r in records} for records in files)
+    assert cells == expected and len(cells) == 2 * 6
+    assert len(together.read_text().splitlines()) == len(cells)
 
 
 def test_cells_of_other_weights_are_measured(

@@ -268,10 +268,11 @@ def group_key(cell: StudyCell) -> object:
     return cell.model_key, states, None if window is None else config.workload.prefix_len
 
 
-def in_order(cell: StudyCell) -> tuple[int, bool]:
-    """The longest context first, and in a context first those that share the decoded texts."""
+def in_order(cell: StudyCell) -> tuple[int, bool, int]:
+    """The longest context first, and in a context first those that share the decoded texts, of
+    which the longest drafts need most."""
     config = cell.resolved.config
-    return -config.workload.prefix_len, not can_fork(config)
+    return -config.workload.prefix_len, not can_fork(config), -config.decoding.max_gamma
 
 
 def prepare_cells(configs: Sequence[RunConfig], cache: SetupCache) -> Iterator[StudyCell]:

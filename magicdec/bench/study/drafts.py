@@ -117,6 +117,10 @@ class DraftTrials:
             found.is_broken |= runner.is_broken
             found.error = runner.error
             asked = group_batches(group)
+            found.left_out += [
+                f"{name}: batches after the first, in which it was far behind the fastest"
+                for name in runner.ended
+            ]
             if 0 < runner.num_batches < asked:
                 found.left_out.append(f"{asked - runner.num_batches} of {asked} batches")
         found.left_out += [name for name in prepared if name not in found.passes]
@@ -145,7 +149,7 @@ class DraftTrials:
     def _groups(self, prepared: Mapping[str, Prepared]) -> list[dict[str, Prepared]]:
         """Runs to measure together: with the same state after prefill, and the same draft where
         memory is short."""
-        cells = [StudyCell(each, name, each) for name, each in prepared.items()]
+        cells = [StudyCell(run, name, run) for name, run in prepared.items()]
         groups = grouped(cells, lambda cell: (cell.model_key, cell.prompts_key))
         parts = [
             part
