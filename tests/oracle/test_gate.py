@@ -30,11 +30,10 @@ def baseline_of(drafter: str, policy: str | None) -> PassRecord:
 
 
 def num_first(record: PassRecord) -> int:
-    """How many prompts of its first batch are decoded again: all where a lookup drafts, whose
-    length follows from all rows."""
-    drafter = record.config["decoding"]["drafter"] or ""
+    """How many prompts of its first batch are decoded again: all where a step drafts otherwise if
+    other rows are beside it, as lookups and models of their own do."""
     size: int = record.config["workload"]["batch_size"]
-    return size if "ngram" in drafter else NUM_PROMPTS
+    return NUM_PROMPTS if record.config["decoding"]["drafter"] == "self" else size
 
 
 def with_first_prompts(record: PassRecord) -> PassRecord:
