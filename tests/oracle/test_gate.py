@@ -29,27 +29,33 @@ def baseline_of(drafter: str, policy: str | None) -> PassRecord:
     return find(drafter, policy, None if policy in (None, "full") else 257)
 
 
+def num_first(record: PassRecord) -> int:
+    """How many prompts of its first batch are decoded again: all where a step drafts otherwise if
+    other rows are beside it, as lookups and models of their own do."""
+    size: int = record.config["workload"]["batch_size"]
+    return NUM_PROMPTS if record.config["decoding"]["drafter"] == "self" else size
+
+
 def with_first_prompts(record: PassRecord) -> PassRecord:
     """What a baseline says of its first prompts."""
-    section = record.config["workload"] | {"num_batches": 1, "batch_size": NUM_PROMPTS}
+    count = num_first(record)
+    section = record.config["workload"] | {"num_batches": 1, "batch_size": count}
     workload = record.workload
     assert workload is not None and workload.sources is not None
+    # Totals are of all prompts of the group, and each step says what it read.
+    group = replace(record.groups[0], num_requests=count, draft_kv_tokens=None, draft_rows=None)
     return replace(
         record,
         config=record.config | {"workload": section},
-        workload=replace(workload, num_prompts=NUM_PROMPTS, sources=workload.sources[:NUM_PROMPTS]),
-        requests=record.requests[:NUM_PROMPTS],
-        # Totals are of all prompts of the group, and each step says what it read.
-        groups=[
-            replace(
-                record.groups[0], num_requests=NUM_PROMPTS, draft_kv_tokens=None, draft_rows=None
-            )
-        ],
+        workload=replace(workload, num_prompts=count, sources=workload.sources[:count]),
+        requests=record.requests[:count],
+        groups=[group],
     )
 
 
-def first_prompts_of(case: Case) -> Case:
-    section = replace(case.config.workload, num_batches=1, batch_size=NUM_PROMPTS)
+def first_prompts_of(record: PassRecord) -> Case:
+    case = Case.from_record(record)
+    section = replace(case.config.workload, num_batches=1, batch_size=num_first(record))
     return replace(case, config=replace(case.config, workload=section))
 
 
@@ -60,9 +66,7 @@ def again(request: pytest.FixtureRequest) -> dict[tuple[str, str | None], PassRe
     here = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in here if hasattr(item, "callspec")]
     pairs = [(param["drafter"], param["policy"]) for param in params if "drafter" in param]
-    cases = [
-        first_prompts_of(Case.from_record(baseline_of(*pair))).with_threads(1) for pair in pairs
-    ]
+    cases = [first_prompts_of(baseline_of(*pair)).with_threads(1) for pair in pairs]
     found = dict(run_cases(list(enumerate(cases))))
     return {pair: found[number] for number, pair in enumerate(pairs)}
 
