@@ -227,6 +227,7 @@ def test_a_window_of_a_head_depends_on_how_many_tokens_a_step_commits(
 
 FORKED = (
     "--draft self self:int8 --budget 49",
+    "--draft self self:int4 --budget 49 --kv_policy snapkv",
     "--draft self --kv_policy full",
     "--draft ngram",
 )

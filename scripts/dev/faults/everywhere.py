@@ -121,9 +121,9 @@ PROPERTIES = (
         (
             Fault(
                 "drafts that end in the next block forgotten",
-                "setup/model_plan.py",
-                "return num_forks * (1 + num_whole) + rest * (-(-num_forks // block) + num_texts)",
-                "return num_forks * (1 + num_whole)",
+                "kv/layer_caches.py",
+                "self.num_rows * (1 + num_whole) + rest * (-(-self.num_rows // block) + num_texts)",
+                "self.num_rows * (1 + num_whole)",
             ),
         ),
     ),
@@ -134,8 +134,8 @@ PROPERTIES = (
             Fault(
                 "a draft model planned without its forks",
                 "bench/acceptance/memory.py",
-                "drafts = [draft.with_forks(room.num_forks) for draft in drafts]",
-                "pass",
+                "plan_of([each.with_forks(num_forks) for each in plans_of_models])",
+                "plan_of(plans_of_models)",
             ),
         ),
     ),
