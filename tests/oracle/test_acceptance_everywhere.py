@@ -229,6 +229,7 @@ FORKED = (
     "--draft self self:int8 --budget 49",
     "--draft self self:int4 --budget 49 --kv_policy snapkv",
     "--draft self --kv_policy full",
+    "--draft eagle:demo-eagle --kv_policy full",
     "--draft ngram",
 )
 

@@ -15,6 +15,7 @@ from magicdec.bench.acceptance.record import AcceptanceRecord
 from magicdec.kv.layer_caches import Forks
 from magicdec.model.checkpoint.source import find_model
 from magicdec.records.reading import read_records
+from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.setup import prepare
 
 SMALL = "--prefix_len 64 96 --gen_len 17 --gamma 5 --B 3 --dtype float32 --threads 1 --ignore_eos"
@@ -44,14 +45,29 @@ def test_forks_take_no_more_blocks_than_are_planned(
         ("--draft self ngram --kv_policy streaming_llm full --budget 33", 0),
         ("--draft self model:demo-draft --kv_policy full", 2),
         ("--draft self model:demo-draft --kv_policy full --attention grouped", 2),
+        ("--draft eagle:demo-eagle --kv_policy full", 2),
         ("--draft self --kv_policy snapkv --budget 33", 2),
     ],
 )
 def test_caches_are_as_large_as_planned(
-    words: str, num_drafts: int, command: Command, made: list[int], tmp_path: Path
+    words: str,
+    num_drafts: int,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    made: list[int],
+    tmp_path: Path,
 ) -> None:
     """One of all texts and their forks, and one of a draft model, or of what a policy has copied,
-    at each context. Beside the latter prefill keeps queries."""
+    at each context. Beside these the target keeps queries for the policy, and states for a head, of
+    texts alone."""
+    states: list[int] = []
+    make_states = HiddenStates.of
+
+    def count_states(*given: Any) -> HiddenStates:
+        states.append(make_states(*given).num_bytes)
+        return make_states(*given)
+
+    monkeypatch.setattr(HiddenStates, "of", count_states)
     out = tmp_path / "out.jsonl"
     ended = command("acceptance", *words.split(), *SMALL.split(), "--out", out)
     assert ended.code == 0 and ended.err.startswith("memory: "), ended.err
@@ -65,7 +81,8 @@ def test_caches_are_as_large_as_planned(
             model = find_model("--model", "demo").config
             size = model.num_layers * model.num_heads * model.head_dim * 4
             queries = 3 * record.config["kv"]["window_size"] * size
-        assert record.memory.draft_kv_bytes == max(drafts, default=0) + queries
+        assert record.memory.draft_kv_bytes == max(drafts, default=0) + queries + sum(states)
+    assert len(states) == ("eagle" in words) and sum(states) < target
 
 
 def test_what_does_not_fit_is_refused_in_one_line(

@@ -4,9 +4,9 @@ on. The texts are the model's own, decoded once for all these drafts of a contex
 
 This serves drafts that follow from the text (`inexact_reason`): those of the target itself or a
 low-bit copy of it under a policy that chooses by lengths or at the end of the prompt, and those of
-a draft model with its whole cache; and lookups, which need no forward at all. Other drafts are made
-step by step. So are sampled ones, which the target's distribution after them judges, and not how a
-text goes on.
+a draft model or a head with its whole cache; and lookups, which need no forward at all. Other
+drafts are made step by step. So are sampled ones, which the target's distribution after them
+judges, and not how a text goes on.
 """
 
 from __future__ import annotations
@@ -73,11 +73,9 @@ def can_fork(config: ResolvedConfig) -> bool:
     sampling = config.sampling
     if sampling != SamplingSection(seed=sampling.seed):  # also where penalties follow the drafts
         return False
-    if config.decoding.has_head or (
-        config.kv.policy == "retrieval" and config.decoding.drafts_itself
-    ):
-        return False
-    return inexact_reason(config) is None
+    policy = policy_called(config.kv.policy)
+    by_query = config.decoding.drafts_itself and policy.needs_verification
+    return not by_query and inexact_reason(config) is None
 
 
 def num_forks(config: ResolvedConfig) -> int:
