@@ -325,8 +325,12 @@ class ModelPlan:
         queries, (first, last) = self.shard.heads(self.model.num_heads, self.model.num_kv_heads)
         group = (queries[1] - queries[0]) // (last - first)
         blocks = -(-self.tokens // WEIGHTS_BLOCK)
-        numbers = policy.state_numbers(blocks, self.model.cached_head_dim, group)
-        return self.part_model.num_layers * self.num_rows * (last - first) * numbers * 4
+        size = self.model.cached_head_dim
+        texts = config.capacity.rows
+        numbers = texts * policy.state_numbers(blocks, size, group)
+        # Forks have the blocks of their texts.
+        numbers += (self.num_rows - texts) * policy.state_numbers(0, size, group)
+        return self.part_model.num_layers * (last - first) * numbers * 4
 
     @property
     def query_bytes(self) -> int:

@@ -139,25 +139,17 @@ class Drafter(ABC):
         """Forget the ended requests in `rows`."""
 
 
-def fork_rows(
-    runner: ModelRunner,
-    forks: Sequence[Request],
-    texts: Sequence[Request],
-    num_lacking: int = 0,
-) -> None:
-    """Let the rows of `forks` begin with the cached tokens that each has of its text, but for the
-    last `num_lacking`."""
+def fork_rows(runner: ModelRunner, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+    """Let the rows of `forks` begin with the cached tokens that each has of its text."""
     for request, text in zip(forks, texts, strict=True):
         assert request.row is not None and text.row is not None, "texts and forks have rows"
-        length = min(request.num_cached - num_lacking, runner.cache.lengths[text.row])
+        length = min(request.num_cached, runner.cache.lengths[text.row])
         runner.fork(request.row, text.row, length)
 
 
 class StandaloneDrafter(Drafter):
     """A drafter with a model, and a KV cache of its own, on some of the target's ranks. The others
     only receive its tokens."""
-
-    num_lacking = 0  # of the tokens that the target has cached, those that its cache lacks
 
     def __init__(self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float) -> None:
         self.target = target
@@ -169,7 +161,7 @@ class StandaloneDrafter(Drafter):
 
     def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
         if self.draft_kv is not None and self.draft.runner is not None:
-            fork_rows(self.draft.runner, forks, texts, self.num_lacking)
+            fork_rows(self.draft.runner, forks, texts)
             self.draft_kv.fork(forks, texts)
 
     def release(self, rows: Sequence[int]) -> None:

@@ -42,8 +42,6 @@ NEVER = -1e30
 class EagleDrafter(StandaloneDrafter):
     """A drafter with a head. The slots of drafts are dropped when these are proposed."""
 
-    num_lacking = 1  # the last slot takes the newest token
-
     def __init__(
         self,
         target: ModelRunner,

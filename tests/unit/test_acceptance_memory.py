@@ -17,6 +17,7 @@ from magicdec.model.checkpoint.source import find_model
 from magicdec.records.reading import read_records
 from magicdec.runner.observers.hidden_states import HiddenStates
 from magicdec.setup import prepare
+from magicdec.speculation.policies.retrieval import RetrievedBlocks
 
 SMALL = "--prefix_len 64 96 --gen_len 17 --gamma 5 --B 3 --dtype float32 --threads 1 --ignore_eos"
 
@@ -47,6 +48,7 @@ def test_forks_take_no_more_blocks_than_are_planned(
         ("--draft self model:demo-draft --kv_policy full --attention grouped", 2),
         ("--draft eagle:demo-eagle --kv_policy full", 2),
         ("--draft self --kv_policy snapkv --budget 33", 2),
+        ("--draft self --kv_policy retrieval --budget 49", 0),
     ],
 )
 def test_caches_are_as_large_as_planned(
@@ -58,16 +60,22 @@ def test_caches_are_as_large_as_planned(
     tmp_path: Path,
 ) -> None:
     """One of all texts and their forks, and one of a draft model, or of what a policy has copied,
-    at each context. Beside these the target keeps queries for the policy, and states for a head, of
-    texts alone."""
+    at each context. Beside these the target keeps queries for the policy, states for a head and
+    mean keys of texts alone, and a query of each fork."""
     states: list[int] = []
     make_states = HiddenStates.of
+    keep_means = RetrievedBlocks.__init__
 
     def count_states(*given: Any) -> HiddenStates:
         states.append(make_states(*given).num_bytes)
         return make_states(*given)
 
+    def count_means(kv: RetrievedBlocks, *given: Any) -> None:
+        keep_means(kv, *given)
+        states[:] = [kv._query.nbytes + kv._mean_keys.nbytes]  # one at a time, of equal size
+
     monkeypatch.setattr(HiddenStates, "of", count_states)
+    monkeypatch.setattr(RetrievedBlocks, "__init__", count_means)
     out = tmp_path / "out.jsonl"
     ended = command("acceptance", *words.split(), *SMALL.split(), "--out", out)
     assert ended.code == 0 and ended.err.startswith("memory: "), ended.err
@@ -76,13 +84,13 @@ def test_caches_are_as_large_as_planned(
     for record in read_records(out, AcceptanceRecord):
         assert record.is_forked
         assert record.memory.kv_bytes == target
-        queries = 0
-        if "snapkv" in words:
-            model = find_model("--model", "demo").config
-            size = model.num_layers * model.num_heads * model.head_dim * 4
-            queries = 3 * record.config["kv"]["window_size"] * size
+        kv = record.config["kv"]
+        observed = {"snapkv": kv["window_size"], "retrieval": 1}.get(kv["policy"], 0)
+        model = find_model("--model", "demo").config
+        size = model.num_layers * model.num_heads * model.head_dim * 4
+        queries = 3 * observed * size
         assert record.memory.draft_kv_bytes == max(drafts, default=0) + queries + sum(states)
-    assert len(states) == ("eagle" in words) and sum(states) < target
+    assert len(states) == ("eagle" in words or "retrieval" in words) and sum(states) < target
 
 
 def test_what_does_not_fit_is_refused_in_one_line(

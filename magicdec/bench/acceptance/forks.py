@@ -22,6 +22,7 @@ from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import NGRAM, SamplingSection
 from magicdec.hardware.timing import synchronize
+from magicdec.kv.cache import BatchRows
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
@@ -36,6 +37,7 @@ from magicdec.speculation.drafter import (
     make_drafter,
 )
 from magicdec.speculation.ngram import NgramDrafter
+from magicdec.speculation.observation import newest_cached, rerun_tail
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.systems.modes import Pass
@@ -73,9 +75,7 @@ def can_fork(config: ResolvedConfig) -> bool:
     sampling = config.sampling
     if sampling != SamplingSection(seed=sampling.seed):  # also where penalties follow the drafts
         return False
-    policy = policy_called(config.kv.policy)
-    by_query = config.decoding.drafts_itself and policy.needs_verification
-    return not by_query and inexact_reason(config) is None
+    return inexact_reason(config) is None
 
 
 def num_forks(config: ResolvedConfig) -> int:
@@ -181,6 +181,7 @@ class ForkedDrafts(TextDrafts):
             texts = [position.request for position in some]
             fork_rows(runner, forks, texts)
             drafter.fork(forks, texts)
+            see_last(runner, drafter, forks)
             batch = Batch(tuple(forks))
             steps.admit(batch, [gamma])
             drafts = steps.draft(batch, gamma).ids.tolist()
@@ -237,6 +238,16 @@ def admit_texts(runner: ModelRunner, drafter: Drafter, positions: Sequence[Posit
     for text, tokens in zip(texts, continuations.values(), strict=True):
         text.output_ids = [*tokens]
         drafter.prepare([text], 0)
+
+
+def see_last(runner: ModelRunner, drafter: Drafter, forks: Sequence[Request]) -> None:
+    """Let a drafter that observes verifications see the newest cached token of each fork, the last
+    that one has committed."""
+    rows = BatchRows.of(Batch(tuple(forks)).rows, runner.device)
+    for observer in drafter.observers:
+        rerun_tail(runner, rows, newest_cached(forks, 1, runner.device), observer)
+    if drafter.observers:
+        drafter.commit(rows, runner.cache.lengths_of(rows))
 
 
 def by_request(positions: Sequence[Position]) -> Iterator[tuple[Request, list[Position]]]:

@@ -116,6 +116,60 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Forks of what snapkv has copied accept what verifications step by step accept.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[snapkv-128]",
+        (
+            Fault(
+                "a copy without what follows the prompt",
+                "bench/acceptance/forks.py",
+                "        drafter.prepare([text], 0)\n",
+                "        pass\n",
+            ),
+            Fault(
+                "chosen at the end of the continuation",
+                "bench/acceptance/forks.py",
+                "replace(request, output_ids=[*tokens[:1]])",
+                "replace(request, output_ids=[*tokens])",
+            ),
+            Fault(
+                "forks of a copy with a row's own positions",
+                "speculation/policies/snapkv.py",
+                "self._offsets[row] = self.shifts[row] = self.shifts[text.row]",
+                "self.shifts[row] = self.shifts[text.row]",
+            ),
+        ),
+    ),
+    Property(
+        "Forks choose blocks by the query of their own newest cached token.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[retrieval-128]",
+        (
+            Fault(
+                "no verification is seen",
+                "bench/acceptance/forks.py",
+                "            see_last(runner, drafter, forks)\n",
+                "",
+            ),
+            Fault(
+                "mean keys of the first text",
+                "speculation/policies/retrieval.py",
+                "        self._texts[rows] = self._texts[text_rows]\n",
+                "        self._texts[rows] = 0\n",
+            ),
+        ),
+    ),
+    Property(
+        "Forks of a head read the states of their texts.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[eagle-128]",
+        (
+            Fault(
+                "states of the first text",
+                "runner/observers/hidden_states.py",
+                "        self._texts[rows] = self._texts[texts]\n",
+                "        self._texts[rows] = 0\n",
+            ),
+        ),
+    ),
+    Property(
         "Forks of neighbouring positions take no more blocks than are planned.",
         f"{MEMORY}test_forks_take_no_more_blocks_than_are_planned",
         (
