@@ -5,27 +5,39 @@ on. The texts are the model's own, decoded once for all these drafts of a contex
 This serves drafts that follow from the text (`inexact_reason`): those of the target itself or a
 low-bit copy of it under a policy that chooses by lengths or at the end of the prompt, and those of
 a draft model or a head with its whole cache; and lookups, which need no forward at all. Other
-drafts are made step by step. So are sampled ones, which the target's distribution after them
-judges, and not how a text goes on.
+drafts are made step by step.
+
+A sampled text is as probable whatever drafts its tokens (Leviathan et al., arXiv 2211.17192), and
+says with which probability they were drafts: of a token x that a step has emitted and that follows
+its accepted drafts, the step has drafted and accepted it with min(p(x), q(x)), and emitted it with
+p(x), so that it is an accepted draft with min(1, q(x) / p(x)). A fork is given the text's own
+tokens as drafts, for the q of each after those before; the p are those that the text was drawn
+from.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.config.sections import NGRAM, SamplingSection
+from magicdec.config.sections import NGRAM
 from magicdec.hardware.timing import synchronize
-from magicdec.kv.cache import BatchRows
+from magicdec.kv.cache import BatchRows, upload
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
+from magicdec.runner.request import Batch, Request, StepOutput
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.model_tokens import Proposal, whole_logits
+from magicdec.runner.sampling.sampling import probabilities
+from magicdec.runner.sampling.verification import Verdict
 from magicdec.setup.loading import make_draft
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.speculation.draft_length import WholeLookups
@@ -39,6 +51,7 @@ from magicdec.speculation.drafter import (
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.observation import newest_cached, rerun_tail
 from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.logits_recorder import StepRecorder
 from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.systems.modes import Pass
 from magicdec.systems.observer import PassObserver
@@ -70,18 +83,27 @@ def inexact_reason(config: ResolvedConfig) -> str | None:
 
 
 def can_fork(config: ResolvedConfig) -> bool:
-    """Whether a draft at a position follows from the text, and how many of its tokens are accepted
-    from how the text goes on."""
-    sampling = config.sampling
-    if sampling != SamplingSection(seed=sampling.seed):  # also where penalties follow the drafts
-        return False
+    """Whether a draft at a position follows from the text, and what is accepted of it from how the
+    text goes on."""
     return inexact_reason(config) is None
 
 
 def num_forks(config: ResolvedConfig) -> int:
-    """The rows of a batch of forks."""
+    """The rows of a batch of forks. Of a sampled draft each has as many distributions as tokens,
+    which take as much memory as those of more rows with one."""
     w = config.workload
-    return min(MOST_FORKS, w.batch_size * w.num_new_tokens)
+    each = config.decoding.max_gamma if config.sampling.temperature > 0 else 1
+    return min(max(1, MOST_FORKS // each), w.batch_size * w.num_new_tokens)
+
+
+@dataclass(frozen=True)
+class DecodedText:
+    """How a text goes on, past its end by as many tokens as a draft has: the first token, which is
+    of the prefill, and all others, with the probabilities by which these were drawn if they are
+    sampled."""
+
+    tokens: list[int]
+    chances: list[float] | None
 
 
 @dataclass(frozen=True)
@@ -90,16 +112,56 @@ class Position:
     not cached yet."""
 
     request: Request
-    continuation: Sequence[int]
+    continuation: DecodedText
     number: int
+
+    @property
+    def known(self) -> list[int]:
+        return self.continuation.tokens[: self.number]
+
+    def following(self, count: int) -> list[int]:
+        return self.continuation.tokens[self.number : self.number + count]
+
+    def chances(self, count: int) -> list[float]:
+        """The probabilities of the `following` tokens, of a sampled text."""
+        assert self.continuation.chances is not None, "the text is sampled"
+        first = self.number - 1
+        return self.continuation.chances[first : first + count]
 
     def count(self, draft: Sequence[int]) -> int:
         """How many tokens of a draft lead the rest of the continuation."""
-        following = self.continuation[self.number : self.number + len(draft)]
-        differ = (
-            n for n, pair in enumerate(zip(draft, following, strict=True)) if len({*pair}) > 1
-        )
-        return next(differ, len(draft))
+        pairs = zip(draft, self.following(len(draft)), strict=True)
+        return next((n for n, (ours, own) in enumerate(pairs) if ours != own), len(draft))
+
+
+@dataclass
+class TextChances(StepRecorder):
+    """A keeper of the probabilities by which each token of sampled texts was drawn, by request."""
+
+    runner: ModelRunner
+    rows: tuple[int, ...]
+    found: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def wants(self, rows: Sequence[int]) -> list[int]:
+        return [*range(len(rows))]
+
+    def keep(
+        self,
+        requests: Sequence[Request],
+        proposal: Proposal | None,
+        verdicts: Sequence[Verdict],
+        places: Sequence[int],
+        logits: Tensor,
+    ) -> None:
+        device = self.runner.device
+        vocab_size = self.runner.model.config.vocab_size
+        sampling = SamplingMetadata.of(requests, vocab_size, device, has_flaws=False)
+        assert sampling.draws is not None, "the texts are sampled"
+        whole = whole_logits(self.runner, logits, sampling)
+        probs = probabilities(whole, sampling.draws.filters)[:, 0]
+        ids = upload([verdict.ids[:1] for verdict in verdicts], device)
+        for request, chance in zip(requests, probs.gather(1, ids)[:, 0].tolist(), strict=True):
+            self.found[request.request_id].append(chance)
 
 
 class TextDrafts(PrefilledBatching):
@@ -123,10 +185,11 @@ class ForkedDrafts(TextDrafts):
                 self.caches.results[key] = self._continue(requests)
             continuations = self.caches.results[key]
             positions = list[Position]()
-            for request, tokens in zip(requests, continuations, strict=True):
+            for request, continuation in zip(requests, continuations, strict=True):
+                tokens = continuation.tokens
                 request.output_ids = tokens[: self._end_of(request, tokens)]
                 numbers = range(1, len(request.output_ids))
-                positions += [Position(request, tokens, number) for number in numbers]
+                positions += [Position(request, continuation, number) for number in numbers]
             observer.begin(self.runners)
             if self.run.config.decoding.drafter == NGRAM:
                 self._look_up(positions, observer)
@@ -134,9 +197,8 @@ class ForkedDrafts(TextDrafts):
                 self._draft(self.runner, positions, observer)
         return SystemDetails()
 
-    def _continue(self, requests: Sequence[Request]) -> list[list[int]]:
-        """How each text goes on, past its end by as many tokens as a draft has. The rows keep the
-        K and V of it."""
+    def _continue(self, requests: Sequence[Request]) -> list[DecodedText]:
+        """How each text goes on, decoded without drafts. The rows keep the K and V of it."""
         assert self.runner is not None and self.kept is not None, "these prompts were kept"
         config = self.run.config
         most = config.workload.num_new_tokens + config.decoding.max_gamma
@@ -144,14 +206,26 @@ class ForkedDrafts(TextDrafts):
         for request in requests:
             request.sampling = replace(request.sampling, max_new_tokens=most, eos_token_ids=())
         engine = self.kept.engine
-        strategy = build_decoder(self.runner, config.decoding, config.kv, name=BASELINE)
+        recorder = None
+        if self.is_sampled:
+            recorder = TextChances(self.runner, tuple(Batch(tuple(requests)).rows))
+        strategy = build_decoder(
+            self.runner, config.decoding, config.kv, name=BASELINE, logits_recorder=recorder
+        )
         engine.begin(strategy)
         w = config.workload
         with self.shared.progress.task("continuations", w.batch_size * most) as advance:
             done = engine.decode(strategy, lambda ids, output, s: advance(output.num_tokens))
         for request, sampling in zip(requests, asked, strict=True):
             request.sampling = sampling
-        return [list(request.output_ids) for request in done]
+        chances = {} if recorder is None else recorder.found
+        return [
+            DecodedText([*request.output_ids], chances.get(request.request_id)) for request in done
+        ]
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.run.config.sampling.temperature > 0
 
     def _end_of(self, request: Request, tokens: Sequence[int]) -> int:
         """The number of tokens up to the end of the request."""
@@ -184,12 +258,15 @@ class ForkedDrafts(TextDrafts):
             see_last(runner, drafter, forks)
             batch = Batch(tuple(forks))
             steps.admit(batch, [gamma])
-            drafts = steps.draft(batch, gamma).ids.tolist()
+            if self.is_sampled:
+                drafted = given_drafts(steps, batch, some, gamma)
+            else:
+                drafted = compared(some, steps.draft(batch, gamma).ids.tolist())
             steps.release(batch.rows)
             for row in batch.rows:
                 runner.release(row)
             synchronize(self.device)
-            tell(observer, some, drafts, time.perf_counter() - started)
+            tell(observer, some, drafted, time.perf_counter() - started)
 
     def _forks(
         self, runner: ModelRunner, positions: Sequence[Position], gamma: int
@@ -198,9 +275,10 @@ class ForkedDrafts(TextDrafts):
         free = range(runner.num_texts, runner.num_rows)
         forks = []
         for row, position in zip(free, positions, strict=False):
-            known = [*position.continuation[: position.number]]
-            sampling = SamplingParams(len(known) + gamma)
-            forks.append(Request(row, position.request.prompt_ids, sampling, known, row=row))
+            text = position.request
+            most = position.number + gamma
+            sampling = replace(text.sampling, max_new_tokens=most, eos_token_ids=())
+            forks.append(Request(row, text.prompt_ids, sampling, position.known, row=row))
         return forks
 
     def _look_up(self, positions: Sequence[Position], observer: PassObserver) -> None:
@@ -216,20 +294,21 @@ class ForkedDrafts(TextDrafts):
             drafter.admit([known])
             drafts = []
             for position in some:
-                known.output_ids = [*position.continuation[: position.number]]
+                known.output_ids = position.known
                 drafter.plan([known], decoding.max_gamma, length)
                 assert request.row is not None, "its text was prefilled"
                 drafts.append([token for token, _ in drafter.proposals[request.row]])
-            tell(observer, some, drafts, time.perf_counter() - started)
+            drafted = compared(some, drafts)
+            if self.is_sampled:
+                drafted = [each.as_probable() for each in drafted]
+            tell(observer, some, drafted, time.perf_counter() - started)
 
 
 def admit_texts(runner: ModelRunner, drafter: Drafter, positions: Sequence[Position]) -> None:
     """Admit all texts at the ends of their prompts, as a run does, then go on to the ends of their
     continuations, as after steps without drafts. They themselves draft nothing there."""
-    continuations = {position.request: position.continuation for position in positions}
-    texts = [
-        replace(request, output_ids=[*tokens[:1]]) for request, tokens in continuations.items()
-    ]
+    continuations = {position.request: position.continuation.tokens for position in positions}
+    texts = [replace(request, output_ids=tokens[:1]) for request, tokens in continuations.items()]
     for text, tokens in zip(texts, continuations.values(), strict=True):
         assert text.row is not None, "texts have rows"
         num_cached = len(text.prompt_ids) + len(tokens) - 1
@@ -255,20 +334,57 @@ def by_request(positions: Sequence[Position]) -> Iterator[tuple[Request, list[Po
         yield request, [position for position in positions if position.request is request]
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """The number of tokens drafted at a position, and of those that were accepted; of a sampled
+    text, the probabilities that the first 1, 2, ... are."""
+
+    count: int
+    accepted: int = 0
+    acceptance: list[float] | None = None
+
+    def as_probable(self) -> Drafted:
+        """Of drafts that are not drawn: a token that is the text's was accepted, since the rest of
+        p without it has no such token."""
+        missed = self.count - self.accepted
+        return Drafted(self.count, acceptance=[1.0] * self.accepted + [0.0] * missed)
+
+
+def compared(positions: Sequence[Position], drafts: Sequence[Sequence[int]]) -> list[Drafted]:
+    """Drafts compared with how the texts go on."""
+    pairs = zip(positions, drafts, strict=True)
+    return [Drafted(len(draft), position.count(draft)) for position, draft in pairs]
+
+
+def given_drafts(
+    steps: DecodeSteps, batch: Batch, positions: Sequence[Position], gamma: int
+) -> list[Drafted]:
+    """Drafts of the texts' own next tokens, by how probable it is that a step has accepted them."""
+    device = steps.runner.device
+    given = upload([position.following(gamma) for position in positions], device)
+    probs = steps.draft_given(batch, given).probabilities
+    assert probs is not None, "the texts are sampled"
+    q = probs.gather(2, given.unsqueeze(2)).squeeze(2)
+    p = upload([position.chances(gamma) for position in positions], device, torch.float64)
+    acceptance = (q / p).clamp(max=1).cumprod(dim=1)
+    return [Drafted(gamma, acceptance=row) for row in acceptance.tolist()]
+
+
 def tell(
     observer: PassObserver,
     positions: Sequence[Position],
-    drafts: Sequence[Sequence[int]],
+    drafted: Sequence[Drafted],
     seconds: float,
 ) -> None:
     """Observe a step in which each position emits the next token of its text, whatever was
     drafted."""
-    pairs = list(zip(positions, drafts, strict=True))
+    acceptance = [each.acceptance for each in drafted if each.acceptance is not None]
     output = StepOutput(
-        token_ids=[[position.continuation[position.number]] for position in positions],
-        draft_width=max(map(len, drafts)),
-        num_accepted=[position.count(draft) for position, draft in pairs],
-        num_drafted=[len(draft) for draft in drafts],
+        token_ids=[position.following(1) for position in positions],
+        draft_width=max(each.count for each in drafted),
+        num_accepted=[each.accepted for each in drafted],
+        num_drafted=[each.count for each in drafted],
+        acceptance=acceptance or None,
     )
     ids = [position.request.request_id for position in positions]
     observer.observe(ids, output, seconds)

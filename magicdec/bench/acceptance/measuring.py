@@ -171,9 +171,11 @@ class AcceptanceRunner(Runner):
             cumulative = [cumulative_of(counts, gamma) for counts in chances]
         else:
             cumulative = [cumulative_of_counts(counts, gamma) for counts in accepted]
+        is_forked = isinstance(planned.system, ForkedDrafts)
+        has_steps = is_forked or not is_sampled
         workload = run.describe_workload()
         by_category = depths_by_category(
-            workload.categories or (), cumulative, drafted, gamma, is_chain(config), is_sampled
+            workload.categories or (), cumulative, drafted, gamma, is_chain(config), has_steps
         )
         outputs = repr([request.output_ids for request in group.requests])
         return AcceptanceRecord(
@@ -186,11 +188,11 @@ class AcceptanceRunner(Runner):
             accepted=None if is_sampled else [digits_of(counts) for counts in accepted],
             acceptance_probabilities=rounded(chances) if is_sampled else None,
             drafted=None if is_always else [digits_of(counts) for counts in drafted],
-            rows=depths_of(cumulative, drafted, gamma, is_chain(config), is_sampled),
+            rows=depths_of(cumulative, drafted, gamma, is_chain(config), has_steps),
             rows_by_category=by_category or None,
             inexact=inexact_reason(config),
             memory=describe_memory(self.common.plan, run.free, group.ranks.memory),
-            is_forked=isinstance(planned.system, ForkedDrafts),
+            is_forked=is_forked,
         )
 
 

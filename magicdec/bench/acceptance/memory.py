@@ -62,10 +62,11 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
 
 
 def fork_bytes(plan: ModelPlan, room: CacheDemand) -> int:
-    """The working memory of a draft step of all forks."""
-    return forward_bytes(plan, (room.num_forks, 1, plan.tokens)) + logits_bytes(
-        plan, room.num_forks
-    )
+    """The working memory of a draft step of all forks. The distributions of sampled drafts are kept
+    for the whole draft."""
+    num_kept = plan.config.decoding.max_gamma if plan.config.sampling.temperature > 0 else 1
+    forward = forward_bytes(plan, (room.num_forks, 1, plan.tokens))
+    return forward + logits_bytes(plan, room.num_forks * num_kept)
 
 
 def check_memory(groups: Sequence[Sequence[StudyCell]]) -> str:

@@ -483,15 +483,15 @@ SAMPLES = (
     regression(
         "sampled drafts share a random number",
         "runner/sampling/model_tokens.py",
-        "Purpose.DRAFT, skip=drafts.shape[1])",
+        "Purpose.DRAFT, skip=place)",
         "Purpose.DRAFT)",
         f"{PLAIN} {SAMPLED}",
     ),
     regression(
         "sampled drafts of a draft model are drawn anew",
         "runner/sampling/model_tokens.py",
-        "u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])",
-        "u = draws.ahead(1, Purpose.ACCEPT, skip=drafts.shape[1])",
+        "u = draws.ahead(1, Purpose.DRAFT, skip=place)",
+        "u = draws.ahead(1, Purpose.ACCEPT, skip=place)",
         f"{FULL} --gamma 4 {SAMPLED}",
     ),
 )
@@ -608,8 +608,8 @@ FORKED = (
     regression(
         "a lookup in forks does not know the newest token",
         FORKS,
-        "known.output_ids = [*position.continuation[: position.number]]",
-        "known.output_ids = [*position.continuation[: position.number - 1]]",
+        "                known.output_ids = position.known\n",
+        "                known.output_ids = position.known[:-1]\n",
         f"--draft ngram {EVERY}",
     ),
 )

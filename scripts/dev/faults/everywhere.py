@@ -62,6 +62,42 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Over its own sampled text a run has the steps that forks expect.",
+        f"{SAMPLED}test_steps_of_a_run_over_its_text_are_those_that_forks_expect[model]",
+        (
+            Fault(
+                "the chance of a drawn draft",
+                "bench/acceptance/forks.py",
+                "acceptance = (q / p).clamp(max=1).cumprod(dim=1)",
+                "acceptance = (p / q).clamp(max=1).cumprod(dim=1)",
+            ),
+            Fault(
+                "drafts drawn in place of given ones",
+                "runner/sampling/model_tokens.py",
+                "if sampling.given is not None:",
+                "if False:",
+            ),
+        ),
+    ),
+    Property(
+        "A model accepts what it drafts itself with its whole cache.",
+        f"{SAMPLED}test_a_model_accepts_what_it_drafts_itself_with_its_whole_cache",
+        (
+            Fault(
+                "the chances of the tokens before",
+                "bench/acceptance/forks.py",
+                "        first = self.number - 1\n",
+                "        first = max(0, self.number - 2)\n",
+            ),
+            Fault(
+                "texts without their penalties",
+                "bench/acceptance/forks.py",
+                "whole = whole_logits(self.runner, logits, sampling)",
+                "whole = whole_logits(self.runner, logits, replace(sampling, penalties=None))",
+            ),
+        ),
+    ),
+    Property(
         "Sampled texts are those of decoding without drafts.",
         f"{SAMPLED}test_sampled_texts_are_those_of_decoding_without_drafts",
         (
@@ -110,8 +146,8 @@ PROPERTIES = (
             Fault(
                 "a step that begins at what the last one rejected",
                 RECORD,
-                "        position += count + 1\n",
-                "        position += max(1, count)\n",
+                "begins[position + 1 : position + gamma + 2]",
+                "begins[position + 1 : position + gamma + 2][::-1]",
             ),
         ),
     ),
@@ -128,8 +164,8 @@ PROPERTIES = (
             Fault(
                 "chosen at the end of the continuation",
                 "bench/acceptance/forks.py",
-                "replace(request, output_ids=[*tokens[:1]])",
-                "replace(request, output_ids=[*tokens])",
+                "replace(request, output_ids=tokens[:1])",
+                "replace(request, output_ids=tokens[:])",
             ),
             Fault(
                 "forks of a copy with a row's own positions",
