@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from magicdec.bench.acceptance.record import (
     depths_of,
     digits_of,
     shown_gammas,
+    steps_of,
 )
 from magicdec.model.checkpoint.source import find_model
 from magicdec.records.reading import read_records
@@ -76,12 +78,55 @@ def test_tokens_a_step_are_those_of_counts() -> None:
     assert shown_gammas(6) == [1, 2, 4, 6] and shown_gammas(8) == [1, 2, 4, 8]
 
 
+def test_steps_over_sampled_texts_by_enumeration() -> None:
+    """Over all texts of a made-up model of two tokens, the steps that follow from each text, and
+    what they accept, have the expectation of those of speculative sampling, all of whose draws are
+    gone through. Both models' next token depends on the whole text."""
+    rng = np.random.default_rng(0)
+    size, gamma = 4, 2
+    texts = [text for n in range(size + gamma) for text in product((0, 1), repeat=n)]
+    p, q = ({text: rng.dirichlet((1, 1)) for text in texts} for _ in range(2))
+
+    def run_from(text: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """The expected accepted tokens and steps of the rest of a run."""
+        if len(text) >= size:
+            return np.zeros(2)
+        return np.array([0, 1]) + step_from(text, 0)
+
+    def step_from(text: tuple[int, ...], num_accepted: int) -> np.ndarray[Any, Any]:
+        """The same of a step that has accepted so many."""
+        total = np.zeros(2)
+        if num_accepted == gamma:
+            for token in (0, 1):
+                total += p[text][token] * run_from((*text, token))
+            return total
+        for token in (0, 1):  # the one that is drafted
+            accepts = min(1, p[text][token] / q[text][token])
+            goes_on = np.array([1, 0]) + step_from((*text, token), num_accepted + 1)
+            total += q[text][token] * accepts * goes_on
+            rest = np.maximum(p[text] - q[text], 0)
+            if accepts < 1:
+                for other in (0, 1):
+                    chance = rest[other] / rest.sum()
+                    total += q[text][token] * (1 - accepts) * chance * run_from((*text, other))
+        return total
+
+    expected = np.zeros(2)
+    for text in product((0, 1), repeat=size + gamma):
+        ratios = [min(1, q[text[:n]][text[n]] / p[text[:n]][text[n]]) for n in range(len(text))]
+        cumulative = np.array([np.cumprod(ratios[n : n + gamma]) for n in range(size)])
+        probability = np.prod([p[text[:n]][text[n]] for n in range(len(text))])
+        expected += probability * np.array(steps_of(cumulative, gamma))
+    assert expected == pytest.approx(run_from(()), rel=1e-12)
+    assert 1 < expected[1] < size and expected[0] > 0
+
+
 def test_probabilities_count_as_shares_of_positions() -> None:
     """Two texts, of which a position has a draft of one token, and one has none."""
     texts = [[[0.9, 0.5], [0.4]], [[], [0.2, 0.3]]]
     drafted = [[2, 1], [0, 2]]
     cumulative = [cumulative_of(text, 2) for text in texts]
-    found = depths_of(cumulative, drafted, 2, is_chain=True, is_sampled=True)
+    found = depths_of(cumulative, drafted, 2, is_chain=True, has_steps=False)
     assert [row.cumulative for row in found] == pytest.approx([1.5 / 4, 0.8 / 4])
     means = [row.tokens_per_position for row in found]
     assert means == pytest.approx([1 + 1.5 / 4, 1 + 2.3 / 4])
@@ -146,7 +191,8 @@ def test_prompts_with_categories_have_a_table_by_category(
             expected = 1 + sum(counts) / len(counts)
             assert record.num_texts_of(name) == 4 and len(counts) == 32
             assert rows[-1].tokens_per_position == pytest.approx(expected, abs=1e-3)
-            assert (rows[-1].tokens_per_step is None) == (sampled != "")
+            accepted, steps = np.sum([steps_of(record.cumulative_by_text[n], 3) for n in places], 0)
+            assert rows[-1].tokens_per_step == pytest.approx(1 + accepted / steps, abs=1e-3)
     _, title, table = ended.out.partition("acceptance by category")
     assert title and [table.count(name) for name in SAYINGS] == [2, 2, 2]
     assert table.count("all texts") == 2

@@ -121,11 +121,22 @@ def draft_token(
 ) -> tuple[Tensor, Tensor | None]:
     """The next draft token [B, 1] after `drafts` [B, k] from this rank's logits [B, 1, V], and
     the probabilities [B, 1, V] that it was drawn from; None for greedy batches."""
-    draws = sampling.draws
-    if draws is None:
+    if sampling.draws is None:
         return greedy_tokens(runner, logits, sampling, drafts), None
-    probs = probabilities(whole_logits(runner, logits, sampling, drafts), draws.filters)
-    u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
+    return drawn_draft(whole_logits(runner, logits, sampling, drafts), sampling, drafts)
+
+
+def drawn_draft(
+    logits: Tensor, sampling: SamplingMetadata, drafts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `draft_token`, of a sampled batch, from whole logits [B, 1, V] after penalties."""
+    draws = sampling.draws
+    assert draws is not None, "the batch is sampled"
+    probs = probabilities(logits, draws.filters)
+    place = drafts.shape[1]
+    if sampling.given is not None:  # maybe ids that the vocabulary of a draft lacks
+        return sampling.given[:, place : place + 1].clamp(max=probs.shape[2] - 1), probs
+    u = draws.ahead(1, Purpose.DRAFT, skip=place)
     return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
 
 

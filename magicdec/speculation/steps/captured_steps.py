@@ -15,7 +15,7 @@ from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import AcceptanceRule, Proposal
 from magicdec.runner.sampling.verification import Verdicts
 from magicdec.speculation.drafter import Drafter, DraftShape
-from magicdec.speculation.steps.logits_recorder import LogitsRecorder
+from magicdec.speculation.steps.logits_recorder import StepRecorder
 from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
 from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
 from magicdec.speculation.steps.strategy import Phase
@@ -27,7 +27,7 @@ Works = dict[tuple[str, int, int], RecordedWork]
 
 @dataclass(frozen=True)
 class SeenLogits:
-    """Buffers for the logits that captured verifications leave for a `LogitsRecorder`."""
+    """Buffers for the logits that captured verifications leave for a `StepRecorder`."""
 
     rows: tuple[int, ...]
     index: Tensor  # int64 [R]: their places in the captured batch
@@ -87,7 +87,7 @@ class CapturedSteps(DecodeSteps):
         phase: Phase,
         recorder: Recorder,
         is_in_flight: bool = False,
-        logits_recorder: LogitsRecorder | None = None,
+        logits_recorder: StepRecorder | None = None,
         rule: AcceptanceRule | None = None,
     ) -> None:
         super().__init__(runner, drafter, phase, is_in_flight, logits_recorder, rule)

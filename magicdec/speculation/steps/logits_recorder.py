@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,6 +21,27 @@ from magicdec.runner.sampling.verification import Verdicts
 
 MOST_BYTES = 1 << 26  # of the logits of a pass over a batch, on each rank
 LEAST_STEPS = 8  # for which there is room: where rows are many, only some of them are kept
+
+
+class StepRecorder(Protocol):
+    """A keeper of the logits of steps, which it gets before their tokens are part of requests."""
+
+    rows: tuple[int, ...]
+    """Those of which it may want any."""
+
+    def wants(self, rows: Sequence[int]) -> list[int]:
+        """The places among a step's `rows` to `keep`; empty if the step is not kept."""
+
+    def keep(
+        self,
+        requests: Sequence[Request],
+        proposal: Proposal,
+        verdicts: Verdicts,
+        places: Sequence[int],
+        logits: Tensor,
+    ) -> None:
+        """Keep the rows at `places` of a step. Their logits [R, K+1, V] must not change later;
+        the proposal may."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +90,6 @@ class LogitsRecorder:
         return cls(tuple(sorted(rows)), min(1.0, MOST_BYTES / most_bytes), chance)
 
     def wants(self, rows: Sequence[int]) -> list[int]:
-        """The places among a step's `rows` to `keep`; empty if the step is not kept."""
         if not self.is_watching:
             return []
         places = [place for place, row in enumerate(rows) if row in self.rows]
@@ -86,8 +107,6 @@ class LogitsRecorder:
         places: Sequence[int],
         logits: Tensor,
     ) -> None:
-        """Keep the rows at `places` of a step. Their logits [R, K+1, V] must not change later;
-        the proposal may."""
         ids = proposal.ids
         counts = proposal.counts or [ids.shape[1]] * len(requests)
         is_whole = len(places) == len(requests)

@@ -8,7 +8,7 @@ device once a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from magicdec.runner.request import Batch, NotFinite, Request
 from magicdec.runner.sampling.model_tokens import AcceptanceRule, Proposal, judge
 from magicdec.runner.sampling.verification import Verdicts
 from magicdec.speculation.drafter import Drafter, DraftShape
-from magicdec.speculation.steps.logits_recorder import LogitsRecorder
+from magicdec.speculation.steps.logits_recorder import StepRecorder
 from magicdec.speculation.steps.strategy import Phase
 
 
@@ -59,7 +59,7 @@ class DecodeSteps:
         drafter: Drafter,
         phase: Phase,
         is_in_flight: bool = False,
-        logits_recorder: LogitsRecorder | None = None,
+        logits_recorder: StepRecorder | None = None,
         rule: AcceptanceRule | None = None,
     ) -> None:
         self.runner = runner
@@ -102,6 +102,17 @@ class DecodeSteps:
         with self.phase("draft"):
             self._show(batch)
             return self._drafted(batch, gamma)
+
+    @torch.inference_mode()
+    def draft_given(self, batch: Batch, given: Tensor) -> Proposal:
+        """The proposal whose sampled drafts are `given` [B, K], with the distributions that they
+        would have been drawn from."""
+        with self.phase("draft"):
+            self._load(batch)
+            sampling = replace(self._batch.sampling, given=given)
+            self._batch = replace(self._batch, sampling=sampling)
+            self._shown = ()
+            return self._drafted(batch, given.shape[1])
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal | None) -> Verdicts:
