@@ -21,7 +21,7 @@ from magicdec.distributed.groups import Group
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.kernel_view import make_kernel_view
-from magicdec.kv.layer_caches import LayerCaches, Storage, WindowRoom, storages_of
+from magicdec.kv.layer_caches import Forks, LayerCaches, Storage, WindowRoom, storages_of
 from magicdec.kv.layer_views import LayerViews, LayerWindows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import FULL, KVView, Visible, make_view
@@ -62,6 +62,7 @@ class ModelRunner:
     max_following: int | None = None  # drafts included; default: as many as a row holds
     window_room: WindowRoom | None = None  # default: layers with a window keep every token
     shares_prefixes: bool = False  # rows whose texts begin alike share blocks
+    forks: Forks | None = None  # the last rows, which fork the texts of the others
     offsets: Tensor | None = None
     draft_runner: ModelRunner | None = None
     observers: list[ForwardObserver] = field(default_factory=list)
@@ -185,6 +186,7 @@ class ModelRunner:
             self,
             num_rows=num_rows,
             max_following=max_following,
+            forks=None,
             draft_runner=None if draft is None else draft.with_rows(num_rows, max_following),
             shared_caches=self.caches,
             shared_counts=self.counts,
@@ -228,10 +230,21 @@ class ModelRunner:
             self.backend.block_size,
             self.block_tokens,
             self.num_blocks,
+            self.forks,
         )
+
+    @property
+    def num_texts(self) -> int:
+        """The rows that fork no other."""
+        return self.num_rows - (0 if self.forks is None else self.forks.num_rows)
 
     def allocate(self, row: int) -> None:
         self.caches.allocate(row, self.max_tokens)
+
+    def fork(self, row: int, source: int, length: int) -> None:
+        """Let an empty row of `forks` begin with the first `length` tokens of `source`."""
+        assert self.forks is not None and row >= self.num_texts > source, "forks are the last rows"
+        self.caches.fork(row, source, length, length + self.forks.num_tokens)
 
     def release(self, row: int, text: Sequence[int] = ()) -> None:
         self.caches.release(row, text)

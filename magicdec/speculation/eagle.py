@@ -84,6 +84,14 @@ class EagleDrafter(StandaloneDrafter):
             self._fill(self.draft_kv, request.row, 0, self.target.cache.lengths[request.row] - 1)
         self.draft_kv.admit(requests)
 
+    def fork(self, forks: Sequence[Request], texts: Sequence[Request]) -> None:
+        super().fork(forks, texts)
+        if self.draft_kv is not None:
+            rows, text_rows = (
+                [r.row for r in some if r.row is not None] for some in (forks, texts)
+            )
+            self.states.fork(rows, text_rows)
+
     def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Fill the slots of rows that lack more than a step commits. Returns how many slots the
         draft fills in each row; those that a row does not lack are filled a second time."""

@@ -225,13 +225,15 @@ def test_a_window_of_a_head_depends_on_how_many_tokens_a_step_commits(
     assert len(pairs) > 20 and [ours for ours, _ in pairs] == [said for _, said in pairs]
 
 
-FORKED = (
-    "--draft self self:int8 --budget 49",
-    "--draft self --kv_policy full",
-    "--draft ngram",
-)
-
-
+FORKED = {
+    "streaming_llm": "--draft self self:int8 --budget 49",
+    "snapkv": "--draft self self:int4 --budget 49 --kv_policy snapkv",
+    "retrieval": "--draft self self:int8 --budget 81 --kv_policy retrieval",
+    "full": "--draft self --kv_policy full",
+    "model": "--draft model:demo-draft --kv_policy full",
+    "eagle": "--draft eagle:demo-eagle --kv_policy full",
+    "ngram": "--draft ngram",
+}
 CONTEXTS = (
     "--draft self self:int8 ngram --kv_policy snapkv streaming_llm --budget 49",
     "--draft self --kv_policy retrieval --budget 97",
@@ -285,7 +287,7 @@ def test_contexts_that_share_a_prefill_accept_what_they_accept_alone(
 
 
 @pytest.mark.parametrize("most", [128, 7])
-@pytest.mark.parametrize("words", FORKED)
+@pytest.mark.parametrize("words", FORKED.values(), ids=FORKED)
 def test_forks_accept_what_verifications_step_by_step_accept(
     words: str, most: int, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,11 +2,11 @@
 shares the blocks of its text, and no forward verifies: a draft is compared with how the text goes
 on. The texts are the model's own, decoded once for all these drafts of a context.
 
-This serves drafts that follow from caches of the text: those of the target itself or a low-bit copy
-of it under a policy that chooses by lengths, and those of a draft model with its whole cache; and
-lookups, which need no forward at all. Another policy's state, and the states that a head reads, are
-made step by step. So are sampled drafts, which the target's distribution after them judges, and not
-how a text goes on.
+This serves drafts that follow from the text (`inexact_reason`): those of the target itself or a
+low-bit copy of it under a policy that chooses by lengths or at the end of the prompt, and those of
+a draft model or a head with its whole cache; and lookups, which need no forward at all. Other
+drafts are made step by step. So are sampled ones, which the target's distribution after them
+judges, and not how a text goes on.
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.config.sections import MODEL, NGRAM, SELF, SamplingSection
+from magicdec.config.sections import NGRAM, SamplingSection
 from magicdec.hardware.timing import synchronize
+from magicdec.kv.cache import BatchRows
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
 from magicdec.setup.loading import make_draft
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.speculation.draft_length import WholeLookups
-from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
+from magicdec.speculation.drafter import (
+    Drafter,
+    DraftModel,
+    DraftSetup,
+    fork_rows,
+    make_drafter,
+)
 from magicdec.speculation.ngram import NgramDrafter
-from magicdec.speculation.policies.policy import make_policy
+from magicdec.speculation.observation import newest_cached, rerun_tail
 from magicdec.speculation.steps.build import build_decoder
 from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.systems.modes import Pass
@@ -41,17 +49,33 @@ CONTINUATIONS = "continuations"  # the name of a result that drafts share
 MOST_FORKS = 256  # rows of a batch, beside those of the texts
 
 
+def inexact_reason(config: ResolvedConfig) -> str | None:
+    """Why a run may draft otherwise at a position; None if it does not."""
+    decoding = config.decoding
+    if decoding.model_drafter is None:
+        return None
+    policy = policy_called(config.kv.policy)
+    if decoding.looks_up:
+        return "whether a run looks up follows from what it has accepted before"
+    if policy.needs_weights:
+        return "what a draft reads follows from the last verification, which a run has elsewhere"
+    if config.kv.policy != FULL_KV_POLICY and decoding.has_draft_model:
+        return (
+            "its window begins as many tokens earlier as the last step committed, which in a run "
+            "are more"
+        )
+    if "reselect_every" in policy.settings and config.kv.reselect_every:
+        return "a run chooses anew at the first step that is due, which is elsewhere"
+    return None
+
+
 def can_fork(config: ResolvedConfig) -> bool:
-    """Whether a draft at a position follows from the text and the target's cache of it, and how
-    many of its tokens are accepted from how the text goes on."""
+    """Whether a draft at a position follows from the text, and how many of its tokens are accepted
+    from how the text goes on."""
     sampling = config.sampling
     if sampling != SamplingSection(seed=sampling.seed):  # also where penalties follow the drafts
         return False
-    policy = make_policy(config.kv)
-    by_length = not (policy.needs_weights or policy.is_copied or policy.observed_tokens)
-    is_whole = config.kv.policy == FULL_KV_POLICY
-    by_drafter = {NGRAM: True, SELF: by_length, MODEL: is_whole}
-    return by_drafter.get(config.decoding.drafter or "", False)
+    return inexact_reason(config) is None
 
 
 def num_forks(config: ResolvedConfig) -> int:
@@ -69,10 +93,6 @@ class Position:
     continuation: Sequence[int]
     number: int
 
-    @property
-    def num_cached(self) -> int:
-        return len(self.request.prompt_ids) + self.number - 1
-
     def count(self, draft: Sequence[int]) -> int:
         """How many tokens of a draft lead the rest of the continuation."""
         following = self.continuation[self.number : self.number + len(draft)]
@@ -87,8 +107,7 @@ class TextDrafts(PrefilledBatching):
     forks."""
 
     def _plan_of(self, row_tokens: int, rewound: int | None = None) -> ModelPlan:
-        plan = super()._plan_of(row_tokens, rewound)
-        return plan.with_forks(self.room.num_forks) if self.room.num_forks else plan
+        return super()._plan_of(row_tokens, rewound).with_forks(self.room.num_forks)
 
 
 class ForkedDrafts(TextDrafts):
@@ -154,36 +173,33 @@ class ForkedDrafts(TextDrafts):
         assert decoding.drafter is not None, "something drafts"
         drafter = make_drafter(decoding.drafter, setup)
         steps = DecodeSteps(runner, drafter, observer.phases or nullcontext)
-        runners = [runner]
-        if self.draft is not None:
-            assert self.draft.runner is not None, "the only rank drafts"
-            runners.append(self.draft.runner)
-            drafter.admit(texts_of(positions))
+        admit_texts(runner, drafter, positions)
         for first in range(0, len(positions), count):
             some = positions[first : first + count]
             started = time.perf_counter()
             forks = self._forks(runner, some, gamma)
-            for one in runners:
-                fork(one, forks, some, gamma)
-            assert drafter.draft_kv is not None, "a model drafts"
-            drafter.draft_kv.admit(forks)
-            steps.admit(Batch(tuple(forks)), [gamma])
-            drafts = steps.draft(Batch(tuple(forks)), gamma).ids.tolist()
-            for one in runners:
-                join(one, forks, some)
+            texts = [position.request for position in some]
+            fork_rows(runner, forks, texts)
+            drafter.fork(forks, texts)
+            see_last(runner, drafter, forks)
+            batch = Batch(tuple(forks))
+            steps.admit(batch, [gamma])
+            drafts = steps.draft(batch, gamma).ids.tolist()
+            steps.release(batch.rows)
+            for row in batch.rows:
+                runner.release(row)
             synchronize(self.device)
             tell(observer, some, drafts, time.perf_counter() - started)
 
     def _forks(
-        self, runner: ModelRunner, positions: Sequence[Position], room: int
+        self, runner: ModelRunner, positions: Sequence[Position], gamma: int
     ) -> list[Request]:
-        """A request for each position, in rows without a text."""
-        texts = {request.row for request in self.kept.engine.requests} if self.kept else set()
-        free = [row for row in range(runner.num_rows) if row not in texts]
+        """A request for each position, in rows that fork."""
+        free = range(runner.num_texts, runner.num_rows)
         forks = []
         for row, position in zip(free, positions, strict=False):
             known = [*position.continuation[: position.number]]
-            sampling = SamplingParams(len(known) + room)
+            sampling = SamplingParams(len(known) + gamma)
             forks.append(Request(row, position.request.prompt_ids, sampling, known, row=row))
         return forks
 
@@ -207,40 +223,31 @@ class ForkedDrafts(TextDrafts):
             tell(observer, some, drafts, time.perf_counter() - started)
 
 
-def texts_of(positions: Sequence[Position]) -> list[Request]:
-    """The texts with all that is known of them, in their rows."""
-    last = {position.request: position for position in positions}
-    return [
-        replace(request, output_ids=[*position.continuation]) for request, position in last.items()
+def admit_texts(runner: ModelRunner, drafter: Drafter, positions: Sequence[Position]) -> None:
+    """Admit all texts at the ends of their prompts, as a run does, then go on to the ends of their
+    continuations, as after steps without drafts. They themselves draft nothing there."""
+    continuations = {position.request: position.continuation for position in positions}
+    texts = [
+        replace(request, output_ids=[*tokens[:1]]) for request, tokens in continuations.items()
     ]
+    for text, tokens in zip(texts, continuations.values(), strict=True):
+        assert text.row is not None, "texts have rows"
+        num_cached = len(text.prompt_ids) + len(tokens) - 1
+        runner.cache.advance([text.row], num_cached - runner.cache.lengths[text.row])
+    drafter.admit(texts)
+    for text, tokens in zip(texts, continuations.values(), strict=True):
+        text.output_ids = [*tokens]
+        drafter.prepare([text], 0)
 
 
-def fork(
-    runner: ModelRunner, forks: Sequence[Request], positions: Sequence[Position], room: int
-) -> None:
-    """Give each fork the blocks of its text, and a copy of the last one if that is not full."""
-    for request, position in zip(forks, positions, strict=True):
-        text_row = position.request.row
-        assert text_row is not None and request.row is not None, "texts and forks have rows"
-        length = position.num_cached
-        for cache in runner.caches.distinct:
-            blocks = cache.blocks[text_row]
-            num_whole = length // cache.shape.block_size
-            cache.adopt(request.row, blocks[:num_whole])
-            cache.allocate(request.row, length + room)
-            if length % cache.shape.block_size:
-                cache.copy_block(blocks[num_whole], cache.blocks[request.row][num_whole])
-        runner.cache.advance([request.row], length)
-
-
-def join(runner: ModelRunner, forks: Sequence[Request], positions: Sequence[Position]) -> None:
-    """Give the rows of forks back, but for the blocks of their texts."""
-    rows = {position.request.row for position in positions}
-    for cache in runner.caches.distinct:
-        kept = {block for row in rows if row is not None for block in cache.blocks[row]}
-        for request in forks:
-            assert request.row is not None, "a fork has a row"
-            cache.release(request.row, kept)
+def see_last(runner: ModelRunner, drafter: Drafter, forks: Sequence[Request]) -> None:
+    """Let a drafter that observes verifications see the newest cached token of each fork, the last
+    that one has committed."""
+    rows = BatchRows.of(Batch(tuple(forks)).rows, runner.device)
+    for observer in drafter.observers:
+        rerun_tail(runner, rows, newest_cached(forks, 1, runner.device), observer)
+    if drafter.observers:
+        drafter.commit(rows, runner.cache.lengths_of(rows))
 
 
 def by_request(positions: Sequence[Position]) -> Iterator[tuple[Request, list[Position]]]:

@@ -22,6 +22,7 @@ from magicdec.bench.acceptance.forks import (
     ForkedDrafts,
     TextDrafts,
     can_fork,
+    inexact_reason,
 )
 from magicdec.bench.acceptance.memory import demand_of, plan_of_cells
 from magicdec.bench.acceptance.record import (
@@ -43,7 +44,6 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NGRAM
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import release_memory
-from magicdec.names import FULL_KV_POLICY
 from magicdec.records.describe import method_of
 from magicdec.records.pass_record import hash_output
 from magicdec.runner.request import Request
@@ -60,26 +60,6 @@ from magicdec.systems.shared_prefill import CacheDemand, KeptPrompts, SharedPref
 from magicdec.systems.system import System, SystemDetails
 
 Keep = Callable[[StudyCell, AcceptanceRecord], None]
-
-
-def inexact_reason(config: ResolvedConfig) -> str | None:
-    """Why a run may draft otherwise at a position; None if it does not."""
-    decoding = config.decoding
-    if decoding.model_drafter is None:
-        return None
-    policy = policy_called(config.kv.policy)
-    if decoding.looks_up:
-        return "whether a run looks up follows from what it has accepted before"
-    if policy.needs_weights:
-        return "what a draft reads follows from the last verification, which a run has elsewhere"
-    if config.kv.policy != FULL_KV_POLICY and decoding.has_draft_model:
-        return (
-            "its window begins as many tokens earlier as the last step committed, which in a run "
-            "are more"
-        )
-    if "reselect_every" in policy.settings and config.kv.reselect_every:
-        return "a run chooses anew at the first step that is due, which is elsewhere"
-    return None
 
 
 def is_chain(config: ResolvedConfig) -> bool:

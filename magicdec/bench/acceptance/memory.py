@@ -39,12 +39,12 @@ def plan_of_cells(groups: Sequence[Sequence[StudyCell]]) -> MemoryPlan:
         room = demand_of([cell.resolved.config for cell in group])
         for cell in group:
             config = cell.resolved.config
-            target, *drafts = model_plans_of(config, cell.resolved.models, 0)
-            if can_fork(config):
-                drafts = [draft.with_forks(room.num_forks) for draft in drafts]
-            own = plan_of([target, *drafts])  # but for the cache that all share
-            shared = replace(target, row_tokens=room.max_tokens, rewound=None)
-            forked = shared.with_forks(room.num_forks) if room.num_forks else shared
+            plans_of_models = model_plans_of(config, cell.resolved.models, 0)
+            num_forks = room.num_forks if can_fork(config) else 0
+            own = plan_of([each.with_forks(num_forks) for each in plans_of_models])
+            # The cache that all share.
+            shared = replace(plans_of_models[0], row_tokens=room.max_tokens, rewound=None)
+            forked = shared.with_forks(room.num_forks)
             draft = None if config.draft is None else config.draft.model
             draft_weights[draft, config.low_bit] = own.draft_weights
             # The target is loaded before its cache takes memory.

@@ -585,8 +585,8 @@ HEADS = (
     regression(
         "a head reads the states of the token before",
         "runner/observers/hidden_states.py",
-        "return self.values[rows.unsqueeze(1), positions]",
-        "return self.values[rows.unsqueeze(1), (positions - 1).clamp(min=0)]",
+        "return self.values[self._texts[rows].unsqueeze(1), positions]",
+        "return self.values[self._texts[rows].unsqueeze(1), (positions - 1).clamp(min=0)]",
         "eagle:demo-eagle",
     ),
     regression(
@@ -600,9 +600,9 @@ HEADS = (
 FORKED = (
     regression(
         "forks have no copy of their last block",
-        FORKS,
-        "if length % cache.shape.block_size:",
-        "if False:",
+        "kv/cache.py",
+        "self.copy_block(self.blocks[source][num_borrowed], self.blocks[row][num_borrowed])",
+        "pass",
         f"{SELF} 65 {EVERY}",
     ),
     regression(

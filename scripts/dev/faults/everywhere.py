@@ -116,14 +116,68 @@ PROPERTIES = (
         ),
     ),
     Property(
+        "Forks of what snapkv has copied accept what verifications step by step accept.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[snapkv-128]",
+        (
+            Fault(
+                "a copy without what follows the prompt",
+                "bench/acceptance/forks.py",
+                "        drafter.prepare([text], 0)\n",
+                "        pass\n",
+            ),
+            Fault(
+                "chosen at the end of the continuation",
+                "bench/acceptance/forks.py",
+                "replace(request, output_ids=[*tokens[:1]])",
+                "replace(request, output_ids=[*tokens])",
+            ),
+            Fault(
+                "forks of a copy with a row's own positions",
+                "speculation/policies/snapkv.py",
+                "self._offsets[row] = self.shifts[row] = self.shifts[text.row]",
+                "self.shifts[row] = self.shifts[text.row]",
+            ),
+        ),
+    ),
+    Property(
+        "Forks choose blocks by the query of their own newest cached token.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[retrieval-128]",
+        (
+            Fault(
+                "no verification is seen",
+                "bench/acceptance/forks.py",
+                "            see_last(runner, drafter, forks)\n",
+                "",
+            ),
+            Fault(
+                "mean keys of the first text",
+                "speculation/policies/retrieval.py",
+                "        self._texts[rows] = self._texts[text_rows]\n",
+                "        self._texts[rows] = 0\n",
+            ),
+        ),
+    ),
+    Property(
+        "Forks of a head read the states of their texts.",
+        f"{EVERYWHERE}test_forks_accept_what_verifications_step_by_step_accept[eagle-128]",
+        (
+            Fault(
+                "states of the first text",
+                "runner/observers/hidden_states.py",
+                "        self._texts[rows] = self._texts[texts]\n",
+                "        self._texts[rows] = 0\n",
+            ),
+        ),
+    ),
+    Property(
         "Forks of neighbouring positions take no more blocks than are planned.",
         f"{MEMORY}test_forks_take_no_more_blocks_than_are_planned",
         (
             Fault(
                 "drafts that end in the next block forgotten",
-                "setup/model_plan.py",
-                "return num_forks * (1 + num_whole) + rest * (-(-num_forks // block) + num_texts)",
-                "return num_forks * (1 + num_whole)",
+                "kv/layer_caches.py",
+                "self.num_rows * (1 + num_whole) + rest * (-(-self.num_rows // block) + num_texts)",
+                "self.num_rows * (1 + num_whole)",
             ),
         ),
     ),
@@ -134,8 +188,8 @@ PROPERTIES = (
             Fault(
                 "a draft model planned without its forks",
                 "bench/acceptance/memory.py",
-                "drafts = [draft.with_forks(room.num_forks) for draft in drafts]",
-                "pass",
+                "plan_of([each.with_forks(num_forks) for each in plans_of_models])",
+                "plan_of(plans_of_models)",
             ),
         ),
     ),
