@@ -107,7 +107,8 @@ class TextDrafts(PrefilledBatching):
     forks."""
 
     def _plan_of(self, row_tokens: int, rewound: int | None = None) -> ModelPlan:
-        return super()._plan_of(row_tokens, rewound).with_forks(self.room.num_forks)
+        plan = replace(super()._plan_of(row_tokens, rewound), kept_states=self.room.state_layers)
+        return plan.with_forks(self.room.num_forks)
 
 
 class ForkedDrafts(TextDrafts):
